@@ -1,0 +1,57 @@
+# The two commands that matter: `make demo` and `make test`. Both make .venv on first use and leave it alone afterwards.
+# Knobs: PYTHON=python3.12  TORCH=2.12.0  SYSTEM_TORCH=1|0  JOBS=2  ARGS="-k grpo" (pytest)
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test pytest lint format docs reference lock clean env env-test env-docs
+export PYTHON TORCH SYSTEM_TORCH
+
+PY := .venv/bin/python
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 8 ? 8 : n )))
+ARGS ?=
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' Makefile | expand -t 20
+
+demo: env ## train a small model on the CPU and show what it learned
+	@$(PY) -m reinforge demo
+
+test: lint pytest ## ruff, mypy, then every test
+
+pytest: env-test
+	@echo "== pytest ($(JOBS) processes)"
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+		$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: env-test ## ruff and mypy only
+	@echo "== ruff check";  $(PY) -m ruff check --output-format concise .
+	@echo "== ruff format"; $(PY) -m ruff format --check --output-format concise . || { echo 'run: make format'; exit 1; }
+	@echo "== mypy";        $(PY) -m mypy
+
+format: env-test ## let ruff rewrite the files
+	@$(PY) -m ruff check --fix-only -q . ; $(PY) -m ruff format .
+
+reference: env ## write docs/reference/config.md from the schema
+	@$(PY) tools/gen_reference.py
+
+docs: env-docs reference ## build the site into site/
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q && echo "built site/index.html"
+
+lock: env-test ## pin everything in constraints.txt anew (newer versions: delete their lines first)
+	@$(PY) -m pip install -q uv 2>/dev/null
+	@$(PY) -m uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-header --no-annotate -q -o constraints.txt
+	@sed -i '/^nvidia-\|^cuda-\|^triton==/d' constraints.txt
+
+clean: ## remove what the other targets made, .venv included
+	@rm -rf .venv site build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+env:
+	@tools/env.sh runtime
+
+env-test:
+	@tools/env.sh test
+
+env-docs:
+	@tools/env.sh docs

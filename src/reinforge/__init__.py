@@ -1,0 +1,70 @@
+"""reinforge: post-training for language models, from instruction tuning to reinforcement learning.
+
+The public names are listed here, once, and load on first use: `import reinforge` imports no torch.
+
+`reinforge.train` is both the floor of training loops (`reinforge.train.rl`) and the function that runs a configuration
+(`reinforge.train("config.yaml")`); docs/decisions/0001-callable-train.md says why.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from reinforge.version import __version__
+
+_PUBLIC = {
+    "train": "reinforge.app.api:train",
+    "evaluate": "reinforge.app.api:evaluate",
+    "load_config": "reinforge.config.load:load_config",
+    "Config": "reinforge.config.schema:Config",
+    "Row": "reinforge.core.sample:Row",
+    "Sample": "reinforge.core.sample:Sample",
+    "Group": "reinforge.core.sample:Group",
+    "Sampling": "reinforge.core.engine:Sampling",
+    "InputError": "reinforge.core.errors:InputError",
+}
+
+__all__ = [
+    "train",
+    "evaluate",
+    "load_config",
+    "Config",
+    "Row",
+    "Sample",
+    "Group",
+    "Sampling",
+    "InputError",
+    "__version__",
+]
+
+
+def _resolve(name: str) -> Any:
+    module, attribute = _PUBLIC[name].split(":")
+    return getattr(import_module(module), attribute)
+
+
+class _CallableModule(ModuleType):
+    """A subpackage that can be called like the public function of the same name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _resolve(self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
+def _make_callable(module: str) -> None:
+    """Called by a subpackage on its first line, so that every way of importing it gives the callable one."""
+    sys.modules[module].__class__ = _CallableModule
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = import_module("reinforge.train") if name == "train" else _resolve(name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

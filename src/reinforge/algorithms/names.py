@@ -1,0 +1,5 @@
+"""The names that `algorithm.name` may have. No torch here: a config is checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+NAMES: tuple[str, ...] = ("sft", "grpo", "dr_grpo", "dapo")

@@ -1,0 +1,191 @@
+"""The only place where names in a config become objects. Everything below it receives what it needs and knows no config keys
+but its own section's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reinforge.algorithms.shaping import overlong_penalty
+from reinforge.algorithms.table import Algorithm
+from reinforge.algorithms.table import build as build_algorithm
+from reinforge.backends.local import LocalBackend
+from reinforge.config.schema import AlgorithmConfig, Config, DataConfig
+from reinforge.core.engine import Sampling
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Group, Row, Sample
+from reinforge.core.seeds import seed_of
+from reinforge.data.chat import Renderer, apply_length
+from reinforge.data.cursor import Cursor
+from reinforge.data.sources import fingerprint, overlap, rows_from, train_and_eval_rows
+from reinforge.engines.native import NativeEngine
+from reinforge.evals.heldout import HeldOut, heldout_loss
+from reinforge.models.causal import CausalModel
+from reinforge.models.load import context_length, load_model, stop_tokens
+from reinforge.rewards.build import build_rewards, load_function
+from reinforge.rewards.function import FunctionReward
+from reinforge.rollout.journal import Journal
+from reinforge.rollout.single import SingleTurn
+from reinforge.rollout.source import Source
+from reinforge.train.rl import RLTrainer
+from reinforge.train.session import Session, ViewLike
+from reinforge.train.supervised import SupervisedTrainer
+
+Evaluate = Callable[[], Any]
+
+
+@dataclass
+class Given:
+    """What a Python caller passes as objects instead of names. None = take it from the config."""
+
+    data: Iterable[Any] | None = None
+    eval_data: Iterable[Any] | None = None
+    rewards: Sequence[Callable[..., Any]] | None = None
+    model: CausalModel | None = None
+
+
+def algorithm_of(cfg: AlgorithmConfig, max_new_tokens: int) -> Algorithm:
+    """The algorithm that the section describes. `file.py:function` in place of a part's name is loaded."""
+
+    def part(value: str | None, key: str) -> Any:
+        return load_function(value, f"algorithm.{key}") if value and ":" in value else value
+
+    return build_algorithm(
+        cfg.name, advantage=part(cfg.advantage, "advantage"), surrogate=part(cfg.surrogate, "surrogate"), correction=cfg.correction.name,
+        cap=cfg.correction.cap, reduce=cfg.reduce, scale=cfg.scale, std=cfg.std, eps=cfg.eps, clip_low=cfg.clip.low, clip_high=cfg.clip.high,
+        clip_dual=cfg.clip.dual, kl_coefficient=cfg.kl.coefficient, kl_estimator=cfg.kl.estimator, entropy=cfg.entropy, overlong=cfg.overlong,
+        overlong_buffer=cfg.overlong_buffer, dynamic_sampling=cfg.dynamic_sampling, max_new_tokens=max_new_tokens,
+        updates=cfg.epochs * cfg.minibatches,
+    )  # fmt: skip
+
+
+def load_data(cfg: DataConfig, given: Given) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows, from the config or from Python objects, never sharing a prompt."""
+    if given.data is None:
+        train, held_out = train_and_eval_rows(cfg)
+    else:
+        mapping: dict[str, Any] = {"columns": cfg.columns, "system": cfg.system, "template": cfg.template}
+        train = rows_from(given.data, **mapping, where=cfg.where, limit=cfg.limit, name="data")
+        held_out = rows_from(given.eval_data, **mapping, where=cfg.eval.where, name="eval_data") if given.eval_data is not None else []
+    shared = overlap(train, held_out)
+    if shared:
+        raise InputError(f"{len(shared)} evaluation rows are also training rows, e.g. {shared[0][1].id}: {str(shared[0][1].prompt)[:80]!r}.",
+                         where="data.eval", fix="Hold them out with data.eval.size, or filter with data.where and data.eval.where.")  # fmt: skip
+    return train, held_out
+
+
+def total_steps(cfg: Config, rows: int) -> int:
+    if cfg.train.steps is not None:
+        return cfg.train.steps
+    assert cfg.train.epochs is not None
+    return max(1, math.ceil(cfg.train.epochs * rows / cfg.train.prompts_per_step))
+
+
+@dataclass
+class Workshop:
+    """What SFT and RL runs have in common, built once from a config."""
+
+    cfg: Config
+    given: Given
+    view: ViewLike
+
+    def __post_init__(self) -> None:
+        cfg = self.cfg
+        self.train_rows, self.eval_rows = load_data(cfg.data, self.given)
+        self.algorithm = algorithm_of(cfg.algorithm, cfg.rollout.max_new_tokens)
+        self.rewards: list[FunctionReward] = build_rewards(self.given.rewards if self.given.rewards is not None else cfg.rewards)
+        self.model = self.given.model or load_model(cfg.model, cfg.adapter, seed=seed_of(cfg.run.seed, "adapter") % 2**31)
+        self.renderer = Renderer(self.model.tokenizer, cfg.data)
+        self.context = context_length(cfg.model) if self.given.model is None else int(getattr(self.model.config, "max_position_embeddings", 1 << 20))
+        self.engine = NativeEngine(self.model, stop_tokens={*stop_tokens(self.model), *self.renderer.stop_tokens}, max_batch=cfg.rollout.max_batch,
+                                   kv_gib=cfg.rollout.kv_gib, context=self.context)  # fmt: skip
+        self.weights = {r.name: r.weight for r in self.rewards}
+        for note in self.algorithm.notes:
+            self.view.message(note)
+
+    def backend(self, steps: int, temperature: float) -> LocalBackend:
+        return LocalBackend(self.model, self.cfg.train, total_steps=steps, temperature=temperature, reference="reference" in self.algorithm.loss.needs)
+
+    def cursor(self, rows: Sequence[Any], ids: Sequence[Row]) -> Cursor:
+        return Cursor(len(rows), self.cfg.run.seed, self.cfg.data.shuffle, fingerprint=fingerprint(ids))
+
+    def prompts(self, rows: Sequence[Row], max_new_tokens: int) -> list[tuple[Row, list[int]]]:
+        """Rows with their prompt ids, after the length policy."""
+        limit = self.cfg.data.max_length or self.context - max_new_tokens
+        kept, counts = apply_length(self.cfg.data, [(row, self.renderer.prompt(row)) for row in rows], limit)
+        self._report(counts, limit)
+        return kept
+
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
+        limit = self.cfg.data.max_length or self.context
+        kept, counts = apply_length(self.cfg.data, [self.renderer.training_row(row) for row in rows], limit)
+        self._report(counts, limit)
+        return kept
+
+    def _report(self, counts: dict[str, int], limit: int) -> None:
+        for name, count in counts.items():
+            if count and name != "kept":
+                self.view.message(f"data: {count} rows {name} (longer than {limit} tokens)")
+
+    def heldout(self, on_groups: Callable[[list[Group]], None] | None = None) -> HeldOut | None:
+        """The generation part of evaluation, if there are held-out rows and something to score them with."""
+        if not self.eval_rows or not self.rewards:
+            return None
+        cfg = self.cfg
+        new_tokens = cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens
+        prompts = {row.id: ids for row, ids in self.prompts(self.eval_rows, new_tokens)}
+        rows = [row for row in self.eval_rows if row.id in prompts]
+        sampling = Sampling(new_tokens, cfg.eval.temperature, top_p=cfg.eval.top_p, stop_strings=tuple(cfg.rollout.stop))
+        rollout = SingleTurn(self.engine, lambda row: prompts[row.id], self.renderer.decode, self.rewards, sampling, n=cfg.eval.samples,
+                             seed=cfg.run.seed, purpose="eval", on_error=cfg.rollout.on_reward_error)  # fmt: skip
+        best = sum(max(0.0, w) for w in self.weights.values())
+        return HeldOut(rollout, rows, cfg.eval.samples, best, on_groups)
+
+
+def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
+    shop = Workshop(cfg, given, view)
+    new_tokens = cfg.rollout.max_new_tokens
+    prompts = shop.prompts(shop.train_rows, new_tokens)
+    rows, encoded = [row for row, _ in prompts], {row.id: ids for row, ids in prompts}
+    steps = total_steps(cfg, len(rows))
+    updates = steps * cfg.algorithm.epochs * cfg.algorithm.minibatches
+    backend = shop.backend(updates, cfg.rollout.temperature)
+    cursor = shop.cursor(rows, rows)
+    journal = Journal(Path(cfg.run.dir) / "journal.jsonl")
+    buffer = shop.algorithm.overlong_buffer
+    rollout = SingleTurn(
+        shop.engine, lambda row: encoded[row.id], shop.renderer.decode, shop.rewards,
+        Sampling(new_tokens, cfg.rollout.temperature, stop_strings=tuple(cfg.rollout.stop)), n=cfg.algorithm.group_size, seed=cfg.run.seed,
+        journal=journal, shape=partial(overlong_penalty, max_new_tokens=new_tokens, buffer=buffer) if buffer else None, on_error=cfg.rollout.on_reward_error,
+    )  # fmt: skip
+    source = Source(rows, cursor, rollout, cfg.train.prompts_per_step, dynamic=shop.algorithm.dynamic_sampling, max_refills=cfg.algorithm.max_refills)
+    session = Session(cfg, backend, cursor, steps, view, shop.heldout(), journal.clear)
+    return RLTrainer(session, source, backend, shop.engine, shop.algorithm, backend.budget, new_tokens, shop.weights,
+                     cfg.algorithm.epochs, cfg.algorithm.minibatches)  # fmt: skip
+
+
+def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTrainer:
+    shop = Workshop(cfg, given, view)
+    samples = shop.samples(shop.train_rows)
+    steps = total_steps(cfg, len(samples))
+    backend = shop.backend(steps, 1.0)
+    names = {s.uid for s in samples}
+    cursor = shop.cursor(samples, [row for row in shop.train_rows if row.id in names])
+    held_out, generation = shop.samples(shop.eval_rows) if shop.eval_rows else [], shop.heldout()
+
+    async def evaluate() -> dict[str, float]:
+        await shop.engine.update(backend.weights(), backend.steps)
+        return heldout_loss(backend, held_out, backend.budget) | (await generation() if generation is not None else {})
+
+    session = Session(cfg, backend, cursor, steps, view, evaluate if held_out else None)
+    return SupervisedTrainer(session, cursor, backend, shop.algorithm.loss, samples.__getitem__, cfg.train.prompts_per_step, backend.budget)
+
+
+def build(cfg: Config, view: ViewLike, given: Given | None = None) -> RLTrainer | SupervisedTrainer:
+    """The trainer that the config describes."""
+    make = build_supervised if cfg.algorithm.name == "sft" else build_rl
+    return make(cfg, view, given or Given())

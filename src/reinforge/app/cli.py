@@ -1,0 +1,212 @@
+"""The command line. Commands parse and print; the work is elsewhere and is imported only by the command that needs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from reinforge.app import commands_model, commands_runs
+from reinforge.app.show import console, print_mapping, print_table
+from reinforge.core.errors import EXIT_BAD_INPUT, InputError, ReinforgeError
+from reinforge.version import __version__
+
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="reinforge", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Post-training for language models, from instruction tuning to reinforcement learning.",
+    epilog="Start with [bold]reinforge demo[/bold], then [bold]reinforge plan CONFIG[/bold] and [bold]reinforge train CONFIG[/bold].",
+)  # fmt: skip
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file; `reinforge schema --markdown` lists its keys.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file, e.g. train.steps=10.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"reinforge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. Works anywhere on the line.")] = False,
+) -> None:
+    """`--debug` is taken out of the line by `main`; it stands here for the help page."""
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Run a configuration, or continue it from its newest checkpoint.
+
+    Ctrl-C or SIGTERM saves a checkpoint; the same command then continues, bit for bit.
+
+    [bold]Examples[/bold]
+
+      reinforge train recipes/chain_sum.yaml
+
+      reinforge train recipes/chain_sum.yaml train.steps=10 run.dir=runs/short
+    """
+    from reinforge.app.preflight import preflight
+    from reinforge.config.load import load_config
+
+    loaded = load_config(config, overrides or [])
+    found = preflight(loaded)
+    _warn(found.warnings)
+    if not found.ok:
+        raise InputError("\n  - ".join([f"{len(found.errors)} problems:", *found.errors]) if len(found.errors) > 1 else found.errors[0])
+    from reinforge.app.api import train_config
+
+    result = train_config(loaded)
+    print_mapping({"run": result.run_dir, "steps": result.steps, "stopped": result.stopped, **result.metrics})
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    deadline: Annotated[float, typer.Option(help="Seconds for the data and reward checks.", min=1)] = 30.0,
+) -> None:
+    """Find what is wrong with a configuration before a model is loaded.
+
+    Exit code 0: it would run; 2: it would not, and every reason is listed.
+
+    [bold]Examples[/bold]
+
+      reinforge plan recipes/chain_sum.yaml
+
+      reinforge plan recipes/chain_sum.yaml model.path=./my-model --json
+    """
+    from reinforge.app.plan import describe
+    from reinforge.app.plan import plan as make_plan
+
+    report = make_plan(config, overrides or [], deadline=deadline)
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        print_mapping(dict(describe(report)))
+        _warn(report.warnings)
+        for error in report.errors:
+            print(f"error: {error}", file=sys.stderr)
+        if report.ok:
+            console().print(f"[green]ok[/green]{f', {len(report.warnings)} warnings' if report.warnings else ''}")
+    if not report.ok:
+        raise typer.Exit(EXIT_BAD_INPUT)
+
+
+@app.command()
+def check(
+    config: Annotated[
+        Path | None, typer.Argument(help="Check with this configuration's model; default: a tiny one made on the spot.")
+    ] = None,
+) -> None:
+    """Prove that the pipeline can learn: train on a trivial reward and see it rise.
+
+    [bold]Examples[/bold]
+
+      reinforge check
+
+      reinforge check recipes/chain_sum.yaml
+    """
+    from reinforge.config.load import load_config
+
+    loaded = load_config(config) if config else None
+    from reinforge.app.check import check as run_check
+
+    print_mapping(run_check(loaded))
+
+
+@app.command()
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The reference page instead of the JSON schema.")] = False,
+) -> None:
+    """Print the JSON schema of configurations, for editors, or their reference page.
+
+    [bold]Examples[/bold]
+
+      reinforge schema > reinforge.schema.json
+
+      reinforge schema --markdown > docs/configuration.md
+    """
+    from reinforge.config.reference import json_schema, reference_markdown
+
+    print(reference_markdown() if markdown else json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def algorithms() -> None:
+    """List the algorithms: the parts each is made of, its own defaults, its paper.
+
+    [bold]Example[/bold]
+
+      reinforge algorithms
+    """
+    from reinforge.algorithms.table import describe
+
+    print_table(describe())
+
+
+@app.command()
+def demo(
+    dir: Annotated[Path, typer.Option(help="Where the demo's model and runs go.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the demo.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute instead of several; learns less.")] = False,
+) -> None:
+    """Train a small model from nothing to answers, on the machine at hand, and show what it learned.
+
+    [bold]Examples[/bold]
+
+      reinforge demo
+
+      reinforge demo --quick --dir /tmp/demo
+    """
+    from reinforge.app.demo import run_demo
+
+    print_mapping(run_demo(dir, seed, quick))
+
+
+commands_model.register(app)
+app.add_typer(commands_runs.app, name="runs")
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console entry point. Returns the exit code: 0 done, 2 bad input, 3 stopped itself, 130 Ctrl-C, 143 SIGTERM, 1 a bug."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    command = typer.main.get_command(app)
+    try:  # typer turns wrong usage, Ctrl-C and a closed pipe into SystemExit; the rest comes through
+        command.main([a for a in args if a != "--debug"], prog_name="reinforge")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            print(_paragraph(error), file=sys.stderr)
+        return error.exit_code if isinstance(error, ReinforgeError) else 1
+    return 0
+
+
+def _paragraph(error: Exception) -> str:
+    if isinstance(error, ReinforgeError):
+        return f"error: {error}"
+    lines = str(error).strip().splitlines()
+    return f"unexpected {type(error).__name__}{': ' + lines[0] if lines else ''} (run again with --debug for the traceback)"

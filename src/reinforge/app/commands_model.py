@@ -1,0 +1,123 @@
+"""Commands that use a model: generate, eval, chat, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from reinforge.app.show import print_mapping
+from reinforge.core.errors import InputError
+
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 = greedy.", min=0)]
+TopP = Annotated[float, typer.Option(help="Nucleus: sample from the most likely tokens that hold this much probability.", min=0, max=1)]
+MaxNewTokens = Annotated[int, typer.Option(help="Longest completion.", min=1)]
+
+
+def register(app: typer.Typer) -> None:
+    for command, name in ((generate, None), (evaluate, "eval"), (chat, None), (export, None)):
+        app.command(name)(command)
+
+
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL_OR_CONFIG", help="Hub id, directory or .gguf file; or a .yaml configuration, whose model is taken."),
+    ],
+    prompts: Annotated[Path, typer.Option(help="A .jsonl file with a `prompt` per line: text or chat messages.")],
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write: the rows with their completions.")],
+    n: Annotated[int, typer.Option("-n", help="Completions per prompt.", min=1)] = 1,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    max_new_tokens: MaxNewTokens = 256,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    adapter: Annotated[str | None, typer.Option(help="A saved adapter to put on the model.")] = None,
+) -> None:
+    """Complete every prompt of a file.
+
+    [bold]Examples[/bold]
+
+      reinforge generate HuggingFaceTB/SmolLM2-135M-Instruct --prompts prompts.jsonl --out out.jsonl -n 4
+
+      reinforge generate recipes/chain_sum.yaml --prompts prompts.jsonl --out out.jsonl --temperature 0
+    """
+    if not prompts.is_file():
+        raise InputError(f"no such file: {prompts}.", where="--prompts", fix="Give a .jsonl file with a `prompt` per line.")
+    if out.exists() and out.samefile(prompts):
+        raise InputError(f"{out} is the file of prompts.", where="--out", fix="Write to another file.")
+    if model.endswith((".yaml", ".yml")):
+        from reinforge.config.load import load_config
+
+        config = load_config(Path(model))
+        model, adapter = config.model.path, adapter or (config.adapter.path if config.adapter else None)
+    from reinforge.app.api import generate as run
+
+    rows = run(model, prompts, out, n=n, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, adapter=adapter)
+    print(f"{rows} rows in {out}")
+
+
+def evaluate(
+    config_or_run: Annotated[
+        Path, typer.Argument(metavar="CONFIG_OR_RUN", help="A configuration, or the directory of a run (its newest checkpoint).")
+    ],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file.")] = None,
+) -> None:
+    """Measure a model on the held-out rows of its configuration.
+
+    [bold]Examples[/bold]
+
+      reinforge eval recipes/chain_sum.yaml
+
+      reinforge eval runs/chain-sum eval.samples=8 eval.temperature=0.7
+    """
+    if not config_or_run.exists():
+        raise InputError(f"no such file or directory: {config_or_run}.", where="CONFIG_OR_RUN", fix="Give a .yaml file or a run directory.")
+    from reinforge.app.api import evaluate as run
+
+    print_mapping(run(config_or_run, overrides or []))
+
+
+def chat(
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="Hub id, directory, .gguf file, or the directory of a run.")],
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    max_new_tokens: MaxNewTokens = 512,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+) -> None:
+    """Talk to a model in the terminal.
+
+    [bold]Examples[/bold]
+
+      reinforge chat HuggingFaceTB/SmolLM2-135M-Instruct
+
+      reinforge chat runs/chain-sum --temperature 0
+    """
+    from reinforge.app.chat import chat as run
+
+    run(model, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, system=system)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must not exist or be empty.")],
+    checkpoint: Annotated[str, typer.Option(help="best, latest, or a step.")] = "latest",
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the weights.")] = False,
+) -> None:
+    """Write a run's model as an ordinary model directory that transformers and servers load.
+
+    [bold]Examples[/bold]
+
+      reinforge export runs/chain-sum exported
+
+      reinforge export runs/chain-sum exported --merge --checkpoint best
+    """
+    if not run.is_dir():
+        raise InputError(f"no such run directory: {run}.", where="RUN")
+    if checkpoint not in ("best", "latest") and not checkpoint.isdecimal():
+        raise InputError(f"{checkpoint!r} is no checkpoint.", where="--checkpoint", fix="Give best, latest or the number of a step.")
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise InputError(f"{out} exists and is not empty.", where="OUT", fix="Choose another directory.")
+    from reinforge.app.export import export as write
+
+    print(write(run, out, checkpoint=checkpoint, merge=merge))

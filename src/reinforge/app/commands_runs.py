@@ -1,0 +1,117 @@
+"""`reinforge runs`: what is in run directories. Reads files only."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reinforge.app.show import print_mapping, print_table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="List, show and compare runs.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+@app.command("list")
+def list_command(
+    root: Annotated[Path, typer.Argument(help="Where to look for run directories.")] = Path("runs"), as_json: AsJson = False
+) -> None:
+    """List the runs under a directory.
+
+    [bold]Examples[/bold]
+
+      reinforge runs list
+
+      reinforge runs list experiments --json
+    """
+    from reinforge.watch.runs import list_runs
+
+    found = list_runs(root)
+    if as_json:
+        _json(found)
+    else:
+        print_table(
+            [{**run, "updated": time.strftime("%Y-%m-%d %H:%M", time.localtime(run["updated"]))} for run in found],
+            empty=f"no runs under {root}",
+        )
+
+
+@app.command()
+def show(run: RunDir, as_json: AsJson = False) -> None:
+    """Show one run: its state, its last metrics, how to continue it.
+
+    [bold]Example[/bold]
+
+      reinforge runs show runs/chain-sum
+    """
+    from reinforge.watch.runs import show_run
+
+    found = show_run(run)
+    if as_json:
+        _json(found)
+    else:
+        print_mapping(_flat(found))
+
+
+@app.command()
+def compare(runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")], as_json: AsJson = False) -> None:
+    """Compare runs: which settings differ, and how their metrics end.
+
+    [bold]Example[/bold]
+
+      reinforge runs compare runs/a runs/b
+    """
+    from reinforge.watch.runs import compare_runs
+
+    found = compare_runs(runs)
+    if as_json:
+        _json(found)
+        return
+    names = [str(run) for run in found["runs"]]
+    single = {key: values for key, values in found.items() if key != "runs" and isinstance(values, list)}
+    print_table([{"": key, **dict(zip(names, values, strict=True))} for key, values in single.items()])
+    for title, part in found.items():
+        if isinstance(part, Mapping):
+            print()
+            print_table(
+                [{title: key, **dict(zip(names, values, strict=True))} for key, values in part.items()], empty=f"{title}: no difference"
+            )
+
+
+@app.command()
+def digest(run: RunDir) -> None:
+    """Print one hash of everything a run's newest checkpoint holds: equal digests mean bit-identical runs.
+
+    [bold]Example[/bold]
+
+      reinforge runs digest runs/chain-sum
+    """
+    from reinforge.checkpoint.store import digest_run
+
+    print(digest_run(run))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """
+    >>> _flat({"a": 1, "b": {"c": 2}})
+    {'a': 1, 'b.c': 2}
+    """
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
+    return out

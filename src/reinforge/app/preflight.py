@@ -1,0 +1,220 @@
+"""What can be told about a configuration without importing torch or transformers: paths, names, the run directory."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass
+class Report:
+    """What `plan` found. Errors mean that the run would fail; warnings that it may not do what was meant."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    def refuse(self, where: str, what: str, fix: str = "") -> None:
+        self.errors.append(str(InputError(what, where=where, fix=fix or None)))
+
+    def warn(self, where: str, what: str, fix: str = "") -> None:
+        self.warnings.append(str(InputError(what, where=where, fix=fix or None)))
+
+    def extend(self, other: dict[str, Any]) -> None:
+        self.errors += other["errors"]
+        self.warnings += other["warnings"]
+        self.summary.update(other["summary"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+
+def preflight(config: Config) -> Report:
+    """Phase 1 of `plan`: everything wrong that the file system and the lists of names can tell, in well under a second."""
+    from reinforge.algorithms.names import NAMES
+
+    report = Report(summary=_step_summary(config))
+    if config.algorithm.name not in NAMES:
+        report.refuse("algorithm.name", f"there is no algorithm {config.algorithm.name!r}.", _nearest(config.algorithm.name, NAMES))
+    _check_model(config, report)
+    _check_source("data.source", config.data.source, config.data.options, report)
+    if config.data.eval.source is not None:
+        _check_source("data.eval.source", config.data.eval.source, config.data.eval.options, report)
+    _check_rewards(config, report)
+    for part in ("advantage", "surrogate"):
+        name = getattr(config.algorithm, part)
+        if name and ".py:" in name:
+            _check_function(f"algorithm.{part}", name, report)
+    _check_run_dir(config, report)
+    if config.eval.every and not (config.data.eval.size or config.data.eval.source):
+        report.refuse(
+            "eval.every", "there are no held-out rows to evaluate on.", "Set data.eval.size or data.eval.source, or eval.every=0."
+        )
+    return report
+
+
+def _step_summary(config: Config) -> dict[str, Any]:
+    sft, per_step = config.algorithm.name == "sft", config.train.prompts_per_step
+    samples = per_step if sft else per_step * config.algorithm.group_size
+    adapter = config.adapter
+    targets = adapter and (adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets))
+    summary: dict[str, Any] = {
+        "model": config.model.path,
+        "trained": f"LoRA of rank {adapter.rank} on {targets}" if adapter else "all weights",
+        "algorithm": config.algorithm.name,
+        "samples_per_step": samples,
+        "optimizer_steps_per_step": 1 if sft else config.algorithm.epochs * config.algorithm.minibatches,
+        "steps": config.train.steps,
+        "run_dir": config.run.dir,
+    }
+    if not sft:
+        summary["new_tokens_per_step_at_most"] = samples * config.rollout.max_new_tokens
+    return summary
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), 1, 0.5)
+    return (f"Did you mean {close[0]}? " if close else "") + f"There are: {', '.join(names)}."
+
+
+def _check_model(config: Config, report: Report) -> None:
+    model, adapter = config.model, config.adapter
+    places = [("model.path", model.path)] + ([("model.tokenizer", model.tokenizer)] if model.tokenizer else [])
+    for key, text in places:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            if key == "model.path" and not (path / "config.json").is_file():
+                is_adapter = (path / "adapter_config.json").is_file()
+                fix = (
+                    "This is an adapter: put its base model here and this path under adapter.path."
+                    if is_adapter
+                    else "Give the model's directory."
+                )
+                report.refuse(key, f"{text} has no config.json.", fix)
+        elif path.is_file():
+            if path.suffix != ".gguf":
+                report.refuse(key, f"{text} is a file, but not a .gguf file.", "Give the directory that holds config.json.")
+        elif text.startswith((".", "/", "~")) or text.endswith(".gguf") or not HUB_ID.fullmatch(text):
+            report.refuse(key, f"no such file or directory: {text}.", "Give a hub id (org/name), an existing directory or a .gguf file.")
+    if model.chat_template and not Path(model.chat_template).is_file():
+        report.refuse("model.chat_template", f"no such file: {model.chat_template}.")
+    if adapter and adapter.path and not (Path(adapter.path) / "adapter_config.json").is_file():
+        what = "has no adapter_config.json" if Path(adapter.path).is_dir() else "is no directory"
+        report.refuse("adapter.path", f"{adapter.path} {what}.", "Give the directory of a saved adapter.")
+
+
+def _check_source(key: str, source: str, options: dict[str, Any], report: Report) -> None:
+    from reinforge.data.readers import FILES, kind_of, size_of
+
+    try:
+        kind = kind_of(source)
+        size_of(source, options)  # generated tasks check their options
+    except InputError as error:
+        report.errors.append(str(error))
+        return
+    path = Path(source).expanduser()
+    if kind in FILES and not path.is_file():
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent), 1, 0.6) if path.parent.is_dir() else []
+        report.refuse(
+            key, f"no such file: {source}.", f"Did you mean {path.parent / near[0]}?" if near else f"Paths are relative to {Path.cwd()}."
+        )
+    elif kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
+        report.refuse(key, "the package reasoning_gym is not installed.", "pip install reasoning-gym")
+
+
+def _check_rewards(config: Config, report: Report) -> None:
+    from reinforge.rewards.names import BUILTIN
+
+    seen: set[str] = set()
+    for i, reward in enumerate(config.rewards):
+        key = f"rewards.{i}.name"
+        module, colon, _ = reward.name.rpartition(":")
+        if ".py:" in reward.name or reward.name.endswith(".py"):
+            _check_function(key, reward.name, report)
+        elif colon:
+            if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", reward.name):
+                report.refuse(key, f"{reward.name!r} is not of the form package.module:function.")
+            elif importlib.util.find_spec(module.partition(".")[0]) is None and not Path(module.partition(".")[0]).exists():
+                report.refuse(key, f"there is no package {module.partition('.')[0]!r}.", "Install it, or write `file.py:function`.")
+        elif reward.name not in BUILTIN:
+            report.refuse(key, f"there is no reward {reward.name!r}.", _nearest(reward.name, BUILTIN) + " Your own: `file.py:function`.")
+        if reward.name in seen:
+            report.warn(key, f"{reward.name} is listed twice.", "Give it once with the sum of the weights.")
+        seen.add(reward.name)
+    if config.rewards and all(r.weight == 0 for r in config.rewards):
+        report.warn("rewards", "every weight is 0: the total reward is always 0 and nothing is learned.")
+
+
+def _check_function(key: str, name: str, report: Report) -> None:
+    """`file.py:function`: the file parses and defines the name at its top level. Nothing is executed."""
+    file, colon, function = name.rpartition(":")
+    if not colon:
+        report.refuse(key, f"{name} names a file but no function.", f"Write `{name}:<function>`.")
+        return
+    if not Path(file).is_file():
+        report.refuse(key, f"no such file: {file}.")
+        return
+    try:
+        tree = ast.parse(Path(file).read_bytes(), filename=file)
+    except (SyntaxError, ValueError) as error:
+        report.refuse(key, f"{file} is not Python: {error}.")
+        return
+    defined = list(_names_in(tree.body))
+    if function not in defined:
+        report.refuse(key, f"{file} does not define {function!r}.", _nearest(function, defined) if defined else "")
+
+
+def _names_in(body: list[ast.stmt]) -> Iterable[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _names_in([*node.body, *node.orelse])
+
+
+def _check_run_dir(config: Config, report: Report) -> None:
+    path, resume = Path(config.run.dir), config.run.resume
+    full = path.resolve()
+    if Path.cwd().resolve().is_relative_to(full) or full == Path.home():
+        report.refuse(
+            "run.dir", f"{path} is the working directory, its parent or your home.", "Give the run a directory of its own, e.g. runs/first."
+        )
+        return
+    nearest = next(p for p in (full, *full.parents) if p.exists())
+    if not nearest.is_dir():
+        report.refuse("run.dir", f"{nearest} is a file.", "Choose another directory.")
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        report.refuse("run.dir", f"{nearest} is not writable.", "Choose another directory.")
+    elif full.exists():
+        has_run = any((full / "checkpoints").glob("step-*"))
+        if has_run and resume == "never":
+            report.refuse(
+                "run.dir", f"{path} already holds a run with checkpoints.", "Choose another run.dir, or run.resume=auto to continue it."
+            )
+        elif not has_run and resume == "must":
+            report.refuse("run.resume", f"{path} holds no checkpoint to continue from.", "Use run.resume=auto, or check run.dir.")
+        elif not has_run and any(full.iterdir()) and not (full / "metrics.jsonl").exists():
+            report.warn("run.dir", f"{path} is not empty and is not a run.", "Its files stay, the run's come beside them.")
+    elif resume == "must":
+        report.refuse("run.resume", f"{path} does not exist: there is nothing to continue.", "Use run.resume=auto, or check run.dir.")

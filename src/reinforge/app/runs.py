@@ -1,0 +1,68 @@
+"""Models out of run directories, for eval, chat, generate and export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from reinforge.checkpoint import store
+from reinforge.config.load import config_from_dict, load_config
+from reinforge.config.schema import Config, ModelConfig
+from reinforge.core.errors import InputError
+from reinforge.models.causal import CausalModel
+from reinforge.models.load import load_model
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.json").is_file() and (path / "checkpoints").is_dir()
+
+
+def config_of(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, Path | None]:
+    """The config of a file, or of a run directory (and then that directory)."""
+    if is_run(path):
+        return config_from_dict(json.loads((path / "config.json").read_text()), where=str(path / "config.json"), overrides=overrides), path
+    return load_config(path, overrides), None
+
+
+def checkpoint_of(run_dir: Path, which: str) -> Path:
+    """`latest`, `best`, or a step number."""
+    there = {store.step_of(p): p for p in store.steps(run_dir)}
+    if not there:
+        raise InputError(f"{run_dir} has no checkpoint yet.", where="checkpoint", fix="Let it train to its first checkpoint.")
+    if which == "latest":
+        return there[max(there)]
+    if which == "best":
+        extra = store.load(there[max(there)])[1]
+        step = extra["best"].get("checkpoint", {}).get("step")
+        if step not in there:
+            raise InputError("this run kept no best checkpoint.", where="checkpoint", fix="Set run.checkpoint.best, or take `latest`.")
+        return there[step]
+    if not which.isdigit() or int(which) not in there:
+        raise InputError(f"there is no checkpoint {which!r}.", where="checkpoint", fix=f"There are: latest, best, {', '.join(map(str, sorted(there)))}.")
+    return there[int(which)]
+
+
+@torch.no_grad()
+def load_weights(model: CausalModel, run_dir: Path, which: str = "latest") -> None:
+    """Puts a checkpoint's weights into the model that the run's config describes."""
+    state, _ = store.load(checkpoint_of(run_dir, which))
+    own = dict(model.module.named_parameters())
+    for name, tensor in state.tensors.items():
+        if name.startswith("model/"):
+            own[name.removeprefix("model/")].copy_(tensor)
+
+
+def open_model(source: str, *, adapter: str | None = None, checkpoint: str = "latest") -> tuple[CausalModel, Config | None]:
+    """A model from a run directory (its newest checkpoint), a directory, a hub id or a GGUF file."""
+    if is_run(Path(source)):
+        config, run_dir = config_of(Path(source))
+        assert run_dir is not None
+        model = load_model(config.model, config.adapter)
+        load_weights(model, run_dir, checkpoint)
+        return model, config
+    from reinforge.config.schema import AdapterConfig
+
+    return load_model(ModelConfig(path=source), AdapterConfig(path=adapter) if adapter else None), None

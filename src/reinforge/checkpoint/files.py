@@ -1,0 +1,216 @@
+"""The files inside one checkpoint directory: tensor shards, JSON, and the manifest that proves them.
+
+    model.safetensors  optimizer-00001.safetensors  optimizer-00002.safetensors   tensors by the part of their name before "/"
+    state.json                                                                    plain values and the aliases of shared tensors
+    MANIFEST.json                                                                 SHA-256 and size of every other file; written last
+
+safetensors and JSON only: reading a checkpoint never runs code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FORMAT = "reinforge-checkpoint-1"
+MANIFEST = "MANIFEST.json"
+STATE = "state.json"
+SHARD_BYTES = 2 << 30
+PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib"}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
+_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class Damaged(Exception):
+    """A file of a checkpoint is not what was written. `file` is the one to name to the user."""
+
+    def __init__(self, file: Path, what: str):
+        self.file, self.what = file, what
+        super().__init__(f"{file}: {what}")
+
+
+def fsync_path(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_plain(value: Any, where: str) -> None:
+    """JSON would silently turn the key 1 into "1" and come back as something else: refuse what does not survive it."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where}: the key {key!r} is a {type(key).__name__}; a checkpoint holds text keys only")
+            check_plain(item, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            check_plain(item, f"{where}[{i}]")
+    elif not (value is None or type(value) in (bool, int, float, str)):
+        raise TypeError(f"{where}: a {type(value).__name__} cannot be stored as JSON; put tensors into State.tensors")
+
+
+def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names that are the very same memory as an earlier name (tied weights): {name: the name that is stored}."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name in sorted(tensors):
+        t = tensors[name]
+        if not t.numel():
+            continue
+        key = (t.device, t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape), t.stride(), t.dtype)
+        if key in first:
+            aliases[name] = first[key]
+        else:
+            first[key] = name
+    return aliases
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Shards by prefix and size. Only one shard at a time is copied to the host."""
+    by_prefix: dict[str, list[list[str]]] = {}
+    room: dict[str, int] = {}
+    for name in sorted(tensors):
+        prefix = name.partition("/")[0] if "/" in name else "tensors"
+        if not _PREFIX.fullmatch(prefix):
+            raise ValueError(f"the tensor name {name!r} does not begin with a plain word and '/'")
+        size = tensors[name].numel() * tensors[name].element_size()
+        if prefix not in by_prefix or size > room[prefix]:
+            by_prefix.setdefault(prefix, []).append([])
+            room[prefix] = SHARD_BYTES
+        by_prefix[prefix][-1].append(name)
+        room[prefix] -= size
+    for prefix, shards in by_prefix.items():
+        for i, names in enumerate(shards, start=1):
+            file = folder / (f"{prefix}.safetensors" if len(shards) == 1 else f"{prefix}-{i:05d}.safetensors")
+            save_file(_apart({name: tensors[name] for name in names}), file)
+            fsync_path(file)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Host copies, each contiguous and alone in its storage: views of one buffer are written in full, once per name."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        t = tensor.detach().cpu().contiguous()
+        storage = t.untyped_storage()
+        if storage.nbytes() != t.numel() * t.element_size() or storage.data_ptr() in seen:
+            t = t.clone()
+        seen.add(t.untyped_storage().data_ptr())
+        result[name] = t
+    return result
+
+
+def write_manifest(folder: Path, step: int) -> None:
+    files = sorted(folder.iterdir())
+    with ThreadPoolExecutor(4) as pool:
+        hashes = list(pool.map(sha256_of, files))
+    listed = {f.name: {"sha256": h, "size": f.stat().st_size} for f, h in zip(files, hashes, strict=True)}
+    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": listed})
+    fsync_path(folder)
+
+
+def has_marker(folder: Path) -> bool:
+    """Whether this directory is one of ours, even if it is damaged: the only kind that may be deleted."""
+    manifest = folder / MANIFEST
+    if folder.is_symlink() or not folder.is_dir() or manifest.is_symlink() or not manifest.is_file():
+        return False
+    with manifest.open("rb") as file:
+        return FORMAT.encode() in file.read(100)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise Damaged(path, "the file is missing.")
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise Damaged(path, f"not valid JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise Damaged(path, "not a JSON object.")
+    return value
+
+
+def check_files(folder: Path, verify: bool) -> list[Path]:
+    """Every file that the manifest names, present and of its size; with `verify` also of its hash. Raises `Damaged`."""
+    for stray in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if stray.suffix.lower() in PICKLES:
+            raise Damaged(stray, "this kind of file can run code when it is read; a checkpoint holds safetensors and JSON only.")
+    manifest = _read_json(folder / MANIFEST)
+    files = manifest.get("files")
+    if manifest.get("format") != FORMAT or not isinstance(files, dict) or STATE not in files:
+        raise Damaged(folder / MANIFEST, f"not a manifest of the format {FORMAT}.")
+    for name, entry in files.items():
+        file = folder / name
+        if not _NAME.fullmatch(name) or file.is_symlink() or not file.resolve().is_relative_to(folder.resolve()):
+            raise Damaged(folder / MANIFEST, f"it names {name!r}, which is not a safetensors or JSON file inside the checkpoint.")
+        if not file.is_file():
+            raise Damaged(file, "the file is missing.")
+        if not isinstance(entry, dict) or file.stat().st_size != entry.get("size"):
+            expected = entry.get("size") if isinstance(entry, dict) else None
+            raise Damaged(file, f"the file has {file.stat().st_size} bytes where {expected} were written (truncated or changed).")
+    paths = [folder / name for name in files]
+    if verify:
+        with ThreadPoolExecutor(4) as pool:
+            for path, found in zip(paths, pool.map(sha256_of, paths), strict=True):
+                if found != files[path.name].get("sha256"):
+                    raise Damaged(path, "its SHA-256 is not the one that was written: the content has changed.")
+    return paths
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    value = _read_json(folder / STATE)
+    for key in ("meta", "extra", "aliases"):
+        if not isinstance(value.get(key), dict):
+            raise Damaged(folder / STATE, f"{key} is missing.")
+    return value
+
+
+def read_tensors(paths: list[Path], aliases: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) in the order of names, whatever file they are in; an alias yields the tensor that it is the same as."""
+    with ExitStack() as stack:
+        home: dict[str, tuple[Path, Any]] = {}
+        for path in paths:
+            if path.suffix == ".safetensors":
+                try:
+                    handle = stack.enter_context(safe_open(path, framework="pt"))
+                except SafetensorError as error:
+                    raise Damaged(path, f"not a readable safetensors file ({error}).") from error
+                home.update(dict.fromkeys(handle.keys(), (path, handle)))
+        shared: dict[str, Tensor] = {}
+        stored_twice = set(aliases.values())
+        for name in sorted([*home, *aliases]):
+            stored = aliases.get(name, name)
+            if stored in shared:
+                yield name, shared[stored]
+                continue
+            if stored not in home:
+                raise Damaged(paths[0].parent / STATE, f"the tensor {name!r} is an alias of {stored!r}, which no file holds.")
+            tensor = home[stored][1].get_tensor(stored)
+            if stored in stored_twice:
+                shared[stored] = tensor
+            yield name, tensor

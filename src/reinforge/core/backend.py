@@ -1,0 +1,73 @@
+"""What a backend is: something that trains one model. Implementations live in `reinforge.backends`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from reinforge.core.batch import Batch, Totals
+from reinforge.core.weights import Weights
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTokens:
+    """What a loss sees of one micro-batch: flat vectors over its M trained tokens, and nothing else.
+
+    Prompt, padding and tool tokens are not here, so they cannot get a gradient.
+    """
+
+    logprobs: Tensor  # [M] of the policy being trained, with gradient
+    entropy: Tensor | None  # [M] where the loss asked for it
+    sequence: Tensor  # [M] which sequence of the micro-batch
+    lengths: Tensor  # [S] trained tokens per sequence of the micro-batch
+    episode_tokens: Tensor  # [M] trained tokens of the token's whole episode (over all rows and micro-batches)
+    streams: Mapping[str, Tensor]  # [M] each: behaviour, old, reference, advantages, ...
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """A pure function of one micro-batch. Must be a sum over tokens divided by `totals`, never by local counts."""
+
+    needs: frozenset[str]  # streams that `annotate` must fill before: "old", "reference", ...
+    entropy: bool  # whether token entropies are wanted
+    entropy_gradient: bool  # ... and enter the loss
+    unit: int  # samples that must stay in one pack: 1, or 2 for preference pairs
+
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        """The scalar loss and metrics. Metrics are sums already divided by `totals`, so that they add up over
+        micro-batches; names ending in `/max` and `/min` are combined by max and min."""
+        ...
+
+
+@dataclass(slots=True)
+class State:
+    """Everything of a backend that a checkpoint must hold: flat tensors and plain JSON values."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Backend(Protocol):
+    def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
+        """Fills streams without gradient: old, reference, entropy."""
+        ...
+
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+        """Accumulates the gradient of a whole optimizer step."""
+        ...
+
+    def step(self) -> Metrics:
+        """Clips, updates, schedules. A non-finite gradient leaves everything untouched and reports `train/skipped` 1."""
+        ...
+
+    def weights(self) -> Weights: ...
+
+    def state(self) -> State: ...
+
+    def load(self, state: State) -> None: ...

@@ -1,0 +1,82 @@
+"""What an engine is: something that generates. Implementations live in `reinforge.engines`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from reinforge.core.sample import Stop
+from reinforge.core.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw. Filters (top_p, top_k, min_p) change the distribution and are refused in training rollouts."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False  # benchmarks: every completion has max_new_tokens
+
+    @property
+    def filtered(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    tokens: list[int]  # sampled ids, the stop token included
+    logprobs: list[float]  # of each sampled token: post-temperature, full vocabulary (greedy: temperature 1)
+    versions: list[int]  # the weights that sampled each token
+    stop: Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    logprobs: bool = True
+    adapters: bool = False
+    abort: bool = True
+    exact: bool = False  # bit-identical to the trainer's forward
+    scoring: bool = False
+
+
+@runtime_checkable
+class Engine(Protocol):
+    capabilities: Capabilities
+
+    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
+        """`n` completions of one prompt (one prefill). Sample i is drawn from the random stream (key, i): the same key
+        gives the same draws whatever else runs. Cancelling the task frees what it held."""
+        ...
+
+    async def score(self, tokens: Sequence[int]) -> Tensor:
+        """[T] float32 log-probs at temperature 1 of each given token; 0 at position 0."""
+        ...
+
+    async def update(self, weights: Weights, version: int) -> None:
+        """Serve these weights from now on. Drops everything cached under the old ones."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give memory back to the trainer."""
+        ...
+
+    async def wake(self) -> None: ...
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """What an engine did since it was last asked; feeds the metrics."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)

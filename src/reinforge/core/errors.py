@@ -1,0 +1,33 @@
+"""Errors that a user can act on. Each is one paragraph: what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+EXIT_OK, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_TERMINATED = 0, 2, 3, 143
+
+
+class ReinforgeError(Exception):
+    """Base of every error that is shown without a traceback; `exit_code` is what the command returns."""
+
+    exit_code = 1
+
+
+class InputError(ReinforgeError):
+    """The user's config, data, model or flags are wrong. `where` names the file, key or row; `fix` says what to do."""
+
+    exit_code = EXIT_BAD_INPUT
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
+        self.what, self.where, self.fix = what, where, fix
+        super().__init__(" ".join(part for part in (f"{where}:" if where else "", what, fix or "") if part))
+
+
+class StoppedByPolicy(ReinforgeError):
+    """The run ended itself: three bad steps in a row, mismatch beyond the limit, all workers dead."""
+
+    exit_code = EXIT_STOPPED
+
+
+class Terminated(ReinforgeError):
+    """SIGTERM or Ctrl-C arrived and a checkpoint was saved."""
+
+    exit_code = EXIT_TERMINATED

@@ -1,0 +1,92 @@
+"""The record that everything else passes around.
+
+A `Sample` is one training row: flat tokens with aligned streams. There is no prompt/completion split; a multi-turn
+episode is only more tokens. Position t of every stream speaks about token t: `logprobs[t]` is log p(tokens[t] | tokens[:t]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Stop(StrEnum):
+    """Why a completion ended. Truncation is decided by this, never by looking at the last token."""
+
+    EOS = "eos"  # a stop token or stop string
+    LENGTH = "length"  # the token limit: truncated
+    ENVIRONMENT = "environment"  # the environment ended the episode
+    ERROR = "error"  # cancelled or failed: never trained
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a data set. `id` is stable across epochs, shuffles and resumes."""
+
+    id: str
+    prompt: str | list[dict[str, Any]]  # text, or chat messages
+    columns: Mapping[str, Any] = field(default_factory=dict)  # everything else: answer, tools, metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One training row.
+
+    >>> # prompt "2+2=" is ids [5, 6, 5, 7]; the policy sampled "4" (id 8) and eos (id 0)
+    >>> # tokens  [5, 6, 5, 7, 8, 0]
+    >>> # trained [0, 0, 0, 0, 1, 1]
+    >>> # logprobs[0, 0, 0, 0, -0.1, -0.02]
+    """
+
+    uid: str  # stable across resume
+    group: str  # samples of one prompt share it; statistics never cross it, whatever the order
+    episode: str  # rows forked from one episode share it and count once in group statistics and sequence means
+    tokens: Tensor  # [T] int64: exactly the ids the engine saw and sampled, never re-tokenised text
+    trained: Tensor  # [T] bool: sampled by the policy (not prompt, not tool output); never True at position 0
+    logprobs: Tensor  # [T] float32: behaviour log-probs, post-temperature, full vocabulary; 0 where not trained
+    versions: Tensor  # [T] int32: which weights sampled this token; -1 where not sampled
+    rewards: dict[str, float | None] = field(default_factory=dict)  # by component; None = could not be scored
+    reward: float | None = None  # the weighted total; None = unscored: left out of statistics and of training
+    token_rewards: Tensor | None = None  # [T] float32: per turn, per step, distillation
+    stop: Stop = Stop.EOS
+    streams: dict[str, Tensor] = field(default_factory=dict)  # [T] each: old, reference, teacher, values, advantages
+    extras: dict[str, Tensor] = field(default_factory=dict)  # images, expert routing: untouched
+
+    def __post_init__(self) -> None:
+        length = self.tokens.shape[0]
+        for name in ("trained", "logprobs", "versions"):
+            if getattr(self, name).shape != (length,):
+                raise ValueError(f"sample {self.uid}: {name} has shape {tuple(getattr(self, name).shape)}, not ({length},)")
+        if length and bool(self.trained[0]):
+            raise ValueError(f"sample {self.uid}: the first token has no context and cannot be trained")
+
+    def with_(self, **changes: Any) -> Sample:
+        return replace(self, **changes)
+
+    @property
+    def n_trained(self) -> int:
+        return int(self.trained.sum())
+
+    @classmethod
+    def from_tokens(cls, uid: str, tokens: list[int], trained: list[bool], *, group: str | None = None, **kw: Any) -> Sample:
+        """A row that no engine sampled (SFT, preference data): behaviour log-probs are 0 and versions -1."""
+        n = len(tokens)
+        mask = torch.tensor(trained, dtype=torch.bool)
+        if n:
+            mask[0] = False
+        return cls(uid=uid, group=group or uid, episode=uid, tokens=torch.tensor(tokens, dtype=torch.int64), trained=mask,
+                   logprobs=torch.zeros(n), versions=torch.full((n,), -1, dtype=torch.int32), **kw)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All samples of one prompt. The text is for people and logs; training reads tokens."""
+
+    row: Row
+    samples: list[Sample]
+    texts: list[str] = field(default_factory=list)  # one completion text per sample

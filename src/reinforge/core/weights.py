@@ -1,0 +1,17 @@
+"""How a trainer hands weights to an engine. `shared` means that both run the same module and nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    kind: Literal["shared", "full", "adapter"]
+    module: nn.Module | None = None  # shared: the very module that trains
+    buckets: Callable[[], Iterator[tuple[str, Tensor]]] | None = None  # otherwise (HF name, tensor) pairs
+    fingerprint: str = ""  # of the values, so that a receiver can prove what it got

@@ -1,0 +1,113 @@
+"""Our own task: chains of sums. Problem i is a function of (seed, i), needs no download, and cannot leak into evaluation.
+
+A problem text belongs to exactly one split, decided by a hash of the text itself: about one text in ten is an evaluation
+text, whatever the seed, the size or the other options. So `split: train` and `split: eval` are disjoint by construction.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from reinforge.config.schema import Count, Section
+from reinforge.core.errors import InputError
+from reinforge.core.seeds import seed_of
+
+ATTEMPTS = 1000  # draws per problem before we say that a split has none
+Terms = Annotated[int, Field(ge=2, le=1000)]
+
+
+class ChainOptions(Section):
+    """Options of `arithmetic:chain`."""
+
+    terms: Terms | tuple[Terms, Terms] = Field((2, 4), description="Numbers per problem: one count, or (min, max).")
+    digits: Annotated[int, Field(ge=1, le=18)] | None = Field(None, description="Numbers of up to this many digits. Or give max_value.")
+    max_value: Count = Field(99, description="The largest number in a problem.")
+    operators: Annotated[str, Field(min_length=1, pattern=r"^[-+*]+$")] = Field("+-", description="Any of + - *; drawn uniformly.")
+    size: Count = Field(1000, description="Problems.")
+    seed: int = 0
+    split: Literal["train", "eval", "all"] = Field("train", description="Which problem texts: about 90%, the other 10%, or both.")
+    scratch: bool = Field(False, description="The completion shows each intermediate result before the answer.")
+    marker: str = Field("#### ", description="What comes before the answer in a scratch completion.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _digits(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if data.get("digits") is not None and "max_value" in data:
+            raise ValueError("give digits or max_value, not both")
+        return data
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ChainOptions:
+        if self.span[0] > self.span[1]:
+            raise ValueError(f"terms {list(self.span)}: the minimum is above the maximum")
+        return self
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return (self.terms, self.terms) if isinstance(self.terms, int) else self.terms
+
+    @property
+    def largest(self) -> int:
+        return self.max_value if self.digits is None else 10**self.digits - 1
+
+
+def split_of(text: str) -> Literal["train", "eval"]:
+    """The one split that a problem text belongs to.
+
+    >>> split_of("12+7-3=") == split_of("12+7-3=")
+    True
+    """
+    return "eval" if seed_of("arithmetic", "split", text) % 10 == 0 else "train"
+
+
+def solve(numbers: list[int], operators: list[str]) -> tuple[int, list[str]]:
+    """The value, and the steps that lead to it: products first, then left to right.
+
+    >>> solve([12, 7, 3], ["+", "-"])
+    (16, ['12+7=19', '19-3=16'])
+    """
+    values, ops, steps = list(numbers), list(operators), []
+    while ops:
+        i = ops.index("*") if "*" in ops else 0
+        a, op, b = values[i], ops.pop(i), values.pop(i + 1)
+        values[i] = a * b if op == "*" else a + b if op == "+" else a - b
+        steps.append(f"{a}{op}{b}={values[i]}")
+    return values[0], steps
+
+
+def problem(options: ChainOptions, index: int) -> dict[str, Any]:
+    """Problem `index`: the first draw of its own random stream that lies in the wanted split."""
+    for attempt in range(ATTEMPTS):
+        rng = random.Random(seed_of(options.seed, "arithmetic:chain", index, attempt))
+        numbers = [rng.randint(0, options.largest) for _ in range(rng.randint(*options.span))]
+        operators = [rng.choice(options.operators) for _ in numbers[1:]]
+        text = str(numbers[0]) + "".join(op + str(n) for op, n in zip(operators, numbers[1:], strict=True)) + "="
+        if options.split in ("all", split_of(text)):
+            answer, steps = solve(numbers, operators)
+            completion = ",".join(steps) + f"\n{options.marker}{answer}" if options.scratch else str(answer)
+            return {"prompt": text, "answer": str(answer), "completion": completion}
+    raise InputError(f"so few problems exist that none is in split {options.split}", where="arithmetic:chain",
+                     fix="Use more terms or larger numbers, or split: all.")  # fmt: skip
+
+
+def parse(kind: str, options: dict[str, Any]) -> ChainOptions:
+    if kind != "chain":
+        raise InputError(f"there is no arithmetic task {kind!r}", where=f"arithmetic:{kind}", fix="Did you mean arithmetic:chain?")
+    try:
+        return ChainOptions.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(["options", *(str(part) for part in first["loc"][:1])])
+        known = ", ".join(ChainOptions.model_fields)
+        raise InputError(first["msg"], where=f"arithmetic:{kind} {key}", fix=f"Its options are: {known}.") from None
+
+
+def generate(kind: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Problems 0, 1, 2, ... without end; the caller takes `options.size` of them."""
+    parsed = parse(kind, options)
+    return (problem(parsed, index) for index in count())

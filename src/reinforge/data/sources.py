@@ -1,0 +1,295 @@
+"""From records to `Row`s: columns mapped and filtered, prompts built and checked, ids made, evaluation rows split off.
+
+Imports neither torch nor transformers, so that `plan` can complain about data quickly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from reinforge.core.errors import InputError
+from reinforge.core.seeds import seed_of
+from reinforge.data.readers import Record, did_you_mean, kind_of, read, size_of
+
+if TYPE_CHECKING:
+    from reinforge.config.schema import DataConfig
+    from reinforge.core.sample import Row
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked for, in this order
+TRIES = 20  # generated problems looked at per evaluation row that is wanted, besides one per training row
+
+
+def load_rows(cfg: DataConfig) -> list[Row]:
+    """All rows of `data.source`, before any evaluation rows are split off."""
+    records = read(cfg.source, split=cfg.split, options=cfg.options)
+    rows = _rows(islice(records, size_of(cfg.source, cfg.options)), cfg.columns, cfg.where, cfg.system, cfg.template)
+    return _not_empty(list(islice(rows, cfg.limit)), f"data.source {cfg.source}", cfg.where)
+
+
+def rows_from(
+    items: Iterable[Any], *, columns: Mapping[str, str] | None = None, where: Mapping[str, Any] | None = None,
+    system: str | None = None, template: str | None = None, limit: int | None = None, name: str = "rows",
+) -> list[Row]:  # fmt: skip
+    """Rows from a list, an iterable or a `datasets.Dataset` of dicts (or of prompt strings)."""
+
+    def records() -> Iterator[Record]:
+        for i, item in enumerate(items):
+            record = {"prompt": item} if isinstance(item, str) else item
+            if not isinstance(record, Mapping):
+                raise InputError(f"is {type(item).__name__}, not a dict or a string", where=f"{name} row {i}")
+            yield f"{name} row {i}", dict(record)
+
+    return _not_empty(list(islice(_rows(records(), columns or {}, where or {}, system, template), limit)), name, where or {})
+
+
+def fingerprint(rows: Sequence[Row]) -> str:
+    """Of ids and prompts in their order: what a checkpoint compares to know that the data are still the same."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(f"{row.id}\x1f{prompt_text(row)}\x1e".encode())
+    return digest.hexdigest()
+
+
+def _not_empty(rows: list[Row], where: str, condition: Mapping[str, Any]) -> list[Row]:
+    if not rows and condition:
+        raise InputError(
+            f"no row is left after data.where {dict(condition)}", where=where, fix="Check the values: text and numbers differ."
+        )
+    if not rows:
+        raise InputError("there are no rows", where=where)
+    return rows
+
+
+# one row
+
+
+def _rows(
+    records: Iterable[Record], columns: Mapping[str, str], where: Mapping[str, Any], system: str | None, template: str | None
+) -> Iterator[Row]:
+    """Rows one by one. Their ids: the id or uid column, which must be unique; otherwise a hash of the contents, and the
+    how-many-eth it is of equal rows."""
+    from reinforge.core.sample import Row
+
+    seen: dict[str, str] = {}  # id -> where it was
+    equal: dict[str, int] = {}  # contents -> how many so far
+    for place, raw in records:
+        view = {**raw, **{ours: _column(raw, theirs, place) for ours, theirs in columns.items()}}
+        if not all(_equal(_column(view, name, place), value) for name, value in where.items()):
+            continue
+        moved = set(columns.values()) - set(columns)
+        prompt, rest = _prompt({k: v for k, v in view.items() if k not in moved}, view, template, system, place)
+        key = next((name for name in ("id", "uid") if rest.get(name) is not None), None)
+        if key is None:
+            text = json.dumps([prompt, rest], sort_keys=True, default=str, ensure_ascii=False)
+            digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+            uid, equal[digest] = f"{digest}-{equal.get(digest, 0)}", equal.get(digest, 0) + 1
+        else:
+            uid = str(rest.pop(key))
+        if uid in seen:
+            raise InputError(f"has the id {uid!r} that {seen[uid]} has too", where=place,
+                             fix=f"Ids must be unique. If {key!r} is no row id, rename it, e.g. data.columns: {{source_{key}: {key}}}.")  # fmt: skip
+        seen[uid] = place
+        yield Row(id=uid, prompt=prompt, columns=rest)
+
+
+def _column(record: Mapping[str, Any], name: str, place: str) -> Any:
+    if name not in record:
+        raise InputError(f"has no column {name!r}, only {', '.join(map(str, record)) or 'none at all'}", where=place,
+                         fix=f"{did_you_mean(name, map(str, record))} Columns are mapped by data.columns: {{our name: their name}}.")  # fmt: skip
+    return record[name]
+
+
+def _equal(value: Any, wanted: Any) -> bool:
+    """Equal, or equal as text: a CSV file knows no numbers."""
+    return bool(value == wanted) or (isinstance(value, str) and not isinstance(wanted, bool) and value == str(wanted))
+
+
+def _prompt(
+    record: dict[str, Any], view: Mapping[str, Any], template: str | None, system: str | None, place: str
+) -> tuple[Any, dict[str, Any]]:
+    """The prompt, and the columns that are left."""
+    if "messages" in record and record["messages"] is not None:
+        record["messages"] = _with_system(check_messages(record["messages"], place, "messages"), system, place)
+    if template is not None:
+        record.pop("prompt", None)
+        return _with_system(fill(template, view, place), system, place), record
+    name = next((name for name in PROMPTS if name in record), None)
+    if name is None:
+        raise InputError(f"has no prompt: none of the columns {', '.join(PROMPTS)}, only {', '.join(map(str, record)) or 'none at all'}", where=place,
+                         fix="Name the column with data.columns: {prompt: <their name>}, or build a prompt with data.template.")  # fmt: skip
+    value = record[name] if name in ("messages", "text") else record.pop(name)
+    if name == "messages" and value is not None:
+        prompt = value[:-1] if value[-1]["role"] == "assistant" else value
+        if not prompt:
+            raise InputError("the conversation is one assistant turn that answers nothing", where=place)
+        return prompt, record
+    if isinstance(value, list):
+        value = check_messages(value, place, name)
+    elif name == "text":
+        if system is not None:
+            raise InputError("is one whole text, which has no place for data.system", where=place, fix="Remove data.system.")
+        return check_text(value, place, name), record
+    else:
+        value = check_text(value, place, name)
+    return _with_system(value, system, place), record
+
+
+def check_text(value: Any, place: str, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        what = "empty" if value == "" else "missing (null)" if value is None else f"{type(value).__name__}, not text"
+        raise InputError(f"{name} is {what}", where=place, fix="Repair or remove the row, or build the prompt with data.template.")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError(f"{name} has half of a surrogate pair, which is no text", where=place, fix="Repair or remove the row.") from None
+    return value
+
+
+def check_messages(value: Any, place: str, name: str) -> list[dict[str, Any]]:
+    """A list of messages with known roles and text; content may be missing only beside tool calls."""
+    if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) for m in value):
+        raise InputError(f"{name} is not a list of messages", where=place, fix='A message is {"role": "user", "content": "..."}.')
+    for i, message in enumerate(value):
+        if message.get("role") not in ROLES:
+            raise InputError(f"{name}[{i}] has the role {message.get('role')!r}", where=place, fix=f"Roles are: {', '.join(ROLES)}.")
+        content = message.get("content")
+        if content != "" and not (content is None and message.get("tool_calls")):
+            check_text(content, place, f"{name}[{i}].content")
+    return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
+
+
+def _with_system(prompt: str | list[dict[str, Any]], system: str | None, place: str) -> str | list[dict[str, Any]]:
+    if system is None:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if messages[0]["role"] == "system":
+        raise InputError("begins with a system message of its own, and data.system is set too", where=place, fix="Remove data.system.")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def fill(template: str, record: Mapping[str, Any], place: str) -> str:
+    """`template` with each {column} replaced by the row's value; {{ and }} are braces.
+
+    >>> fill("Q: {q}\\nA:", {"q": "1+1"}, "row 0")
+    'Q: 1+1\\nA:'
+    """
+    text = ""
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise InputError(str(error), where="data.template", fix="Write {{ and }} for braces that are not places.") from None
+    for literal, name, spec, conversion in pieces:
+        text += literal
+        if name is None:
+            continue
+        if not name or spec or conversion:
+            raise InputError(
+                f"{{{name}...}} is not a {{column}} place", where="data.template", fix="Write {{ and }} for braces that are not places."
+            )
+        value = _column(record, name, place)
+        if not isinstance(value, str | int | float):
+            raise InputError(f"column {name!r} is {type(value).__name__}, and data.template needs text or a number", where=place)
+        text += str(value)
+    return check_text(text, place, "the filled data.template")
+
+
+# evaluation rows
+
+
+def prompt_text(row: Row) -> str:
+    """The prompt as one normalised text: what decides whether two rows ask the same."""
+    prompt = row.prompt
+    text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content')} {m.get('tool_calls') or ''}" for m in prompt)
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def overlap(train: Sequence[Row], evaluation: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Pairs (training row, evaluation row) that ask the same. Must be empty."""
+    asked = {prompt_text(row): row for row in reversed(train)}
+    return [(asked[text], row) for row in evaluation if (text := prompt_text(row)) in asked]
+
+
+def train_and_eval_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
+    """Training rows, and held-out rows as `data.eval` asks. Generated and split-off evaluation rows never occur in training;
+    for two separate files that is the user's promise, which `overlap` checks."""
+    wanted = cfg.eval
+    rows = load_rows(cfg)
+    if wanted.source is None and wanted.size == 0:
+        return rows, []
+    generated = kind_of(wanted.source or cfg.source) in ("arithmetic", "reasoning_gym")
+    if generated:
+        return rows, _generated(cfg, rows)
+    if wanted.source is None:
+        return _split_off(rows, wanted.size, wanted.where)
+    kind = kind_of(wanted.source)
+    options = wanted.options or (cfg.options if kind == kind_of(cfg.source) else {})
+    rows_eval = load_rows(
+        cfg.model_copy(update={"source": wanted.source, "options": options, "where": wanted.where, "limit": wanted.size or None})
+    )
+    if len(rows_eval) < wanted.size:
+        raise InputError(
+            f"asks for {wanted.size} rows, but {wanted.source} has {len(rows_eval)}",
+            where="data.eval.size",
+            fix="Ask for fewer, or 0 for all.",
+        )
+    return rows, rows_eval
+
+
+def _split_off(rows: list[Row], size: int, where: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+    """Prompts in the order of their hashes go to evaluation, all rows of a prompt together, until `size` rows are there."""
+    if size >= len(rows):
+        raise InputError(f"cannot hold out {size} of {len(rows)} rows", where="data.eval.size", fix="Ask for fewer.")
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(prompt_text(row), []).append(row)
+    held: set[str] = set()
+    room = size
+    for text in sorted(groups, key=lambda t: seed_of("held out", t)):
+        group = groups[text]
+        if len(group) <= room and all(
+            _equal(_column(row.columns, name, f"row {row.id}"), value) for row in group for name, value in where.items()
+        ):
+            held.update(row.id for row in group)
+            room -= len(group)
+    if room:
+        raise InputError(f"cannot hold out exactly {size} rows: rows with the same prompt stay together{' and data.eval.where selects few' if where else ''}",
+                         where="data.eval.size", fix=f"Ask for {size - room}, or give data.eval.source.")  # fmt: skip
+    return [row for row in rows if row.id not in held], [row for row in rows if row.id in held]
+
+
+def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
+    """Exactly as many fresh problems as asked for, none of which occurs in training or twice.
+
+    From the training source, arithmetic takes the other split, and reasoning_gym the seeds after those of training.
+    """
+    wanted, source = cfg.eval, cfg.eval.source or cfg.source
+    kind = kind_of(source)
+    same = source == cfg.source
+    options = {**cfg.options, **wanted.options} if same or (not wanted.options and kind == kind_of(cfg.source)) else dict(wanted.options)
+    size = wanted.size or size_of(source, options) or 0
+    if same and kind == "arithmetic" and "split" not in wanted.options and options.get("split", "train") == "train":
+        options["split"] = "eval"
+    if same and kind == "reasoning_gym" and "seed" not in wanted.options:
+        options["seed"] = options.get("seed", 0) + (size_of(source, cfg.options) or 0)
+    options["size"] = size
+    where = {**cfg.where, **wanted.where} if wanted.source is None else wanted.where
+    asked = {prompt_text(row) for row in train}
+    kept: list[Row] = []
+    records = islice(read(source, options=options), len(train) + size * TRIES)
+    for row in _rows(records, cfg.columns, where, cfg.system, cfg.template):
+        if len(kept) == size:
+            break
+        if (text := prompt_text(row)) not in asked:
+            asked.add(text)
+            kept.append(row)
+    if len(kept) < size:
+        raise InputError(f"only {len(kept)} of {size} evaluation problems are not also training problems", where=f"data.eval ({source})",
+                         fix="The task has too few problems: make it larger (more terms, more digits), or train on fewer (data.options.size).")  # fmt: skip
+    return kept

@@ -1,0 +1,214 @@
+"""From messages to ids through a chat template, such that text which somebody wrote never becomes a control token.
+
+The trick: special-token text inside messages is replaced by placeholders before the template renders, and put back after.
+So we know where in the rendered text each such literal is. The text is encoded as a whole, exactly as
+`apply_chat_template` would, and only the special ids that cover a literal are replaced by the tokens of its characters.
+Where no message has such text, the ids are those of `apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from reinforge.core.errors import InputError
+
+Span = tuple[int, int]
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MAX_CHARS = 50_000_000  # of one rendered row; more is a template gone wild
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    text: str
+    literals: tuple[Span, ...] = ()  # special-token text that came from the messages
+    generated: tuple[Span, ...] = ()  # what the template's generation markers enclose
+    masked: str = ""  # the text with placeholders instead of literals, where there are literals
+    differs: bool = False  # the template would have rendered another text, had it seen the literals
+
+    def until(self, end: int) -> Rendered:
+        return Rendered(self.text[:end], tuple(s for s in self.literals if s[1] <= end))
+
+    def since(self, start: int) -> Rendered:
+        return Rendered(self.text[start:], tuple((a - start, b - start) for a, b in self.literals if a >= start))
+
+
+class Template:
+    """The tokenizer's chat template and its encoding."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        names = {token.content for token in added if token.special} | {str(t) for t in tokenizer.all_special_tokens}
+        self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        ordered = sorted(names, key=lambda name: (-len(name), name))
+        self.special = re.compile("|".join(map(re.escape, ordered))) if ordered else re.compile(r"(?!)")
+
+    def has_special_text(self, value: Any) -> bool:
+        """Whether any text in messages, tools or a plain string spells a special token."""
+        found = False
+
+        def look(text: str) -> str:
+            nonlocal found
+            found = found or self.special.search(text) is not None
+            return text
+
+        _map_text(value, look)
+        return found
+
+    def source(self, tools: list[Any] | None = None) -> str:
+        return self.tokenizer.get_chat_template(tools=tools)
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, *, generation_prompt: bool, where: str, mark: bool = False
+    ) -> Rendered:
+        """The text of a conversation, with the places of special-token literals and of the generation markers."""
+        if not self.has_special_text([messages, tools]):
+            text, generated = self._render(messages, tools, generation_prompt, where, mark)
+            return Rendered(text, generated=generated)
+        fence = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in repr([messages, tools]))
+        literals: list[str] = []
+
+        def hide(match: re.Match[str]) -> str:
+            literals.append(match.group())
+            return f"{fence}{len(literals) - 1}{fence}"
+
+        def cover(text: str) -> str:
+            return self.special.sub(hide, text)
+
+        masked, generated = self._render(_map_text(messages, cover), _map_text(tools, cover), generation_prompt, where, mark)
+        text, spans, moves = "", [], []
+        last = 0
+        for match in re.finditer(f"{fence}([0-9]+){fence}", masked):
+            text += masked[last : match.start()]
+            literal = literals[int(match.group(1))]
+            spans.append((len(text), len(text) + len(literal)))
+            text += literal
+            last = match.end()
+            moves.append((last, len(text) - last))
+        text += masked[last:]
+
+        def moved(position: int) -> int:
+            return position + next((shift for after, shift in reversed(moves) if position >= after), 0)
+
+        seen = self._render(messages, tools, generation_prompt, where, False)[0]
+        return Rendered(text, tuple(spans), tuple((moved(a), moved(b)) for a, b in generated), masked, differs=seen != text)
+
+    def _render(self, messages: Any, tools: Any, generation_prompt: bool, where: str, mark: bool) -> tuple[str, tuple[Span, ...]]:
+        try:
+            texts, generated = render_jinja_template(
+                conversations=[messages], tools=tools, chat_template=self.source(tools), return_assistant_tokens_mask=mark,
+                add_generation_prompt=generation_prompt, **self.tokenizer.special_tokens_map,
+            )  # fmt: skip
+        except TemplateError as error:
+            raise InputError(f"the chat template refuses the messages: {error}", where=where, fix="Check roles and their order.") from None
+        if len(texts[0]) > MAX_CHARS:
+            raise InputError(f"the chat template made {len(texts[0])} characters of one row", where=where, fix="Check the template.")
+        return texts[0], tuple((a, b) for a, b in generated[0]) if mark else ()
+
+    def plain(self, text: str) -> list[int]:
+        """Ids of text that has no control tokens, whatever it spells. No BOS, no EOS."""
+        return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
+
+    def encode(self, rendered: Rendered, where: str) -> list[int]:
+        """Ids of rendered text: the template's control tokens are single ids, literals are characters."""
+        if not rendered.literals:
+            return list(self.tokenizer(rendered.text, add_special_tokens=False, split_special_tokens=False, verbose=False)["input_ids"])
+        if not self.tokenizer.is_fast:
+            raise InputError("has the text of a special token, which this (slow) tokenizer cannot keep apart from the token", where=where,
+                             fix="Remove the row, or use a tokenizer with a tokenizer.json.")  # fmt: skip
+        encoded = self.tokenizer(
+            rendered.text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ids: list[int] = []
+        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            literal = token in self.special_ids and any(start < b and a < end for a, b in rendered.literals)
+            ids.extend(self.plain(rendered.text[start:end]) if literal else [token])
+        if rendered.masked:
+            expected = self.tokenizer(rendered.masked, add_special_tokens=False, split_special_tokens=False, verbose=False)["input_ids"]
+            if self.controls(ids) != self.controls(expected):
+                raise InputError(
+                    "has the text of a special token, and this tokenizer does not keep it text", where=where, fix="Remove the row."
+                )
+        return ids
+
+    def controls(self, ids: Sequence[int]) -> list[int]:
+        """The control tokens among ids."""
+        return [i for i in ids if i in self.special_ids and i != self.tokenizer.unk_token_id]
+
+
+def _map_text(value: Any, change: Callable[[str], str]) -> Any:
+    """The same structure with `change` applied to every string value (not to keys and roles)."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {k: v if k == "role" else _map_text(v, change) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_text(v, change) for v in value]
+    return value
+
+
+# what a tokenizer and its template do
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer begins ordinary text with BOS."""
+    return tokenizer.bos_token_id is not None and list(tokenizer("a", verbose=False)["input_ids"])[:1] == [tokenizer.bos_token_id]
+
+
+def turn_end(template: Template) -> int | None:
+    """The control token that ends an assistant turn, if the template writes one."""
+    messages = [{"role": "user", "content": "alpha"}, {"role": "assistant", "content": "gamma"}]
+    rendered = template.render(messages, None, generation_prompt=False, where="chat template")
+    tail = rendered.since(rendered.text.rfind("gamma") + len("gamma"))
+    return next(iter(template.controls(template.encode(tail, "chat template"))), None)
+
+
+def check_prefix(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What the chat template does, found by trying it:
+
+    chat: there is one. bos: who writes it (template, tokenizer or nobody). markers: it says which tokens the assistant generates.
+    prefix: a shorter conversation renders to a prefix of a longer one. keeps_thinking: also when earlier turns think.
+    keeps_space: content is not stripped. system, tools: it has a place for them. turn_end: the control token that ends an answer.
+    """
+    if not tokenizer.chat_template:
+        return {"chat": False, "bos": "tokenizer" if adds_bos(tokenizer) else "nobody"}
+    template = Template(tokenizer)
+
+    def text(messages: list[dict[str, Any]], tools: list[Any] | None = None, answer: bool = False) -> str:
+        return template.render(messages, tools, generation_prompt=answer, where="chat template").text
+
+    def stable(answers: tuple[str, str]) -> bool:
+        messages = [m for a in answers for m in ({"role": "user", "content": "alpha"}, {"role": "assistant", "content": a})]
+        whole = text(messages)
+        return all(whole.startswith(text(messages[:k], answer=k % 2 == 1)) for k in range(1, 5))
+
+    user = {"role": "user", "content": "  alpha  "}
+    system = {"role": "system", "content": "omega"}
+    tool = {"type": "function", "function": {"name": "omega", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+    end = turn_end(template)
+    by_template = tokenizer.bos_token is not None and text([user]).startswith(str(tokenizer.bos_token))
+    return {
+        "chat": True,
+        "bos": "template" if by_template else "tokenizer" if adds_bos(tokenizer) else "nobody",
+        "markers": MARKER.search(template.source()) is not None,
+        "prefix": stable(("beta", "gamma")),
+        "keeps_thinking": stable(("<think>\nbeta\n</think>\n\ngamma", "gamma")),
+        "keeps_space": "  alpha  " in text([user]),
+        "system": _accepts(lambda: text([system, user])),
+        "tools": _accepts(lambda: text([user], [tool])),
+        "turn_end": None if end is None else str(tokenizer.convert_ids_to_tokens(end)),
+    }
+
+
+def _accepts(render: Callable[[], str]) -> bool:
+    try:
+        return "omega" in render()
+    except InputError:
+        return False

@@ -1,0 +1,343 @@
+"""Continuous batching over a paged cache, on the module that trains.
+
+One round admits what fits (each prompt is prefilled once, its full blocks shared by all its samples), then decodes one
+token for every live sequence; finished ones leave at once. A sequence gets all the blocks it may need when it is admitted,
+so it never has to be evicted, and its block table never changes.
+
+Scheduling is a function of what was submitted and in which order: resubmitting the same requests repeats the same rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reinforge.core.batch import Batch
+from reinforge.core.engine import Capabilities, Completion, GenerationStats, Sampling
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Sample, Stop
+from reinforge.core.seeds import seed_of
+from reinforge.core.weights import Weights
+from reinforge.engines.native.blocks import BlockPool
+from reinforge.engines.native.sampling import draw, uniform
+from reinforge.models.attention import Cache, Packed, Paged, Prefill
+from reinforge.models.causal import CausalModel
+
+BLOCK = 16
+PREFILL_TOKENS = 16384  # packed prompt tokens per forward
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    prompt: list[int]
+    params: Sampling
+    seed: int
+    stops: frozenset[int]
+    future: asyncio.Future[Completion]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are in the cache while decoding: all but the newest."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+
+@dataclass(slots=True, eq=False)
+class _Fork:
+    """Sequences that continue the same tokens: prefilled together, once."""
+
+    tokens: list[int]
+    sequences: list[_Sequence]
+
+
+class NativeEngine:
+    capabilities = Capabilities(logprobs=True, adapters=False, abort=True, exact=False, scoring=True)
+
+    def __init__(self, model: CausalModel, *, stop_tokens: Iterable[int] = (), max_batch: int = 512, kv_gib: float | None = None,
+                 context: int | None = None):  # fmt: skip
+        self.model, self.max_batch, self.context = model, max_batch, context
+        self.stop_tokens = frozenset(stop_tokens)
+        self.version = 0
+        self.stats = GenerationStats()
+        self.shapes = _cache_shapes(model)
+        self.blocks = self._pool_size(kv_gib)
+        self.pool = BlockPool(self.blocks, BLOCK)
+        self.cache: Cache | None = None
+        self._waiting: deque[_Fork] = deque()
+        self._running: list[_Sequence] = []
+        self._rows: _Rows | None = None
+        self._driver: asyncio.Task[None] | None = None
+
+    def _pool_size(self, kv_gib: float | None) -> int:
+        per_block = BLOCK * sum(2 * heads * size for heads, size in self.shapes) * torch.finfo(self.model.dtype).bits // 8
+        if kv_gib is None:
+            free = torch.cuda.mem_get_info(self.model.device)[0] if self.model.device.type == "cuda" else 2 << 30
+            kv_gib = 0.4 * free / 2**30
+        return max(8, int(kv_gib * 2**30) // per_block)
+
+    # ---- the contract ----
+
+    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
+        prompt = list(tokens)
+        if not prompt:
+            raise InputError("an empty prompt has nothing to continue.", fix="Give at least one token, e.g. the BOS token.")
+        longest = len(prompt) + params.max_new_tokens
+        if self.context is not None and longest > self.context:
+            raise InputError(f"prompt of {len(prompt)} tokens + max_new_tokens {params.max_new_tokens} is past the model's context of {self.context}.",
+                             where="rollout.max_new_tokens", fix="Shorten one of them, or set data.length.")  # fmt: skip
+        if self.pool.needed(longest) > self.pool.total:
+            raise InputError(f"one sequence of {longest} tokens does not fit the KV cache of {self.pool.total * BLOCK} tokens.", where="rollout.kv_gib", fix="Raise it.")
+        loop = asyncio.get_running_loop()
+        stops = frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
+        sequences = [_Sequence(prompt, params, seed_of(key, i), stops, loop.create_future()) for i in range(n)]
+        self._waiting.append(_Fork(prompt, sequences))
+        if self._driver is None or self._driver.done():
+            self._driver = loop.create_task(self._drive())
+        try:
+            return list(await asyncio.gather(*(s.future for s in sequences)))
+        except asyncio.CancelledError:
+            for sequence in sequences:
+                self._drop(sequence)
+            raise
+
+    @torch.no_grad()
+    async def score(self, tokens: Sequence[int]) -> Tensor:
+        sample = Sample.from_tokens("score", list(tokens), [True] * len(tokens))
+        batch = Batch.pack([sample]).to(self.model.device)
+        out = torch.zeros(len(tokens))
+        if batch.n_trained:
+            out[1:] = self.model.logprobs(batch, temperature=1.0)[0].cpu()
+        return out
+
+    async def update(self, weights: Weights, version: int) -> None:
+        if weights.kind != "shared" or weights.module is not self.model.module:
+            raise ValueError("the native engine serves the trainer's own module; it cannot load other weights")
+        self.version = version
+        for sequence in self._running:  # what they cached came from the old weights: prefill again under the new ones
+            self._leave(sequence)
+            self._waiting.append(_Fork(sequence.prompt + sequence.tokens, [sequence]))
+        self._running, self._rows = [], None
+
+    async def sleep(self) -> None:
+        assert not self._running, "cannot sleep while sequences are running"
+        self.cache = None
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def wake(self) -> None:
+        if self.cache is None:
+            self.cache = Cache.allocate(self.shapes, self.blocks, BLOCK, self.model.dtype, self.model.device)
+
+    # ---- rounds ----
+
+    async def _drive(self) -> None:
+        """Consumes `_waiting`, produces finished futures. Runs while there is work; between rounds others may submit."""
+        await asyncio.sleep(0)
+        await self.wake()
+        try:
+            while self._waiting or self._running:
+                start = time.monotonic()
+                self._round()
+                self.stats.seconds += time.monotonic() - start
+                await asyncio.sleep(0)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """A broken round must not leave anybody waiting for ever."""
+        for sequence in [*self._running, *(s for fork in self._waiting for s in fork.sequences)]:
+            if not sequence.future.done():
+                sequence.future.set_exception(error if isinstance(error, Exception) else RuntimeError(f"engine stopped: {error!r}"))
+        self._running, self._rows, self._waiting = [], None, deque()
+        self.pool = BlockPool(self.blocks, BLOCK)
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        admitted = self._admit()
+        if admitted:
+            self._prefill(admitted)
+        if self._running:
+            self._decode()
+        self.stats.steps += 1
+
+    def _admit(self) -> list[_Fork]:
+        admitted: list[_Fork] = []
+        budget, room = PREFILL_TOKENS, self.max_batch - len(self._running)
+        while self._waiting and room > 0 and (budget > 0 or not admitted):
+            fork = self._waiting.popleft()
+            fork.sequences = [s for s in fork.sequences if not s.future.done()]
+            shared = len(fork.tokens) // BLOCK
+            free = self.pool.free - shared
+            fitting: list[_Sequence] = []
+            for sequence in fork.sequences[:room]:
+                own = self.pool.needed(len(sequence.prompt) + sequence.params.max_new_tokens) - shared
+                if own > free:
+                    break
+                free -= own
+                fitting.append(sequence)
+            rest = fork.sequences[len(fitting) :]
+            if fitting:
+                prefix = self.pool.take(shared)
+                for i, sequence in enumerate(fitting):
+                    own = self.pool.needed(len(sequence.prompt) + sequence.params.max_new_tokens) - shared
+                    sequence.blocks = (prefix if i == 0 else self.pool.share(prefix)) + self.pool.take(own)
+                admitted.append(_Fork(fork.tokens, fitting))
+                budget -= len(fork.tokens)
+                room -= len(fitting)
+            if rest:
+                self._waiting.appendleft(_Fork(fork.tokens, rest))
+                break
+        return admitted
+
+    def _prefill(self, forks: list[_Fork]) -> None:
+        """Runs each fork's tokens once, into its first sequence's blocks; the part-filled last block is copied to the others."""
+        assert self.cache is not None
+        device = self.model.device
+        lengths = [len(f.tokens) for f in forks]
+        slots = torch.cat([_slots(f.sequences[0].blocks, n) for f, n in zip(forks, lengths, strict=True)]).to(device)
+        tokens = torch.tensor([t for f in forks for t in f.tokens], device=device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        ends = torch.tensor(lengths).cumsum(0)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
+        hidden = self.model.hidden(tokens, positions, Prefill(Packed(lengths, starts), self.cache, slots))
+        logits = self.model.logits(hidden.index_select(0, (ends - 1).to(device)))
+        copies = [(f.sequences[0].blocks[n // BLOCK], s.blocks[n // BLOCK]) for f, n in zip(forks, lengths, strict=True) if n % BLOCK for s in f.sequences[1:]]
+        if copies:
+            source, target = (torch.tensor(x, device=device) for x in zip(*copies, strict=True))
+            for part in (*self.cache.keys, *self.cache.values):
+                part.index_copy_(0, target, part.index_select(0, source))
+        entering = [s for f in forks for s in f.sequences]
+        row = torch.tensor([i for i, f in enumerate(forks) for _ in f.sequences], device=device)
+        rows = _Rows.of(entering, device)
+        self._accept(entering, *rows.draw(logits.index_select(0, row)))
+        self._running = [s for s in [*self._running, *entering] if not s.future.done()]
+        self._rows = None
+        self.stats.prompt_tokens += sum(lengths)
+
+    def _decode(self) -> None:
+        assert self.cache is not None
+        if self._rows is None:
+            self._rows = _Rows.of(self._running, self.model.device)
+        rows = self._rows
+        hidden = self.model.hidden(rows.newest, rows.cached, rows.layout(self.cache))
+        picked, logprobs = rows.draw(self.model.logits(hidden))
+        rows.advance(picked)
+        self._accept(self._running, picked, logprobs)
+        if any(s.future.done() for s in self._running):
+            self._running = [s for s in self._running if not s.future.done()]
+            self._rows = None
+
+    def _accept(self, sequences: list[_Sequence], picked: Tensor, logprobs: Tensor) -> None:
+        for sequence, token, logprob in zip(sequences, picked.tolist(), logprobs.tolist(), strict=True):
+            if sequence.future.done():  # cancelled while it ran
+                continue
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(self.version)
+            self.stats.generated_tokens += 1
+            if token in sequence.stops or self._hit_string(sequence):
+                self._finish(sequence, Stop.EOS)
+            elif len(sequence.tokens) >= sequence.params.max_new_tokens:
+                self._finish(sequence, Stop.LENGTH)
+
+    def _hit_string(self, sequence: _Sequence) -> bool:
+        if not sequence.params.stop_strings:
+            return False
+        tail = self.model.tokenizer.decode(sequence.tokens[-(max(map(len, sequence.params.stop_strings)) + 4) :])
+        return any(s in tail for s in sequence.params.stop_strings)
+
+    def _finish(self, sequence: _Sequence, stop: Stop) -> None:
+        self._leave(sequence)
+        sequence.future.set_result(Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop))
+
+    def _leave(self, sequence: _Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _drop(self, sequence: _Sequence) -> None:
+        """A cancelled sequence gives its blocks back; the next round forgets it."""
+        self._leave(sequence)
+        sequence.future.cancel()
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._rows = None
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The live sequences as tensors. Rebuilt when somebody enters or leaves, advanced in place otherwise."""
+
+    newest: Tensor  # [B] the token to feed
+    cached: Tensor  # [B] tokens already in the cache = position of the newest
+    produced: Tensor  # [B] tokens sampled so far = index of the next draw
+    seeds: Tensor
+    temperatures: Tensor
+    filters: tuple[Tensor, Tensor, Tensor] | None
+    tables: Tensor  # [B, W]
+    longest: int  # the largest context, known on the host
+
+    @classmethod
+    def of(cls, sequences: list[_Sequence], device: torch.device) -> _Rows:
+        width = max(len(s.blocks) for s in sequences)
+        params = [s.params for s in sequences]
+        filters = None
+        if any(p.filtered for p in params):
+            filters = (torch.tensor([p.top_p for p in params], device=device), torch.tensor([p.top_k for p in params], device=device),
+                       torch.tensor([p.min_p for p in params], device=device))  # fmt: skip
+        as_int = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
+        return cls(
+            newest=as_int([(s.tokens or s.prompt)[-1] for s in sequences]), cached=as_int([s.cached for s in sequences]),
+            produced=as_int([len(s.tokens) for s in sequences]), seeds=as_int([s.seed for s in sequences]),
+            temperatures=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device), filters=filters,
+            tables=as_int([s.blocks + [0] * (width - len(s.blocks)) for s in sequences]), longest=max(s.cached for s in sequences) + 1,
+        )  # fmt: skip
+
+    def layout(self, cache: Cache) -> Paged:
+        tables = self.tables[:, : -(-self.longest // cache.block_size)]
+        slots = tables.gather(1, (self.cached // cache.block_size)[:, None])[:, 0] * cache.block_size + self.cached % cache.block_size
+        return Paged(cache, slots, tables, self.cached + 1)
+
+    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return draw(logits, self.temperatures, uniform(self.seeds, self.produced), self.filters)
+
+    def advance(self, picked: Tensor) -> None:
+        self.newest = picked
+        self.cached += 1
+        self.produced += 1
+        self.longest += 1
+
+
+def _slots(blocks: list[int], count: int) -> Tensor:
+    """Flat cache positions of the first `count` tokens of a sequence."""
+    at = torch.arange(count)
+    return torch.tensor(blocks)[at // BLOCK] * BLOCK + at % BLOCK
+
+
+@dataclass(slots=True)
+class _ShapeProbe:
+    packed: Packed
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        assert k.shape == v.shape and layer not in self.shapes, f"layer {layer} keeps keys and values in a way the cache does not know"
+        self.shapes[layer] = (k.shape[1], k.shape[2])
+        return self.packed.attend(layer, q, k, v, scale, window, softcap)
+
+
+@torch.no_grad()
+def _cache_shapes(model: CausalModel) -> list[tuple[int, int]]:
+    """(K, D) of each layer's cache, seen in a forward of one token rather than guessed from the config."""
+    device = model.device
+    probe = _ShapeProbe(Packed([1], torch.tensor([0, 1], dtype=torch.int32, device=device)))
+    model.hidden(torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device), probe)
+    assert sorted(probe.shapes) == list(range(len(probe.shapes))), f"attention layers are numbered {sorted(probe.shapes)}"
+    return [probe.shapes[i] for i in range(len(probe.shapes))]

@@ -1,0 +1,1 @@
+"""Floor 5: evaluation on held-out rows, with confidence intervals."""

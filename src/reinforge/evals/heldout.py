@@ -1,0 +1,57 @@
+"""Scores a model on held-out rows: generation with its own sampling settings, and the loss of given completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from reinforge.core.backend import Backend
+from reinforge.core.batch import pack
+from reinforge.core.env import Rollout
+from reinforge.core.sample import Group, Row, Sample
+from reinforge.evals.statistics import pass_at_k, wilson
+
+CORRECT = 0.999  # a total reward of at least this share of the best possible counts as solved
+
+
+@dataclass
+class HeldOut:
+    """Generates for every row and scores. `best` is the largest possible total reward (the sum of positive weights)."""
+
+    rollout: Rollout
+    rows: Sequence[Row]
+    samples: int
+    best: float = 1.0
+    on_groups: Callable[[list[Group]], None] | None = None
+
+    async def __call__(self) -> dict[str, float]:
+        groups = await asyncio.gather(*(self.rollout(row, f"eval:{i}:{row.id}") for i, row in enumerate(self.rows)))
+        if self.on_groups is not None:
+            self.on_groups(list(groups))
+        rewards = [[s.reward for s in g.samples if s.reward is not None] for g in groups]
+        scored = [r for r in rewards if r]
+        solved = [sum(value >= CORRECT * self.best for value in r) for r in scored]
+        trials = sum(map(len, scored))
+        n = len(scored)
+        share = sum(c / len(r) for c, r in zip(solved, scored, strict=True)) / max(1, n)
+        low, high = wilson(share * n, n)  # the problems are the independent trials, not their samples
+        lengths = [s.n_trained for g in groups for s in g.samples]
+        out = {
+            "eval/accuracy": share, "eval/accuracy_low": low, "eval/accuracy_high": high, "eval/n": n,
+            "eval/reward": sum(sum(r) for r in scored) / max(1, trials), "eval/length": sum(lengths) / max(1, len(lengths)),
+            "eval/unscored": sum(len(g.samples) for g in groups) - trials,
+        }  # fmt: skip
+        if self.samples > 1 and all(len(r) == self.samples for r in scored):
+            out[f"eval/pass@{self.samples}"] = pass_at_k(solved, self.samples, self.samples)
+        return out
+
+
+def heldout_loss(backend: Backend, samples: Sequence[Sample], budget: int) -> dict[str, float]:
+    """Mean negative log-likelihood per trained token of held-out completions."""
+    total, count = 0.0, 0
+    for batch in pack(samples, budget):
+        backend.annotate([batch], frozenset({"old"}))
+        total -= float(batch.streams["old"].double().sum())
+        count += batch.n_trained
+    return {"eval/loss": total / max(1, count), "eval/tokens": count}

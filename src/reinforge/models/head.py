@@ -1,0 +1,110 @@
+"""Log-probabilities and entropies of given tokens without ever holding the full [M, V] logits.
+
+The forward walks over chunks of rows and keeps one number per row (the log-sum-exp); the backward computes each chunk's
+logits again. Softmax statistics are float32 whatever the model's precision.
+
+Legend: M rows, V vocabulary, E hidden size, z = logits / temperature, p = softmax(z).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """What an architecture does to its logits: z = cap·tanh(x·scale / cap) where it caps, else x·scale."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            x = x * self.scale
+        return x if self.softcap is None else torch.tanh(x / self.softcap) * self.softcap
+
+
+def chunk_rows(rows: int, vocabulary: int, device: torch.device) -> int:
+    """Rows per chunk: about 8 MB of float32 logits on a CPU (stays near the cache), 1 GB on a GPU (fills it)."""
+    elements = (1 << 28) if device.type == "cuda" else (1 << 21)
+    return max(1, min(rows, elements // vocabulary))
+
+
+def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, temperature: float) -> Tensor:
+    z = rule.apply(torch.nn.functional.linear(h, weight, bias).float())
+    return z if temperature == 1.0 else z / temperature
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Forward: logp_i = z_i[y_i] − lse_i, H_i = lse_i − Σ_v p_iv z_iv.
+
+    Backward, per row, with upstream g (for logp) and e (for H): ∂/∂z_v = g(1[v = y] − p_v) − e·p_v(log p_v + H).
+    """
+
+    @staticmethod
+    def forward(ctx, h, weight, bias, targets, temperature, rule, want_entropy, entropy_gradient):  # type: ignore[no-untyped-def]
+        rows = h.shape[0]
+        logp = torch.empty(rows, dtype=torch.float32, device=h.device)
+        lse = torch.empty_like(logp)
+        entropy = torch.empty_like(logp) if want_entropy else torch.zeros(0, device=h.device)
+        step = chunk_rows(rows, weight.shape[0], h.device) if rows else 1
+        for a in range(0, rows, step):
+            part = slice(a, a + step)
+            z = _logits(h[part], weight, bias, rule, temperature)
+            top = z.amax(-1, keepdim=True)
+            chosen = z.gather(-1, targets[part, None])
+            z = z.sub_(top)
+            exp = z.exp()
+            total = exp.sum(-1)
+            lse[part] = total.log() + top[:, 0]
+            logp[part] = chosen[:, 0] - lse[part]
+            if want_entropy:
+                entropy[part] = total.log() - exp.mul_(z).nan_to_num_(0.0).sum(-1) / total
+        ctx.save_for_backward(h, weight, bias, targets, lse, entropy)
+        ctx.settings = (temperature, rule, step, want_entropy and entropy_gradient)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, g_logp, g_entropy):  # type: ignore[no-untyped-def]
+        h, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        temperature, rule, step, use_entropy = ctx.settings
+        rows = h.shape[0]
+        grad_h = torch.empty_like(h) if ctx.needs_input_grad[0] else None
+        grad_w = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_b = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
+        for a in range(0, rows, step):
+            part = slice(a, a + step)
+            raw = torch.nn.functional.linear(h[part], weight, bias).float()
+            z = rule.apply(raw)
+            logp = (z / temperature if temperature != 1.0 else z) - lse[part, None]
+            p = logp.exp()
+            grad = p * -g_logp[part, None]
+            if use_entropy:
+                grad -= g_entropy[part, None] * p * (logp.nan_to_num(neginf=0.0) + entropy[part, None])
+            grad.scatter_add_(1, targets[part, None], g_logp[part, None])
+            if rule.softcap is not None:
+                grad *= 1 - (z / rule.softcap) ** 2
+            grad *= rule.scale / temperature
+            grad = grad.to(h.dtype)
+            if grad_h is not None:
+                grad_h[part] = grad @ weight
+            if grad_w is not None:
+                grad_w += grad.t() @ h[part]
+            if grad_b is not None:
+                grad_b += grad.sum(0)
+        cast = lambda x, like: None if x is None else x.to(like.dtype)  # noqa: E731
+        return grad_h, cast(grad_w, weight), cast(grad_b, bias), None, None, None, None, None
+
+
+def token_logprobs(h: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float = 1.0, rule: LogitRule | None = None,
+                   entropy: bool = False, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """[M] float32 log-probs of `targets` under softmax(logits / temperature), and [M] entropies when asked."""
+    assert h.ndim == 2 and targets.shape == h.shape[:1], f"h {tuple(h.shape)} and targets {tuple(targets.shape)} do not align"
+    assert temperature > 0, "greedy decoding has no distribution; score at temperature 1"
+    logp, ent = _ChunkedLogprobs.apply(h, weight, bias, targets, float(temperature), rule or LogitRule(), entropy, entropy_gradient)
+    return logp, ent if entropy else None

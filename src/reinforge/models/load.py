@@ -1,0 +1,120 @@
+"""Models and tokenizers from a directory, a hub id or a GGUF file. Loading never runs code from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reinforge.config.schema import AdapterConfig, ModelConfig
+from reinforge.core.errors import InputError
+
+if TYPE_CHECKING:
+    from reinforge.models.causal import CausalModel
+
+
+def _source(cfg: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """What to hand to `from_pretrained`: (name or directory, keyword arguments)."""
+    path = Path(cfg.path).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"no such file: {path}", where="model.path", fix="Give the path of an existing .gguf file.")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.exists():
+        return str(path), {}
+    if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1:
+        raise InputError(f"no such directory: {path}", where="model.path", fix="Give a local directory, a .gguf file or a hub id such as org/name.")
+    return cfg.path, {"revision": cfg.revision} if cfg.revision else {}
+
+
+def _fetch(what: str, cfg: ModelConfig, load: Any) -> Any:
+    try:
+        return load()
+    except (OSError, ValueError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"cannot load the {what} of {cfg.path!r}: {first}", where="model.path",
+                         fix="Check the path; for a hub id check the spelling, the network and your login.") from error  # fmt: skip
+
+
+def load_tokenizer(cfg: ModelConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    source, kwargs = _source(cfg if cfg.tokenizer is None else cfg.model_copy(update={"path": cfg.tokenizer}))
+    tokenizer = _fetch("tokenizer", cfg, lambda: AutoTokenizer.from_pretrained(source, **kwargs))
+    if cfg.chat_template:
+        tokenizer.chat_template = Path(cfg.chat_template).read_text()
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_config(cfg: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    source, kwargs = _source(cfg)
+    return _fetch("configuration", cfg, lambda: AutoConfig.from_pretrained(source, **kwargs))
+
+
+def context_length(cfg: ModelConfig) -> int:
+    """The longest sequence the model was made for, read from its configuration without loading weights."""
+    config = load_config(cfg).get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("there is no GPU that torch can use.", where="model.device", fix="Set model.device=cpu or auto.")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: int = 0) -> CausalModel:
+    """The model ready to train and to generate, checked against transformers' own forward. `seed` initialises the adapter."""
+    from transformers import AutoModelForCausalLM
+
+    from reinforge.models.adapters import add_adapter
+    from reinforge.models.causal import CausalModel
+
+    device = pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, device)
+    source, kwargs = _source(cfg)
+    tokenizer = load_tokenizer(cfg)
+    module = _fetch("model", cfg, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs))
+    if "gguf_file" in kwargs:
+        module = _without_quantization(module, dtype)
+    module.to(device).eval()
+    CausalModel(module, tokenizer).verify()
+    if adapter is not None:
+        module = add_adapter(module, adapter, seed=seed)
+    if cfg.gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if adapter is not None:
+            module.enable_input_require_grads()
+    return CausalModel(module, tokenizer)
+
+
+def _without_quantization(module: Any, dtype: torch.dtype) -> Any:
+    """A GGUF file loads dequantised but still says that it is quantised, and then cannot be saved: make a plain one."""
+    config = type(module.config).from_dict({k: v for k, v in module.config.to_dict().items() if k != "quantization_config"})
+    plain = type(module)._from_config(config, dtype=dtype)
+    plain.load_state_dict(module.state_dict())
+    plain.generation_config = module.generation_config
+    return plain
+
+
+def stop_tokens(model: CausalModel) -> tuple[int, ...]:
+    """Ids that end a completion: the tokenizer's eos and whatever the generation config adds."""
+    found: list[int] = []
+    generation = getattr(model.causal, "generation_config", None)
+    for value in (getattr(model.tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None), getattr(model.config, "eos_token_id", None)):
+        found.extend(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return tuple(sorted({int(t) for t in found if 0 <= int(t) < model.head.weight.shape[0]}))

@@ -1,0 +1,5 @@
+"""Names of the built-in rewards. No torch here: a config is checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+BUILTIN: tuple[str, ...] = ("exact_match", "exact_number", "regex", "reasoning_gym")

@@ -1,0 +1,1 @@
+"""Floor 4: rollouts. Turns rows into groups of samples."""

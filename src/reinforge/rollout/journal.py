@@ -1,0 +1,49 @@
+"""What depends on the clock or on the outside world is written down before it is used.
+
+A judge or a user's function may answer differently when asked again. A step that was cut and is done again reads the
+answers here, so it trains on the same rewards. Entries are bound to the exact tokens that were scored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+Scores = dict[str, list[float | None]]
+
+
+def tokens_hash(completions: Sequence[Sequence[int]]) -> str:
+    return hashlib.sha256(json.dumps([list(c) for c in completions]).encode()).hexdigest()[:32]
+
+
+class Journal:
+    """Append-only JSONL of (group, tokens hash, scores). Without a path it remembers nothing."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self._entries: dict[tuple[str, str], Scores] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    entry = json.loads(line)
+                except json.JSONDecodeError:  # the line that a crash cut
+                    continue
+                self._entries[entry["group"], entry["tokens"]] = entry["scores"]
+
+    def find(self, group: str, tokens: str) -> Scores | None:
+        return self._entries.get((group, tokens))
+
+    def write(self, group: str, tokens: str, scores: Scores) -> None:
+        if self.path is None or not scores:
+            return
+        self._entries[group, tokens] = scores
+        with self.path.open("a") as file:
+            file.write(json.dumps({"group": group, "tokens": tokens, "scores": scores}) + "\n")
+
+    def clear(self) -> None:
+        """A checkpoint covers everything so far."""
+        self._entries.clear()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)

@@ -1,0 +1,80 @@
+"""Single-turn rollouts: one prompt, n completions, scored. The trained ids are the sampled ids; text is only for rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from reinforge.core.engine import Completion, Engine, Sampling
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Group, Row, Sample, Stop
+from reinforge.core.seeds import seed_of
+from reinforge.rewards.build import total
+from reinforge.rewards.function import FunctionReward
+from reinforge.rollout.journal import Journal, Scores, tokens_hash
+
+
+class SingleTurn:
+    """A `Rollout`: (row, group id) -> Group. Draws depend on (seed, purpose, group id) and nothing else."""
+
+    def __init__(self, engine: Engine, encode: Callable[[Row], list[int]], decode: Callable[[Sequence[int]], str], rewards: Sequence[FunctionReward],
+                 sampling: Sampling, *, n: int, seed: int, purpose: str = "sample", journal: Journal | None = None,
+                 shape: Callable[[int], float] | None = None, on_error: str = "raise"):  # fmt: skip
+        self.engine, self.encode, self.decode = engine, encode, decode
+        self.rewards, self.sampling, self.n, self.seed, self.purpose = list(rewards), sampling, n, seed, purpose
+        self.weights = {r.name: r.weight for r in rewards}
+        self.journal = journal or Journal(None)
+        self.shape = shape  # response length -> extra reward (soft overlong punishment)
+        self.on_error = on_error
+        self.errors: list[str] = []  # rewards that failed and were tolerated, for the log
+
+    async def __call__(self, row: Row, group: str) -> Group:
+        prompt = self.encode(row)
+        completions = await self.engine.generate(prompt, self.sampling, key=seed_of(self.seed, self.purpose, group), n=self.n)
+        texts = [self.decode(c.tokens) for c in completions]
+        scores = await self._score(row, group, completions, texts)
+        samples = []
+        for i, completion in enumerate(completions):
+            components = {name: values[i] for name, values in scores.items()}
+            reward = total(components, self.weights)
+            if self.shape is not None and reward is not None:
+                components["overlong"] = self.shape(len(completion.tokens))
+                reward += components["overlong"] or 0.0
+            samples.append(_sample(f"{group}#{i}", group, prompt, completion, components, reward))
+        return Group(row, samples, texts)
+
+    async def _score(self, row: Row, group: str, completions: list[Completion], texts: list[str]) -> Scores:
+        tokens = tokens_hash([c.tokens for c in completions])
+        known = self.journal.find(group, tokens) or {}
+        scores: Scores = {}
+        asked: Scores = {}
+        for reward in self.rewards:
+            if reward.name in known:
+                scores[reward.name] = known[reward.name]
+                continue
+            try:
+                scores[reward.name] = await reward.score([row] * len(texts), texts)
+            except Exception as error:
+                if self.on_error == "raise":
+                    if isinstance(error, InputError):
+                        raise
+                    raise InputError(f"reward {reward.name} raised {type(error).__name__}: {error}", where=f"row {row.id}",
+                                     fix="Fix the function, or set rollout.on_reward_error=unscored to go on without these samples.") from error  # fmt: skip
+                self.errors.append(f"{reward.name} on row {row.id}: {type(error).__name__}: {error}")
+                scores[reward.name] = [None] * len(texts)
+            if not reward.pure:
+                asked[reward.name] = scores[reward.name]
+        self.journal.write(group, tokens, asked)
+        return scores
+
+
+def _sample(uid: str, group: str, prompt: list[int], completion: Completion, components: dict[str, float | None], reward: float | None) -> Sample:
+    before, length = len(prompt), len(prompt) + len(completion.tokens)
+    logprobs, versions = torch.zeros(length), torch.full((length,), -1, dtype=torch.int32)
+    logprobs[before:] = torch.tensor(completion.logprobs)
+    versions[before:] = torch.tensor(completion.versions, dtype=torch.int32)
+    trained: Any = torch.arange(length) >= before
+    return Sample(uid=uid, group=group, episode=uid, tokens=torch.tensor(prompt + completion.tokens), trained=trained, logprobs=logprobs,
+                  versions=versions, rewards=components, reward=reward, stop=completion.stop if completion.tokens else Stop.ERROR)  # fmt: skip

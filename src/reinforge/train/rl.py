@@ -1,0 +1,108 @@
+"""THE loop. It knows rows, groups, batches and an algorithm made of functions; it never asks which algorithm it runs.
+
+One step: harvest groups, pack, annotate with what the loss needs, compute advantages over the whole batch, then one or more
+optimizer steps whose denominators were counted before anything was cut; publish the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from reinforge.algorithms.table import Algorithm
+from reinforge.core.backend import Backend, Metrics
+from reinforge.core.batch import Batch, Totals, pack
+from reinforge.core.engine import Engine
+from reinforge.core.sample import Group, Sample, Stop
+from reinforge.rollout.source import Source, harvest_metrics
+from reinforge.train.session import Session
+
+
+@dataclass
+class RLTrainer:
+    """The parts of an RL run. `budget` is packed tokens per micro-batch; the gradient does not depend on it."""
+
+    session: Session
+    source: Source
+    backend: Backend
+    engine: Engine
+    algorithm: Algorithm
+    budget: int
+    max_new_tokens: int
+    reward_weights: dict[str, float]
+    epochs: int = 1
+    minibatches: int = 1
+
+    async def run(self) -> None:
+        run = self.session
+        await self.engine.update(self.backend.weights(), self._version())
+        await run.begin()
+        while run.going():
+            with run.phase("generate"):
+                harvest = await run.interruptible(self.source.harvest())
+                await self.engine.sleep()
+            with run.phase("prepare"):
+                minibatches = self._pack(harvest.groups)
+                batches = [batch for minibatch in minibatches for batch in minibatch]
+            with run.phase("annotate"):
+                self.backend.annotate(batches, self.algorithm.loss.needs)
+                self.algorithm.advantages(batches)
+            with run.phase("train"):
+                metrics = self._update(minibatches)
+            await self.engine.update(self.backend.weights(), self._version())
+            metrics |= harvest_metrics(harvest, self.reward_weights)
+            metrics |= self._count(batches, metrics)
+            await run.end_step(metrics, harvest.groups)
+
+    def _version(self) -> int:
+        """Weights are counted by optimizer steps."""
+        return self.session.counters.get("updates", 0)
+
+    def _pack(self, groups: list[Group]) -> list[list[Batch]]:
+        """Whole groups into `minibatches` parts of like size, each packed by the token budget."""
+        samples = [[trainable(s, self.algorithm.overlong) for s in g.samples] for g in groups]
+        parts = [samples[i :: self.minibatches] for i in range(self.minibatches)]
+        return [pack([s for group in part for s in group], self.budget, unit=self.algorithm.loss.unit) for part in parts if part]
+
+    def _update(self, minibatches: list[list[Batch]]) -> Metrics:
+        results: list[Metrics] = []
+        for _ in range(self.epochs):
+            for minibatch in minibatches:
+                totals = Totals.of(minibatch, self.max_new_tokens)
+                metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
+                results.append({**metrics, **self.backend.step()})
+                self.session.counters["updates"] = self.session.counters.get("updates", 0) + 1
+        return average(results)
+
+    def _count(self, batches: list[Batch], metrics: Metrics) -> Metrics:
+        """Sampled tokens are trained or dropped, and the books balance."""
+        trained = sum(b.n_trained for b in batches)
+        sampled = int(metrics["tokens/sampled"])
+        counters = self.session.counters
+        counters["tokens_sampled"] = counters.get("tokens_sampled", 0) + sampled
+        counters["tokens_trained"] = counters.get("tokens_trained", 0) + trained
+        processed = sum(b.n_tokens for b in batches)
+        return {"tokens/trained": trained, "tokens/dropped": sampled - trained, "tokens/processed": processed}
+
+
+def trainable(sample: Sample, overlong: str) -> Sample:
+    """The sample with nothing to train where it must not be: unscored, failed, or truncated under `overlong: mask`.
+    It keeps its place in the group, so statistics still count it."""
+    if sample.reward is None or sample.stop is Stop.ERROR or (overlong == "mask" and sample.stop is Stop.LENGTH):
+        return sample.with_(trained=torch.zeros_like(sample.trained))
+    return sample
+
+
+def average(results: Iterable[Metrics]) -> Metrics:
+    """Metrics of several optimizer steps as one: means, except /max, /min and counts of bad steps."""
+    results = list(results)
+    out: Metrics = {}
+    for name in {n: None for r in results for n in r}:
+        values = [r[name] for r in results if name in r]
+        if name.endswith("/max") or name in ("train/skipped", "train/empty"):
+            out[name] = max(values)
+        else:
+            out[name] = min(values) if name.endswith("/min") else sum(values) / len(values)
+    return out

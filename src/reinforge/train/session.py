@@ -1,0 +1,247 @@
+"""Everything about a run that is not the training step: directory, lock, log, evaluation, checkpoints, signals, resume.
+
+Both loops (rl.py, supervised.py) are written against this. The state at a step boundary is: backend, cursor, counters.
+A boundary is finished once its evaluation is done; a resumed run first finishes the boundary it was cut at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+from reinforge.checkpoint import store
+from reinforge.checkpoint.faults import crash_point
+from reinforge.checkpoint.lock import RunLock
+from reinforge.config.schema import Config
+from reinforge.core.backend import Backend, Metrics
+from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
+from reinforge.core.sample import Group
+from reinforge.data.cursor import Cursor
+from reinforge.watch.recorder import Recorder
+from reinforge.watch.sinks import Target, make_sinks
+from reinforge.watch.timing import Phases
+
+T = TypeVar("T")
+BAD_STEPS_IN_A_ROW = 3
+
+
+class ViewLike(Protocol):
+    def start(self, total_steps: int, title: str) -> None: ...
+    def update(self, step: int, metrics: dict[str, float]) -> None: ...
+    def table(self, groups: Iterable[Group]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Session:
+    """One run of one config in one directory. Use as a context manager; `evaluate` may be None."""
+
+    def __init__(self, cfg: Config, backend: Backend, cursor: Cursor, total_steps: int, view: ViewLike,
+                 evaluate: Callable[[], Awaitable[dict[str, float]]] | None = None, on_saved: Callable[[], None] | None = None):  # fmt: skip
+        self.cfg, self.backend, self.cursor, self.total, self.view = cfg, backend, cursor, total_steps, view
+        self.dir = Path(cfg.run.dir)
+        self.evaluate, self.on_saved = evaluate, on_saved
+        self.step = 0
+        self.counters: dict[str, int] = {}
+        self.evaluated = -1  # the last boundary whose evaluation is done
+        self.best: dict[str, Any] = {}  # metric value and step of the best evaluation so far
+        self.waiting = 0  # evaluations since the early-stop metric improved
+        self.stopped: str | None = None  # why the run ended before its time
+        self.bad_steps = 0
+        self.last: dict[str, float] = {}  # newest metrics, for the result
+        self.phases = Phases()
+        self.terminating = False
+        self._saved_at = -1
+        self._task: asyncio.Future[Any] | None = None
+
+    # ---- begin and end ----
+
+    def __enter__(self) -> Session:
+        self.dir.mkdir(parents=True, exist_ok=True)
+        self.lock = RunLock(self.dir)
+        self.lock.__enter__()
+        try:
+            offsets = self._restore()
+            target = Target(self.dir, self.cfg.model_dump(mode="json"), self.cfg.run.log.project, self.step if offsets is not None else None)
+            self.recorder = Recorder(self.dir, self.cfg.model_dump(mode="json"), make_sinks(self.cfg.run.log.sinks, target), offsets)
+            if threading.current_thread() is threading.main_thread():
+                for kind in (signal.SIGTERM, signal.SIGINT):
+                    asyncio.get_running_loop().add_signal_handler(kind, self._on_signal, kind)
+            self.view.start(self.total, self.dir.name)
+            if offsets is not None:
+                self.view.message(f"resumed at step {self.step} from {self.dir}")
+        except BaseException:
+            self.lock.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if isinstance(error, Terminated) and self._saved_at != self.step:
+                self.save()
+            self.recorder.event("failed" if error else "finished", step=self.step, stopped=self.stopped, error=None if error is None else repr(error))
+        finally:
+            self.view.stop()
+            self.recorder.close()
+            self.lock.__exit__(None, None, None)
+
+    def _restore(self) -> dict[str, int] | None:
+        """Continues from the newest checkpoint; returns the log offsets, or None for a new run."""
+        store.clean(self.dir)
+        newest = store.latest(self.dir)
+        resume = self.cfg.run.resume
+        if newest is None:
+            if resume == "must":
+                raise InputError(f"there is no checkpoint in {self.dir}.", where="run.resume", fix="Use resume: auto, or another run.dir.")
+            return None
+        if resume == "never":
+            raise InputError(f"{self.dir} already holds a run (checkpoint {newest.name}).", where="run.dir", fix="Use another run.dir, or run.resume=auto to continue it.")
+        state, extra = store.load(newest)
+        self.backend.load(state)
+        self.cursor.load(extra["cursor"])
+        self.step, self.counters, self.evaluated = extra["step"], extra["counters"], extra["evaluated"]
+        self.best, self.waiting, self.stopped, self.bad_steps = extra["best"], extra["waiting"], extra["stopped"], extra["bad_steps"]
+        self.last = extra["clock"]["last"]
+        self._saved_at = self.step
+        return extra["clock"]["offsets"]
+
+    async def begin(self) -> None:
+        """Finishes the boundary that the run starts at: the evaluation before the first step, or one that was cut."""
+        if not self.going():
+            self.view.message(f"this run is finished (step {self.step}{', ' + self.stopped if self.stopped else ''}); nothing to do")
+        await self._boundary()
+
+    def going(self) -> bool:
+        return self.step < self.total and self.stopped is None
+
+    # ---- the step ----
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self.phases(name)
+
+    async def interruptible(self, work: Awaitable[T]) -> T:
+        """Awaits `work`; SIGTERM cancels it. Only for work that leaves the state of the step boundary as it was."""
+        self._task = asyncio.ensure_future(work)
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            if self.terminating:
+                raise Terminated("stopped by a signal") from None
+            raise
+        finally:
+            self._task = None
+
+    async def end_step(self, metrics: Metrics, groups: list[Group] | None = None) -> None:
+        """Counts the step, logs it, and does what is due at its boundary."""
+        self.step += 1
+        crash_point("step:end")
+        timing = self.phases.take()
+        seconds = sum(v for k, v in timing.items() if k.startswith("time/"))
+        tokens = metrics.get("tokens/processed", 0.0)
+        metrics = {**metrics, **timing, "time/step": seconds, "tokens_per_second": tokens / seconds if seconds else 0.0, "epoch": self.cursor.epoch}
+        self.last = {**self.last, **metrics}
+        self.recorder.log(self.step, metrics)
+        self.view.update(self.step, self.last)
+        every = self.cfg.run.log.samples_every
+        if groups and every and (self.step - 1) % every == 0:
+            self.recorder.samples(self.step, groups, self.cfg.run.log.samples)
+            self.view.table(groups[: self.cfg.run.log.samples])
+        self._judge(metrics)
+        await self._boundary()
+        if self.terminating:
+            raise Terminated("stopped by a signal")
+        await asyncio.sleep(0)
+
+    def _judge(self, metrics: Metrics) -> None:
+        """A skipped step is counted and reported; several in a row end the run."""
+        if metrics.get("train/skipped"):
+            self.bad_steps += 1
+            self.recorder.event("skipped_step", step=self.step, grad_norm=metrics.get("train/grad_norm"))
+            if self.bad_steps >= BAD_STEPS_IN_A_ROW:
+                raise StoppedByPolicy(f"{self.bad_steps} steps in a row had a non-finite loss or gradient; weights are as before them. "
+                                      "Lower train.learning_rate, or look at the rewards and at events.jsonl.")  # fmt: skip
+        else:
+            self.bad_steps = 0
+        if metrics.get("train/empty"):
+            self.recorder.event("empty_step", step=self.step)
+
+    # ---- boundaries ----
+
+    def _eval_due(self) -> bool:
+        every = self.cfg.eval.every
+        ending = self.step >= self.total
+        return self.evaluated != self.step and (ending or (self.step == 0 and self.cfg.eval.at_start) or bool(every and self.step and self.step % every == 0))
+
+    async def _boundary(self) -> None:
+        improved = False
+        if self.evaluate is not None and self._eval_due():
+            with self.phase("eval"):
+                result = await self.interruptible(self.evaluate())
+            self.evaluated = self.step
+            self.last = {**self.last, **result}
+            self.recorder.log(self.step, result)
+            self.view.update(self.step, self.last)
+            improved = self._compare(result)
+        every = self.cfg.run.checkpoint.every
+        due = self.step > 0 and (not self.going() or bool(every and self.step % every == 0) or (improved and self.cfg.run.checkpoint.best is not None))
+        if due and self._saved_at != self.step:
+            self.save()
+
+    def _compare(self, result: dict[str, float]) -> bool:
+        """Updates best and early stopping; True when the metric to keep the best checkpoint by has improved."""
+        improved = False
+        if self.cfg.run.checkpoint.best is not None:
+            mode, _, metric = self.cfg.run.checkpoint.best.rpartition(":")
+            improved = self._better("checkpoint", metric, mode or "max", result)
+        stop = self.cfg.eval.early_stop
+        if stop is not None:
+            self.waiting = 0 if self._better("early_stop", stop.metric, stop.mode, result) else self.waiting + 1
+            value = result[stop.metric]
+            reached = stop.threshold is not None and (value >= stop.threshold if stop.mode == "max" else value <= stop.threshold)
+            if reached or self.waiting >= stop.patience:
+                self.stopped = f"{stop.metric} reached {value:.4g}" if reached else f"{stop.metric} did not improve in {stop.patience} evaluations"
+                self.recorder.event("early_stop", step=self.step, reason=self.stopped)
+        return improved
+
+    def _better(self, kind: str, metric: str, mode: str, result: dict[str, float]) -> bool:
+        if metric not in result:
+            raise InputError(f"the evaluation gives no metric {metric!r}.", where="run.checkpoint.best / eval.early_stop", fix=f"It gives: {', '.join(sorted(result))}.")
+        value, held = result[metric], self.best.get(kind)
+        if held is not None and not (value > held["value"] if mode == "max" else value < held["value"]):
+            return False
+        self.best[kind] = {"value": value, "step": self.step, "metric": metric}
+        return True
+
+    def save(self) -> Path:
+        """A complete checkpoint of this boundary. Offsets and clocks are kept apart: they are not part of the digest."""
+        with self.phase("checkpoint"):
+            extra = {
+                "step": self.step, "cursor": self.cursor.state(), "counters": self.counters, "evaluated": self.evaluated, "best": self.best,
+                "waiting": self.waiting, "stopped": self.stopped, "bad_steps": self.bad_steps,
+                "clock": {"offsets": self.recorder.offsets(), "saved": time.time(), "last": self.last},
+            }  # fmt: skip
+            path = store.save(self.dir, self.step, self.backend.state(), extra)
+            self._saved_at = self.step
+            kept = {p for p in store.steps(self.dir) if store.step_of(p) == self.best.get("checkpoint", {}).get("step", -1)}
+            store.prune(self.dir, self.cfg.run.checkpoint.keep, kept)
+            if self.on_saved is not None:
+                self.on_saved()
+        self.recorder.event("checkpoint", step=self.step, path=path.name)
+        return path
+
+    def _on_signal(self, kind: int) -> None:
+        if self.terminating:
+            os._exit(Terminated.exit_code)
+        self.terminating = True
+        self.recorder.event("signal", signal=signal.Signals(kind).name, step=self.step)
+        self.view.message(f"{signal.Signals(kind).name}: saving a checkpoint, then stopping (once more to stop at once)")
+        if self._task is not None:
+            self._task.cancel()

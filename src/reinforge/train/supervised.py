@@ -1,0 +1,42 @@
+"""Training on given rows: the same backend, packing, checkpoints and metrics as RL. The loss is passed in; it knows no names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from reinforge.core.backend import Backend, Loss
+from reinforge.core.batch import Totals, pack
+from reinforge.core.sample import Sample
+from reinforge.data.cursor import Cursor
+from reinforge.train.session import Session
+
+
+@dataclass
+class SupervisedTrainer:
+    """`row(i)` gives the training row i; rows are tokenised once and kept."""
+
+    session: Session
+    cursor: Cursor
+    backend: Backend
+    loss: Loss
+    row: Callable[[int], Sample]
+    rows_per_step: int
+    budget: int
+
+    async def run(self) -> None:
+        run = self.session
+        await run.begin()
+        while run.going():
+            with run.phase("prepare"):
+                samples: Sequence[Sample] = [self.row(i) for i in self.cursor.take(self.rows_per_step)]
+                batches = pack(samples, self.budget, unit=self.loss.unit)
+            with run.phase("train"):
+                self.backend.annotate(batches, self.loss.needs)
+                metrics = self.backend.forward_backward(batches, self.loss, Totals.of(batches))
+                metrics |= self.backend.step()
+            trained, processed = sum(b.n_trained for b in batches), sum(b.n_tokens for b in batches)
+            run.counters["updates"] = run.counters.get("updates", 0) + 1
+            run.counters["tokens_trained"] = run.counters.get("tokens_trained", 0) + trained
+            metrics |= {"tokens/trained": trained, "tokens/processed": processed}
+            await run.end_step(metrics)

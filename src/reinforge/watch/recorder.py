@@ -1,0 +1,157 @@
+"""The run's own record: metrics.jsonl, events.jsonl, samples.jsonl, config.json, versions.json.
+
+A checkpoint stores the byte offsets of the three logs. A resumed run cuts them back to there, so that a step that is done
+again is not in the log twice.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from reinforge.version import __version__
+from reinforge.watch.sinks import Background, Sink
+
+if TYPE_CHECKING:
+    from reinforge.core.sample import Group, Sample
+
+LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy", "triton")
+_SECRET = re.compile(r"(^|_)(api_?key|access_?key|secret|password|passwd|credentials?|token)$", re.IGNORECASE)
+
+
+def redact(value: Any) -> Any:
+    """The same configuration with the values of secret-looking keys (`api_key`, `hf_token`) hidden."""
+    if isinstance(value, Mapping):
+        return {k: "(hidden)" if _SECRET.search(str(k)) and isinstance(v, str) else redact(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(v) for v in value]
+    return value
+
+
+def versions() -> dict[str, str]:
+    """What the run was made with. Reads package metadata only: nothing is imported."""
+    found = {"reinforge": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in prompt)
+
+
+def pick(groups: Iterable[Group], limit: int) -> list[tuple[Group, Sample, str]]:
+    """At most `limit` samples, one of each group before a second of any."""
+    rows = [[(g, s, text or "") for s, text in zip_longest(g.samples, g.texts[: len(g.samples)])] for g in groups]
+    return [row for turn in zip_longest(*rows) for row in turn if row is not None][:limit]
+
+
+class Recorder:
+    """Appends to the logs and feeds the sinks. `resume_offsets` are what `offsets` gave when the checkpoint was saved;
+    None is a new run (logs of an attempt that never reached a checkpoint are set aside as `*.previous`)."""
+
+    def __init__(
+        self, run_dir: Path, config_dict: Mapping[str, Any], sinks: Sequence[Sink] = (), resume_offsets: Mapping[str, int] | None = None
+    ):
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.RLock()
+        self._write_json("config.json", redact(config_dict))
+        self._write_json("versions.json", versions())
+        dropped = {name: self._prepare(name, resume_offsets) for name in LOGS}
+        self._files: dict[str, IO[bytes]] = {name: (self.run_dir / name).open("ab") for name in LOGS}
+        self.sinks = [Background(sink, self._sink_failed) for sink in sinks]
+        self.event("started" if resume_offsets is None else "resumed", argv=sys.argv, pid=os.getpid(), **{"dropped_bytes": dropped})
+
+    def _prepare(self, name: str, offsets: Mapping[str, int] | None) -> int:
+        """Cuts a log to its offset, or sets it aside; returns the bytes that went (negative: that many were missing)."""
+        path = self.run_dir / name
+        size = path.stat().st_size if path.exists() else 0
+        if offsets is None:
+            if size:
+                os.replace(path, path.with_name(f"{name}.previous"))
+            return size
+        keep = offsets.get(name, 0)
+        if size > keep:
+            os.truncate(path, keep)
+        elif 0 < size < keep:  # lost with the page cache of a machine that went down: at least end on a whole line
+            data = path.read_bytes()
+            os.truncate(path, data.rfind(b"\n") + 1)
+        return size - keep
+
+    def _write_json(self, name: str, value: Any) -> None:
+        part = self.run_dir / f".{name}.part"
+        part.write_text(json.dumps(value, indent=1, default=str), encoding="utf-8")
+        os.replace(part, self.run_dir / name)
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        line = json.dumps(record, allow_nan=False, default=str).encode() + b"\n"
+        with self._lock:
+            self._files[name].write(line)
+            self._files[name].flush()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics. NaN and infinity are not JSON: they become null, and the key is listed under `nonfinite`."""
+        values = {key: float(value) for key, value in metrics.items()}
+        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        bad = [key for key, value in finite.items() if value is None]
+        self._append("metrics.jsonl", {"step": step, "time": time.time(), **finite, **({"nonfinite": bad} if bad else {})})
+        for sink in self.sinks:
+            sink.log(step, {key: value for key, value in values.items() if finite[key] is not None})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened: started, resumed, checkpoint, skipped_step, sink_failed, finished, ..."""
+        self._append("events.jsonl", {"time": time.time(), "kind": kind, **_finite(fields)})
+
+    def samples(self, step: int, groups: Iterable[Group], limit: int) -> None:
+        for group, sample, text in pick(groups, limit):
+            record = {
+                "step": step, "row": group.row.id, "uid": sample.uid, "prompt": prompt_text(group.row.prompt), "completion": text,
+                "reward": sample.reward, "components": sample.rewards, "stop": str(sample.stop), "length": sample.n_trained,
+            }  # fmt: skip
+            self._append("samples.jsonl", _finite(record))
+
+    def offsets(self) -> dict[str, int]:
+        """Byte offsets for a checkpoint (under extra["clock"]: they vary with timings). What they cover is on disk when this returns."""
+        with self._lock:
+            for file in self._files.values():
+                os.fsync(file.fileno())
+            return {name: file.tell() for name, file in self._files.items()}
+
+    def _sink_failed(self, name: str, error: str) -> None:
+        self.event("sink_failed", sink=name, error=error)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinity as text, so that the line stays JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,190 @@
+"""One HTML file about a run that opens anywhere, without network: curves, evaluations, samples, settings, timings, events.
+
+Everything that a model or a data set wrote is text here: escaped in the page, `<` and `&` escaped inside the embedded
+JSON, and a content policy that runs no script but ours (by its hash).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from reinforge.watch.runs import flatten, read_json, read_lines, show_run
+
+POINTS = 1000  # per curve; longer runs are averaged over bins
+BARS = 60
+SAMPLES = 300
+TEXT = 4000
+SECTIONS = (
+    ("Reward", r"reward/"), ("Evaluation", r"eval/"), ("Response", r"response/"), ("Policy", r"(policy|mismatch|groups)/"),
+    ("Training", r"train/"), ("Throughput", r"(tokens|tokens_per_second|memory)\b"), ("Other", r""),
+)  # fmt: skip
+HIDDEN = re.compile(r"(share|time)/|eval/.*_(low|high)$|step$|time$")
+
+Point = list[float | None]  # [step, minutes, value], evaluations with low and high
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes report.html into the run directory and returns its path."""
+    run_dir = Path(run_dir)
+    run = show_run(run_dir)
+    lines = list(read_lines(run_dir / "metrics.jsonl"))
+    series = {name: points for name, points in curves(lines).items() if points}
+    samples = list(read_lines(run_dir / "samples.jsonl"))[-SAMPLES:]
+    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    summary = read_json(run_dir / "summary.json")
+    parts = {
+        "HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "TITLE": escape(run_dir.resolve().name),
+        "SUBTITLE": escape(
+            " · ".join(str(v) for v in (run["config"].get("algorithm.name"), run["config"].get("model.path"), run["status"]) if v)
+        ),
+        "TILES": "".join(f"<div class=tile><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in tiles(run, lines)),
+        "SAMPLE_STEPS": "".join(f"<option>{escape(step)}</option>" for step in dict.fromkeys(s.get("step") for s in samples)),
+        "SAMPLES": "".join(map(sample_row, samples)) or "<tr><td colspan=7 class=soft>The run recorded no samples.</td></tr>",
+        "CONFIG": key_rows(flatten(read_json(run_dir / "config.json"))),
+        "VERSIONS": key_rows(run["versions"]),
+        "SUMMARY": f"<h2>Summary</h2><div class=panel><table><tbody>{key_rows(flatten(summary))}</tbody></table></div>" if summary else "",
+        "EVENTS": "".join(map(event_row, read_lines(run_dir / "events.jsonl"))),
+        "DATA": embed({"series": series, "sections": sections(series), "phases": phases(lines)}),
+    }
+    page = re.sub(r"@@([A-Z_]+)@@", lambda match: parts[match[1]], page)  # one pass: what is put in is not searched again
+    target = run_dir / "report.html"
+    part = run_dir / ".report.html.part"
+    part.write_text(page, encoding="utf-8")
+    os.replace(part, target)
+    return target
+
+
+def escape(value: Any) -> str:
+    """Text for the page. Lone surrogates cannot be written as UTF-8 and are shown by their code."""
+    return html.escape(str(value).encode("utf-8", "backslashreplace").decode("utf-8"), quote=True)
+
+
+def embed(value: Any) -> str:
+    """JSON that cannot leave its script element: ASCII, without <, > and &."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Point]]:
+    """Points of every metric. A value that was not finite is a point without a value: a mark in the curve, not a gap in silence."""
+    series: dict[str, list[Point]] = {}
+    began: float | None = None
+    for line in lines:
+        step, at = number(line.get("step")), number(line.get("time"))
+        if step is None or at is None:
+            continue
+        began = at if began is None else began
+        lost = line.get("nonfinite") or ()
+        for name, raw in line.items():
+            value = number(raw)
+            if HIDDEN.match(name) or (value is None and name not in lost):
+                continue
+            bounds = [number(line.get(f"{name}_low")), number(line.get(f"{name}_high"))] if name.startswith("eval/") else []
+            series.setdefault(name, []).append([step, round((at - began) / 60, 3), value, *bounds])
+    return {name: points if name.startswith("eval/") else thin(points) for name, points in series.items()}
+
+
+def thin(points: list[Point]) -> list[Point]:
+    """At most POINTS points: means over equal bins; a bin with nothing finite stays without a value."""
+    size = -(-len(points) // POINTS)
+    if size <= 1:
+        return points
+    result: list[Point] = []
+    for i in range(0, len(points), size):
+        chunk = points[i : i + size]
+        values = [p[2] for p in chunk if p[2] is not None]
+        result.append([chunk[-1][0], chunk[-1][1], sum(values) / len(values) if values else None])
+    return result
+
+
+def sections(series: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Metric names by heading; each appears once, under the first heading that fits."""
+    left = list(series)
+    found = []
+    for title, pattern in SECTIONS:
+        names = [name for name in left if re.match(pattern, name)]
+        left = [name for name in left if name not in names]
+        if names:
+            found.append((title, sorted(names, key=lambda name: (not name.endswith("/mean"), name))))
+    return found
+
+
+def phases(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds per step by phase, averaged over at most BARS bins: bars are [first step, last step, seconds of each phase]."""
+    timed = [line for line in lines if any(key.startswith("time/") for key in line)]
+    names = list(dict.fromkeys(key.removeprefix("time/") for line in timed for key in line if key.startswith("time/")))
+    size = max(-(-len(timed) // BARS), 1)
+    bars = []
+    for i in range(0, len(timed), size):
+        chunk = timed[i : i + size]
+        means = [sum(number(line.get(f"time/{name}")) or 0.0 for line in chunk) / len(chunk) for name in names]
+        bars.append([chunk[0].get("step"), chunk[-1].get("step"), *(round(m, 5) for m in means)])
+    return {"names": names, "bars": bars}
+
+
+def tiles(run: Mapping[str, Any], lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(label, value) of the headline numbers that the run has."""
+    last, best = run["last"], run["best_eval"]
+    found = [("steps", str(run["step"]))]
+    if best:
+        form = "{:.1%}" if best["metric"] == "eval/accuracy" else "{:.4g}"
+        between = (
+            f" ({form.format(best['low'])} to {form.format(best['high'])})" if best["low"] is not None and best["high"] is not None else ""
+        )
+        found.append((f"best {best['metric']}, step {best['step']}{between}", form.format(best["value"])))
+    for name, label in (("reward/mean", "last mean reward"), ("train/loss", "last loss"), ("response/length", "last response length")):
+        if name in last:
+            found.append((label, f"{last[name]:.4g}"))
+    if "tokens_per_second" in last:
+        found.append(("tokens per second", f"{last['tokens_per_second']:,.0f}"))
+    times = [t for line in lines if (t := number(line.get("time"))) is not None]
+    if len(times) > 1:
+        found.append(("from the first to the last step", f"{(times[-1] - times[0]) / 60:.1f} min"))
+    return found
+
+
+def sample_row(sample: Mapping[str, Any]) -> str:
+    def text(value: Any) -> str:
+        whole = str(value or "")
+        return escape(whole if len(whole) <= TEXT else f"{whole[:TEXT]} … ({len(whole) - TEXT} more characters)")
+
+    reward = number(sample.get("reward"))
+    components = sample.get("components")
+    shown = (
+        ", ".join(f"{k} {v:.3g}" if isinstance(v, int | float) else f"{k} {v}" for k, v in components.items())
+        if isinstance(components, dict)
+        else ""
+    )
+    return (
+        f'<tr data-step="{escape(sample.get("step"))}"><td class=number>{escape(sample.get("step"))}</td>'
+        f"<td class=text><div>{text(sample.get('prompt'))}</div></td><td class=text><div>{text(sample.get('completion'))}</div></td>"
+        f"<td class=number>{'unscored' if reward is None else f'{reward:.4g}'}</td><td>{escape(shown)}</td>"
+        f"<td>{escape(sample.get('stop'))}</td><td class=number>{escape(sample.get('length'))}</td></tr>"
+    )
+
+
+def key_rows(values: Mapping[str, Any]) -> str:
+    shown = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}
+    return "".join(f"<tr><td class=key>{escape(key)}</td><td class=text>{escape(value)}</td></tr>" for key, value in shown.items())
+
+
+def event_row(event: Mapping[str, Any]) -> str:
+    at = number(event.get("time"))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at is not None else ""
+    rest = ", ".join(f"{k}: {v if isinstance(v, str) else json.dumps(v)}" for k, v in event.items() if k not in ("time", "kind"))
+    return f"<tr><td class=key>{when}</td><td>{escape(event.get('kind'))}</td><td class=text>{escape(rest)}</td></tr>"

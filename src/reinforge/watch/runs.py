@@ -1,0 +1,161 @@
+"""Looking at finished and running runs. Reads run directories only, and trusts nothing in them to be complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reinforge.core.errors import InputError
+
+ENDINGS = ("finished", "stopped", "terminated", "failed")
+ALIVE_SECONDS = 60.0  # the owner refreshes run.lock every 10 s
+EVALS = (("eval/accuracy", max), ("eval/loss", min))
+SUMMARY_KEYS = (
+    "model.path", "algorithm.name", "algorithm.group_size", "data.source", "adapter.rank", "train.steps", "train.epochs",
+    "train.prompts_per_step", "train.learning_rate", "rollout.max_new_tokens", "rollout.temperature", "run.seed",
+)  # fmt: skip
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or nothing where there is none or it is cut."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; a last line that is still being written is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"train": {"steps": 3}} as {"train.steps": 3}; lists of sections count from 0: rewards.0.name."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if _sections(value) else None
+    if items is None or not value:
+        return {prefix: value} if prefix else {}
+    return {k: v for key, item in items for k, v in flatten(item, f"{prefix}.{key}" if prefix else str(key)).items()}
+
+
+def _sections(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def is_run(path: Path) -> bool:
+    return (path / "metrics.jsonl").is_file() and (path / "config.json").is_file()
+
+
+def list_runs(root: Path) -> list[dict[str, Any]]:
+    """One line per run under `root` (itself included), the most recently written first."""
+    found = []
+    for folder, children, _ in os.walk(root):
+        path = Path(folder)
+        if is_run(path):
+            children.clear()
+            found.append(_headline(path))
+        children[:] = sorted(c for c in children if not c.startswith("."))
+    return sorted(found, key=lambda run: -run["updated"])
+
+
+def _headline(path: Path) -> dict[str, Any]:
+    run = show_run(path)
+    config = flatten(read_json(path / "config.json"))
+    return {
+        "dir": str(path), "status": run["status"], "step": run["step"], "steps": config.get("train.steps"),
+        "algorithm": config.get("algorithm.name"), "model": config.get("model.path"), "reward": run["last"].get("reward/mean"),
+        "best_eval": run["best_eval"], "updated": (path / "metrics.jsonl").stat().st_mtime,
+    }  # fmt: skip
+
+
+def show_run(path: Path) -> dict[str, Any]:
+    """Everything worth saying about one run: settings, last value of each metric, best evaluation, checkpoints, events."""
+    path = Path(path)
+    if not is_run(path):
+        raise InputError(
+            "this is not a run directory (no metrics.jsonl and config.json).", where=str(path), fix="`reinforge runs list` shows the runs."
+        )
+    last: dict[str, float] = {}
+    best: dict[str, Any] | None = None
+    step = 0
+    for line in read_lines(path / "metrics.jsonl"):
+        step = max(step, int(line.get("step", 0)))
+        last.update({k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time")})
+        best = _better(best, line)
+    events = list(read_lines(path / "events.jsonl"))
+    config = flatten(read_json(path / "config.json"))
+    return {
+        "dir": str(path), "status": status(path, events), "step": step,
+        "config": {k: config[k] for k in SUMMARY_KEYS if config.get(k) is not None},
+        "last": last, "best_eval": best, "checkpoints": checkpoints(path), "events": events[-20:], "versions": read_json(path / "versions.json"),
+    }  # fmt: skip
+
+
+def _better(best: dict[str, Any] | None, line: Mapping[str, Any]) -> dict[str, Any] | None:
+    for metric, choose in EVALS:
+        value = line.get(metric)
+        if isinstance(value, int | float) and (best is None or best["metric"] == metric):
+            if best is None or (value != best["value"] and choose(value, best["value"]) == value):
+                return {
+                    "metric": metric,
+                    "value": value,
+                    "step": line.get("step"),
+                    "low": line.get(f"{metric}_low"),
+                    "high": line.get(f"{metric}_high"),
+                }
+            return best
+    return best
+
+
+def status(path: Path, events: Sequence[Mapping[str, Any]]) -> str:
+    """running while the owner's lock is fresh, else how the last part of the run ended; interrupted if it never said."""
+    lock = path / "run.lock"
+    if lock.exists() and time.time() - lock.stat().st_mtime < ALIVE_SECONDS:
+        owner = read_json(lock)
+        if owner.get("host") != socket.gethostname() or Path(f"/proc/{owner.get('pid')}").exists():
+            return "running"
+    for event in reversed(events):
+        if event.get("kind") in ENDINGS:
+            return str(event["kind"])
+        if event.get("kind") in ("started", "resumed"):
+            break
+    return "interrupted"
+
+
+def checkpoints(path: Path) -> list[dict[str, Any]]:
+    """Oldest first. Only what has a manifest counts; whether it is intact is for `reinforge.checkpoint.store` to say."""
+    root = path / "checkpoints"
+    found = (
+        sorted(p for p in root.iterdir() if re.fullmatch(r"step-\d+", p.name) and (p / "MANIFEST.json").is_file()) if root.is_dir() else []
+    )
+    return [{"path": str(p), "step": int(p.name[5:]), "bytes": sum(f.stat().st_size for f in p.iterdir())} for p in found]
+
+
+def compare_runs(dirs: Sequence[Path]) -> dict[str, Any]:
+    """{"runs", "config": only the keys that differ, "metrics": last values}: each value is a list, one entry per run."""
+    runs = [show_run(d) for d in dirs]
+    configs = [flatten(read_json(Path(d) / "config.json")) for d in dirs]
+    keys = sorted(set().union(*configs) - {"run.dir"}) if configs else []
+    rows = {key: [c.get(key) for c in configs] for key in keys}
+    metrics = sorted(set().union(*(r["last"] for r in runs))) if runs else []
+    return {
+        "runs": [r["dir"] for r in runs], "status": [r["status"] for r in runs], "step": [r["step"] for r in runs],
+        "config": {key: row for key, row in rows.items() if any(value != row[0] for value in row)},
+        "metrics": {name: [r["last"].get(name) for r in runs] for name in metrics},
+        "best_eval": [r["best_eval"] for r in runs],
+    }  # fmt: skip

@@ -1,0 +1,155 @@
+"""What the terminal shows while a run goes: a bar with the numbers that matter, or plain lines when nobody is watching.
+
+Text from models and data never reaches the terminal as it is: control characters are shown, markup is not interpreted.
+"""
+
+from __future__ import annotations
+
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from reinforge.watch.recorder import pick, prompt_text
+
+if TYPE_CHECKING:
+    from reinforge.core.sample import Group
+
+# metric, short label, format
+SHOWN = (
+    ("reward/mean", "reward", "{:.3f}"),
+    ("train/loss", "loss", "{:.4f}"),
+    ("policy/kl", "kl", "{:.4f}"),
+    ("policy/entropy", "entropy", "{:.3f}"),
+    ("response/length", "length", "{:.0f}"),
+    ("train/grad_norm", "grad", "{:.3g}"),
+    ("tokens_per_second", "tok/s", "{:,.0f}"),
+    ("eval/accuracy", "eval", "{:.1%}"),
+    ("eval/loss", "eval loss", "{:.4f}"),
+)
+
+
+def visible(text: str, limit: int | None = None) -> str:
+    """Text safe for a terminal: newlines as ⏎, other control, format and surrogate characters as \\x1b, \\u202e, ...
+
+    >>> visible("a\\n\\x1b[2Jb")
+    'a⏎\\\\x1b[2Jb'
+    """
+    cut = text if limit is None or len(text) <= limit else text[: limit - 1] + "…"
+    return "".join(_visible(c) for c in cut)
+
+
+def _visible(char: str) -> str:
+    if char == "\n":
+        return "⏎"
+    if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        code = ord(char)
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return char
+
+
+def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, value) of the metrics worth a glance, in reading order."""
+    return [(label, form.format(metrics[key])) for key, label, form in SHOWN if metrics.get(key) is not None]
+
+
+def shares(metrics: Mapping[str, float]) -> str:
+    """`generate 61%  train 30%`: the phases of the last step, the largest first."""
+    parts = {key.removeprefix("share/"): value for key, value in metrics.items() if key.startswith("share/") and value >= 0.005}
+    return "  ".join(f"{name} {value:.0%}" for name, value in sorted(parts.items(), key=lambda item: -item[1]))
+
+
+class View:
+    """start, then update every step, table and message now and then, stop. On a terminal it is live; elsewhere (a file,
+    a pipe, CI) it prints one line per step, at most every `plain_seconds`, and always the first, the last and evaluations."""
+
+    def __init__(self, console: Console | None = None, plain_seconds: float = 2.0, clock: Callable[[], float] = time.monotonic):
+        self.console = console or Console(highlight=False)
+        self.plain_seconds, self.clock = plain_seconds, clock
+        self._live: Live | None = None
+        self._latest: dict[str, float] = {}
+        self._total = self._first = 0
+        self._printed: float | None = None
+        self._began = clock()
+
+    def start(self, total_steps: int, title: str, first_step: int = 0) -> None:
+        """`first_step`: steps that an earlier part of the run has done already."""
+        self._total, self._first, self._began, self._printed = total_steps, first_step, self.clock(), None
+        if not self.console.is_terminal:
+            self.console.print(Text(visible(f"{title}: {total_steps} steps" + (f", continuing after {first_step}" if first_step else ""))))
+            return
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=self.console, speed_estimate_period=3600,  # steps can take minutes
+        )  # fmt: skip
+        self._task = self._bar.add_task(visible(title), total=total_steps, completed=first_step)
+        self._live = Live(self._panel(), console=self.console, refresh_per_second=4)
+        self._live.start()
+
+    def _panel(self) -> Table:
+        grid = Table.grid()
+        grid.add_row(self._bar)
+        line = Text()
+        for label, value in numbers(self._latest):
+            line.append(f"{label} ", style="dim").append(f"{value}   ", style="bold")
+        if line:
+            grid.add_row(line)
+        if text := shares(self._latest):
+            grid.add_row(Text(visible(text), style="dim"))
+        return grid
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._latest.update(metrics)
+        if self._live:
+            self._bar.update(self._task, completed=step)
+            self._live.update(self._panel())
+            return
+        now = self.clock()
+        evaluated = any(key.startswith("eval/") for key in metrics)
+        if self._printed is None or evaluated or step >= self._total or now - self._printed >= self.plain_seconds:
+            self._printed = now
+            values = "  ".join(f"{label} {value}" for label, value in numbers(metrics))
+            text = f"step {step}/{self._total}  {values}  {self._eta(step, now)}".rstrip()
+            self.console.print(Text(text), soft_wrap=True)
+
+    def _eta(self, step: int, now: float) -> str:
+        done = step - self._first
+        if done <= 0 or step >= self._total:
+            return ""
+        left = int((now - self._began) / done * (self._total - step))
+        return f"eta {left // 3600}:{left % 3600 // 60:02d}:{left % 60:02d}"
+
+    def table(self, groups: Iterable[Group], limit: int = 4) -> None:
+        """Prompts, completions and rewards, printed above the live lines."""
+        rows = pick(groups, limit)
+        if not self.console.is_terminal:
+            for group, sample, text in rows:
+                reward = "unscored" if sample.reward is None else f"{sample.reward:.3g}"
+                line = f"  [{reward}] {visible(prompt_text(group.row.prompt)[-200:], 120)} -> {visible(text, 200)}"
+                self.console.print(Text(line), soft_wrap=True)
+            return
+        table = Table(show_lines=True, expand=True)
+        for name, ratio in (("prompt", 4), ("completion", 6)):
+            table.add_column(name, ratio=ratio, overflow="fold")
+        for name in ("reward", "stop", "length"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for group, sample, text in rows:
+            reward = "–" if sample.reward is None else f"{sample.reward:.3g}"
+            prompt = prompt_text(group.row.prompt)
+            shown = visible(prompt if len(prompt) <= 300 else "…" + prompt[-299:])
+            table.add_row(Text(shown), Text(visible(text, 500)), Text(reward), Text(str(sample.stop)), Text(str(sample.n_trained)))
+        self.console.print(table)
+
+    def message(self, text: str) -> None:
+        self.console.print(Text("\n".join(visible(line) for line in text.split("\n"))), soft_wrap=True)
+
+    def stop(self) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None

@@ -1,0 +1,79 @@
+"""Every configuration that we show anywhere loads: the recipes, and the YAML in the README and the documentation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from source_tree import ROOT
+
+from reinforge.config.load import config_from_dict, load_config
+from reinforge.config.reference import reference_markdown
+from reinforge.config.schema import Config
+
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+OTHER = "# not a configuration"  # first line of a YAML block that is something else
+
+
+def snippets() -> list[Any]:
+    found = []
+    for page in PAGES:
+        for number, match in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8")), 1):
+            if not match.group(1).startswith(OTHER):
+                found.append(pytest.param(match.group(1), id=f"{page.relative_to(ROOT)}:{number}"))
+    return found
+
+
+def around(fragment: dict[str, Any]) -> dict[str, Any]:
+    """A fragment of a configuration, completed with the least that a run needs."""
+    base: dict[str, Any] = {
+        "model": {"path": "some/model"},
+        "algorithm": {"name": "grpo"},
+        "data": {"source": "arithmetic:sum"},
+        "rewards": [{"name": "exact_number"}],
+        "train": {"steps": 1},
+        "run": {"dir": "runs/snippet"},
+    }
+    for section, value in fragment.items():
+        base[section] = {**base[section], **value} if isinstance(value, dict) and isinstance(base.get(section), dict) else value
+    if "epochs" in fragment.get("train", {}):
+        base["train"].pop("steps", None)
+    return base
+
+
+def test_there_are_recipes_and_snippets() -> None:
+    assert RECIPES, "recipes/ is empty"
+    assert len(snippets()) >= 3
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_recipe_loads(path: Path) -> None:
+    config = load_config(path)
+    assert isinstance(config, Config)
+    assert not Path(config.run.dir).is_absolute(), "a recipe writes below the directory it is started in"
+
+
+@pytest.mark.parametrize("text", snippets())
+def test_snippet_loads(text: str, tmp_path: Path) -> None:
+    """A block with every required section is loaded as it stands; a fragment is completed first."""
+    keys = yaml.safe_load(text).keys()
+    assert keys <= Config.model_fields.keys(), (
+        f"unknown sections {keys - Config.model_fields.keys()}; start the block with `{OTHER}` if it is none"
+    )
+    if {"model", "algorithm", "data", "train", "run"} <= keys:
+        (tmp_path / "config.yaml").write_text(text)
+        assert isinstance(load_config(tmp_path / "config.yaml"), Config)
+    else:
+        from reinforge.config.strict import parse
+
+        assert isinstance(config_from_dict(around(parse(text, "snippet")[0])), Config)
+
+
+def test_the_reference_page_is_fresh() -> None:
+    page = ROOT / "docs" / "reference" / "config.md"
+    assert page.read_text(encoding="utf-8") == reference_markdown().rstrip("\n") + "\n", "run `make reference`"

@@ -1,0 +1,58 @@
+"""The code in the documentation works, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from source_tree import ROOT, modules
+
+from reinforge.algorithms.advantages import AdvantageOptions, Rollouts
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def first_block(page: str) -> dict[str, Any]:
+    match = PYTHON.search((ROOT / page).read_text())
+    assert match is not None
+    names: dict[str, Any] = {}
+    exec(compile(match.group(1), page, "exec"), names)
+    return names
+
+
+def test_python_blocks_compile() -> None:
+    for page in PAGES:
+        for match in PYTHON.finditer(page.read_text()):
+            compile(match.group(1), str(page), "exec")
+
+
+def test_the_example_reward() -> None:
+    close_to = first_block("docs/howto-reward.md")["close_to"]
+    assert close_to(["it is 4.2", "5", "four", "", "1"], ["4", "4", "4", "4", "?"], tolerance=0.5) == [1.0, 0.0, 0.0, 0.0, None]
+
+
+def test_the_example_advantage() -> None:
+    """Group 0: rewards 1, 0, 1 and one unscored; group 1 alone: by hand 1 - 1/2, 0 - 1, 1 - 1/2, 0, 0."""
+    leave_one_out = first_block("docs/howto-advantage.md")["leave_one_out"]
+    rollouts = Rollouts(
+        rewards=torch.tensor([1.0, 0.0, 1.0, torch.nan, 3.0]), group=torch.tensor([0, 0, 0, 0, 1]), episode=torch.arange(5),
+        sequence=torch.tensor([0, 1, 1, 2, 3, 4]), lengths=torch.tensor([1, 2, 1, 1, 1]),
+    )  # fmt: skip
+    assert leave_one_out(rollouts, AdvantageOptions()).tolist() == [0.5, -1.0, -1.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    links = [(page.parent / target).resolve() for target in re.findall(r"\]\((?!\w+:)([^)#]+)", text)]
+    recipes = [ROOT / name for name in re.findall(r"recipes/[\w/-]+\.yaml", text)]
+    assert [str(p) for p in links + recipes if not p.exists()] == []
+
+
+def test_recipes_named_in_the_source_exist() -> None:
+    named = {name for path in modules().values() for name in re.findall(r"recipes/[\w/-]+\.yaml", path.read_text())}
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

@@ -1,0 +1,164 @@
+"""The house stands: imports point down, foreign systems stay in their adapters, files and functions stay short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from source_tree import PACKAGE, ROOT, SRC, functions, imports, modules, project_files
+
+FLOORS = {
+    "app": 6,
+    "train": 5, "evals": 5,
+    "rollout": 4,
+    "envs": 3, "cluster": 3,
+    "rewards": 2, "engines": 2, "backends": 2, "ui": 2,
+    "data": 1, "models": 1, "weights": 1, "sandbox": 1, "checkpoint": 1, "watch": 1, "config": 1,
+    "algorithms": 0, "core": 0,
+}  # fmt: skip
+ABOVE_ALL = {"reinforge", "reinforge.__main__"}  # the package's front door
+FREE = {"reinforge.version"}  # may be imported from anywhere
+SIDEWAYS: set[tuple[str, str]] = set()  # (importer, imported) on one floor, one way only; each needs a page in docs/decisions
+ADAPTERS = {
+    "ray": "cluster/",
+    "vllm": "engines/vllm.py",
+    "sglang": "engines/sglang.py",
+    "deepspeed": "backends/deepspeed.py",
+    "megatron": "backends/megatron.py",
+}
+CALLABLE_TRAIN = ("reinforge.train", "reinforge")  # docs/decisions/0001-callable-train.md
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_package_has_a_floor() -> None:
+    packages = {package_of(name) for name in modules() if name.count(".") >= 1} - {"__main__", "version"}
+    assert packages and packages <= FLOORS.keys(), f"no floor for {sorted(packages - FLOORS.keys())}"
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_point_down(module: str) -> None:
+    """At module level and inside functions alike: hiding an import does not turn an arrow around."""
+    if module in ABOVE_ALL | FREE:
+        return
+    wrong = []
+    for found in imports(module):
+        if not found.module.startswith("reinforge") or found.module in FREE or (module, found.module) == CALLABLE_TRAIN:
+            continue
+        own, other = package_of(module), package_of(found.module + ".root")
+        if own != other and (own, other) not in SIDEWAYS and (found.module in ABOVE_ALL or FLOORS[other] >= FLOORS[own]):
+            wrong.append(f"line {found.line}: {own} (floor {FLOORS[own]}) imports {found.module} (floor {FLOORS.get(other, 'front door')})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_front_door_imports_nothing_but_the_version() -> None:
+    assert {i.module for i in imports("reinforge") if i.module.startswith("reinforge")} == {"reinforge.version"}
+
+
+def test_foreign_systems_stay_in_their_adapters() -> None:
+    wrong = []
+    for module, path in modules().items():
+        place = path.relative_to(PACKAGE).as_posix()
+        for found in imports(module):
+            home = ADAPTERS.get(found.module.split(".")[0])
+            if home and not (place.startswith(home) if home.endswith("/") else place == home):
+                wrong.append(f"{place}:{found.line} imports {found.module}, which belongs in {home}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycles() -> None:
+    graph = {m: {i.module for i in imports(m) if i.at_module_level and i.module in modules() and i.module != m} for m in modules()}
+    done: set[str] = set()
+
+    def walk(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, "import cycle: " + " -> ".join([*trail[trail.index(module) :], module])
+        if module not in done:
+            for other in sorted(graph[module]):
+                walk(other, (*trail, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        walk(module, ())
+
+
+def loaded_after(statement: str) -> set[str]:
+    """The top-level modules that a fresh interpreter holds after a statement."""
+    code = f"import sys; sys.path.insert(0, {str(SRC)!r}); {statement}; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return {name.split(".")[0] for name in result.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    "statement", ["import reinforge", "import reinforge.config", "import reinforge.config.load", "import reinforge.core.errors"]
+)
+def test_light_imports_stay_light(statement: str) -> None:
+    """What `plan` and `--help` need first must not pay the seconds that torch and transformers take."""
+    assert loaded_after(statement) & {"torch", "transformers", "numpy", "datasets", "peft"} == set()
+
+
+def test_training_imports_no_foreign_system() -> None:
+    everything = "; ".join(f"import {m}" for m in sorted(modules()) if m.startswith("reinforge.train"))
+    assert loaded_after(everything) & ADAPTERS.keys() == set()
+
+
+def test_files_stay_short() -> None:
+    lengths = {p.relative_to(PACKAGE).as_posix(): len(p.read_text(encoding="utf-8").splitlines()) for p in modules().values()}
+    assert {name: n for name, n in lengths.items() if n > 400} == {}
+    assert lengths.get("train/rl.py", 0) < 200, "the training loop has to be readable in one sitting"
+
+
+def test_functions_stay_short() -> None:
+    long = {f"{p.relative_to(PACKAGE)}:{f.name}": f.end_lineno - f.lineno + 1 for p, f in functions() if f.end_lineno - f.lineno >= 80}
+    assert long == {}
+
+
+def test_no_unfinished_business() -> None:
+    marks = re.compile(r"\b(TODO|FIXME|XXX)\b|NotImplementedError")
+    found = [
+        f"{p.relative_to(ROOT)}:{n}"
+        for p in modules().values()
+        for n, line in enumerate(p.read_text().splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert found == []
+
+
+def test_no_machine_paths_and_no_registry_hosts() -> None:
+    """Nothing in the project may work, or mean something, on one machine only."""
+    places = [rf"(?<![\w.~-])/{top}/[\w.-]" for top in ("work", "root", "home", "Users", "mnt", "opt/" + "pypi")]
+    hosts = [r"\b" + ".".join(host) for host in (("pypi", "org"), ("files", "pythonhosted", "org"), ("download", "pytorch", "org"))]
+    pattern = re.compile("|".join(places + hosts))
+    found = []
+    for path in project_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [
+            f"{path.relative_to(ROOT)}:{n}: {m.group()}" for n, line in enumerate(text.splitlines(), 1) if (m := pattern.search(line))
+        ]
+    assert found == []
+
+
+def declared(*extras: str) -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = project["dependencies"] + [d for extra in extras for d in project["optional-dependencies"][extra]]
+    names = {re.split(r"[<>=\[ ]", d)[0].lower().replace("-", "_") for d in listed}
+    return {{"pyyaml": "yaml", "mlflow_skinny": "mlflow"}.get(n, n) for n in names}
+
+
+def test_dependencies_are_honest() -> None:
+    """Everything imported is declared (runtime, an extra, or a dependency of one that is), and everything declared is used."""
+    brought = {"triton", "pandas", "pyarrow", "huggingface_hub"}  # by torch, datasets, datasets, transformers
+    used = {i.module.split(".")[0] for m in modules() for i in imports(m)} - sys.stdlib_module_names - {"reinforge"} - ADAPTERS.keys()
+    allowed = declared("tensorboard", "wandb", "mlflow", "trackio", "gguf", "tasks") | brought
+    assert used <= allowed, f"imported but not declared: {sorted(used - allowed)}"
+    indirect = {"numpy"}  # Tensor.numpy() needs it, and torch does not bring it
+    unused = declared() - used - indirect
+    assert not unused, f"declared but never imported: {sorted(unused)}"

@@ -1,0 +1,323 @@
+"""`plan`: each thing that can be wrong with a configuration is found, named, and found in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reinforge.app import hub, plan
+from reinforge.app.checks import quantiles, run_checks
+from reinforge.app.gold import sample
+from reinforge.app.preflight import preflight
+from reinforge.config.load import config_from_dict
+from reinforge.config.schema import Config
+
+SRC = Path(plan.__file__).parents[2]
+ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:=+-*/()?!_\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer of one token per character and a context of 64; there are no weights, and none are needed."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.WordLevel({**{c: i for i, c in enumerate(ALPHABET)}, "<unk>": 98, "<eos>": 99}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<unk>"})
+    )
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                                                  "num_attention_heads": 2, "vocab_size": 100, "max_position_embeddings": 64}))  # fmt: skip
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(20)])
+
+
+def jsonl(path: Path, items: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+def settings(model: Path | str, rows: Path | str, tmp_path: Path, **more: Any) -> dict[str, Any]:
+    return {"model": {"path": str(model)}, "algorithm": {"name": "grpo", "group_size": 4}, "data": {"source": str(rows), "eval": {"size": 4}}, "rewards": [{"name": "exact_number"}],
+            "rollout": {"max_new_tokens": 16}, "train": {"epochs": 1, "prompts_per_step": 8}, "run": {"dir": str(tmp_path / "run")}, **more}  # fmt: skip
+
+
+def make(model: Path | str, rows: Path | str, tmp_path: Path, *overrides: str, **more: Any) -> Config:
+    return config_from_dict(settings(model, rows, tmp_path, **more), overrides=overrides)
+
+
+# phase 1
+
+
+def only_error(config: Config) -> str:
+    errors = preflight(config).errors
+    assert len(errors) == 1, errors
+    return errors[0]
+
+
+def test_a_good_config_passes_preflight(model: Path, rows: Path, tmp_path: Path) -> None:
+    report = preflight(make(model, rows, tmp_path))
+    assert report.ok and not report.warnings
+    assert report.summary["samples_per_step"] == 32 and report.summary["new_tokens_per_step_at_most"] == 512
+    assert report.summary["trained"] == "all weights"
+    assert preflight(make(model, rows, tmp_path, "adapter.rank=4")).summary["trained"] == "LoRA of rank 4 on all-linear"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("algorithm.name=gpro", ["algorithm.name", "'gpro'", "Did you mean grpo?"]), ("model.path=./none", ["model.path", "./none"]), ("model.path=none.gguf", ["model.path", "none.gguf"]),
+     ("model.path=a/b/c", ["model.path", "a/b/c"]), ("model.tokenizer=/none", ["model.tokenizer", "/none"]), ("model.chat_template=none.jinja", ["model.chat_template", "none.jinja"]),
+     ("adapter.path=none", ["adapter.path", "none"]), ("data.source=none.jsonl", ["data.source", "none.jsonl"]), ("data.source=arithmetic:sums", ["arithmetic:sums"]),
+     ("data.eval.source=none.csv", ["data.eval.source", "none.csv"]), ("rewards.0.name=exact_numbr", ["rewards.0.name", "exact_numbr", "Did you mean exact_number?"]),
+     ("rewards.0.name=none.py:f", ["rewards.0.name", "no such file: none.py"]), ("rewards.0.name=nopackage.x:f", ["rewards.0.name", "no package 'nopackage'"]),
+     ("run.resume=must", ["run.resume", "nothing to continue"]), ("algorithm.advantage=none.py:f", ["algorithm.advantage", "none.py"]), ("run.dir=..", ["run.dir", "working directory"]),
+     ("run.dir=../..", ["run.dir", "parent"])],
+)  # fmt: skip
+def test_preflight_names_the_key(model: Path, rows: Path, tmp_path: Path, override: str, words: list[str]) -> None:
+    message = only_error(make(model, rows, tmp_path, override))
+    for word in words:
+        assert word in message
+
+
+def test_preflight_reads_reward_files_without_running_them(model: Path, rows: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom math import sqrt\ndef score(completions): ...\nclass Judge: ...\nalias = score\n"
+    )
+    for name in ("score", "Judge", "alias", "sqrt"):
+        assert preflight(make(model, rows, tmp_path, f"rewards.0.name={file}:{name}")).ok
+    assert "does not define 'scor'. Did you mean score?" in only_error(make(model, rows, tmp_path, f"rewards.0.name={file}:scor"))
+    assert "names a file but no function" in only_error(make(model, rows, tmp_path, f"rewards.0.name={file}"))
+    file.write_text("def score(:\n")
+    assert "is not Python" in only_error(make(model, rows, tmp_path, f"rewards.0.name={file}:score"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_preflight_on_models_and_run_directories(model: Path, rows: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert "This is an adapter" in only_error(make(adapter, rows, tmp_path))
+    assert preflight(make(model, rows, tmp_path, f"adapter.path={adapter}")).ok
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    assert preflight(make(model, rows, tmp_path)).ok
+    assert preflight(make(model, rows, tmp_path, "run.resume=must")).ok
+    assert "already holds a run" in only_error(make(model, rows, tmp_path, "run.resume=never"))
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert "is a file" in only_error(make(model, rows, tmp_path, f"run.dir={file}/run"))
+    assert "not empty and is not a run" in preflight(make(model, rows, tmp_path, f"run.dir={adapter}")).warnings[0]
+    assert "eval.every" in only_error(make(model, rows, tmp_path, "eval.every=5", "data.eval.size=0"))
+
+
+def test_phase_one_is_fast_and_imports_nothing_heavy(model: Path, rows: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(settings(model, rows, tmp_path)))
+    code = (
+        "import sys; from pathlib import Path; from reinforge.app import plan; "
+        "plan.worker_report = lambda *a: {'errors': [], 'warnings': [], 'summary': {}}; "
+        f"report = plan.plan(Path({str(path)!r}), ['train.epochs=2']); assert report.ok, report; "
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'pandas', 'reasoning_gym'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
+    )
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(SRC)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 5
+
+
+# phase 2, in this process
+
+
+def test_checks_on_a_good_config(model: Path, rows: Path, tmp_path: Path) -> None:
+    report = run_checks(make(model, rows, tmp_path))
+    assert report.ok and not report.warnings, report
+    assert report.summary["rows"] == {"train": 16, "eval": 4}
+    assert report.summary["steps"] == 2
+    assert report.summary["prompt_tokens"]["min"] >= 4 and report.summary["prompt_tokens"]["max"] <= 6
+    assert report.summary["prompt_tokens"]["limit"] == 64 - 16
+    assert report.summary["rewards"] == {"exact_number": {"gold": 1.0, "empty": 0.0}}
+
+
+def test_rows_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
+    empty = jsonl(tmp_path / "empty.jsonl", [])
+    assert "no rows" in run_checks(make(model, empty, tmp_path, "data.eval.size=0")).errors[0]
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "a"}\n{"prompt": \n')
+    message = run_checks(make(model, broken, tmp_path, "data.eval.size=0")).errors[0]
+    assert "broken.jsonl" in message and "2" in message
+
+
+def test_overlap_is_refused_by_text_not_by_id(model: Path, rows: Path, tmp_path: Path) -> None:
+    held = jsonl(
+        tmp_path / "held.jsonl", [{"id": f"other{i}", "prompt": f"{i}+{i}= " if i < 3 else f"{i}-{i}=", "answer": "0"} for i in range(9)]
+    )
+    report = run_checks(make(model, rows, tmp_path, f"data.eval.source={held}", "data.eval.size=0"))
+    assert len(report.errors) == 1
+    assert "3 of 9 evaluation rows" in report.errors[0] and "'other0'" in report.errors[0] and "0+0=" in report.errors[0]
+
+
+@pytest.mark.parametrize(("policy", "refused"), [("error", True), ("drop", False), ("truncate", False)])
+def test_long_prompts(model: Path, tmp_path: Path, policy: str, refused: bool) -> None:
+    items = [{"id": f"r{i}", "prompt": "x" * (60 if i == 7 else 5 + i), "answer": "1"} for i in range(10)]
+    rows = jsonl(tmp_path / "long.jsonl", items)
+    report = run_checks(make(model, rows, tmp_path, "data.eval.size=0", f"data.length={policy}"))
+    message = (report.errors if refused else report.warnings)[0]
+    assert report.ok is not refused
+    assert "1 of 10 checked training rows are longer than 48 tokens" in message and "'r7'" in message and "with 60" in message
+    assert report.summary.get("dropped") == ({"training": 1} if policy == "drop" else None)
+    assert report.summary.get("truncated") == ({"training": 1} if policy == "truncate" else None)
+    assert report.summary["prompt_tokens"] == {"min": 5, "median": 9, "p90": 14, "max": 60, "limit": 48, "checked": 10}
+    every = run_checks(make(model, rows, tmp_path, "data.eval.size=0", "data.max_length=2", "data.length=drop"))
+    assert "All of them would be dropped" in every.errors[0]
+    none = run_checks(make(model, rows, tmp_path, "data.eval.size=0", "rollout.max_new_tokens=64"))
+    assert "no room for a prompt in a context of 64" in none.errors[0]
+
+
+def test_sft_counts_whole_rows(model: Path, tmp_path: Path) -> None:
+    rows = jsonl(tmp_path / "sft.jsonl", [{"prompt": "x" * 10, "completion": "y" * (5 + i)} for i in range(3)])
+    config = make(model, rows, tmp_path, "data.eval.size=0", algorithm={"name": "sft"}, rewards=[])
+    assert run_checks(config).summary["row_tokens"] == {"min": 16, "median": 17, "p90": 18, "max": 18, "limit": 64, "checked": 3}  # and EOS
+
+
+REWARDS = """
+def good(completions, answer): return [float(c == a) for c, a in zip(completions, answer)]
+def raises(completions, answer): return [1 / (int(a) - 10) for a in answer]
+def empty(completions): return [len(c) / len(c) for c in completions]
+def short(completions): return [1.0]
+def nan(completions): return [float("nan") for _ in completions]
+def unsure(completions, answer): return [None if a == "38" else 1.0 for a in answer]
+def flat(completions): return [0.5 for _ in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "errors", "warnings"),
+    [("good", [], []), ("raises", ["ZeroDivisionError", "own gold answer", "'5+5='"], []), ("empty", [], ["ZeroDivisionError", "empty completion"]),
+     ("short", ["returned 1 values for"], []), ("nan", ["nan"], []), ("unsure", [], ["could not score 1 of 2 gold"]), ("flat", [], ["gold answers score 0.5", "empty completions 0.5"])],
+)  # fmt: skip
+def test_rewards_meet_their_gold_answers(model: Path, tmp_path: Path, name: str, errors: list[str], warnings: list[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(REWARDS)
+    rows = jsonl(tmp_path / "two.jsonl", [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in (5, 19)])
+    report = run_checks(make(model, rows, tmp_path, f"rewards.0.name={file}:{name}", "data.eval.size=0", "train.prompts_per_step=2"))
+    assert bool(report.errors) == bool(errors), report.errors
+    for word in errors:
+        assert word in report.errors[0]
+    for word in warnings:
+        assert any(word in warning for warning in report.warnings), report.warnings
+    if name == "good":
+        assert report.summary["rewards"] == {"good": {"gold": 1.0, "empty": 0.0}} and not report.warnings
+
+
+def test_rows_without_answers_are_a_warning(model: Path, tmp_path: Path) -> None:
+    rows = jsonl(tmp_path / "bare.jsonl", [{"prompt": f"{i}"} for i in range(10)])
+    report = run_checks(make(model, rows, tmp_path, "data.eval.size=0"))
+    assert report.ok and "have no `answer`" in report.warnings[0]
+
+
+def test_sampling_and_quantiles() -> None:
+    picked = sample(list(range(100_000)), 10_000)  # type: ignore[arg-type]
+    assert len(set(picked)) == 10_000 and picked[0] == 0 and picked[-1] == 99_999
+    assert sample([1, 2, 3], 10) == [1, 2, 3]  # type: ignore[list-item]
+    assert quantiles(range(101)) == {"min": 0, "median": 50, "p90": 90, "max": 100}
+
+
+def test_an_unreachable_hub_is_a_warning_and_quick(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "")  # and gone, or back, after the test
+    config = make("nobody/no-such-model-at-all", rows, tmp_path)
+    start = time.monotonic()
+    why = hub.go_offline_if_unreachable(config)
+    assert why == "the hub http://127.0.0.1:9 cannot be reached" and os.environ["HF_HUB_OFFLINE"] == "1"
+    monkeypatch.setattr("reinforge.app.checks.go_offline_if_unreachable", lambda _: why)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    report = run_checks(config)
+    assert report.ok, report.errors
+    assert "cannot be reached" in report.warnings[0] and "prompts were not checked" in report.warnings[1]
+    assert report.summary["rewards"] == {"exact_number": {"gold": 1.0, "empty": 0.0}}  # the rest was checked
+    assert time.monotonic() - start < 20
+    assert hub.go_offline_if_unreachable(make(tmp_path, rows, tmp_path)) is None  # nothing to ask a hub for
+
+
+# phase 2, in its own process
+
+
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Puts a shell script in the place of the worker's interpreter."""
+    program = tmp_path / "worker"
+    program.write_text("#!/bin/sh\n" + script)
+    program.chmod(0o755)
+    monkeypatch.setattr(plan.sys, "executable", str(program))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_hanging_worker_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker(
+        tmp_path,
+        monkeypatch,
+        f"echo 'stage: scoring gold answers' >&2\nsleep 600 &\necho $! > {tmp_path}/pid\nwhile true; do echo flood; done\n",
+    )
+    start = time.monotonic()
+    found = plan.worker_report(Path("c.yaml"), [], 1.0)
+    assert 1.0 <= time.monotonic() - start < 4.0
+    assert "did not end within 1 s" in found["errors"][0] and "while scoring gold answers" in found["errors"][0]
+    time.sleep(0.1)
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_dying_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker(tmp_path, monkeypatch, "echo 'stage: reading the data' >&2\necho 'ValueError: bad file' >&2\nexit 1\n")
+    message = plan.worker_report(Path("c.yaml"), [], 10.0)["errors"][0]
+    assert "ended with code 1, while reading the data: ValueError: bad file" in message
+    worker(tmp_path, monkeypatch, "kill -9 $$\n")
+    assert "killed by signal 9, while starting" in plan.worker_report(Path("c.yaml"), [], 10.0)["errors"][0]
+
+
+def test_children_that_outlive_the_worker_do_not_delay_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker(tmp_path, monkeypatch, """sleep 600 &\nprintf '{"errors": ["e"], "warnings": [], "summary": {}}'\n""")
+    start = time.monotonic()
+    assert plan.worker_report(Path("c.yaml"), [], 30.0)["errors"] == ["e"]
+    assert time.monotonic() - start < 4.0
+
+
+def test_plan_from_end_to_end(model: Path, rows: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "print('loaded')\ndef score(completions, answer):\n    print('{}')\n    return [1.0 if c == a else 0.0 for c, a in zip(completions, answer)]\n"
+    )
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(settings(model, rows, tmp_path)))
+    command = [sys.executable, "-m", "reinforge", "plan", str(path), f"rewards.0.name={file}:score", "train.epochs=3", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(SRC)})
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, report
+    assert report["ok"] and report["summary"]["steps"] == 6 and report["summary"]["rewards"] == {"score": {"gold": 1.0, "empty": 0.0}}
+    assert report["summary"]["check_seconds"] < 30
+    lines = dict(plan.describe(plan.Report(summary=report["summary"])))
+    assert lines["rows"] == "16 to train on, 4 held out" and lines["one step"] == "32 samples, at most 512 new tokens"
+    assert lines["reward score"] == "gold 1, empty 0"

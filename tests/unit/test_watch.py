@@ -1,0 +1,370 @@
+"""The run's record, its sinks, timings, terminal view and listings."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Group, Row, Sample, Stop
+from reinforge.watch import sinks
+from reinforge.watch.recorder import Recorder, pick, redact
+from reinforge.watch.runs import compare_runs, flatten, list_runs, show_run
+from reinforge.watch.timing import Phases
+from reinforge.watch.view import View, visible
+
+
+def group(name: str, texts: list[str], rewards: list[float | None], prompt: str | list = "2+2=") -> Group:
+    samples = [
+        Sample.from_tokens(
+            f"{name}/{i}", [5, 6, 7, 8], [False, False, True, True], group=name, reward=r, rewards={"exact": r}, stop=Stop.LENGTH
+        )
+        for i, r in enumerate(rewards)
+    ]
+    return Group(Row(name, prompt), samples, texts)
+
+
+def lines(path: Path) -> list[dict]:
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_metrics_are_strict_json_and_nonfinite_values_are_named(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, {"train": {"steps": 3}})
+    recorder.log(1, {"reward/mean": 0.25, "train/loss": math.nan, "policy/kl": math.inf, "tensor": torch.tensor(2.5)})
+    first = lines(tmp_path / "metrics.jsonl")[0]  # readable at once, without close
+    assert first["step"] == 1 and first["reward/mean"] == 0.25 and first["tensor"] == 2.5
+    assert first["train/loss"] is None and first["policy/kl"] is None and first["nonfinite"] == ["train/loss", "policy/kl"]
+    recorder.log(2, {"reward/mean": 0.5})
+    assert "nonfinite" not in lines(tmp_path / "metrics.jsonl")[1]
+    recorder.event("skipped_step", step=2, grad_norm=math.nan)
+    events = lines(tmp_path / "events.jsonl")
+    assert [e["kind"] for e in events] == ["started", "skipped_step"] and events[1]["grad_norm"] == "nan"
+    assert json.loads((tmp_path / "config.json").read_text()) == {"train": {"steps": 3}}
+    assert json.loads((tmp_path / "versions.json").read_text())["torch"] == torch.__version__
+    recorder.close()
+
+
+def test_resume_cuts_the_logs_back_so_that_redone_steps_are_not_doubled(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, {})
+    for step in (1, 2):
+        recorder.log(step, {"reward/mean": float(step)})
+        recorder.samples(step, [group("a", ["x"], [1.0])], 1)
+    offsets = recorder.offsets()
+    assert offsets["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+    for step in (3, 4):
+        recorder.log(step, {"reward/mean": 99.0})
+        recorder.samples(step, [group("a", ["x"], [1.0])], 1)
+    recorder._files["metrics.jsonl"].write(b'{"step": 5, "rew')  # killed in the middle of a line
+    recorder.close()
+    resumed = Recorder(tmp_path, {}, resume_offsets=offsets)
+    assert resumed.offsets()["metrics.jsonl"] == offsets["metrics.jsonl"]
+    for step in (3, 4):
+        resumed.log(step, {"reward/mean": float(step)})
+    resumed.close()
+    assert [(x["step"], x["reward/mean"]) for x in lines(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert [x["step"] for x in lines(tmp_path / "samples.jsonl")] == [1, 2]
+    events = lines(tmp_path / "events.jsonl")
+    assert [e["kind"] for e in events] == ["started", "resumed"] and events[1]["dropped_bytes"]["metrics.jsonl"] > 0
+
+
+def test_resume_with_a_log_shorter_than_its_offset_ends_on_a_whole_line(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, {})
+    recorder.log(1, {"a": 1.0})
+    recorder.log(2, {"a": 2.0})
+    offsets = recorder.offsets()
+    recorder.close()
+    os.truncate(tmp_path / "metrics.jsonl", offsets["metrics.jsonl"] - 5)
+    resumed = Recorder(tmp_path, {}, resume_offsets=offsets)
+    resumed.log(3, {"a": 3.0})
+    resumed.close()
+    assert [x["step"] for x in lines(tmp_path / "metrics.jsonl")] == [1, 3]
+    assert lines(tmp_path / "events.jsonl")[-1]["dropped_bytes"]["metrics.jsonl"] == -5
+
+
+def test_a_new_run_sets_logs_of_an_attempt_without_checkpoint_aside(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        recorder = Recorder(tmp_path, {})
+        recorder.log(1, {"a": value})
+        recorder.close()
+    assert [x["a"] for x in lines(tmp_path / "metrics.jsonl")] == [2.0]
+    assert [x["a"] for x in lines(tmp_path / "metrics.jsonl.previous")] == [1.0]
+
+
+def test_samples_take_one_of_each_group_first_and_survive_odd_text(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    groups = [group("a", ["a0", "a1"], [1.0, 0.0]), group("b", ["\ud800\n</script>", "b1"], [None, 0.5], chat)]
+    assert [s.uid for _, s, _ in pick(groups, 3)] == ["a/0", "b/0", "a/1"]
+    recorder = Recorder(tmp_path, {})
+    recorder.samples(7, groups, 3)
+    recorder.close()
+    rows = lines(tmp_path / "samples.jsonl")
+    assert [r["completion"] for r in rows] == ["a0", "\ud800\n</script>", "a1"]
+    assert rows[1] | {"completion": ""} == {
+        "step": 7, "row": "b", "uid": "b/0", "prompt": "user: hi", "completion": "", "reward": None,
+        "components": {"exact": None}, "stop": "length", "length": 2,
+    }  # fmt: skip
+
+
+def test_secrets_are_hidden_and_other_tokens_are_not() -> None:
+    config = {
+        "rollout": {"max_new_tokens": 64},
+        "model": {"tokenizer": "x"},
+        "judge": [{"api_key": "sk-1", "hf_token": "hf_2", "token": "t"}],
+    }
+    assert redact(config) == {
+        "rollout": {"max_new_tokens": 64}, "model": {"tokenizer": "x"},
+        "judge": [{"api_key": "(hidden)", "hf_token": "(hidden)", "token": "(hidden)"}],
+    }  # fmt: skip
+
+
+class Collecting:
+    name = "collecting"
+
+    def __init__(self, fail_at: int | None = None, block: threading.Event | None = None):
+        self.fail_at, self.block, self.seen, self.closed = fail_at, block, [], False
+
+    def open(self) -> None:
+        if self.block:
+            self.block.wait()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if step == self.fail_at:
+            raise ConnectionError("tracker is down")
+        self.seen.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_sink_that_raises_is_switched_off_with_one_event(tmp_path: Path) -> None:
+    good, bad = Collecting(), Collecting(fail_at=2)
+    recorder = Recorder(tmp_path, {}, sinks=[good, bad])
+    for step in (1, 2, 3, 4):
+        recorder.log(step, {"a": float(step), "b": math.nan})
+        time.sleep(0.02)
+    recorder.close()
+    assert good.seen == [(s, {"a": float(s)}) for s in (1, 2, 3, 4)] and good.closed
+    assert bad.seen == [(1, {"a": 1.0})]
+    failed = [e for e in lines(tmp_path / "events.jsonl") if e["kind"] == "sink_failed"]
+    assert len(failed) == 1 and failed[0]["sink"] == "collecting" and "tracker is down" in failed[0]["error"]
+    assert [x["step"] for x in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_sink_that_hangs_neither_delays_training_nor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.2)
+    release = threading.Event()
+    recorder = Recorder(tmp_path, {}, sinks=[Collecting(block=release)])
+    began = time.monotonic()
+    for step in range(1100):  # more than the queue holds
+        recorder.log(step, {"a": 1.0})
+    recorder.close()
+    assert time.monotonic() - began < 10
+    release.set()
+    assert sum(e["kind"] == "sink_failed" for e in lines(tmp_path / "events.jsonl")) == 1
+
+
+def test_missing_tracker_packages_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = sinks.Target(tmp_path, {}, "p")
+    for name in sinks.SINKS:
+        monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
+        with pytest.raises(InputError, match=rf"pip install 'reinforge\[{name}\]'"):
+            sinks.make_sinks([name], target)
+    with pytest.raises(InputError, match="tensorboard, wandb, mlflow, trackio"):
+        sinks.make_sinks(["excel"], target)
+
+
+def test_tensorboard_holds_the_numbers_and_a_resume_purges_redone_steps(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume, steps, value in ((None, (1, 2, 3), 1.0), (1, (2, 3), 5.0)):
+        recorder = Recorder(
+            tmp_path, {}, sinks.make_sinks(["tensorboard"], sinks.Target(tmp_path, {}, "p", resume)), None if resume is None else {}
+        )
+        for step in steps:
+            recorder.log(step, {"reward/mean": value * step})
+        recorder.close()
+        time.sleep(1.1)  # event files are named by the second
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert [(e.step, e.value) for e in read.Scalars("reward/mean")] == [(1, 1.0), (2, 10.0), (3, 15.0)]
+
+
+def test_wandb_style_runs_keep_their_identity_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict] = []
+
+    class Run:
+        def log(self, metrics: dict, step: int) -> None:
+            calls.append({"step": step, **metrics})
+
+        def finish(self) -> None:
+            calls.append({"finish": True})
+
+    class Module:
+        @staticmethod
+        def init(**kw: object) -> Run:
+            calls.append(kw)
+            return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", Module)  # type: ignore[arg-type]
+    for resume in (None, 4, None):
+        sink = sinks.make_sinks(["wandb"], sinks.Target(tmp_path, {"a": 1}, "proj", resume))[0]
+        sink.open()
+        sink.log(5, {"x": 1.0})
+        sink.close()
+    ids = [c["id"] for c in calls if "id" in c]
+    assert ids[0] == ids[1] != ids[2]
+    assert calls[0]["project"] == "proj" and calls[0]["config"] == {"a": 1} and calls[1:3] == [{"step": 5, "x": 1.0}, {"finish": True}]
+
+
+def test_phases_add_up_and_inner_ones_are_not_counted_twice() -> None:
+    now = [0.0]
+
+    def passing(seconds: float) -> None:
+        now[0] += seconds
+
+    phases = Phases(clock=lambda: now[0])
+    with phases("generate"):
+        passing(3.0)
+        with phases("reward"):
+            passing(1.0)
+        passing(2.0)
+    passing(1.0)
+    with phases("train"):
+        passing(2.0)
+    with phases("generate"):
+        passing(1.0)
+    taken = phases.take()
+    assert taken == {
+        "time/reward": 1.0, "time/generate": 6.0, "time/train": 2.0, "time/other": 1.0,
+        "share/reward": 0.1, "share/generate": 0.6, "share/train": 0.2, "share/other": 0.1,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError), phases("train"):
+        passing(4.0)
+        raise RuntimeError
+    assert phases.take() == {"time/train": 4.0, "time/other": 0.0, "share/train": 1.0, "share/other": 0.0}
+
+
+EVIL = "\x1b[2J[bold red]x[/bold red]\x07\u202e\r\n\ud800[link=http://x]"
+
+
+def test_visible_shows_what_a_terminal_would_obey() -> None:
+    assert visible(EVIL) == "\\x1b[2J[bold red]x[/bold red]\\x07\\u202e\\x0d⏎\\ud800[link=http://x]"
+    assert visible("naïve 日本 ∑") == "naïve 日本 ∑"
+    assert visible("a" * 50, 10) == "a" * 9 + "…"
+
+
+def test_plain_view_prints_first_last_evaluations_and_every_few_seconds() -> None:
+    now, out = [0.0], io.StringIO()
+    view = View(Console(file=out, width=400), plain_seconds=2.0, clock=lambda: now[0])
+    view.start(10, "demo")
+    for step in range(1, 11):
+        now[0] += 0.5
+        view.update(step, {"reward/mean": step / 10, "response/length": 12.0} | ({"eval/accuracy": 0.5} if step == 3 else {}))
+    view.table([group("a", [EVIL], [0.25])])
+    view.message(f"done {EVIL}")
+    view.stop()
+    text = out.getvalue().splitlines()
+    assert [line.split()[1] for line in text if line.startswith("step ")] == ["1/10", "3/10", "7/10", "10/10"]
+    assert text[0] == "demo: 10 steps"
+    assert text[1] == "step 1/10  reward 0.100  length 12  eta 0:00:04"
+    assert "eval 50.0%" in text[2]
+    assert text[5] == f"  [0.25] 2+2= -> {visible(EVIL)}"
+    assert "\x1b" not in out.getvalue() and "\x07" not in out.getvalue()
+
+
+def test_live_view_shows_numbers_and_keeps_model_text_as_text() -> None:
+    out = io.StringIO()
+    view = View(Console(file=out, width=240, force_terminal=True, color_system=None))
+    view.start(10, "demo [red]title", first_step=4)
+    view.update(5, {"reward/mean": 0.125, "tokens_per_second": 12345.0, "share/generate": 0.6, "share/train": 0.4, "share/other": 0.0})
+    view.table([group("a", [EVIL, "fine"], [0.25, None])], limit=2)
+    view.stop()
+    text = out.getvalue()
+    assert "demo [red]title" in text and "5/10" in text and "0.125" in text and "12,345" in text and "generate 60%  train 40%" in text
+    assert "other" not in text
+    assert "\\x1b[2J[bold red]x[/bold red]" in text and "\x1b[2J" not in text and "\x07" not in text
+
+
+def make_run(path: Path, rate: float, rewards: list[float], ending: str | None = "finished") -> Path:
+    config = {
+        "model": {"path": "m"},
+        "algorithm": {"name": "grpo"},
+        "rewards": [{"name": "exact", "weight": 1.0}],
+        "train": {"steps": 3, "learning_rate": rate},
+        "run": {"dir": str(path)},
+    }
+    recorder = Recorder(path, config)
+    for step, reward in enumerate(rewards, start=1):
+        recorder.log(step, {"reward/mean": reward})
+        if step % 2 == 0:
+            recorder.log(step, {"eval/accuracy": reward, "eval/accuracy_low": reward - 0.1, "eval/accuracy_high": reward + 0.1})
+    if ending:
+        recorder.event(ending)
+    recorder.close()
+    return path
+
+
+def test_runs_are_listed_shown_and_compared(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a", 1e-5, [0.1, 0.6, 0.2, 0.4])
+    b = make_run(tmp_path / "deep" / "b", 2e-5, [0.3], ending=None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")  # a model, not a run
+    for name, manifest in (("step-00000002", True), ("step-00000004", False), (".tmp-step-00000005-1", True)):
+        (a / "checkpoints" / name).mkdir(parents=True)
+        (a / "checkpoints" / name / "model.safetensors").write_bytes(b"x" * 10)
+        if manifest:
+            (a / "checkpoints" / name / "MANIFEST.json").write_text("{}")
+    with (a / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "reward/me')  # being written
+    os.utime(a / "metrics.jsonl", (1, 1))
+    listed = list_runs(tmp_path)
+    assert [(r["dir"], r["status"], r["step"], r["steps"], r["reward"]) for r in listed] == [
+        (str(b), "interrupted", 1, 3, 0.3), (str(a), "finished", 4, 3, 0.4),
+    ]  # fmt: skip
+    shown = show_run(a)
+    assert shown["best_eval"] == {"metric": "eval/accuracy", "value": 0.6, "step": 2, "low": 0.5, "high": 0.7}
+    assert shown["last"]["eval/accuracy"] == 0.4 and shown["config"]["train.learning_rate"] == 1e-5
+    assert [(c["step"], c["bytes"]) for c in shown["checkpoints"]] == [(2, 12)]
+    compared = compare_runs([a, b])
+    assert compared["config"] == {"train.learning_rate": [1e-5, 2e-5]}
+    assert compared["metrics"]["reward/mean"] == [0.4, 0.3] and compared["metrics"]["eval/accuracy"] == [0.4, None]
+    with pytest.raises(InputError, match="not a run directory"):
+        show_run(tmp_path / "model")
+
+
+def test_a_run_is_running_while_its_owner_lives(tmp_path: Path) -> None:
+    from reinforge.checkpoint.lock import RunLock
+
+    run = make_run(tmp_path / "a", 1e-5, [0.1], ending=None)
+    with RunLock(run):
+        assert show_run(run)["status"] == "running"
+        record = json.loads((run / "run.lock").read_text())
+        (run / "run.lock").write_text(json.dumps(record | {"pid": 2**22 + 1}))
+        assert show_run(run)["status"] == "interrupted"
+        (run / "run.lock").write_text(json.dumps(record))
+    assert show_run(run)["status"] == "interrupted"
+
+
+def test_flatten_counts_sections_and_keeps_plain_lists() -> None:
+    assert flatten({"a": {"b": 1}, "c": [{"d": 2}], "e": [1, 2], "f": {}, "g": []}) == {"a.b": 1, "c.0.d": 2, "e": [1, 2], "f": {}, "g": []}
+
+
+def test_looking_at_runs_imports_no_torch() -> None:
+    code = "import sys, reinforge.watch.runs, reinforge.watch.report, reinforge.watch.view, reinforge.checkpoint.lock; sys.exit('torch' in sys.modules)"
+    src = str(Path(__file__).resolve().parents[2] / "src")
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": src}, timeout=60).returncode == 0
