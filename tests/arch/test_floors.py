@@ -16,8 +16,9 @@ FLOORS = {
     "rollout": 4,
     "envs": 3, "cluster": 3,
     "rewards": 2, "engines": 2, "backends": 2, "ui": 2,
-    "data": 1, "models": 1, "weights": 1, "sandbox": 1, "checkpoint": 1, "watch": 1, "config": 1,
-    "algorithms": 0, "core": 0,
+    "data": 1, "models": 1, "weights": 1, "sandbox": 1, "checkpoint": 1, "watch": 1,
+    "config": 0.5, "algorithms": 0.5,  # a mezzanine: docs/decisions/0003-mezzanine.md
+    "core": 0,
 }  # fmt: skip
 ABOVE_ALL = {"reinforge", "reinforge.__main__"}  # the package's front door
 FREE = {"reinforge.version"}  # may be imported from anywhere

@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -76,7 +78,8 @@ def train_config(config: Config, given: Given | None = None, view: ViewLike | No
 
     started = time.monotonic()
     run_sync(go())
-    summary = {"steps": session.step, "stopped": session.stopped, "seconds": time.monotonic() - started, "metrics": session.last, "counters": session.counters}
+    finite = {name: value for name, value in session.last.items() if math.isfinite(value)}  # NaN is not JSON
+    summary = {"steps": session.step, "stopped": session.stopped, "seconds": time.monotonic() - started, "metrics": finite, "counters": session.counters}
     (session.dir / "summary.json").write_text(json.dumps(summary, indent=1))
     return RunResult(session.dir, session.last, session.step, session.stopped, write_report(session.dir))
 
@@ -99,8 +102,17 @@ def train(
     if functions and len(functions) != len(rewards or ()):
         raise InputError("rewards are functions or names, not both.", where="rewards", fix="Write named ones as `file.py:function`, or wrap them.")
     given = Given(data=None if data is None or isinstance(data, str) else list(data), eval_data=eval_data, rewards=functions or None)
+    if config is not None:
+        usual = inspect.signature(train).parameters
+        named_too = {"model": model, "algorithm": algorithm, "dir": dir, "steps": steps, "learning_rate": learning_rate, "max_new_tokens": max_new_tokens,
+                     "group_size": group_size, "prompts_per_step": prompts_per_step, "seed": seed, "adapter": adapter}  # fmt: skip
+        ignored = [name for name, value in named_too.items() if value != usual[name].default]
+        ignored += ["data"] * isinstance(data, str) + ["rewards"] * bool(rewards and not functions)
+        if ignored:
+            raise InputError(f"{', '.join(ignored)} would be ignored beside a config.", where="reinforge.train",
+                             fix='Set it in the config, or with overrides=["train.learning_rate=1e-4"].')  # fmt: skip
     if isinstance(config, Config):
-        return train_config(config, given)
+        config = config.model_dump(mode="json")
     if isinstance(config, (str, Path)):
         return train_config(load_config(Path(config), overrides), given)
     if config is None:

@@ -115,6 +115,9 @@ class Workshop:
 
     def prompts(self, rows: Sequence[Row], max_new_tokens: int) -> list[tuple[Row, list[int]]]:
         """Rows with their prompt ids, after the length policy."""
+        if max_new_tokens >= self.context:
+            raise InputError(f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's context of {self.context}.",
+                             where="rollout.max_new_tokens", fix="Lower it.")  # fmt: skip
         limit = self.cfg.data.max_length or self.context - max_new_tokens
         kept, counts = apply_length(self.cfg.data, [(row, self.renderer.prompt(row)) for row in rows], limit)
         self._report(counts, limit)
@@ -128,7 +131,7 @@ class Workshop:
 
     def _report(self, counts: dict[str, int], limit: int) -> None:
         for name, count in counts.items():
-            if count and name != "kept":
+            if count and name != "rows":
                 self.view.message(f"data: {count} rows {name} (longer than {limit} tokens)")
 
     def heldout(self, on_groups: Callable[[list[Group]], None] | None = None) -> HeldOut | None:
@@ -164,7 +167,7 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
     )  # fmt: skip
     source = Source(rows, cursor, rollout, cfg.train.prompts_per_step, dynamic=shop.algorithm.dynamic_sampling, max_refills=cfg.algorithm.max_refills)
     session = Session(cfg, backend, cursor, steps, view, shop.heldout(), journal.clear)
-    return RLTrainer(session, source, backend, shop.engine, shop.algorithm, backend.budget, new_tokens, shop.weights,
+    return RLTrainer(session, source, backend, shop.engine, shop.algorithm, new_tokens, shop.weights,
                      cfg.algorithm.epochs, cfg.algorithm.minibatches)  # fmt: skip
 
 
@@ -182,7 +185,7 @@ def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTra
         return heldout_loss(backend, held_out, backend.budget) | (await generation() if generation is not None else {})
 
     session = Session(cfg, backend, cursor, steps, view, evaluate if held_out else None)
-    return SupervisedTrainer(session, cursor, backend, shop.algorithm.loss, samples.__getitem__, cfg.train.prompts_per_step, backend.budget)
+    return SupervisedTrainer(session, cursor, backend, shop.algorithm.loss, samples.__getitem__, cfg.train.prompts_per_step)
 
 
 def build(cfg: Config, view: ViewLike, given: Given | None = None) -> RLTrainer | SupervisedTrainer:

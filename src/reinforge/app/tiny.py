@@ -23,7 +23,7 @@ def tiny_tokenizer(text: list[str] | None = None, vocabulary: int = 300):  # typ
 
 
 def make_tiny_model(path: Path, *, seed: int = 0, width: int = 192, layers: int = 4, heads: int = 6, kv_heads: int = 2, context: int = 256,
-                    text: list[str] | None = None, vocabulary: int = 300) -> Path:  # fmt: skip
+                    text: list[str] | None = None, vocabulary: int = 300, spread: float = 0.02) -> Path:  # fmt: skip
     """Writes a randomly initialised causal LM of about width²·layers·12 parameters in Hugging Face format."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,7 +33,7 @@ def make_tiny_model(path: Path, *, seed: int = 0, width: int = 192, layers: int 
     tokenizer = tiny_tokenizer(text, vocabulary)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width * 8 // 3 // 32 * 32, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, max_position_embeddings=context, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        num_key_value_heads=kv_heads, max_position_embeddings=context, tie_word_embeddings=True, initializer_range=spread, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

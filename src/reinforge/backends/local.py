@@ -49,7 +49,7 @@ class LocalBackend:
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
         parts: list[dict[str, Tensor]] = []
-        self.model.module.train()  # dropout is off for good (see CausalModel); this only lets checkpointing work
+        self.model.recompute(True)
         for batch in batches:
             if not batch.n_trained:
                 continue
@@ -58,7 +58,7 @@ class LocalBackend:
             if value.requires_grad:
                 value.backward()
             parts.append({"train/loss": value, **metrics})
-        self.model.module.eval()
+        self.model.recompute(False)
         return combine(parts)
 
     def step(self) -> Metrics:
@@ -90,4 +90,6 @@ class LocalBackend:
         for name, tensor in saved.items():
             own[name].copy_(tensor)
         self.optimizer.load({n.removeprefix("optimizer/"): t for n, t in state.tensors.items() if n.startswith("optimizer/")})
-        self.steps, self.budget = state.meta["steps"], state.meta["budget"]
+        self.steps = state.meta["steps"]
+        if self.cfg.tokens_per_microbatch == "auto":  # memory that is free now is not the memory that was free then
+            self.budget = state.meta["budget"]

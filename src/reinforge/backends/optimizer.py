@@ -85,6 +85,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
+        self.zero()
+        self.adam.state.clear()
         for name, master in self.masters.items():
             if f"{name}/master" in tensors:
                 master.copy_(tensors[f"{name}/master"])

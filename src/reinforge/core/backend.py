@@ -54,6 +54,8 @@ class State:
 
 @runtime_checkable
 class Backend(Protocol):
+    budget: int  # packed tokens per micro-batch. The gradient does not depend on it but its rounding does, so it is part of the state
+
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
         """Fills streams without gradient: old, reference, entropy."""
         ...

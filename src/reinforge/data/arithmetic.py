@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from reinforge.config.schema import Count, Section
+from reinforge.config.schema import Count, Fraction, Section
 from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
 
@@ -31,7 +31,8 @@ class ChainOptions(Section):
     size: Count = Field(1000, description="Problems.")
     seed: int = 0
     split: Literal["train", "eval", "all"] = Field("train", description="Which problem texts: about 90%, the other 10%, or both.")
-    scratch: bool = Field(False, description="The completion shows each intermediate result before the answer.")
+    scratch: bool | Fraction = Field(False, description="The completion shows each intermediate result before the answer: always, never, or for this share of the problems.")
+    style: Literal["steps", "totals"] = Field("steps", description="How a scratch completion looks: 12+7=19,19-3=16 and the answer, or only the running totals 19,16.")
     marker: str = Field("#### ", description="What comes before the answer in a scratch completion.")
 
     @model_validator(mode="before")
@@ -89,10 +90,15 @@ def problem(options: ChainOptions, index: int) -> dict[str, Any]:
         text = str(numbers[0]) + "".join(op + str(n) for op, n in zip(operators, numbers[1:], strict=True)) + "="
         if options.split in ("all", split_of(text)):
             answer, steps = solve(numbers, operators)
-            completion = ",".join(steps) + f"\n{options.marker}{answer}" if options.scratch else str(answer)
-            return {"prompt": text, "answer": str(answer), "completion": completion}
+            shown = seed_of(options.seed, "arithmetic:scratch", index) % 1000 < 1000 * options.scratch
+            return {"prompt": text, "answer": str(answer), "completion": _worked_out(steps, options) if shown else str(answer)}
     raise InputError(f"so few problems exist that none is in split {options.split}", where="arithmetic:chain",
                      fix="Use more terms or larger numbers, or split: all.")  # fmt: skip
+
+
+def _worked_out(steps: list[str], options: ChainOptions) -> str:
+    results = [step.rpartition("=")[2] for step in steps]
+    return ",".join(results) if options.style == "totals" else ",".join(steps) + f"\n{options.marker}{results[-1]}"
 
 
 def parse(kind: str, options: dict[str, Any]) -> ChainOptions:

@@ -29,9 +29,11 @@ def _source(cfg: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _fetch(what: str, cfg: ModelConfig, load: Any) -> Any:
+    from safetensors import SafetensorError
+
     try:
         return load()
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"cannot load the {what} of {cfg.path!r}: {first}", where="model.path",
                          fix="Check the path; for a hub id check the spelling, the network and your login.") from error  # fmt: skip
@@ -88,7 +90,11 @@ def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: 
     dtype = pick_dtype(cfg.dtype, device)
     source, kwargs = _source(cfg)
     tokenizer = load_tokenizer(cfg)
-    module = _fetch("model", cfg, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs))
+    module, info = _fetch("model", cfg, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **kwargs))
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InputError(f"{cfg.path} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]}; they would be random.", where="model.path",
+                         fix="Give a complete causal LM (not a base model without its head, an adapter, or a part of a sharded model).")  # fmt: skip
     if "gguf_file" in kwargs:
         module = _without_quantization(module, dtype)
     module.to(device).eval()

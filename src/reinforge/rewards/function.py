@@ -27,10 +27,11 @@ class FunctionReward:
 
     def __post_init__(self) -> None:
         self._thread = None if self.pure else ThreadPoolExecutor(1, thread_name_prefix=f"reward-{self.name}")
+        parameters: Mapping[str, inspect.Parameter] = {}
         try:
             parameters = inspect.signature(self.function).parameters
-        except (TypeError, ValueError):
-            parameters = {}
+        except (TypeError, ValueError):  # a builtin that does not say
+            pass
         self._takes_all = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._takes = set(parameters)
         self._required = {n for n, p in parameters.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -6,7 +6,7 @@ All have the signature of a user's reward: `(prompts, completions, **columns) ->
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -73,4 +73,4 @@ def reasoning_gym(completions: Sequence[str], entry: Sequence[Any], extract: str
     return scores
 
 
-FUNCTIONS = {"exact_match": exact_match, "exact_number": exact_number, "regex": regex, "reasoning_gym": reasoning_gym}
+FUNCTIONS: dict[str, Callable[..., list[float | None]]] = {"exact_match": exact_match, "exact_number": exact_number, "regex": regex, "reasoning_gym": reasoning_gym}

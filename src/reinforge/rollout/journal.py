@@ -24,8 +24,11 @@ class Journal:
     def __init__(self, path: Path | None):
         self.path = path
         self._entries: dict[tuple[str, str], Scores] = {}
+        self._torn = False  # the file ends in the middle of a line, which the next entry must not continue
         if path is not None and path.exists():
-            for line in path.read_text().splitlines():
+            text = path.read_text()
+            self._torn = not text.endswith("\n")
+            for line in text.splitlines():
                 try:
                     entry = json.loads(line)
                 except json.JSONDecodeError:  # the line that a crash cut
@@ -40,10 +43,12 @@ class Journal:
             return
         self._entries[group, tokens] = scores
         with self.path.open("a") as file:
-            file.write(json.dumps({"group": group, "tokens": tokens, "scores": scores}) + "\n")
+            file.write("\n" * self._torn + json.dumps({"group": group, "tokens": tokens, "scores": scores}) + "\n")
+        self._torn = False
 
     def clear(self) -> None:
         """A checkpoint covers everything so far."""
         self._entries.clear()
+        self._torn = False
         if self.path is not None:
             self.path.unlink(missing_ok=True)

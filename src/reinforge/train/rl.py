@@ -22,14 +22,13 @@ from reinforge.train.session import Session
 
 @dataclass
 class RLTrainer:
-    """The parts of an RL run. `budget` is packed tokens per micro-batch; the gradient does not depend on it."""
+    """The parts of an RL run."""
 
     session: Session
     source: Source
     backend: Backend
     engine: Engine
     algorithm: Algorithm
-    budget: int
     max_new_tokens: int
     reward_weights: dict[str, float]
     epochs: int = 1
@@ -64,7 +63,7 @@ class RLTrainer:
         """Whole groups into `minibatches` parts of like size, each packed by the token budget."""
         samples = [[trainable(s, self.algorithm.overlong) for s in g.samples] for g in groups]
         parts = [samples[i :: self.minibatches] for i in range(self.minibatches)]
-        return [pack([s for group in part for s in group], self.budget, unit=self.algorithm.loss.unit) for part in parts if part]
+        return [pack([s for group in part for s in group], self.backend.budget, unit=self.algorithm.loss.unit) for part in parts if part]
 
     def _update(self, minibatches: list[list[Batch]]) -> Metrics:
         results: list[Metrics] = []
@@ -74,7 +73,7 @@ class RLTrainer:
                 metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
                 results.append({**metrics, **self.backend.step()})
                 self.session.counters["updates"] = self.session.counters.get("updates", 0) + 1
-        return average(results)
+        return average(results) if results else {"train/empty": 1.0, "train/skipped": 0.0}  # dynamic sampling found no group with signal
 
     def _count(self, batches: list[Batch], metrics: Metrics) -> Metrics:
         """Sampled tokens are trained or dropped, and the books balance."""

@@ -58,8 +58,9 @@ class Session:
         self.bad_steps = 0
         self.last: dict[str, float] = {}  # newest metrics, for the result
         self.phases = Phases()
-        self.terminating = False
+        self.terminating: signal.Signals | None = None  # the signal that asked the run to end
         self._saved_at = -1
+        self._handlers: dict[signal.Signals, Any] = {}  # what was there before ours
         self._task: asyncio.Future[Any] | None = None
 
     # ---- begin and end ----
@@ -72,12 +73,12 @@ class Session:
             offsets = self._restore()
             target = Target(self.dir, self.cfg.model_dump(mode="json"), self.cfg.run.log.project, self.step if offsets is not None else None)
             self.recorder = Recorder(self.dir, self.cfg.model_dump(mode="json"), make_sinks(self.cfg.run.log.sinks, target), offsets)
-            if threading.current_thread() is threading.main_thread():
-                for kind in (signal.SIGTERM, signal.SIGINT):
-                    asyncio.get_running_loop().add_signal_handler(kind, self._on_signal, kind)
             self.view.start(self.total, self.dir.name)
             if offsets is not None:
                 self.view.message(f"resumed at step {self.step} from {self.dir}")
+            self._loop = asyncio.get_running_loop()
+            if threading.current_thread() is threading.main_thread():
+                self._handlers = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGTERM, signal.SIGINT)}
         except BaseException:
             self.lock.__exit__(None, None, None)
             raise
@@ -85,10 +86,15 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
+            if self.terminating:
+                self.recorder.event("signal", signal=self.terminating.name, step=self.step)
             if isinstance(error, Terminated) and self._saved_at != self.step:
                 self.save()
-            self.recorder.event("failed" if error else "finished", step=self.step, stopped=self.stopped, error=None if error is None else repr(error))
+            ending = "terminated" if isinstance(error, Terminated) else "stopped" if isinstance(error, StoppedByPolicy) else "failed" if error else "finished"
+            self.recorder.event(ending, step=self.step, stopped=self.stopped, error=None if error is None else repr(error))
         finally:
+            for kind_of_signal, handler in self._handlers.items():
+                signal.signal(kind_of_signal, handler)
             self.view.stop()
             self.recorder.close()
             self.lock.__exit__(None, None, None)
@@ -96,15 +102,15 @@ class Session:
     def _restore(self) -> dict[str, int] | None:
         """Continues from the newest checkpoint; returns the log offsets, or None for a new run."""
         store.clean(self.dir)
-        newest = store.latest(self.dir)
         resume = self.cfg.run.resume
-        if newest is None:
+        there = store.steps(self.dir)
+        if not there:
             if resume == "must":
                 raise InputError(f"there is no checkpoint in {self.dir}.", where="run.resume", fix="Use resume: auto, or another run.dir.")
             return None
         if resume == "never":
-            raise InputError(f"{self.dir} already holds a run (checkpoint {newest.name}).", where="run.dir", fix="Use another run.dir, or run.resume=auto to continue it.")
-        state, extra = store.load(newest)
+            raise InputError(f"{self.dir} already holds a run (checkpoint {there[0].name}).", where="run.dir", fix="Use another run.dir, or run.resume=auto to continue it.")
+        state, extra = store.load(there[0])  # a damaged one is an error that names the intact one, never skipped in silence
         self.backend.load(state)
         self.cursor.load(extra["cursor"])
         self.step, self.counters, self.evaluated = extra["step"], extra["counters"], extra["evaluated"]
@@ -130,11 +136,13 @@ class Session:
     async def interruptible(self, work: Awaitable[T]) -> T:
         """Awaits `work`; SIGTERM cancels it. Only for work that leaves the state of the step boundary as it was."""
         self._task = asyncio.ensure_future(work)
+        if self.terminating:
+            self._task.cancel()
         try:
             return await self._task
         except asyncio.CancelledError:
             if self.terminating:
-                raise Terminated("stopped by a signal") from None
+                raise self._terminated() from None
             raise
         finally:
             self._task = None
@@ -156,9 +164,9 @@ class Session:
             self.view.table(groups[: self.cfg.run.log.samples])
         self._judge(metrics)
         await self._boundary()
-        if self.terminating:
-            raise Terminated("stopped by a signal")
         await asyncio.sleep(0)
+        if self.terminating and self.going():
+            raise self._terminated()
 
     def _judge(self, metrics: Metrics) -> None:
         """A skipped step is counted and reported; several in a row end the run."""
@@ -186,6 +194,7 @@ class Session:
             with self.phase("eval"):
                 result = await self.interruptible(self.evaluate())
             self.evaluated = self.step
+            self._saved_at = -1  # a checkpoint that a signal saved here does not hold the evaluation
             self.last = {**self.last, **result}
             self.recorder.log(self.step, result)
             self.view.update(self.step, self.last)
@@ -222,6 +231,7 @@ class Session:
 
     def save(self) -> Path:
         """A complete checkpoint of this boundary. Offsets and clocks are kept apart: they are not part of the digest."""
+        self.lock.check()
         with self.phase("checkpoint"):
             extra = {
                 "step": self.step, "cursor": self.cursor.state(), "counters": self.counters, "evaluated": self.evaluated, "best": self.best,
@@ -237,11 +247,23 @@ class Session:
         self.recorder.event("checkpoint", step=self.step, path=path.name)
         return path
 
-    def _on_signal(self, kind: int) -> None:
+    # ---- signals ----
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        """Runs between two instructions of whatever the main thread does, so a long step cannot hide a signal, and a second one
+        ends the process at once. It may be in the middle of anything, so what is to be done is left to the event loop."""
         if self.terminating:
-            os._exit(Terminated.exit_code)
-        self.terminating = True
-        self.recorder.event("signal", signal=signal.Signals(kind).name, step=self.step)
-        self.view.message(f"{signal.Signals(kind).name}: saving a checkpoint, then stopping (once more to stop at once)")
+            os._exit(128 + number)
+        self.terminating = signal.Signals(number)
+        self._loop.call_soon_threadsafe(self._announce, self.terminating)
+
+    def _announce(self, kind: signal.Signals) -> None:
+        self.view.message(f"{kind.name}: saving a checkpoint, then stopping (once more to stop at once)")
         if self._task is not None:
             self._task.cancel()
+
+    def _terminated(self) -> Terminated:
+        assert self.terminating is not None
+        error = Terminated(f"stopped by {self.terminating.name} at step {self.step} of {self.total}; the same command continues.")
+        error.exit_code = 128 + self.terminating
+        return error

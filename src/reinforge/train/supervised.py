@@ -22,7 +22,6 @@ class SupervisedTrainer:
     loss: Loss
     row: Callable[[int], Sample]
     rows_per_step: int
-    budget: int
 
     async def run(self) -> None:
         run = self.session
@@ -30,7 +29,7 @@ class SupervisedTrainer:
         while run.going():
             with run.phase("prepare"):
                 samples: Sequence[Sample] = [self.row(i) for i in self.cursor.take(self.rows_per_step)]
-                batches = pack(samples, self.budget, unit=self.loss.unit)
+                batches = pack(samples, self.backend.budget, unit=self.loss.unit)
             with run.phase("train"):
                 self.backend.annotate(batches, self.loss.needs)
                 metrics = self.backend.forward_backward(batches, self.loss, Totals.of(batches))

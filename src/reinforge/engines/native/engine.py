@@ -73,6 +73,7 @@ class NativeEngine:
         self.pool = BlockPool(self.blocks, BLOCK)
         self.cache: Cache | None = None
         self._waiting: deque[_Fork] = deque()
+        self._entering: list[_Fork] = []  # admitted in this round, not yet prefilled
         self._running: list[_Sequence] = []
         self._rows: _Rows | None = None
         self._driver: asyncio.Task[None] | None = None
@@ -109,13 +110,13 @@ class NativeEngine:
                 self._drop(sequence)
             raise
 
-    @torch.no_grad()
     async def score(self, tokens: Sequence[int]) -> Tensor:
         sample = Sample.from_tokens("score", list(tokens), [True] * len(tokens))
         batch = Batch.pack([sample]).to(self.model.device)
         out = torch.zeros(len(tokens))
         if batch.n_trained:
-            out[1:] = self.model.logprobs(batch, temperature=1.0)[0].cpu()
+            with torch.no_grad():
+                out[1:] = self.model.logprobs(batch, temperature=1.0)[0].cpu()
         return out
 
     async def update(self, weights: Weights, version: int) -> None:
@@ -128,7 +129,7 @@ class NativeEngine:
         self._running, self._rows = [], None
 
     async def sleep(self) -> None:
-        assert not self._running, "cannot sleep while sequences are running"
+        assert not self._running and all(s.future.done() for f in self._waiting for s in f.sequences), "cannot sleep while there is work"
         self.cache = None
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -141,9 +142,9 @@ class NativeEngine:
 
     async def _drive(self) -> None:
         """Consumes `_waiting`, produces finished futures. Runs while there is work; between rounds others may submit."""
-        await asyncio.sleep(0)
-        await self.wake()
         try:
+            await asyncio.sleep(0)
+            await self.wake()
             while self._waiting or self._running:
                 start = time.monotonic()
                 self._round()
@@ -154,17 +155,19 @@ class NativeEngine:
 
     def _fail(self, error: BaseException) -> None:
         """A broken round must not leave anybody waiting for ever."""
-        for sequence in [*self._running, *(s for fork in self._waiting for s in fork.sequences)]:
+        for sequence in [*self._running, *(s for fork in [*self._entering, *self._waiting] for s in fork.sequences)]:
+            sequence.blocks = []
             if not sequence.future.done():
                 sequence.future.set_exception(error if isinstance(error, Exception) else RuntimeError(f"engine stopped: {error!r}"))
-        self._running, self._rows, self._waiting = [], None, deque()
+        self._running, self._rows, self._entering, self._waiting = [], None, [], deque()
         self.pool = BlockPool(self.blocks, BLOCK)
 
     @torch.no_grad()
     def _round(self) -> None:
-        admitted = self._admit()
-        if admitted:
-            self._prefill(admitted)
+        self._entering = self._admit()
+        if self._entering:
+            self._prefill(self._entering)
+            self._entering = []
         if self._running:
             self._decode()
         self.stats.steps += 1

@@ -1,0 +1,124 @@
+"""What must hold on a GPU. Skips without one. bfloat16 is the default there: float32 masters, log-softmax in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from reinforge.algorithms.table import build
+from reinforge.backends.local import LocalBackend
+from reinforge.config.schema import TrainConfig
+from reinforge.core.batch import Totals, pack
+from reinforge.core.engine import Sampling
+from reinforge.core.sample import Sample
+from reinforge.engines.native import NativeEngine
+from reinforge.models.causal import CausalModel
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
+         "max_position_embeddings": 512, "eos_token_id": 3, "bos_token_id": 1, "pad_token_id": 0}  # fmt: skip
+
+
+def model(kind: str, dtype: torch.dtype) -> CausalModel:
+    torch.manual_seed(0)
+    module = (LlamaForCausalLM(LlamaConfig(**SHAPE)) if kind == "llama" else Qwen2ForCausalLM(Qwen2Config(**SHAPE))).eval()
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.ndim > 1:
+                p.mul_(2)
+    return CausalModel(module.to("cuda", dtype))
+
+
+def prompts() -> list[list[int]]:
+    torch.manual_seed(1)
+    return [torch.randint(4, 1000, (n,)).tolist() for n in (1, 15, 16, 17, 60, 130)]
+
+
+def rollouts(engine: NativeEngine, temperature: float, n: int = 4) -> list[Sample]:
+    async def go() -> list[Sample]:
+        results = await asyncio.gather(*(engine.generate(p, Sampling(48, temperature), key=i, n=n) for i, p in enumerate(prompts())))
+        samples = []
+        for i, (prompt, completions) in enumerate(zip(prompts(), results, strict=True)):
+            for j, c in enumerate(completions):
+                length = len(prompt) + len(c.tokens)
+                logprobs = torch.zeros(length)
+                logprobs[len(prompt) :] = torch.tensor(c.logprobs)
+                samples.append(Sample(f"{i}/{j}", str(i), f"{i}/{j}", torch.tensor(prompt + c.tokens), torch.arange(length) >= len(prompt), logprobs,
+                                      torch.zeros(length, dtype=torch.int32), reward=float(j % 2)))  # fmt: skip
+        return samples
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_greedy_equals_transformers_in_float32(kind: str) -> None:
+    ours = model(kind, torch.float32)
+    reference = copy.deepcopy(ours.causal)
+    reference.set_attn_implementation("sdpa")
+    engine = NativeEngine(ours, stop_tokens=[3], kv_gib=0.1)
+
+    async def go() -> list[list[int]]:
+        return [(await engine.generate(p, Sampling(40, 0.0), key=0))[0].tokens for p in prompts()]
+
+    for prompt, tokens in zip(prompts(), asyncio.run(go()), strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, eos_token_id=3, pad_token_id=0)
+        assert out[0, len(prompt) :].tolist() == tokens
+
+
+@pytest.mark.parametrize(("dtype", "mean", "largest"), [(torch.float32, 1e-5, 2e-4), (torch.bfloat16, 0.02, 0.5)])
+def test_engine_and_trainer_agree(dtype: torch.dtype, mean: float, largest: float) -> None:
+    ours = model("qwen2", dtype)
+    samples = rollouts(NativeEngine(ours, stop_tokens=[3], kv_gib=0.1), 0.8)
+    gaps = []
+    with torch.no_grad():
+        for batch in pack(samples, 2048):
+            trained, _ = ours.logprobs(batch.to(ours.device), temperature=0.8)
+            gaps.append((trained.cpu() - batch.streams["behaviour"]).abs())
+    gap = torch.cat(gaps)
+    print(f"{dtype}: mean {gap.mean():.2e} max {gap.max():.2e}")
+    assert gap.mean() < mean and gap.max() < largest
+
+
+def test_gradient_does_not_depend_on_the_cut() -> None:
+    ours = model("qwen2", torch.float32)
+    samples = rollouts(NativeEngine(ours, stop_tokens=[3], kv_gib=0.1), 1.0)
+    algorithm = build("grpo", max_new_tokens=48)
+    norms = []
+    for budget in (128, 100_000):
+        backend = LocalBackend(ours, TrainConfig(steps=1, learning_rate=0.0, max_grad_norm=0.0), total_steps=1)
+        batches = pack(samples, budget)
+        algorithm.advantages(batches)
+        backend.forward_backward(batches, algorithm.loss, Totals.of(batches, 48))
+        norms.append(backend.step()["train/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0] > 0
+
+
+def test_bfloat16_masters_move_and_resume_exactly() -> None:
+    ours = model("llama", torch.bfloat16)
+    samples = rollouts(NativeEngine(ours, stop_tokens=[3], kv_gib=0.1), 1.0)
+    algorithm = build("grpo", max_new_tokens=48)
+    cfg = TrainConfig(steps=4, learning_rate=1e-6)
+
+    def steps(backend: LocalBackend, count: int) -> None:
+        for _ in range(count):
+            batches = pack(samples, 1024)
+            algorithm.advantages(batches)
+            backend.forward_backward(batches, algorithm.loss, Totals.of(batches, 48))
+            backend.step()
+
+    backend = LocalBackend(ours, cfg, total_steps=4)
+    before = {name: m.clone() for name, m in backend.optimizer.masters.items()}
+    steps(backend, 2)
+    assert all(not torch.equal(before[n], m) for n, m in backend.optimizer.masters.items() if m.ndim > 1 and "embed" not in n)
+    saved = copy.deepcopy(backend.state())
+    steps(backend, 2)
+    again = LocalBackend(model("llama", torch.bfloat16), cfg, total_steps=4)
+    again.load(saved)
+    steps(again, 2)
+    for name, tensor in backend.state().tensors.items():
+        assert torch.equal(tensor.cpu(), again.state().tensors[name].cpu()), name

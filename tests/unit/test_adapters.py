@@ -1,0 +1,121 @@
+"""LoRA: begins as the identity, and the base model underneath never moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from reinforge.algorithms.loss import NLLLoss
+from reinforge.backends.local import LocalBackend
+from reinforge.config.schema import AdapterConfig
+from reinforge.core.batch import Batch, Totals, pack
+from reinforge.core.engine import Sampling
+from reinforge.core.errors import InputError
+from reinforge.engines.native import NativeEngine
+from reinforge.models.adapters import adapter_off, add_adapter, is_adapted
+from reinforge.models.causal import CausalModel
+from toys import make_module, make_samples, parameters, run, tokens_of, train_config
+
+
+def adapted(arch: str = "llama", seed: int = 3, **changes: object) -> CausalModel:
+    return CausalModel(add_adapter(make_module(arch), AdapterConfig(rank=4, **changes), seed=seed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2", "gemma2"])
+def test_begins_as_the_identity(arch: str) -> None:
+    batch = Batch.pack(make_samples())
+    with torch.no_grad():
+        assert torch.equal(
+            adapted(arch).logprobs(batch, temperature=1.0)[0], CausalModel(make_module(arch)).logprobs(batch, temperature=1.0)[0]
+        )
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_reference_is_the_base_model_after_training(arch: str) -> None:
+    """The adapter learns, the reference (adapter off) stays bit for bit what it was, and so do the base weights (36)."""
+    samples = make_samples()
+    batches = pack(samples, 64)
+    model = adapted(arch)
+    backend = LocalBackend(model, train_config(learning_rate=1e-2), total_steps=10, reference=True)
+    backend.annotate(batches, frozenset({"reference", "old"}))
+    before, weights = batches[0].streams["reference"].clone(), parameters(model.module)
+    assert torch.equal(before, batches[0].streams["old"]) and backend.frozen is None
+    losses = []
+    for _ in range(5):
+        losses.append(backend.forward_backward(batches, NLLLoss(), Totals.of(batches))["sft/loss"])
+        assert backend.step()["train/empty"] == 0
+        backend.annotate(batches, frozenset({"reference", "old"}))
+        assert torch.equal(batches[0].streams["reference"], before)
+    assert losses[-1] < losses[0] - 0.01
+    assert float((batches[0].streams["old"] - before).abs().max()) > 0.01
+    after = parameters(model.module)
+    moved = {name for name in after if not torch.equal(after[name], weights[name])}
+    assert moved and all("lora_" in name for name in moved) and set(backend.optimizer.parameters) == {n for n in after if "lora_" in n}
+
+
+def test_the_same_seed_gives_the_same_adapter_and_touches_no_global_stream() -> None:
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    one, two, other = adapted(), adapted(), adapted(seed=4)
+    assert torch.equal(torch.rand(3), want)
+    a, b, c = (parameters(m.module) for m in (one, two, other))
+    assert all(torch.equal(a[k], b[k]) for k in a) and any(not torch.equal(a[k], c[k]) for k in a)
+
+
+def test_engine_serves_the_adapter() -> None:
+    """The module with its adapter on is what generates: log-probs match the trained policy, not the base."""
+    model = adapted()
+    with torch.no_grad():
+        for name, p in model.module.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    prompt = tokens_of(6)
+    done = run(NativeEngine(model).generate(prompt, Sampling(8, ignore_eos=True), key=1))[0]
+    from reinforge.core.sample import Sample
+
+    batch = Batch.pack([Sample.from_tokens("s", prompt + done.tokens, [False] * 6 + [True] * 8)])
+    with torch.no_grad():
+        on = model.logprobs(batch, temperature=1.0)[0]
+        with adapter_off(model.module):
+            off = model.logprobs(batch, temperature=1.0)[0]
+    assert float((on - torch.tensor(done.logprobs)).abs().max()) < 1e-5 < 0.1 < float((off - on).abs().max())
+
+
+def test_adapter_in_float32_on_a_bfloat16_model() -> None:
+    model = CausalModel(add_adapter(make_module().bfloat16(), AdapterConfig(rank=4), seed=0))
+    assert {p.dtype for n, p in model.module.named_parameters() if "lora_" in n} == {torch.float32} and is_adapted(model.module)
+
+
+def test_saved_adapter_is_continued(tmp_path: Path) -> None:
+    model = adapted(seed=8)
+    with torch.no_grad():
+        for name, p in model.module.named_parameters():
+            if "lora_B" in name:
+                p.fill_(0.1)
+    model.module.save_pretrained(tmp_path)
+    again = CausalModel(add_adapter(make_module(), AdapterConfig(path=str(tmp_path)), seed=0))
+    a, b = parameters(model.module), parameters(again.module)
+    assert all(torch.equal(a[k], b[k]) for k in a) and any(p.requires_grad for p in again.module.parameters())
+
+
+def test_unknown_targets_are_an_input_error() -> None:
+    with pytest.raises(InputError, match=r"adapter\.targets"):
+        adapted(targets=["nothing_like_this"])
+    with pytest.raises(InputError, match="lm_head"):
+        adapted(targets=["lm_head"])
+
+
+def test_a_full_model_keeps_a_frozen_copy_as_reference() -> None:
+    batches = pack(make_samples(), 64)
+    model = CausalModel(make_module())
+    backend = LocalBackend(model, train_config(learning_rate=1e-2), total_steps=10, reference=True)
+    backend.annotate(batches, frozenset({"reference"}))
+    before = batches[0].streams["reference"].clone()
+    backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
+    backend.step()
+    backend.annotate(batches, frozenset({"reference", "old"}))
+    assert torch.equal(batches[0].streams["reference"], before) and float((batches[0].streams["old"] - before).abs().max()) > 0.01
+    assert backend.frozen is not None and not any(p.requires_grad for p in backend.frozen.module.parameters())

@@ -1,0 +1,100 @@
+"""Packed, prefilled and paged attention against the plain formula, with loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from reinforge.core.errors import InputError
+from reinforge.models.attention import PADDING_WASTE, Cache, Packed, Paged, Prefill, _attention, _tiles
+
+H, K, D = 4, 2, 8
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """One sequence in float64, token by token and head by head."""
+    out = torch.zeros_like(q, dtype=torch.float64)
+    for t in range(q.shape[0]):
+        first = 0 if window is None else max(0, t - window + 1)
+        for h in range(q.shape[1]):
+            shared = h // (q.shape[1] // k.shape[1])
+            scores = (k[first : t + 1, shared].double() @ q[t, h].double()) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[t, h] = scores.softmax(-1) @ v[first : t + 1, shared].double()
+    return out
+
+
+def qkv(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(2 * torch.randn(tokens, heads, D, generator=generator) for heads in (H, K, K))  # type: ignore[return-value]
+
+
+def starts_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+RULES = [(None, None), (3, None), (None, 1.5), (3, 1.5)]
+
+
+@pytest.mark.parametrize(("window", "softcap"), RULES)
+@pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [9, 8, 8, 1], [1, 30, 2], [4, 17, 16, 16, 3]], ids=str)
+def test_packed_is_each_sequence_alone(lengths: list[int], window: int | None, softcap: float | None) -> None:
+    q, k, v = qkv(sum(lengths))
+    ours = Packed(lengths, starts_of(lengths)).attend(0, q, k, v, 0.3, window, softcap)
+    alone = [plain(*(x.split(lengths)[i] for x in (q, k, v)), 0.3, window, softcap) for i in range(len(lengths))]
+    torch.testing.assert_close(ours.double(), torch.cat(alone), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "softcap"), RULES)
+def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: float | None) -> None:
+    """Prompts are prefilled into scattered blocks of a cache full of rubbish; then one token each."""
+    lengths, size = [5, 8, 9, 1], 4
+    cache = Cache.allocate([(K, D)], 16, size, torch.float32, torch.device("cpu"))
+    for part in (*cache.keys, *cache.values):
+        part.fill_(1e3)  # what earlier owners left behind
+    tables = torch.tensor([[7, 2, 0], [3, 11, 4], [15, 9, 1], [5, 0, 0]])
+    q, k, v = qkv(sum(lengths) + len(lengths))
+    whole = [x.split([n + 1 for n in lengths]) for x in (q, k, v)]
+    prompt = [torch.cat([part[:-1] for part in x]) for x in whole]
+    newest = [torch.stack([part[-1] for part in x]) for x in whole]
+    slots = torch.cat([tables[i, torch.arange(n) // size] * size + torch.arange(n) % size for i, n in enumerate(lengths)])
+    Prefill(Packed(lengths, starts_of(lengths)), cache, slots).attend(0, *prompt, 0.3, window, softcap)
+    past = torch.tensor(lengths)
+    where = tables[torch.arange(4), past // size] * size + past % size
+    ours = Paged(cache, where, tables, past + 1).attend(0, *newest, 0.3, window, softcap)
+    for i, n in enumerate(lengths):
+        want = plain(*(x[i] for x in whole), 0.3, window, softcap)[n]
+        torch.testing.assert_close(ours[i].double(), want, atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20))
+def test_tiles_cover_and_waste_little(lengths: list[int]) -> None:
+    runs = _tiles(lengths)
+    assert [i for a, b in runs for i in range(a, b)] == list(range(len(lengths)))
+    assert all(max(lengths[a:b]) * (b - a) <= PADDING_WASTE * sum(lengths[a:b]) for a, b in runs)
+
+
+def test_gradient_stays_inside_a_sequence() -> None:
+    lengths = [6, 5, 9]
+    q, k, v = (x.requires_grad_() for x in qkv(20))
+    Packed(lengths, starts_of(lengths)).attend(0, q, k, v, 0.3, None, None)[6:11].sum().backward()
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert float(x.grad[:6].abs().max()) == 0 and float(x.grad[11:].abs().max()) == 0 and float(x.grad[6:11].abs().max()) > 0
+
+
+def test_calls_that_cannot_be_right_are_refused() -> None:
+    module = torch.nn.Module()
+    module.layer_idx = 0  # type: ignore[assignment]
+    q = torch.zeros(1, H, 3, D)
+    with pytest.raises(AssertionError, match="CausalModel.hidden"):
+        _attention(module, q, q, q)
+    with pytest.raises(AssertionError, match="batch size 1"):
+        _attention(module, q.expand(2, -1, -1, -1), q, q, layout=Packed([3], starts_of([3])))
+    with pytest.raises(InputError, match="attention sinks"):
+        _attention(module, q, q, q, layout=Packed([3], starts_of([3])), s_aux=torch.zeros(H))

@@ -1,0 +1,206 @@
+"""Runs and their boundaries on a tiny model: resume, the journal, evaluation, early stopping, the best checkpoint, supervised runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reinforge.app.build import Given, build
+from reinforge.checkpoint import store
+from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+from reinforge.train.rl import RLTrainer
+from tiny_runs import DATA, EVAL, LORA, digest, launch, lines, odd
+from toys import SilentView
+
+pytestmark = pytest.mark.timeout(120)
+
+# resume
+
+
+class Crash(Exception):
+    pass
+
+
+EXTRA = ("train.schedule.kind=cosine", "train.schedule.warmup=2", "train.optimizer.weight_decay=0.01")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "sections"),
+    [("grpo", EXTRA, {}), ("grpo", ("algorithm.epochs=2", "algorithm.kl.coefficient=0.1"), {}), ("grpo", ("algorithm.kl.coefficient=0.1",), LORA),
+     ("dapo", ("algorithm.overlong_buffer=4",), {}), ("grpo", ("model.dtype=bfloat16",), {}), ("sft", EXTRA, {}),
+     ("grpo", ("eval.every=1", "run.checkpoint.best=eval/reward", "eval.samples=2", "eval.temperature=1.0"), {})],
+    ids=str,
+)  # fmt: skip
+def test_resume_gives_the_uninterrupted_run(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, algorithm: str, overrides: tuple[str, ...], sections: dict
+) -> None:
+    """A run that dies in step 4 of 6, with its last checkpoint at 2, ends with the digest of one that never died (33, 35)."""
+    eval_data = EVAL if "eval.every=1" in overrides else None
+    settings = ("train.steps=6", "run.checkpoint.every=2", *overrides)
+    whole = make("whole", algorithm, *settings, **sections)
+    launch(whole, eval_data=eval_data)
+    cut = make("cut", algorithm, *settings, **sections)
+    from reinforge.backends.local import LocalBackend
+
+    original = LocalBackend.step
+
+    def dies(self: LocalBackend) -> Any:
+        if self.steps == (3 if "algorithm.epochs=2" not in overrides else 7):
+            raise Crash
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "step", dies)
+        with pytest.raises(Crash):
+            launch(cut, eval_data=eval_data)
+    assert store.step_of(store.steps(Path(cut.run.dir))[0]) == 2 or eval_data is not None  # a better evaluation may have saved at 3
+    launch(cut, eval_data=eval_data)
+    assert digest(cut) == digest(whole)
+    drop = lambda m: {k: v for k, v in m.items() if not k.startswith(("time", "share", "tokens_per_second"))}  # noqa: E731
+    assert [drop(m) for m in lines(cut)] == [drop(m) for m in lines(whole)]  # no step is in the log twice, none is missing
+
+
+def test_a_redone_step_does_not_ask_again(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge that answers differently each time: what it said before the crash is what the redone step trains on."""
+    asked: list[list[str]] = []
+
+    def moody(completions: list[str]) -> list[float]:
+        asked.append(completions)
+        return [hash((len(asked), i)) % 97 / 97 for i in range(len(completions))]
+
+    cfg = make("run", "grpo", "train.steps=2", "run.checkpoint.every=1")
+    from reinforge.backends.local import LocalBackend
+
+    original, before = LocalBackend.step, []
+
+    def dies(self: LocalBackend) -> Any:
+        if self.steps == 1:
+            before.append(float(self.optimizer.gradient_norm()))
+            raise Crash
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "step", dies)
+        with pytest.raises(Crash):
+            launch(cfg, moody)
+    calls = len(asked)
+    launch(cfg, moody)
+    assert (
+        calls == len(asked) == 8 and lines(cfg)[-1]["train/grad_norm"] == before[0] and not (Path(cfg.run.dir) / "journal.jsonl").exists()
+    )
+
+
+def test_a_finished_run_does_nothing_more(make: Callable[..., Config]) -> None:
+    cfg = make()
+    launch(cfg)
+    first = digest(cfg)
+    result = launch(cfg)
+    assert digest(cfg) == first and result.steps == 3 and len(lines(cfg)) == 3
+
+
+def test_resume_policies(make: Callable[..., Config]) -> None:
+    with pytest.raises(InputError, match=r"run\.resume.*no checkpoint"):
+        launch(make("fresh", "grpo", "run.resume=must"))
+    launch(make())
+    with pytest.raises(InputError, match=r"run\.dir.*already holds a run"):
+        launch(make("run", "grpo", "run.resume=never"))
+    with pytest.raises(InputError, match="another model"):
+        launch(make("run", "grpo", "train.steps=5", **LORA))
+    with pytest.raises(InputError, match=r"run\.seed"):
+        launch(make("run", "grpo", "train.steps=5", "run.seed=1"))
+    with pytest.raises(InputError, match="rows"):
+        launch(make("run", "grpo", "train.steps=5"), data=DATA[:8])
+
+
+# evaluation at boundaries
+
+
+def reward_by_step(values: list[float]) -> Callable[..., list[float]]:
+    """A reward for EVAL rows that follows a script, one value per evaluation; training rows get `odd`."""
+    count = [0]
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        if "*" not in prompts[0]:
+            return odd(completions)
+        value = values[min(count[0] // len(EVAL), len(values) - 1)]
+        count[0] += 1
+        return [value] * len(completions)
+
+    return reward
+
+
+EVALUATED = ("eval.every=1", "eval.at_start=true", "train.steps=8", "train.learning_rate=1e-4", "run.checkpoint.keep=1")
+
+
+def test_early_stop_after_patience_keeps_the_best(make: Callable[..., Config]) -> None:
+    cfg = make(
+        "run", "grpo", *EVALUATED, "run.checkpoint.best=eval/reward", "eval.early_stop.metric=eval/reward", "eval.early_stop.patience=2"
+    )
+    result = launch(cfg, reward_by_step([0.1, 0.3, 0.8, 0.4, 0.8, 0.9]), eval_data=EVAL)
+    assert result.steps == 4 and result.stopped is not None and "did not improve in 2" in result.stopped
+    there = [store.step_of(p) for p in store.steps(Path(cfg.run.dir))]
+    assert there == [4, 2]  # the newest, and the best (equal is not better)
+    assert [m["eval/reward"] for m in lines(cfg) if "eval/reward" in m] == [0.1, 0.3, 0.8, 0.4, 0.8]
+    assert launch(cfg, reward_by_step([0.0]), eval_data=EVAL).steps == 4  # stopped is stopped
+
+
+def test_early_stop_at_a_threshold_and_downwards(make: Callable[..., Config]) -> None:
+    cfg = make("up", "grpo", *EVALUATED, "eval.early_stop.metric=eval/reward", "eval.early_stop.threshold=0.5")
+    result = launch(cfg, reward_by_step([0.1, 0.2, 0.6]), eval_data=EVAL)
+    assert result.steps == 2 and result.stopped == "eval/reward reached 0.6"
+    down = make("down", "sft", *EVALUATED, "run.checkpoint.best=min:eval/loss", "train.learning_rate=1e-2", "eval.early_stop.metric=eval/loss",
+                "eval.early_stop.mode=min", "eval.early_stop.threshold=4.5")  # fmt: skip
+    result = launch(down, eval_data=EVAL)
+    losses = [m["eval/loss"] for m in lines(down) if "eval/loss" in m]
+    assert (
+        losses[-1] <= 4.5 < losses[-2] and 0 < result.steps < 8 and losses[0] == pytest.approx(5.7, abs=0.3)
+    )  # log 300: a model that knows nothing
+
+
+def test_an_unknown_metric_says_which_there_are(make: Callable[..., Config]) -> None:
+    with pytest.raises(InputError, match=r"no metric 'eval/acuracy'.*eval/accuracy"):
+        launch(make("run", "grpo", *EVALUATED, "run.checkpoint.best=eval/acuracy"), eval_data=EVAL)
+
+
+def test_evaluation_sees_the_weights_of_its_step(make: Callable[..., Config]) -> None:
+    """With a learning rate of 0 every evaluation is the same, with a real one they differ; its draws are the same every time."""
+    same = make("same", "grpo", "train.learning_rate=0", "eval.every=1", "eval.temperature=1")
+    launch(same, eval_data=EVAL)
+    rewards = [m["eval/reward"] for m in lines(same) if "eval/reward" in m]
+    assert len(rewards) == 4 and len(set(rewards)) == 1
+    moving = make("moving", "grpo", "train.learning_rate=3e-2", "eval.every=1", "eval.temperature=1")
+    launch(moving, eval_data=EVAL)
+    assert len({m["eval/reward"] for m in lines(moving) if "eval/reward" in m}) > 1
+
+
+# supervised
+
+
+def test_sft_learns_its_rows_and_micro_batches_do_not_matter(make: Callable[..., Config]) -> None:
+    results = []
+    for budget in (16, 4096):
+        cfg = make(
+            f"b{budget}",
+            "sft",
+            f"train.tokens_per_microbatch={budget}",
+            "train.steps=12",
+            "train.learning_rate=1e-2",
+            "train.prompts_per_step=8",
+        )
+        launch(cfg, eval_data=EVAL)
+        results.append([m["sft/loss"] for m in lines(cfg) if "sft/loss" in m])
+    assert results[0] == pytest.approx(results[1], rel=1e-3) and results[0][-1] < results[0][0] - 2
+
+
+def test_dropping_rows_keeps_ids_and_rows_together(make: Callable[..., Config]) -> None:
+    """A row that is too long is dropped, and the others keep their own prompts."""
+    data = [{"prompt": "x" * 200, "answer": "1"}, *DATA]
+    trainer = build(make("run", "grpo", "data.shuffle=false"), SilentView(), Given(data=data, rewards=[odd]))
+    assert isinstance(trainer, RLTrainer)
+    rollout: Any = trainer.source.rollout
+    assert [r.prompt for r in trainer.source.rows] == [d["prompt"] for d in DATA]
+    assert all(rollout.decode(rollout.encode(r)) == r.prompt for r in trainer.source.rows)
