@@ -107,7 +107,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--algorithm", choices=sorted(STEPS), default="grpo")
-    parser.add_argument("--subprocesses", type=int, default=3, metavar="N", help="the first N trials run `python -m reinforge`, the others are forks")
+    parser.add_argument(
+        "--subprocesses", type=int, default=3, metavar="N", help="the first N trials run `python -m reinforge`, the others are forks"
+    )
     parser.add_argument("--points", action=argparse.BooleanOptionalAction, default=True, help="also kill at the named points")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-resume-") as name:
@@ -116,7 +118,9 @@ def main() -> int:
         config = runs.write_config(folder, runs.make_model(folder), args.algorithm, train={"steps": steps})
         bench = Bench(folder, config, steps, random.Random(args.seed))
         expected = bench.measure()
-        print(f"{args.algorithm}: {steps} steps in {bench.seconds:.2f} s after a start-up of {bench.startup:.2f} s, digest {expected.digest[:16]}")
+        print(
+            f"{args.algorithm}: {steps} steps in {bench.seconds:.2f} s after a start-up of {bench.startup:.2f} s, digest {expected.digest[:16]}"
+        )
         equal = points = 0
         for i in range(args.kills):
             forked = i >= args.subprocesses

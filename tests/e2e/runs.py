@@ -1,4 +1,4 @@
-"""Runs of the real command line on a tiny model: how to start, kill and compare them. Used by the tests here and by benchmarks/kill_resume.py.
+"""Runs of the real command line on a tiny model: how to start, kill and compare them. benchmarks/kill_resume.py uses it too.
 
 A run is started in one of two ways, and both are a process of its own that a signal can kill at any moment:
 - `start(...)`: `python -m reinforge ...`, as a user does. Importing torch and transformers takes most of its life.
@@ -243,12 +243,15 @@ class Evidence:
 def evidence(run_dir: Path) -> Evidence:
     from reinforge.checkpoint.store import digest_run
 
-    metrics = [{k: v for k, v in line.items() if k not in CLOCK and not k.startswith(("time/", "share/"))} for line in lines(run_dir / "metrics.jsonl")]
+    metrics = [
+        {k: v for k, v in line.items() if k not in CLOCK and not k.startswith(("time/", "share/"))}
+        for line in lines(run_dir / "metrics.jsonl")
+    ]
     return Evidence(digest_run(run_dir), metrics, lines(run_dir / "samples.jsonl"))
 
 
 def trained_steps(run_dir: Path) -> list[int]:
-    return [line["step"] for line in lines(run_dir / "metrics.jsonl") if "train/loss" in line]
+    return [line["step"] for line in lines(run_dir / "metrics.jsonl") if "time/step" in line]
 
 
 def evaluated_steps(run_dir: Path) -> list[int]:
@@ -269,3 +272,28 @@ def differences(run_dir: Path, expected: Evidence, steps: int) -> list[str]:
             out.append(f"{name} differ from line {at + 1} on ({len(ours)} lines, {len(theirs)} expected)")
     leftovers = [p.name for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".")]
     return out + ([f"left behind: {leftovers}"] if leftovers else [])
+
+
+@dataclass
+class Whole:
+    """A configuration, and what came out of running it without interruption."""
+
+    config: Path
+    steps: int
+    evidence: Evidence
+    seconds: float  # of training, after the start-up
+
+    def command(self, *overrides: str) -> list[str]:
+        return ["train", str(self.config), "run.dir=run", *overrides]
+
+    def differences(self, run_dir: Path) -> list[str]:
+        return differences(run_dir, self.evidence, self.steps)
+
+
+def whole(folder: Path, config: Path, steps: int) -> Whole:
+    """Runs the configuration to its end."""
+    process = start(["train", str(config), "run.dir=whole"], folder, forked=True)
+    assert process.wait() == 0, process.output()
+    events = lines(folder / "whole" / "events.jsonl")
+    assert (events[0]["kind"], events[-1]["kind"]) == ("started", "finished")
+    return Whole(config, steps, evidence(folder / "whole"), events[-1]["time"] - events[0]["time"])

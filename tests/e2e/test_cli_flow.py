@@ -27,7 +27,9 @@ class Trained:
 def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """An SFT run with evaluation, made by the command as a user types it."""
     folder = tmp_path_factory.mktemp("flow")
-    config = runs.write_config(folder, tiny, "sft", train={"steps": STEPS, "learning_rate": 1e-2, "prompts_per_step": 16}, eval={"every": 10})
+    config = runs.write_config(
+        folder, tiny, "sft", train={"steps": STEPS, "learning_rate": 1e-2, "prompts_per_step": 16}, eval={"every": 10}
+    )
     done = runs.cli("train", config.name, "run.dir=runs/sft", cwd=folder)
     assert done.returncode == 0, done.stderr
     return Trained(folder, config, done.stdout)
@@ -113,7 +115,9 @@ def test_generate_agrees_with_transformers(trained: Trained, exported: Path) -> 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (trained.folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "tag": i}) + "\n" for i, p in enumerate(PROMPTS)))
-    code, said = runs.forked("generate", "runs/sft", "--prompts", "prompts.jsonl", "--out", "got.jsonl", "-t", 0, "--max-new-tokens", 8, cwd=trained.folder)
+    code, said = runs.forked(
+        "generate", "runs/sft", "--prompts", "prompts.jsonl", "--out", "got.jsonl", "-t", 0, "--max-new-tokens", 8, cwd=trained.folder
+    )
     assert code == 0 and said.splitlines()[-1] == "3 rows in got.jsonl", said
     model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
     rows = runs.lines(trained.folder / "got.jsonl")
@@ -131,7 +135,21 @@ def test_sampling_is_a_function_of_the_seed(trained: Trained, exported: Path) ->
     (trained.folder / "one.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
     texts = []
     for seed in (0, 0, 1):
-        code, said = runs.forked("generate", "out", "--prompts", "one.jsonl", "--out", "s.jsonl", "-n", 4, "--max-new-tokens", 8, "--seed", seed, cwd=trained.folder)
+        code, said = runs.forked(
+            "generate",
+            "out",
+            "--prompts",
+            "one.jsonl",
+            "--out",
+            "s.jsonl",
+            "-n",
+            4,
+            "--max-new-tokens",
+            8,
+            "--seed",
+            seed,
+            cwd=trained.folder,
+        )
         assert code == 0, said
         texts.append([row["tokens"] for row in runs.lines(trained.folder / "s.jsonl")])
     assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 4 and len({str(t) for t in texts[0]}) > 1
@@ -174,17 +192,25 @@ def test_runs_list_show_compare_digest(trained: Trained, lora: Path) -> None:
 
 
 def test_chat_through_a_pipe(trained: Trained) -> None:
-    done = runs.cli("chat", "runs/sft", "-t", "0", "--max-new-tokens", "6", cwd=trained.folder, text="1+2=\n\n/reset\n1+2=\n/quit\nnot read\n")
+    done = runs.cli(
+        "chat", "runs/sft", "-t", "0", "--max-new-tokens", "6", cwd=trained.folder, text="1+2=\n\n/reset\n1+2=\n/quit\nnot read\n"
+    )
     assert done.returncode == 0, done.stderr
     answers = [part.strip() for part in done.stdout.split("> ")[1:]]
-    assert answers[0] and answers[0] == answers[3] and answers[1] == answers[2] == "", "the same question from the start has the same answer"
+    assert answers[0] and answers[0] == answers[3] and answers[1] == answers[2] == "", (
+        "the same question from the start has the same answer"
+    )
     assert len(answers) == 5
 
 
 def test_schema_and_algorithms(tmp_path: Path) -> None:
     done = runs.cli("schema", cwd=tmp_path)
     schema = json.loads(done.stdout)
-    assert done.returncode == 0 and schema["additionalProperties"] is False and {"model", "algorithm", "data", "train", "run"} <= set(schema["required"])
+    assert (
+        done.returncode == 0
+        and schema["additionalProperties"] is False
+        and {"model", "algorithm", "data", "train", "run"} <= set(schema["required"])
+    )
     code, said = runs.forked("algorithms", cwd=tmp_path)
     assert code == 0 and {"sft", "grpo", "dapo"} <= {line.split("\t")[0] for line in said.splitlines()}
 
@@ -240,7 +266,7 @@ def mistakes(trained: Trained, exported: Path, tiny: Path) -> Path:
     runs.write_config(folder, tiny)
     (folder / "bad.py").write_text(BAD_REWARDS)
     (folder / "torn.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": \n')
-    (folder / "unnamed.jsonl").write_text('{"question": "1+1="}\n')
+    (folder / "unnamed.jsonl").write_text('{"colour": "red"}\n')
     (folder / "good.jsonl").write_text('{"prompt": "1+1="}\n')
     return folder
 

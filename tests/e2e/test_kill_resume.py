@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from conftest import Whole
+from runs import Whole, whole
 
 from reinforge.checkpoint import store
 from reinforge.rollout.journal import Journal
@@ -87,9 +87,11 @@ def test_killed_again_and_again(grpo: Whole, tmp_path: Path) -> None:
 
 def test_lora_with_a_reference(tiny: Path, tmp_path: Path) -> None:
     """The adapter alone is in the checkpoint; the KL pulls towards the base model, which must be the same after the kill."""
-    from conftest import whole
-
-    changes = {"adapter": {"kind": "lora", "rank": 4}, "algorithm": {"kl": {"coefficient": 0.1}, "epochs": 2, "minibatches": 2}, "train": {"steps": 5}}
+    changes = {
+        "adapter": {"kind": "lora", "rank": 4},
+        "algorithm": {"kl": {"coefficient": 0.1}, "epochs": 2, "minibatches": 2},
+        "train": {"steps": 5},
+    }
     run = whole(tmp_path, runs.write_config(tmp_path, tiny, **changes), 5)
     crash(run, tmp_path, "step:end@4")
     finish(run, tmp_path)
@@ -99,8 +101,6 @@ def test_lora_with_a_reference(tiny: Path, tmp_path: Path) -> None:
 
 def test_the_micro_batch_size_is_part_of_the_state(tiny: Path, tmp_path: Path) -> None:
     """`auto` is computed from free memory, which is another after a restart: the resumed run takes what it had."""
-    from conftest import whole
-
     config = runs.write_config(tmp_path, tiny, train={"steps": 6, "tokens_per_microbatch": 48})
     run = whole(tmp_path, config, 6)
     crash(run, tmp_path, "step:end@5")
@@ -108,9 +108,25 @@ def test_the_micro_batch_size_is_part_of_the_state(tiny: Path, tmp_path: Path) -
     assert run.differences(tmp_path / "run") == []
 
 
+def test_dynamic_sampling_best_and_early_stop(tiny: Path, tmp_path: Path) -> None:
+    """Refills move the cursor by another amount each step; the best evaluation so far decides what is kept and when the run ends."""
+    changes = {
+        "rewards": [{"name": "exact_number"}], "algorithm": {"overlong_buffer": 0, "group_size": 8, "max_refills": 12}, "train": {"steps": 12, "prompts_per_step": 2, "learning_rate": 0.03}, "data": {"options": {"max_value": 2, "terms": [2, 4]}, "eval": {"size": 8}},
+        "eval": {"every": 1, "temperature": 1.0, "samples": 2, "early_stop": {"metric": "eval/reward", "patience": 4}}, "run": {"checkpoint": {"best": "eval/reward", "keep": 1}},
+    }  # fmt: skip
+    run = whole(tmp_path, runs.write_config(tmp_path, tiny, "dapo", **changes), 12)
+    run.steps = runs.trained_steps(tmp_path / "whole")[-1]
+    rounds = [line["groups/rounds"] for line in run.evidence.metrics if "groups/rounds" in line]
+    assert run.steps < 12 and len(set(rounds)) > 1, "otherwise this shows nothing"
+    crash(run, tmp_path, f"step:end@{run.steps - 1}")
+    assert "did not improve in 4 evaluations" in finish(run, tmp_path)
+    assert run.differences(tmp_path / "run") == []
+    assert [p.name for p in store.steps(tmp_path / "run")] == [p.name for p in store.steps(tmp_path / "whole")]
+
+
 # ---- what the outside world said ----
 
-RANDOM = '''
+RANDOM = """
 import json, os
 
 def noise(prompts, completions, **columns):
@@ -118,14 +134,19 @@ def noise(prompts, completions, **columns):
     with open("asked.jsonl", "a") as file:
         file.write(json.dumps([prompts[0], completions]) + "\\n")
     return values
-'''
+"""
 
 
 def test_a_reward_is_not_asked_twice(tiny: Path, tmp_path: Path) -> None:
     """A reward that answers differently each time: the step that is done again trains on the answers of the first time."""
     (tmp_path / "noise.py").write_text(RANDOM)
     config = runs.write_config(
-        tmp_path, tiny, rewards=[{"name": f"{tmp_path / 'noise.py'}:noise"}], train={"steps": 6}, data={"eval": {"size": 0}}, eval={"every": 0}
+        tmp_path,
+        tiny,
+        rewards=[{"name": f"{tmp_path / 'noise.py'}:noise"}],
+        train={"steps": 6},
+        data={"eval": {"size": 0}},
+        eval={"every": 0},
     )
     run = Whole(config, 6, runs.Evidence("", [], []), 0.0)
     crash(run, tmp_path, "step:end@4")  # steps 3 and 4 are done again
@@ -157,7 +178,11 @@ def test_an_entry_after_a_torn_line_is_kept(tmp_path: Path) -> None:
 
 def test_a_finished_run_does_nothing(sft: Whole, tmp_path: Path) -> None:
     finish(sft, tmp_path)
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.suffix == ".safetensors" or p.name in ("metrics.jsonl", "samples.jsonl")}
+    before = {
+        p: p.stat().st_mtime_ns
+        for p in (tmp_path / "run").rglob("*")
+        if p.suffix == ".safetensors" or p.name in ("metrics.jsonl", "samples.jsonl")
+    }
     assert len(before) >= 5
     said = finish(sft, tmp_path)
     assert "this run is finished (step 40)" in said
@@ -207,7 +232,10 @@ def test_a_damaged_checkpoint_is_named_and_never_used(sft: Whole, tmp_path: Path
 
 def test_a_checkpoint_of_something_else_is_refused(sft: Whole, tmp_path: Path) -> None:
     crash(sft, tmp_path, "step:end@5")
-    for override, said in (("data.options.seed=5", "the checkpoint was made with other rows"), ("run.seed=1", "Set run.seed to 0 to resume")):
+    for override, said in (
+        ("data.options.seed=5", "the checkpoint was made with other rows"),
+        ("run.seed=1", "Set run.seed to 0 to resume"),
+    ):
         process = runs.start(sft.command(override), tmp_path, forked=True)
         assert process.wait() == 2 and said in process.output(), process.output()
     finish(sft, tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from conftest import Whole, whole
+from runs import Whole, whole
 
 from reinforge.checkpoint import store
 
@@ -80,7 +80,9 @@ def test_killed_while_replacing_the_checkpoint_of_a_signal(short: Whole, tmp_pat
 
 def test_generation_is_cut_at_once(short: Whole, tmp_path: Path, tiny: Path) -> None:
     """With long completions almost all of a step is generation. The signal ends it in the middle: the step is never trained."""
-    config = runs.write_config(tmp_path / "long", tiny, train={"steps": 3}, rollout={"max_new_tokens": 240}, data={"eval": {"size": 0}}, eval={"every": 0})
+    config = runs.write_config(
+        tmp_path / "long", tiny, train={"steps": 3}, rollout={"max_new_tokens": 240}, data={"eval": {"size": 0}}, eval={"every": 0}
+    )
     run = whole(tmp_path / "long", config, 3)
     process = runs.start(run.command(), tmp_path, forked=True)
     process.until(lambda: b'"step": 1,' in read(tmp_path / "run" / "metrics.jsonl"))
@@ -95,7 +97,9 @@ def test_generation_is_cut_at_once(short: Whole, tmp_path: Path, tiny: Path) -> 
 
 def test_supervised_training_stops_after_the_step_at_hand(tmp_path: Path, tiny: Path) -> None:
     """Nothing in an SFT step waits for anything, yet the signal is seen in the step in which it arrives."""
-    config = runs.write_config(tmp_path / "slow", tiny, "sft", train={"steps": 8, "prompts_per_step": 50, "tokens_per_microbatch": 8}, eval={"every": 0})
+    config = runs.write_config(
+        tmp_path / "slow", tiny, "sft", train={"steps": 8, "prompts_per_step": 50, "tokens_per_microbatch": 8}, eval={"every": 0}
+    )
     run = whole(tmp_path / "slow", config, 8)
     process = runs.start(run.command(), tmp_path, forked=True)
     process.until(lambda: b'"step": 3,' in read(tmp_path / "run" / "metrics.jsonl"))

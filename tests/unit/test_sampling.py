@@ -151,3 +151,16 @@ def test_edges_of_the_unit_interval() -> None:
     huge = torch.tensor([[200.0, -200.0, 0.0]])
     picked, logprobs = draw(huge, torch.ones(1), torch.tensor([0.5], dtype=torch.float64))
     assert picked.tolist() == [0] and logprobs.tolist() == [0.0]
+
+
+def test_ties_and_the_border_of_the_nucleus() -> None:
+    """Four tokens of exactly a quarter: top_p 0.5 is reached by two of them."""
+    kept = keep_top(torch.zeros(3, 4), torch.tensor([0.5, 0.51, 0.25]), torch.zeros(3, dtype=torch.int64), torch.zeros(3))
+    assert kept.isfinite().sum(-1).tolist() == [2, 3, 1]
+
+
+def test_a_filter_that_is_off_drops_nothing_from_a_large_vocabulary() -> None:
+    """Rounding pushes float32 sums past 1 before the last token: a free row beside a filtered one must not lose its tail."""
+    z = torch.randn(4, 150_000, generator=torch.Generator().manual_seed(0))
+    kept = keep_top(z, torch.tensor([1.0, 1.0, 1.0, 0.9]), torch.zeros(4, dtype=torch.int64), torch.zeros(4))
+    assert torch.equal(kept[:3], z[:3]) and not torch.equal(kept[3], z[3])

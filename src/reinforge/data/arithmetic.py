@@ -28,6 +28,7 @@ class ChainOptions(Section):
     digits: Annotated[int, Field(ge=1, le=18)] | None = Field(None, description="Numbers of up to this many digits. Or give max_value.")
     max_value: Count = Field(99, description="The largest number in a problem.")
     operators: Annotated[str, Field(min_length=1, pattern=r"^[-+*]+$")] = Field("+-", description="Any of + - *; drawn uniformly.")
+    modulus: Count | None = Field(None, description="Every result is taken modulo this (clock arithmetic): easy step by step, hard at a glance.")
     size: Count = Field(1000, description="Problems.")
     seed: int = 0
     split: Literal["train", "eval", "all"] = Field("train", description="Which problem texts: about 90%, the other 10%, or both.")
@@ -66,17 +67,20 @@ def split_of(text: str) -> Literal["train", "eval"]:
     return "eval" if seed_of("arithmetic", "split", text) % 10 == 0 else "train"
 
 
-def solve(numbers: list[int], operators: list[str]) -> tuple[int, list[str]]:
-    """The value, and the steps that lead to it: products first, then left to right.
+def solve(numbers: list[int], operators: list[str], modulus: int | None = None) -> tuple[int, list[str]]:
+    """The value, and the steps that lead to it: products first, then left to right; each result modulo `modulus`.
 
     >>> solve([12, 7, 3], ["+", "-"])
     (16, ['12+7=19', '19-3=16'])
+    >>> solve([7, 8, 9], ["+", "-"], modulus=10)
+    (6, ['7+8=5', '5-9=6'])
     """
     values, ops, steps = list(numbers), list(operators), []
     while ops:
         i = ops.index("*") if "*" in ops else 0
         a, op, b = values[i], ops.pop(i), values.pop(i + 1)
-        values[i] = a * b if op == "*" else a + b if op == "+" else a - b
+        result = a * b if op == "*" else a + b if op == "+" else a - b
+        values[i] = result if modulus is None else result % modulus
         steps.append(f"{a}{op}{b}={values[i]}")
     return values[0], steps
 
@@ -89,7 +93,7 @@ def problem(options: ChainOptions, index: int) -> dict[str, Any]:
         operators = [rng.choice(options.operators) for _ in numbers[1:]]
         text = str(numbers[0]) + "".join(op + str(n) for op, n in zip(operators, numbers[1:], strict=True)) + "="
         if options.split in ("all", split_of(text)):
-            answer, steps = solve(numbers, operators)
+            answer, steps = solve(numbers, operators, options.modulus)
             shown = seed_of(options.seed, "arithmetic:scratch", index) % 1000 < 1000 * options.scratch
             return {"prompt": text, "answer": str(answer), "completion": _worked_out(steps, options) if shown else str(answer)}
     raise InputError(f"so few problems exist that none is in split {options.split}", where="arithmetic:chain",

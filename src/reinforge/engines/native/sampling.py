@@ -35,7 +35,7 @@ def keep_top(z: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
     p = ordered.softmax(-1)
     rank = torch.arange(z.shape[-1], device=z.device)[None]
     drop = (top_k[:, None] > 0) & (rank >= top_k[:, None])
-    drop |= (p.cumsum(-1) - p) >= top_p[:, None]  # the token that crosses top_p stays
+    drop |= (top_p[:, None] < 1) & ((p.cumsum(-1) - p) >= top_p[:, None])  # the token that crosses top_p stays; float sums pass 1 early
     drop |= p < min_p[:, None] * p[:, :1]
     drop[:, 0] = False
     return z.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
