@@ -80,12 +80,18 @@ def main() -> None:
             write_prompts(prompts, model, PROMPTS * (args.steps + 2))
             ours = measure(sys.executable, "ours_grpo.py", model, prompts, load["cap"], args.steps)
             peer = measure(args.trl_python, "trl_grpo.py", model, prompts, load["cap"], args.steps)
-            results[name] = {"reinforge": ours, "trl": peer, "ratio": statistics.median(peer["steps"][1:]) / statistics.median(ours["steps"][1:])}
+            results[name] = {
+                "reinforge": ours,
+                "trl": peer,
+                "ratio": statistics.median(peer["steps"][1:]) / statistics.median(ours["steps"][1:]),
+            }
     print(f"{'workload':<10}{'reinforge s':>12}{'TRL s':>9}{'ratio':>8}{'mean length':>22}")
     for name, r in results.items():
         ours, peer = r["reinforge"], r["trl"]
         lengths = f"{ours['length']:.1f} / {peer['length']:.1f}"
-        print(f"{name:<10}{statistics.median(ours['steps'][1:]):>12.2f}{statistics.median(peer['steps'][1:]):>9.2f}{r['ratio']:>7.2f}x{lengths:>22}")
+        print(
+            f"{name:<10}{statistics.median(ours['steps'][1:]):>12.2f}{statistics.median(peer['steps'][1:]):>9.2f}{r['ratio']:>7.2f}x{lengths:>22}"
+        )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from pathlib import Path
 
 import reinforge
 from reinforge.watch.runs import read_lines
@@ -17,7 +18,7 @@ def reward(completions: list[str], **_: object) -> list[float]:
 
 
 with tempfile.TemporaryDirectory() as folder:
-    result = reinforge.train(model=model, data=[json.loads(line) for line in open(prompts)], rewards=[reward], algorithm="grpo", dir=folder, steps=steps,
+    result = reinforge.train(model=model, data=[json.loads(line) for line in Path(prompts).read_text().splitlines()], rewards=[reward], algorithm="grpo", dir=folder, steps=steps,
                              learning_rate=1e-6, max_new_tokens=cap, group_size=group, prompts_per_step=per_step,
                              overrides=["run.checkpoint.every=0", "run.log.samples_every=0", "model.device=cpu"])  # fmt: skip
     lines = [line for line in read_lines(result.run_dir / "metrics.jsonl") if "time/step" in line]

@@ -66,7 +66,9 @@ def test_greedy_equals_transformers_in_float32(kind: str) -> None:
 
     for prompt, tokens in zip(prompts(), asyncio.run(go()), strict=True):
         ids = torch.tensor([prompt], device="cuda")
-        out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, eos_token_id=3, pad_token_id=0)
+        out = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, eos_token_id=3, pad_token_id=0
+        )
         assert out[0, len(prompt) :].tolist() == tokens
 
 

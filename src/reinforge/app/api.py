@@ -1,11 +1,11 @@
 """The Python door. The command line builds the same objects.
 
-    import reinforge
+import reinforge
 
-    def reward(prompts, completions, answer, **columns):
-        return [float(c.strip() == a) for c, a in zip(completions, answer)]
+def reward(prompts, completions, answer, **columns):
+    return [float(c.strip() == a) for c, a in zip(completions, answer)]
 
-    result = reinforge.train(model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows, rewards=[reward], algorithm="grpo", steps=100)
+result = reinforge.train(model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows, rewards=[reward], algorithm="grpo", steps=100)
 """
 
 from __future__ import annotations
@@ -79,7 +79,13 @@ def train_config(config: Config, given: Given | None = None, view: ViewLike | No
     started = time.monotonic()
     run_sync(go())
     finite = {name: value for name, value in session.last.items() if math.isfinite(value)}  # NaN is not JSON
-    summary = {"steps": session.step, "stopped": session.stopped, "seconds": time.monotonic() - started, "metrics": finite, "counters": session.counters}
+    summary = {
+        "steps": session.step,
+        "stopped": session.stopped,
+        "seconds": time.monotonic() - started,
+        "metrics": finite,
+        "counters": session.counters,
+    }
     (session.dir / "summary.json").write_text(json.dumps(summary, indent=1))
     return RunResult(session.dir, session.last, session.step, session.stopped, write_report(session.dir))
 
@@ -100,7 +106,9 @@ def train(
 
     functions = [r for r in rewards or () if callable(r)]
     if functions and len(functions) != len(rewards or ()):
-        raise InputError("rewards are functions or names, not both.", where="rewards", fix="Write named ones as `file.py:function`, or wrap them.")
+        raise InputError(
+            "rewards are functions or names, not both.", where="rewards", fix="Write named ones as `file.py:function`, or wrap them."
+        )
     given = Given(data=None if data is None or isinstance(data, str) else list(data), eval_data=eval_data, rewards=functions or None)
     if config is not None:
         usual = inspect.signature(train).parameters
@@ -150,4 +158,16 @@ def generate(model: str, prompts: str | Path, out: str | Path, *, n: int = 1, te
     """Completions for every row of a prompts file, as JSONL: the row's columns, completion, tokens, logprobs, stop. Returns rows written."""
     from reinforge.app.generate import generate_file
 
-    return run_sync(generate_file(model, Path(prompts), Path(out), n=n, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, adapter=adapter))
+    return run_sync(
+        generate_file(
+            model,
+            Path(prompts),
+            Path(out),
+            n=n,
+            temperature=temperature,
+            top_p=top_p,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            adapter=adapter,
+        )
+    )

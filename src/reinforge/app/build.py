@@ -100,7 +100,9 @@ class Workshop:
         self.rewards: list[FunctionReward] = build_rewards(self.given.rewards if self.given.rewards is not None else cfg.rewards)
         self.model = self.given.model or load_model(cfg.model, cfg.adapter, seed=seed_of(cfg.run.seed, "adapter") % 2**31)
         self.renderer = Renderer(self.model.tokenizer, cfg.data)
-        self.context = context_length(cfg.model) if self.given.model is None else int(getattr(self.model.config, "max_position_embeddings", 1 << 20))
+        self.context = (
+            context_length(cfg.model) if self.given.model is None else int(getattr(self.model.config, "max_position_embeddings", 1 << 20))
+        )
         self.engine = NativeEngine(self.model, stop_tokens={*stop_tokens(self.model), *self.renderer.stop_tokens}, max_batch=cfg.rollout.max_batch,
                                    kv_gib=cfg.rollout.kv_gib, context=self.context)  # fmt: skip
         self.weights = {r.name: r.weight for r in self.rewards}
@@ -108,7 +110,9 @@ class Workshop:
             self.view.message(note)
 
     def backend(self, steps: int, temperature: float) -> LocalBackend:
-        return LocalBackend(self.model, self.cfg.train, total_steps=steps, temperature=temperature, reference="reference" in self.algorithm.loss.needs)
+        return LocalBackend(
+            self.model, self.cfg.train, total_steps=steps, temperature=temperature, reference="reference" in self.algorithm.loss.needs
+        )
 
     def cursor(self, rows: Sequence[Any], ids: Sequence[Row]) -> Cursor:
         return Cursor(len(rows), self.cfg.run.seed, self.cfg.data.shuffle, fingerprint=fingerprint(ids))
@@ -165,7 +169,9 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
         Sampling(new_tokens, cfg.rollout.temperature, stop_strings=tuple(cfg.rollout.stop)), n=cfg.algorithm.group_size, seed=cfg.run.seed,
         journal=journal, shape=partial(overlong_penalty, max_new_tokens=new_tokens, buffer=buffer) if buffer else None, on_error=cfg.rollout.on_reward_error,
     )  # fmt: skip
-    source = Source(rows, cursor, rollout, cfg.train.prompts_per_step, dynamic=shop.algorithm.dynamic_sampling, max_refills=cfg.algorithm.max_refills)
+    source = Source(
+        rows, cursor, rollout, cfg.train.prompts_per_step, dynamic=shop.algorithm.dynamic_sampling, max_refills=cfg.algorithm.max_refills
+    )
     session = Session(cfg, backend, cursor, steps, view, shop.heldout(), journal.clear)
     return RLTrainer(session, source, backend, shop.engine, shop.algorithm, new_tokens, shop.weights,
                      cfg.algorithm.epochs, cfg.algorithm.minibatches)  # fmt: skip

@@ -16,12 +16,16 @@ from reinforge.models.load import stop_tokens
 from reinforge.watch.view import visible
 
 
-def chat(model_name: str, *, temperature: float = 0.7, top_p: float = 0.95, max_new_tokens: int = 512, system: str | None = None, seed: int = 0) -> None:
+def chat(
+    model_name: str, *, temperature: float = 0.7, top_p: float = 0.95, max_new_tokens: int = 512, system: str | None = None, seed: int = 0
+) -> None:
     """Reads lines until end of input, /reset forgets the conversation, /quit ends it."""
     model, config = open_model(model_name)
     data = config.data if config else DataConfig(source="chat")
     renderer = Renderer(model.tokenizer, data)
-    engine = NativeEngine(model, stop_tokens={*stop_tokens(model), *renderer.stop_tokens}, context=getattr(model.config, "max_position_embeddings", None))
+    engine = NativeEngine(
+        model, stop_tokens={*stop_tokens(model), *renderer.stop_tokens}, context=getattr(model.config, "max_position_embeddings", None)
+    )
     sampling = Sampling(max_new_tokens, temperature, top_p=top_p)
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages = list(start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from reinforge.app.runs import checkpoint_of, is_run, load_weights
 from reinforge.config.load import config_from_dict
@@ -20,7 +21,9 @@ def export(run: Path, out: Path, *, checkpoint: str = "latest", merge: bool = Fa
     config = config_from_dict(json.loads((run / "config.json").read_text()), where=str(run / "config.json"))
     model = load_model(config.model, config.adapter)
     load_weights(model, run, checkpoint)
-    module = model.module.merge_and_unload() if merge and config.adapter is not None else model.module
+    module: Any = model.module
+    if merge and config.adapter is not None:
+        module = module.merge_and_unload()
     model.causal.set_attn_implementation("sdpa")
     module.save_pretrained(out)
     model.tokenizer.save_pretrained(out)

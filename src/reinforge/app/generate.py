@@ -21,11 +21,15 @@ async def generate_file(model_name: str, prompts: Path, out: Path, *, n: int, te
                         adapter: str | None) -> int:  # fmt: skip
     """One JSON line per completion, in the order of the rows. The file appears whole or not at all."""
     model, config = open_model(model_name, adapter=adapter)
-    data = config.data if config else DataConfig(source=str(prompts))  # a run's prompts are rendered as it was trained; what chose its rows is left out
+    data = (
+        config.data if config else DataConfig(source=str(prompts))
+    )  # a run's prompts are rendered as it was trained; what chose its rows is left out
     data = data.model_copy(update={"source": str(prompts), "options": {}, "where": {}, "limit": None})
     rows = load_rows(data)
     renderer = Renderer(model.tokenizer, data)
-    engine = NativeEngine(model, stop_tokens={*stop_tokens(model), *renderer.stop_tokens}, context=getattr(model.config, "max_position_embeddings", None))
+    engine = NativeEngine(
+        model, stop_tokens={*stop_tokens(model), *renderer.stop_tokens}, context=getattr(model.config, "max_position_embeddings", None)
+    )
     sampling = Sampling(max_new_tokens, temperature, top_p=top_p)
 
     async def one(row: Row) -> list[str]:

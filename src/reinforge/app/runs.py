@@ -41,7 +41,9 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
             raise InputError("this run kept no best checkpoint.", where="checkpoint", fix="Set run.checkpoint.best, or take `latest`.")
         return there[step]
     if not which.isdigit() or int(which) not in there:
-        raise InputError(f"there is no checkpoint {which!r}.", where="checkpoint", fix=f"There are: latest, best, {', '.join(map(str, sorted(there)))}.")
+        raise InputError(
+            f"there is no checkpoint {which!r}.", where="checkpoint", fix=f"There are: latest, best, {', '.join(map(str, sorted(there)))}."
+        )
     return there[int(which)]
 
 

@@ -69,7 +69,12 @@ class LocalBackend:
         if math.isfinite(norm) and norm > 0:
             self.optimizer.step(rate, limit / norm if limit and norm > limit else 1.0)
         self.optimizer.zero()
-        return {"train/grad_norm": norm, "train/learning_rate": rate, "train/skipped": float(not math.isfinite(norm)), "train/empty": float(norm == 0)}
+        return {
+            "train/grad_norm": norm,
+            "train/learning_rate": rate,
+            "train/skipped": float(not math.isfinite(norm)),
+            "train/empty": float(norm == 0),
+        }
 
     def weights(self) -> Weights:
         return Weights("shared", module=self.model.module)

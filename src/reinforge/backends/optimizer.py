@@ -92,4 +92,6 @@ class MasterAdamW:
                 master.copy_(tensors[f"{name}/master"])
             state = {key: tensors[f"{name}/{key}"] for key in ("exp_avg", "exp_avg_sq", "step") if f"{name}/{key}" in tensors}
             if state:
-                self.adam.state[master] = {k: v.clone().to(master.device if k != "step" or master.is_cuda else "cpu") for k, v in state.items()}
+                self.adam.state[master] = {
+                    k: v.clone().to(master.device if k != "step" or master.is_cuda else "cpu") for k, v in state.items()
+                }

@@ -23,12 +23,16 @@ class Section(BaseModel):
 class ModelConfig(Section):
     path: str = Field(description="Hub id, local directory, or .gguf file.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Precision of the module. auto: bfloat16 on a GPU, float32 on a CPU. bfloat16 always keeps float32 master weights.")
+        "auto",
+        description="Precision of the module. auto: bfloat16 on a GPU, float32 on a CPU. bfloat16 always keeps float32 master weights.",
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N. auto: the first GPU if there is one.")
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch).")
     tokenizer: str | None = Field(None, description="Take the tokenizer from here instead of from path.")
     chat_template: str | None = Field(None, description="A jinja file that replaces the tokenizer's chat template.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory, about a third more time.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
 
 
 class AdapterConfig(Section):
@@ -47,11 +51,15 @@ class ClipConfig(Section):
 
 class KLConfig(Section):
     coefficient: NonNegative = Field(0.0, description="Weight of the KL to the reference. 0 loads no reference.")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="As a loss: k2 has the reverse-KL gradient, k3 the forward-KL gradient, k1 none in expectation.")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="As a loss: k2 has the reverse-KL gradient, k3 the forward-KL gradient, k1 none in expectation."
+    )
 
 
 class CorrectionConfig(Section):
-    name: Literal["none", "tis", "mis"] = Field("none", description="Importance correction for rollout/trainer mismatch: tis truncates the token weight, mis masks the token.")
+    name: Literal["none", "tis", "mis"] = Field(
+        "none", description="Importance correction for rollout/trainer mismatch: tis truncates the token weight, mis masks the token."
+    )
     cap: Positive = Field(2.0, description="The largest importance weight.")
 
 
@@ -60,16 +68,24 @@ class AlgorithmConfig(Section):
     group_size: Count = Field(8, description="Samples per prompt.")
     advantage: str | None = Field(None, description="An advantage function by name, or `file.py:function`.")
     surrogate: str | None = Field(None, description="A surrogate by name, or `file.py:function`.")
-    reduce: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] | None = Field(None, description="How token losses become one number.")
-    scale: Literal["group", "batch", "none"] | None = Field(None, description="What advantages are divided by: the group's std, the batch's std, or nothing.")
+    reduce: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] | None = Field(
+        None, description="How token losses become one number."
+    )
+    scale: Literal["group", "batch", "none"] | None = Field(
+        None, description="What advantages are divided by: the group's std, the batch's std, or nothing."
+    )
     std: Literal["sample", "population"] = Field("sample", description="ddof of that std: 1 or 0.")
     eps: Positive = Field(1e-4, description="Added to that std.")
     clip: ClipConfig = ClipConfig()
     kl: KLConfig = KLConfig()
     entropy: NonNegative = Field(0.0, description="Coefficient of the entropy bonus.")
     correction: CorrectionConfig = CorrectionConfig()
-    overlong: Literal["keep", "mask"] | None = Field(None, description="mask: truncated samples are not trained (they still count in group statistics).")
-    overlong_buffer: Natural | None = Field(None, description="DAPO's soft length penalty: the last this many tokens before max_new_tokens cost linearly up to -1 reward.")
+    overlong: Literal["keep", "mask"] | None = Field(
+        None, description="mask: truncated samples are not trained (they still count in group statistics)."
+    )
+    overlong_buffer: Natural | None = Field(
+        None, description="DAPO's soft length penalty: the last this many tokens before max_new_tokens cost linearly up to -1 reward."
+    )
     dynamic_sampling: bool | None = Field(None, description="Groups whose rewards are all equal are replaced by fresh prompts.")
     max_refills: Natural = Field(3, description="How many extra rounds dynamic sampling may take in one step.")
     epochs: Count = Field(1, description="Passes over each rollout batch.")
@@ -91,10 +107,14 @@ class DataConfig(Section):
     where: dict[str, Any] = Field({}, description="Keep only rows whose columns equal these values.")
     system: str | None = Field(None, description="System message put before every prompt.")
     template: str | None = Field(None, description="Prompt text with {column} places, e.g. 'Q: {question}\\nA:'.")
-    chat: Literal["auto", "always", "never"] = Field("auto", description="Render prompts with the chat template. auto: if the tokenizer has one.")
+    chat: Literal["auto", "always", "never"] = Field(
+        "auto", description="Render prompts with the chat template. auto: if the tokenizer has one."
+    )
     loss_on: Literal["assistant", "completion", "all"] = Field("assistant", description="SFT: which tokens are trained.")
     length: Literal["drop", "truncate", "error"] = Field("drop", description="What to do with rows longer than max_length.")
-    max_length: Count | None = Field(None, description="Longest row in tokens (RL: prompt). Default: what the model and rollout.max_new_tokens leave.")
+    max_length: Count | None = Field(
+        None, description="Longest row in tokens (RL: prompt). Default: what the model and rollout.max_new_tokens leave."
+    )
     shuffle: bool = Field(True, description="Visit rows in a new order every epoch, a function of run.seed.")
     limit: Count | None = Field(None, description="Use only the first this many rows.")
     eval: EvalDataConfig = EvalDataConfig()
@@ -116,7 +136,9 @@ class RolloutConfig(Section):
     stop: list[str] = Field([], description="Strings that end a completion.")
     max_batch: Count = Field(512, description="Sequences decoded at once.")
     kv_gib: Positive | None = Field(None, description="Memory of the KV cache; default: computed once from what is free, then recorded.")
-    on_reward_error: Literal["unscored", "raise"] = Field("raise", description="A reward that raises or returns nonsense: stop, or leave the sample unscored and count it.")
+    on_reward_error: Literal["unscored", "raise"] = Field(
+        "raise", description="A reward that raises or returns nonsense: stop, or leave the sample unscored and count it."
+    )
 
 
 class ScheduleConfig(Section):
@@ -140,7 +162,9 @@ class TrainConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     max_grad_norm: NonNegative = Field(1.0, description="0 = no clipping.")
-    tokens_per_microbatch: Literal["auto"] | Count = Field("auto", description="Packed tokens per forward/backward. The gradient does not depend on it.")
+    tokens_per_microbatch: Literal["auto"] | Count = Field(
+        "auto", description="Packed tokens per forward/backward. The gradient does not depend on it."
+    )
 
     @model_validator(mode="after")
     def _duration(self) -> TrainConfig:
@@ -169,20 +193,26 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: Natural = Field(50, description="Steps between checkpoints; 0 = only at the end.")
     keep: Count = Field(2, description="How many of the newest stay on disk.")
-    best: str | None = Field(None, description="Also keep the checkpoint that is best by this evaluation metric, e.g. eval/accuracy (max:) or min:eval/loss.")
+    best: str | None = Field(
+        None, description="Also keep the checkpoint that is best by this evaluation metric, e.g. eval/accuracy (max:) or min:eval/loss."
+    )
 
 
 class LogConfig(Section):
     samples_every: Natural = Field(10, description="Steps between tables of prompts, completions and rewards; 0 = never.")
     samples: Count = Field(4, description="Rows in such a table.")
-    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field([], description="Besides metrics.jsonl, which is always written.")
+    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        [], description="Besides metrics.jsonl, which is always written."
+    )
     project: str = Field("reinforge", description="Project name for wandb, mlflow and trackio.")
 
 
 class RunConfig(Section):
     dir: str = Field(description="Everything the run writes goes here.")
     seed: int = Field(0, description="Every random draw of the run is a function of it.")
-    resume: Literal["auto", "never", "must"] = Field("auto", description="auto: continue from the newest checkpoint in dir if there is one. never: refuse a directory that has one.")
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto", description="auto: continue from the newest checkpoint in dir if there is one. never: refuse a directory that has one."
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -206,8 +236,10 @@ class Config(Section):
         if rl and not self.rewards:
             raise ValueError(f"rewards: algorithm {self.algorithm.name} needs at least one reward")
         if rl and (self.rollout.top_p < 1 or self.rollout.top_k or self.rollout.min_p):
-            raise ValueError("rollout: top_p, top_k and min_p change the sampling distribution and would bias the policy gradient; "
-                             "set them under eval, or remove them")
+            raise ValueError(
+                "rollout: top_p, top_k and min_p change the sampling distribution and would bias the policy gradient; "
+                "set them under eval, or remove them"
+            )
         scale = self.algorithm.scale or ("none" if self.algorithm.name == "dr_grpo" else "group")
         if rl and self.algorithm.group_size == 1 and scale == "group":
             raise ValueError("algorithm.group_size: a group of 1 has no spread, every advantage would be 0; use at least 2")

@@ -60,6 +60,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device`; the samples stay where they are."""
+
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 

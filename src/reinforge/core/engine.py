@@ -70,6 +70,12 @@ class Engine(Protocol):
 
     async def wake(self) -> None: ...
 
+    def state(self) -> dict[str, int]:
+        """What its scheduling depends on beside the requests (the size of the KV pool): a resumed run must have the same."""
+        ...
+
+    def load(self, state: dict[str, int]) -> None: ...
+
 
 @dataclass(slots=True)
 class GenerationStats:

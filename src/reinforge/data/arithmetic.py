@@ -28,12 +28,22 @@ class ChainOptions(Section):
     digits: Annotated[int, Field(ge=1, le=18)] | None = Field(None, description="Numbers of up to this many digits. Or give max_value.")
     max_value: Count = Field(99, description="The largest number in a problem.")
     operators: Annotated[str, Field(min_length=1, pattern=r"^[-+*]+$")] = Field("+-", description="Any of + - *; drawn uniformly.")
-    modulus: Count | None = Field(None, description="Every result is taken modulo this (clock arithmetic): easy step by step, hard at a glance.")
+    modulus: Count | None = Field(
+        None, description="Every result is taken modulo this (clock arithmetic): easy step by step, hard at a glance."
+    )
     size: Count = Field(1000, description="Problems.")
     seed: int = 0
     split: Literal["train", "eval", "all"] = Field("train", description="Which problem texts: about 90%, the other 10%, or both.")
-    scratch: bool | Fraction = Field(False, description="The completion shows each intermediate result before the answer: always, never, or for this share of the problems.")
-    style: Literal["steps", "totals"] = Field("steps", description="How a scratch completion looks: 12+7=19,19-3=16 and the answer, or only the running totals 19,16.")
+    sloppy: Fraction = Field(
+        0.0, description="The share of completions that forget the last number: demonstrations with mistakes. The answer is always right."
+    )
+    scratch: bool | Fraction = Field(
+        False,
+        description="The completion shows each intermediate result before the answer: always, never, or for this share of the problems.",
+    )
+    style: Literal["steps", "totals"] = Field(
+        "steps", description="How a scratch completion looks: 12+7=19,19-3=16 and the answer, or only the running totals 19,16."
+    )
     marker: str = Field("#### ", description="What comes before the answer in a scratch completion.")
 
     @model_validator(mode="before")
@@ -94,14 +104,19 @@ def problem(options: ChainOptions, index: int) -> dict[str, Any]:
         text = str(numbers[0]) + "".join(op + str(n) for op, n in zip(operators, numbers[1:], strict=True)) + "="
         if options.split in ("all", split_of(text)):
             answer, steps = solve(numbers, operators, options.modulus)
+            if seed_of(options.seed, "arithmetic:sloppy", index) % 1000 < 1000 * options.sloppy:
+                steps = solve(numbers[:-1], operators[:-1], options.modulus)[1]
             shown = seed_of(options.seed, "arithmetic:scratch", index) % 1000 < 1000 * options.scratch
-            return {"prompt": text, "answer": str(answer), "completion": _worked_out(steps, options) if shown else str(answer)}
+            return {"prompt": text, "answer": str(answer), "completion": _written(steps, numbers[0], options, shown)}
     raise InputError(f"so few problems exist that none is in split {options.split}", where="arithmetic:chain",
                      fix="Use more terms or larger numbers, or split: all.")  # fmt: skip
 
 
-def _worked_out(steps: list[str], options: ChainOptions) -> str:
-    results = [step.rpartition("=")[2] for step in steps]
+def _written(steps: list[str], first: int, options: ChainOptions, shown: bool) -> str:
+    """What a demonstration writes: the last result alone, or all of them. Without a step (a sloppy sum of two) it is the first number."""
+    results = [step.rpartition("=")[2] for step in steps] or [str(first)]
+    if not shown:
+        return results[-1]
     return ",".join(results) if options.style == "totals" else ",".join(steps) + f"\n{options.marker}{results[-1]}"
 
 

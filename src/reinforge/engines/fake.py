@@ -72,3 +72,9 @@ class FakeEngine:
 
     async def wake(self) -> None:
         self.awake = True
+
+    def state(self) -> dict[str, int]:
+        return {}
+
+    def load(self, state: dict[str, int]) -> None:
+        assert not state, f"a fake engine has no state, got {state}"

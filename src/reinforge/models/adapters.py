@@ -26,7 +26,9 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int) -> Any:
             try:
                 wrapped = get_peft_model(module, lora)
             except ValueError as error:
-                raise InputError(str(error).splitlines()[0], where="adapter.targets", fix="Use all-linear, or names that occur in the model.") from error
+                raise InputError(
+                    str(error).splitlines()[0], where="adapter.targets", fix="Use all-linear, or names that occur in the model."
+                ) from error
     return wrapped
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from reinforge.core.errors import InputError
 
@@ -28,15 +28,21 @@ class Layout(Protocol):
         ...
 
 
-def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, *, scaling: float | None = None,
+def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, *, scaling: float | None = None,
                layout: Layout | None = None, sliding_window: int | None = None, softcap: float | None = None,
                **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
     assert layout is not None, "this model runs through reinforge: call it with CausalModel.hidden, not directly"
     assert q.shape[0] == 1, f"packed forward has batch size 1, got {q.shape[0]}"
     if kwargs.get("s_aux") is not None:
-        raise InputError("this architecture uses attention sinks, which the native attention does not know.", where="model.path", fix="Use another model.")
+        raise InputError(
+            "this architecture uses attention sinks, which the native attention does not know.",
+            where="model.path",
+            fix="Use another model.",
+        )
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = layout.attend(int(module.layer_idx), q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), scale, sliding_window, softcap)  # type: ignore[arg-type]
+    out = layout.attend(
+        int(module.layer_idx), q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), scale, sliding_window, softcap
+    )
     return out[None], None
 
 
@@ -49,7 +55,9 @@ def register() -> None:
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None, causal: bool, softcap: float | None) -> Tensor:
     """q [B, H, Lq, D], k and v [B, K, L, D]. softmax(softcap(q·k·scale) + mask)·v with grouped heads; mask True = attend."""
     if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     groups = q.shape[1] // k.shape[1]
     scores = torch.matmul(q, k.repeat_interleave(groups, 1).transpose(-1, -2)) * scale
     scores = torch.tanh(scores / softcap) * softcap

@@ -69,7 +69,9 @@ class CausalModel:
         """[B, V] float32, for sampling."""
         return self.rule.apply(self.head(hidden).float())
 
-    def logprobs(self, batch: Batch, *, temperature: float, entropy: bool = False, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logprobs(
+        self, batch: Batch, *, temperature: float, entropy: bool = False, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probs [M] (and entropies) of the trained tokens of a packed batch. Row t−1 predicts token t."""
         layout = Packed(batch.lengths, batch.starts)
         rows = self.hidden(batch.tokens, batch.positions, layout).index_select(0, batch.targets - 1)

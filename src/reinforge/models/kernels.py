@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Triton kernels for decoding on a GPU. Each has a plain-torch twin that defines its result:
 `paged_decode` ↔ `attention.Paged.attend`, `draw` ↔ `engines.native.sampling.draw`.
 
@@ -62,7 +63,9 @@ def _paged_decode(Q, KN, VN, KC, VC, O, TABLES, CACHED, scale, softcap, window, 
 
 
 @torch.library.custom_op("reinforge::paged_decode", mutates_args=("keys", "values"))
-def paged_decode(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, cached: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def paged_decode(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, cached: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
     """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D]; writes k and v there. window/softcap 0 = none."""
     rows, heads, size = q.shape
     kv_heads, block = keys.shape[2], keys.shape[1]
@@ -139,7 +142,9 @@ def _draw(LOGITS, TEMPERATURES, SEEDS, POSITIONS, TOKENS, LOGPROBS, stride, V, s
     tl.store(LOGPROBS + row, x * inverse - top - tl.log(total))
 
 
-def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, scale: float = 1.0, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, scale: float = 1.0, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Tokens [B] int64 and log-probs [B] float32 from raw logits [B, V] in any precision; temperature 0 is greedy."""
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -24,7 +24,9 @@ def _source(cfg: ModelConfig) -> tuple[str, dict[str, Any]]:
     if path.exists():
         return str(path), {}
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1:
-        raise InputError(f"no such directory: {path}", where="model.path", fix="Give a local directory, a .gguf file or a hub id such as org/name.")
+        raise InputError(
+            f"no such directory: {path}", where="model.path", fix="Give a local directory, a .gguf file or a hub id such as org/name."
+        )
     return cfg.path, {"revision": cfg.revision} if cfg.revision else {}
 
 
@@ -90,7 +92,9 @@ def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: 
     dtype = pick_dtype(cfg.dtype, device)
     source, kwargs = _source(cfg)
     tokenizer = load_tokenizer(cfg)
-    module, info = _fetch("model", cfg, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **kwargs))
+    module, info = _fetch(
+        "model", cfg, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **kwargs)
+    )
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(f"{cfg.path} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]}; they would be random.", where="model.path",
@@ -121,6 +125,10 @@ def stop_tokens(model: CausalModel) -> tuple[int, ...]:
     """Ids that end a completion: the tokenizer's eos and whatever the generation config adds."""
     found: list[int] = []
     generation = getattr(model.causal, "generation_config", None)
-    for value in (getattr(model.tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None), getattr(model.config, "eos_token_id", None)):
+    for value in (
+        getattr(model.tokenizer, "eos_token_id", None),
+        getattr(generation, "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+    ):
         found.extend(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted({int(t) for t in found if 0 <= int(t) < model.head.weight.shape[0]}))

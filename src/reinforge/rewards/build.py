@@ -35,7 +35,11 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
         except ModuleNotFoundError as error:
             raise InputError(f"cannot import {source}: {error}", where=where, fix="Install it, or put it on PYTHONPATH.") from error
     if not callable(getattr(module, attribute, None)):
-        raise InputError(f"{source} has no function {attribute!r}.", where=where, fix=f"It has: {', '.join(n for n in dir(module) if not n.startswith('_'))[:200]}.")
+        raise InputError(
+            f"{source} has no function {attribute!r}.",
+            where=where,
+            fix=f"It has: {', '.join(n for n in dir(module) if not n.startswith('_'))[:200]}.",
+        )
     return getattr(module, attribute)
 
 

@@ -61,10 +61,18 @@ class FunctionReward:
             result = result.tolist()
         if not isinstance(result, (list, tuple)) or len(result) != count:
             got = f"{len(result)} values" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"
-            raise InputError(f"reward {self.name} returned {got} for {count} completions.", where="rewards", fix="Return a list with one number or None per completion.")
+            raise InputError(
+                f"reward {self.name} returned {got} for {count} completions.",
+                where="rewards",
+                fix="Return a list with one number or None per completion.",
+            )
         out: list[float | None] = []
         for value in result:
             if value is not None and (isinstance(value, (str, bytes)) or not math.isfinite(float(value))):
-                raise InputError(f"reward {self.name} returned {value!r}.", where="rewards", fix="Return finite numbers, or None for a completion that cannot be scored.")
+                raise InputError(
+                    f"reward {self.name} returned {value!r}.",
+                    where="rewards",
+                    fix="Return finite numbers, or None for a completion that cannot be scored.",
+                )
             out.append(None if value is None else float(value))
         return out

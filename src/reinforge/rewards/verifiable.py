@@ -20,7 +20,7 @@ def last_number(text: str) -> Decimal | None:
     >>> last_number("so 12 + 7 = 1,019."), last_number("no idea")
     (Decimal('1019'), None)
     """
-    found = _NUMBER.findall(text[-10_000:])
+    found = _NUMBER.findall(text[-10_000:].replace("\u2212", "-"))  # the typographic minus
     if not found:
         return None
     digits = found[-1].replace(",", "").rstrip(".")
@@ -42,7 +42,9 @@ def exact_number(completions: Sequence[str], answer: Sequence[Any], tolerance: f
     return scores
 
 
-def exact_match(completions: Sequence[str], answer: Sequence[Any], strip: bool = True, ignore_case: bool = False, **_: Any) -> list[float | None]:
+def exact_match(
+    completions: Sequence[str], answer: Sequence[Any], strip: bool = True, ignore_case: bool = False, **_: Any
+) -> list[float | None]:
     """1 if the completion is the answer, else 0."""
 
     def normal(text: Any) -> str:
@@ -73,4 +75,9 @@ def reasoning_gym(completions: Sequence[str], entry: Sequence[Any], extract: str
     return scores
 
 
-FUNCTIONS: dict[str, Callable[..., list[float | None]]] = {"exact_match": exact_match, "exact_number": exact_number, "regex": regex, "reasoning_gym": reasoning_gym}
+FUNCTIONS: dict[str, Callable[..., list[float | None]]] = {
+    "exact_match": exact_match,
+    "exact_number": exact_number,
+    "regex": regex,
+    "reasoning_gym": reasoning_gym,
+}

@@ -70,7 +70,9 @@ class SingleTurn:
         return scores
 
 
-def _sample(uid: str, group: str, prompt: list[int], completion: Completion, components: dict[str, float | None], reward: float | None) -> Sample:
+def _sample(
+    uid: str, group: str, prompt: list[int], completion: Completion, components: dict[str, float | None], reward: float | None
+) -> Sample:
     before, length = len(prompt), len(prompt) + len(completion.tokens)
     logprobs, versions = torch.zeros(length), torch.full((length,), -1, dtype=torch.int32)
     logprobs[before:] = torch.tensor(completion.logprobs)

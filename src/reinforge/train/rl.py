@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from reinforge.algorithms.corrections import finish
 from reinforge.algorithms.table import Algorithm
 from reinforge.core.backend import Backend, Metrics
 from reinforge.core.batch import Batch, Totals, pack
@@ -36,6 +37,7 @@ class RLTrainer:
 
     async def run(self) -> None:
         run = self.session
+        self._settle_engine()
         await self.engine.update(self.backend.weights(), self._version())
         await run.begin()
         while run.going():
@@ -55,6 +57,14 @@ class RLTrainer:
             metrics |= self._count(batches, metrics)
             await run.end_step(metrics, harvest.groups)
 
+    def _settle_engine(self) -> None:
+        """A resumed run schedules as it did: the engine gets back what its scheduling depends on."""
+        counters, prefix = self.session.counters, "engine/"
+        saved = {name.removeprefix(prefix): value for name, value in counters.items() if name.startswith(prefix)}
+        if saved:
+            self.engine.load(saved)
+        counters.update({prefix + name: value for name, value in self.engine.state().items()})
+
     def _version(self) -> int:
         """Weights are counted by optimizer steps."""
         return self.session.counters.get("updates", 0)
@@ -71,7 +81,7 @@ class RLTrainer:
             for minibatch in minibatches:
                 totals = Totals.of(minibatch, self.max_new_tokens)
                 metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
-                results.append({**metrics, **self.backend.step()})
+                results.append({**finish(metrics), **self.backend.step()})
                 self.session.counters["updates"] = self.session.counters.get("updates", 0) + 1
         return average(results) if results else {"train/empty": 1.0, "train/skipped": 0.0}  # dynamic sampling found no group with signal
 

@@ -71,7 +71,9 @@ class Session:
         self.lock.__enter__()
         try:
             offsets = self._restore()
-            target = Target(self.dir, self.cfg.model_dump(mode="json"), self.cfg.run.log.project, self.step if offsets is not None else None)
+            target = Target(
+                self.dir, self.cfg.model_dump(mode="json"), self.cfg.run.log.project, self.step if offsets is not None else None
+            )
             self.recorder = Recorder(self.dir, self.cfg.model_dump(mode="json"), make_sinks(self.cfg.run.log.sinks, target), offsets)
             self.view.start(self.total, self.dir.name)
             if offsets is not None:
@@ -90,7 +92,15 @@ class Session:
                 self.recorder.event("signal", signal=self.terminating.name, step=self.step)
             if isinstance(error, Terminated) and self._saved_at != self.step:
                 self.save()
-            ending = "terminated" if isinstance(error, Terminated) else "stopped" if isinstance(error, StoppedByPolicy) else "failed" if error else "finished"
+            ending = (
+                "terminated"
+                if isinstance(error, Terminated)
+                else "stopped"
+                if isinstance(error, StoppedByPolicy)
+                else "failed"
+                if error
+                else "finished"
+            )
             self.recorder.event(ending, step=self.step, stopped=self.stopped, error=None if error is None else repr(error))
         finally:
             for kind_of_signal, handler in self._handlers.items():
@@ -109,7 +119,11 @@ class Session:
                 raise InputError(f"there is no checkpoint in {self.dir}.", where="run.resume", fix="Use resume: auto, or another run.dir.")
             return None
         if resume == "never":
-            raise InputError(f"{self.dir} already holds a run (checkpoint {there[0].name}).", where="run.dir", fix="Use another run.dir, or run.resume=auto to continue it.")
+            raise InputError(
+                f"{self.dir} already holds a run (checkpoint {there[0].name}).",
+                where="run.dir",
+                fix="Use another run.dir, or run.resume=auto to continue it.",
+            )
         state, extra = store.load(there[0])  # a damaged one is an error that names the intact one, never skipped in silence
         self.backend.load(state)
         self.cursor.load(extra["cursor"])
@@ -154,7 +168,13 @@ class Session:
         timing = self.phases.take()
         seconds = sum(v for k, v in timing.items() if k.startswith("time/"))
         tokens = metrics.get("tokens/processed", 0.0)
-        metrics = {**metrics, **timing, "time/step": seconds, "tokens_per_second": tokens / seconds if seconds else 0.0, "epoch": self.cursor.epoch}
+        metrics = {
+            **metrics,
+            **timing,
+            "time/step": seconds,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "epoch": self.cursor.epoch,
+        }
         self.last = {**self.last, **metrics}
         self.recorder.log(self.step, metrics)
         self.view.update(self.step, self.last)
@@ -186,7 +206,9 @@ class Session:
     def _eval_due(self) -> bool:
         every = self.cfg.eval.every
         ending = self.step >= self.total
-        return self.evaluated != self.step and (ending or (self.step == 0 and self.cfg.eval.at_start) or bool(every and self.step and self.step % every == 0))
+        return self.evaluated != self.step and (
+            ending or (self.step == 0 and self.cfg.eval.at_start) or bool(every and self.step and self.step % every == 0)
+        )
 
     async def _boundary(self) -> None:
         improved = False
@@ -200,7 +222,9 @@ class Session:
             self.view.update(self.step, self.last)
             improved = self._compare(result)
         every = self.cfg.run.checkpoint.every
-        due = self.step > 0 and (not self.going() or bool(every and self.step % every == 0) or (improved and self.cfg.run.checkpoint.best is not None))
+        due = self.step > 0 and (
+            not self.going() or bool(every and self.step % every == 0) or (improved and self.cfg.run.checkpoint.best is not None)
+        )
         if due and self._saved_at != self.step:
             self.save()
 
@@ -216,13 +240,19 @@ class Session:
             value = result[stop.metric]
             reached = stop.threshold is not None and (value >= stop.threshold if stop.mode == "max" else value <= stop.threshold)
             if reached or self.waiting >= stop.patience:
-                self.stopped = f"{stop.metric} reached {value:.4g}" if reached else f"{stop.metric} did not improve in {stop.patience} evaluations"
+                self.stopped = (
+                    f"{stop.metric} reached {value:.4g}" if reached else f"{stop.metric} did not improve in {stop.patience} evaluations"
+                )
                 self.recorder.event("early_stop", step=self.step, reason=self.stopped)
         return improved
 
     def _better(self, kind: str, metric: str, mode: str, result: dict[str, float]) -> bool:
         if metric not in result:
-            raise InputError(f"the evaluation gives no metric {metric!r}.", where="run.checkpoint.best / eval.early_stop", fix=f"It gives: {', '.join(sorted(result))}.")
+            raise InputError(
+                f"the evaluation gives no metric {metric!r}.",
+                where="run.checkpoint.best / eval.early_stop",
+                fix=f"It gives: {', '.join(sorted(result))}.",
+            )
         value, held = result[metric], self.best.get(kind)
         if held is not None and not (value > held["value"] if mode == "max" else value < held["value"]):
             return False

@@ -85,6 +85,14 @@ class NativeEngine:
             kv_gib = 0.4 * free / 2**30
         return max(8, int(kv_gib * 2**30) // per_block)
 
+    def state(self) -> dict[str, int]:
+        return {"blocks": self.blocks}
+
+    def load(self, state: dict[str, int]) -> None:
+        assert not self._running, "cannot resize the cache while sequences are running"
+        if state["blocks"] != self.blocks:
+            self.blocks, self.pool, self.cache = state["blocks"], BlockPool(state["blocks"], BLOCK), None
+
     # ---- the contract ----
 
     async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
@@ -96,7 +104,11 @@ class NativeEngine:
             raise InputError(f"prompt of {len(prompt)} tokens + max_new_tokens {params.max_new_tokens} is past the model's context of {self.context}.",
                              where="rollout.max_new_tokens", fix="Shorten one of them, or set data.length.")  # fmt: skip
         if self.pool.needed(longest) > self.pool.total:
-            raise InputError(f"one sequence of {longest} tokens does not fit the KV cache of {self.pool.total * BLOCK} tokens.", where="rollout.kv_gib", fix="Raise it.")
+            raise InputError(
+                f"one sequence of {longest} tokens does not fit the KV cache of {self.pool.total * BLOCK} tokens.",
+                where="rollout.kv_gib",
+                fix="Raise it.",
+            )
         loop = asyncio.get_running_loop()
         stops = frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
         sequences = [_Sequence(prompt, params, seed_of(key, i), stops, loop.create_future()) for i in range(n)]
@@ -130,8 +142,8 @@ class NativeEngine:
 
     async def sleep(self) -> None:
         assert not self._running and all(s.future.done() for f in self._waiting for s in f.sequences), "cannot sleep while there is work"
-        self.cache = None
-        if self.model.device.type == "cuda":
+        if self.model.device.type == "cuda":  # host memory is not what training runs short of, and clearing it takes long
+            self.cache = None
             torch.cuda.empty_cache()
 
     async def wake(self) -> None:
@@ -213,7 +225,12 @@ class NativeEngine:
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
         hidden = self.model.hidden(tokens, positions, Prefill(Packed(lengths, starts), self.cache, slots))
         logits = self.model.logits(hidden.index_select(0, (ends - 1).to(device)))
-        copies = [(f.sequences[0].blocks[n // BLOCK], s.blocks[n // BLOCK]) for f, n in zip(forks, lengths, strict=True) if n % BLOCK for s in f.sequences[1:]]
+        copies = [
+            (f.sequences[0].blocks[n // BLOCK], s.blocks[n // BLOCK])
+            for f, n in zip(forks, lengths, strict=True)
+            if n % BLOCK
+            for s in f.sequences[1:]
+        ]
         if copies:
             source, target = (torch.tensor(x, device=device) for x in zip(*copies, strict=True))
             for part in (*self.cache.keys, *self.cache.values):
