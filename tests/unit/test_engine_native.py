@@ -221,7 +221,7 @@ def test_memory_is_given_back_and_taken_again() -> None:
         await task
         assert engine.cache is not None
         await engine.sleep()
-        assert engine.cache is None
+        assert (engine.cache is None) == (engine.model.device.type == "cuda")  # host memory is kept: clearing it takes long
 
     run(work())
 

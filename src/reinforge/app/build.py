@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +103,19 @@ class Workshop:
         self.context = (
             context_length(cfg.model) if self.given.model is None else int(getattr(self.model.config, "max_position_embeddings", 1 << 20))
         )
-        self.engine = NativeEngine(self.model, stop_tokens={*stop_tokens(self.model), *self.renderer.stop_tokens}, max_batch=cfg.rollout.max_batch,
-                                   kv_gib=cfg.rollout.kv_gib, context=self.context)  # fmt: skip
+        self.longest = 0  # the longest sequence that generation may reach, known once prompts are encoded
         self.weights = {r.name: r.weight for r in self.rewards}
         for note in self.algorithm.notes:
             self.view.message(note)
+
+    @cached_property
+    def engine(self) -> NativeEngine:
+        """Made on first use, after the prompts are encoded: then it knows how large its cache must be."""
+        stops = {*stop_tokens(self.model), *self.renderer.stop_tokens}
+        cfg = self.cfg.rollout
+        return NativeEngine(
+            self.model, stop_tokens=stops, max_batch=cfg.max_batch, kv_gib=cfg.kv_gib, context=self.context, longest=self.longest
+        )
 
     def backend(self, steps: int, temperature: float) -> LocalBackend:
         return LocalBackend(
@@ -125,6 +133,7 @@ class Workshop:
         limit = self.cfg.data.max_length or self.context - max_new_tokens
         kept, counts = apply_length(self.cfg.data, [(row, self.renderer.prompt(row)) for row in rows], limit)
         self._report(counts, limit)
+        self.longest = max(self.longest, *(len(ids) + max_new_tokens for _, ids in kept))
         return kept
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
@@ -162,6 +171,7 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
     updates = steps * cfg.algorithm.epochs * cfg.algorithm.minibatches
     backend = shop.backend(updates, cfg.rollout.temperature)
     cursor = shop.cursor(rows, rows)
+    evaluate = shop.heldout()  # before the engine is made: its prompts count for the size of the cache
     journal = Journal(Path(cfg.run.dir) / "journal.jsonl")
     buffer = shop.algorithm.overlong_buffer
     rollout = SingleTurn(
@@ -172,7 +182,7 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
     source = Source(
         rows, cursor, rollout, cfg.train.prompts_per_step, dynamic=shop.algorithm.dynamic_sampling, max_refills=cfg.algorithm.max_refills
     )
-    session = Session(cfg, backend, cursor, steps, view, shop.heldout(), journal.clear)
+    session = Session(cfg, backend, cursor, steps, view, evaluate, journal.clear)
     return RLTrainer(session, source, backend, shop.engine, shop.algorithm, new_tokens, shop.weights,
                      cfg.algorithm.epochs, cfg.algorithm.minibatches)  # fmt: skip
 

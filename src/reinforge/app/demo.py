@@ -22,7 +22,7 @@ from reinforge.watch.runs import read_lines
 
 TASK = {"terms": [4, 6], "max_value": 9, "operators": "+"}
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"width": 128, "layers": 4, "demonstrations": 8000, "sft_steps": 600, "rl_steps": 200, "prompts": 64, "held_out": 512},
+    "full": {"width": 128, "layers": 4, "demonstrations": 8000, "sft_steps": 600, "rl_steps": 260, "prompts": 64, "held_out": 512},
     "quick": {"width": 64, "layers": 2, "demonstrations": 1000, "sft_steps": 40, "rl_steps": 4, "prompts": 16, "held_out": 64},
 }
 

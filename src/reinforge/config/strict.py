@@ -97,7 +97,7 @@ class _Builder:
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, i)) for i, item in enumerate(node.value)]
-        if node.style is None:  # not quoted, not a block
+        if isinstance(node, yaml.ScalarNode) and node.style is None:  # not quoted, not a block
             return scalar(node.value, where=where)
         return clean(node.value, where=where)
 

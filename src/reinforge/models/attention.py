@@ -9,6 +9,7 @@ Legend: N tokens, B sequences, H query heads, K key/value heads, G = H / K, D he
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from reinforge.core.errors import InputError
 
 NAME = "reinforge"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 PADDING_WASTE = 1.25  # neighbours share a padded tile while it holds at most this many times their real tokens
 
 
@@ -164,22 +166,27 @@ class Paged:
     """Decoding: one new token for each of B sequences; its key and value are written first, then it attends to all."""
 
     cache: Cache
-    slots: Tensor  # [B] int64 where the new token's key and value go
     tables: Tensor  # [B, W] int64 cache blocks of each sequence, in order; unused entries point at any block
-    contexts: Tensor  # [B] int64 tokens to attend to, the new one included
+    cached: Tensor  # [B] int64 tokens in the cache before the new one: where it goes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        self.cache.write(layer, self.slots, k, v)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if q.is_cuda and HAS_TRITON:
+            from reinforge.models.kernels import paged_decode
+
+            return paged_decode(q, k, v, keys, values, self.tables, self.cached, scale, window or 0, softcap or 0.0)
+        size = self.cache.block_size
+        block = self.tables.gather(1, (self.cached // size)[:, None])[:, 0]
+        self.cache.write(layer, block * size + self.cached % size, k, v)
         rows, width = self.tables.shape
-        heads, size = k.shape[1:]
         past_k, past_v = (
-            x[layer].index_select(0, self.tables.reshape(-1)).view(rows, width * self.cache.block_size, heads, size).transpose(1, 2)
-            for x in (self.cache.keys, self.cache.values)
+            x.index_select(0, self.tables.reshape(-1)).view(rows, width * size, k.shape[1], k.shape[2]).transpose(1, 2)
+            for x in (keys, values)
         )
-        at = torch.arange(width * self.cache.block_size, device=q.device)[None]
-        mask = at < self.contexts[:, None]
+        at = torch.arange(width * size, device=q.device)[None]
+        mask = at <= self.cached[:, None]
         if window is not None:
-            mask &= at >= self.contexts[:, None] - window
-        grouped = q.view(rows, heads, -1, size)  # the G query heads of a key head are G queries of one position
+            mask &= at > self.cached[:, None] - window
+        grouped = q.view(rows, k.shape[1], -1, k.shape[2])  # the G query heads of a key head are G queries of one position
         out = dense_attention(grouped, past_k, past_v, scale, mask=mask[:, None, None], causal=False, softcap=softcap)
-        return out.reshape(rows, -1, size)
+        return out.reshape(rows, -1, k.shape[2])

@@ -25,8 +25,9 @@ from reinforge.core.sample import Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
 from reinforge.engines.native.blocks import BlockPool
-from reinforge.engines.native.sampling import draw, uniform
-from reinforge.models.attention import Cache, Packed, Paged, Prefill
+from reinforge.engines.native.decoder import Decoder
+from reinforge.engines.native.rows import Live, Rows
+from reinforge.models.attention import Cache, Packed, Prefill
 from reinforge.models.causal import CausalModel
 
 BLOCK = 16
@@ -34,56 +35,42 @@ PREFILL_TOKENS = 16384  # packed prompt tokens per forward
 
 
 @dataclass(slots=True, eq=False)
-class _Sequence:
-    prompt: list[int]
-    params: Sampling
-    seed: int
-    stops: frozenset[int]
-    future: asyncio.Future[Completion]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-
-    @property
-    def cached(self) -> int:
-        """Tokens whose keys and values are in the cache while decoding: all but the newest."""
-        return len(self.prompt) + len(self.tokens) - 1
-
-
-@dataclass(slots=True, eq=False)
 class _Fork:
     """Sequences that continue the same tokens: prefilled together, once."""
 
     tokens: list[int]
-    sequences: list[_Sequence]
+    sequences: list[Live]
 
 
 class NativeEngine:
     capabilities = Capabilities(logprobs=True, adapters=False, abort=True, exact=False, scoring=True)
 
     def __init__(self, model: CausalModel, *, stop_tokens: Iterable[int] = (), max_batch: int = 512, kv_gib: float | None = None,
-                 context: int | None = None):  # fmt: skip
+                 context: int | None = None, longest: int | None = None):  # fmt: skip
+        """`longest` is the longest sequence to expect, prompt and completion: with it the cache is no larger than it needs to be."""
         self.model, self.max_batch, self.context = model, max_batch, context
         self.stop_tokens = frozenset(stop_tokens)
         self.version = 0
         self.stats = GenerationStats()
         self.shapes = _cache_shapes(model)
-        self.blocks = self._pool_size(kv_gib)
+        self.blocks = self._pool_size(kv_gib, longest)
         self.pool = BlockPool(self.blocks, BLOCK)
-        self.cache: Cache | None = None
+        self.cache: Cache | None = None  # one block more than the pool has: rows that only fill a batch write there
+        self.decoder = Decoder(model)
+        self.width = self.pool.needed(longest) if longest else 0  # of block tables, so that graphs need not be captured again
         self._waiting: deque[_Fork] = deque()
         self._entering: list[_Fork] = []  # admitted in this round, not yet prefilled
-        self._running: list[_Sequence] = []
-        self._rows: _Rows | None = None
+        self._running: list[Live] = []
+        self._rows: Rows | None = None
         self._driver: asyncio.Task[None] | None = None
 
-    def _pool_size(self, kv_gib: float | None) -> int:
+    def _pool_size(self, kv_gib: float | None, longest: int | None) -> int:
         per_block = BLOCK * sum(2 * heads * size for heads, size in self.shapes) * torch.finfo(self.model.dtype).bits // 8
-        if kv_gib is None:
-            free = torch.cuda.mem_get_info(self.model.device)[0] if self.model.device.type == "cuda" else 2 << 30
-            kv_gib = 0.4 * free / 2**30
-        return max(8, int(kv_gib * 2**30) // per_block)
+        if kv_gib is not None:
+            return max(8, int(kv_gib * 2**30) // per_block)
+        free = torch.cuda.mem_get_info(self.model.device)[0] if self.model.device.type == "cuda" else 2 << 30
+        most = max(8, int(0.4 * free) // per_block)
+        return min(most, max(8, self.max_batch * -(-longest // BLOCK))) if longest else most
 
     def state(self) -> dict[str, int]:
         return {"blocks": self.blocks}
@@ -92,6 +79,7 @@ class NativeEngine:
         assert not self._running, "cannot resize the cache while sequences are running"
         if state["blocks"] != self.blocks:
             self.blocks, self.pool, self.cache = state["blocks"], BlockPool(state["blocks"], BLOCK), None
+            self.decoder.forget()
 
     # ---- the contract ----
 
@@ -111,7 +99,7 @@ class NativeEngine:
             )
         loop = asyncio.get_running_loop()
         stops = frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
-        sequences = [_Sequence(prompt, params, seed_of(key, i), stops, loop.create_future()) for i in range(n)]
+        sequences = [Live(prompt, params, seed_of(key, i), stops, loop.create_future()) for i in range(n)]
         self._waiting.append(_Fork(prompt, sequences))
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
@@ -144,11 +132,12 @@ class NativeEngine:
         assert not self._running and all(s.future.done() for f in self._waiting for s in f.sequences), "cannot sleep while there is work"
         if self.model.device.type == "cuda":  # host memory is not what training runs short of, and clearing it takes long
             self.cache = None
+            self.decoder.forget()
             torch.cuda.empty_cache()
 
     async def wake(self) -> None:
         if self.cache is None:
-            self.cache = Cache.allocate(self.shapes, self.blocks, BLOCK, self.model.dtype, self.model.device)
+            self.cache = Cache.allocate(self.shapes, self.blocks + 1, BLOCK, self.model.dtype, self.model.device)
 
     # ---- rounds ----
 
@@ -192,7 +181,7 @@ class NativeEngine:
             fork.sequences = [s for s in fork.sequences if not s.future.done()]
             shared = len(fork.tokens) // BLOCK
             free = self.pool.free - shared
-            fitting: list[_Sequence] = []
+            fitting: list[Live] = []
             for sequence in fork.sequences[:room]:
                 own = self.pool.needed(len(sequence.prompt) + sequence.params.max_new_tokens) - shared
                 if own > free:
@@ -224,7 +213,6 @@ class NativeEngine:
         ends = torch.tensor(lengths).cumsum(0)
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
         hidden = self.model.hidden(tokens, positions, Prefill(Packed(lengths, starts), self.cache, slots))
-        logits = self.model.logits(hidden.index_select(0, (ends - 1).to(device)))
         copies = [
             (f.sequences[0].blocks[n // BLOCK], s.blocks[n // BLOCK])
             for f, n in zip(forks, lengths, strict=True)
@@ -236,9 +224,9 @@ class NativeEngine:
             for part in (*self.cache.keys, *self.cache.values):
                 part.index_copy_(0, target, part.index_select(0, source))
         entering = [s for f in forks for s in f.sequences]
-        row = torch.tensor([i for i, f in enumerate(forks) for _ in f.sequences], device=device)
-        rows = _Rows.of(entering, device)
-        self._accept(entering, *rows.draw(logits.index_select(0, row)))
+        last = torch.tensor([int(ends[i]) - 1 for i, f in enumerate(forks) for _ in f.sequences], device=device)
+        picked, logprobs = Rows.of(entering, device).draw(self.model, hidden.index_select(0, last))
+        self._accept(entering, [picked.tolist()], [logprobs.tolist()])
         self._running = [s for s in [*self._running, *entering] if not s.future.done()]
         self._rows = None
         self.stats.prompt_tokens += sum(lengths)
@@ -246,94 +234,49 @@ class NativeEngine:
     def _decode(self) -> None:
         assert self.cache is not None
         if self._rows is None:
-            self._rows = _Rows.of(self._running, self.model.device)
-        rows = self._rows
-        hidden = self.model.hidden(rows.newest, rows.cached, rows.layout(self.cache))
-        picked, logprobs = rows.draw(self.model.logits(hidden))
-        rows.advance(picked)
-        self._accept(self._running, picked, logprobs)
+            size = self.decoder.size(len(self._running))
+            self._rows = Rows.of(self._running, self.model.device, size=size, width=self.width, spare=self.blocks)
+        self._accept(self._running, *self.decoder.run(self._rows, self.cache))
         if any(s.future.done() for s in self._running):
             self._running = [s for s in self._running if not s.future.done()]
             self._rows = None
 
-    def _accept(self, sequences: list[_Sequence], picked: Tensor, logprobs: Tensor) -> None:
-        for sequence, token, logprob in zip(sequences, picked.tolist(), logprobs.tolist(), strict=True):
-            if sequence.future.done():  # cancelled while it ran
-                continue
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(self.version)
-            self.stats.generated_tokens += 1
-            if token in sequence.stops or self._hit_string(sequence):
-                self._finish(sequence, Stop.EOS)
-            elif len(sequence.tokens) >= sequence.params.max_new_tokens:
-                self._finish(sequence, Stop.LENGTH)
+    def _accept(self, sequences: list[Live], tokens: list[list[int]], logprobs: list[list[float]]) -> None:
+        """Takes [steps][B] sampled tokens in; a sequence that ends leaves at once and ignores the rest of its column."""
+        for i, sequence in enumerate(sequences):
+            for line, values in zip(tokens, logprobs, strict=True):
+                if sequence.future.done():  # ended, or cancelled while it ran
+                    break
+                sequence.tokens.append(line[i])
+                sequence.logprobs.append(values[i])
+                sequence.versions.append(self.version)
+                self.stats.generated_tokens += 1
+                if line[i] in sequence.stops or self._hit_string(sequence):
+                    self._finish(sequence, Stop.EOS)
+                elif len(sequence.tokens) >= sequence.params.max_new_tokens:
+                    self._finish(sequence, Stop.LENGTH)
 
-    def _hit_string(self, sequence: _Sequence) -> bool:
+    def _hit_string(self, sequence: Live) -> bool:
         if not sequence.params.stop_strings:
             return False
         tail = self.model.tokenizer.decode(sequence.tokens[-(max(map(len, sequence.params.stop_strings)) + 4) :])
         return any(s in tail for s in sequence.params.stop_strings)
 
-    def _finish(self, sequence: _Sequence, stop: Stop) -> None:
+    def _finish(self, sequence: Live, stop: Stop) -> None:
         self._leave(sequence)
         sequence.future.set_result(Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop))
 
-    def _leave(self, sequence: _Sequence) -> None:
+    def _leave(self, sequence: Live) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 
-    def _drop(self, sequence: _Sequence) -> None:
+    def _drop(self, sequence: Live) -> None:
         """A cancelled sequence gives its blocks back; the next round forgets it."""
         self._leave(sequence)
         sequence.future.cancel()
         if sequence in self._running:
             self._running.remove(sequence)
             self._rows = None
-
-
-@dataclass(slots=True)
-class _Rows:
-    """The live sequences as tensors. Rebuilt when somebody enters or leaves, advanced in place otherwise."""
-
-    newest: Tensor  # [B] the token to feed
-    cached: Tensor  # [B] tokens already in the cache = position of the newest
-    produced: Tensor  # [B] tokens sampled so far = index of the next draw
-    seeds: Tensor
-    temperatures: Tensor
-    filters: tuple[Tensor, Tensor, Tensor] | None
-    tables: Tensor  # [B, W]
-    longest: int  # the largest context, known on the host
-
-    @classmethod
-    def of(cls, sequences: list[_Sequence], device: torch.device) -> _Rows:
-        width = max(len(s.blocks) for s in sequences)
-        params = [s.params for s in sequences]
-        filters = None
-        if any(p.filtered for p in params):
-            filters = (torch.tensor([p.top_p for p in params], device=device), torch.tensor([p.top_k for p in params], device=device),
-                       torch.tensor([p.min_p for p in params], device=device))  # fmt: skip
-        as_int = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
-        return cls(
-            newest=as_int([(s.tokens or s.prompt)[-1] for s in sequences]), cached=as_int([s.cached for s in sequences]),
-            produced=as_int([len(s.tokens) for s in sequences]), seeds=as_int([s.seed for s in sequences]),
-            temperatures=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device), filters=filters,
-            tables=as_int([s.blocks + [0] * (width - len(s.blocks)) for s in sequences]), longest=max(s.cached for s in sequences) + 1,
-        )  # fmt: skip
-
-    def layout(self, cache: Cache) -> Paged:
-        tables = self.tables[:, : -(-self.longest // cache.block_size)]
-        slots = tables.gather(1, (self.cached // cache.block_size)[:, None])[:, 0] * cache.block_size + self.cached % cache.block_size
-        return Paged(cache, slots, tables, self.cached + 1)
-
-    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return draw(logits, self.temperatures, uniform(self.seeds, self.produced), self.filters)
-
-    def advance(self, picked: Tensor) -> None:
-        self.newest = picked
-        self.cached += 1
-        self.produced += 1
-        self.longest += 1
 
 
 def _slots(blocks: list[int], count: int) -> Tensor:

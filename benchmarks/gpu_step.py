@@ -1,0 +1,146 @@
+"""One GPU: tokens per second of generation and seconds of a whole GRPO step, on a random model of a known shape.
+
+    python benchmarks/gpu_step.py [--shape 0.5b|1.5b] [--response 1024] [--lengths fixed|varied] [--steps 3] [--out FILE]
+
+64 prompts of 256 tokens x 8 samples; `fixed`: every response has --response tokens, `varied`: lengths are geometric with mean
+300 under that cap. The engine, the packing, the backend and the loss are the library's ordinary ones, in the default precision
+(bfloat16 module, float32 masters and moments). Prints each phase, the peak memory, the mismatch between engine and trainer, and
+the share of the physical limit (weights, cache and flops at 4.3 TB/s and 790 TFLOP/s, measured on an H200).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from reinforge.algorithms.table import build
+from reinforge.backends.local import LocalBackend
+from reinforge.config.schema import TrainConfig
+from reinforge.core.batch import Totals, pack
+from reinforge.core.engine import Completion, Sampling
+from reinforge.core.sample import Sample
+from reinforge.engines.native import NativeEngine
+from reinforge.models.causal import CausalModel
+
+SHAPES = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2},
+}
+PROMPTS, GROUP, PROMPT = 64, 8, 256
+BANDWIDTH, FLOPS = 4.3e12, 790e12
+
+
+def random_model(shape: str, device: torch.device) -> CausalModel:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=151936,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        tie_word_embeddings=True,
+        **SHAPES[shape],
+    )
+    with torch.device(device):
+        module = Qwen2ForCausalLM(config)
+    return CausalModel(module.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval())
+
+
+def floors(model: CausalModel, response: float) -> dict[str, float]:
+    """Seconds that no implementation can beat: decode reads weights and cache, everything does its flops once."""
+    body = sum(p.numel() for p in model.module.parameters())
+    c = model.config
+    rows = PROMPTS * GROUP
+    per_token_cache = 2 * c.num_hidden_layers * c.num_key_value_heads * (c.hidden_size // c.num_attention_heads) * 2
+    flops = 2 * body * rows * (response + PROMPT / GROUP)
+    reads = response * (body * 2 + rows * per_token_cache * (PROMPT + response / 2))
+    return {"generate": max(reads / BANDWIDTH, flops / FLOPS), "train": 6 * body * rows * (response + PROMPT) / FLOPS}
+
+
+async def rollouts(engine: NativeEngine, prompts: list[list[int]], limits: list[list[int]], step: int) -> list[list[Completion]]:
+    async def one(i: int) -> list[Completion]:
+        if len(set(limits[i])) == 1:
+            return await engine.generate(prompts[i], Sampling(limits[i][0], ignore_eos=True), key=step * 1000 + i, n=GROUP)
+        parts = (
+            engine.generate(prompts[i], Sampling(n, ignore_eos=True), key=(step * 1000 + i) * 100 + j) for j, n in enumerate(limits[i])
+        )
+        return [c[0] for c in await asyncio.gather(*parts)]
+
+    return list(await asyncio.gather(*(one(i) for i in range(len(prompts)))))
+
+
+def to_samples(prompts: list[list[int]], completions: list[list[Completion]]) -> list[Sample]:
+    samples = []
+    for i, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
+        for j, c in enumerate(group):
+            tokens = torch.tensor(prompt + c.tokens)
+            logprobs = torch.zeros(len(tokens))
+            logprobs[len(prompt) :] = torch.tensor(c.logprobs)
+            samples.append(Sample(f"{i}/{j}", str(i), f"{i}/{j}", tokens, torch.arange(len(tokens)) >= len(prompt), logprobs,
+                                  torch.zeros(len(tokens), dtype=torch.int32), reward=float(sum(c.tokens) % 7)))  # fmt: skip
+    return samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--lengths", choices=("fixed", "varied"), default="fixed")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--budget", type=int, default=0, help="tokens per micro-batch; 0 = auto")
+    parser.add_argument("--no-train", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = random_model(args.shape, device)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(10, 49000, (PROMPTS, PROMPT), generator=generator).tolist()
+    geometric = (torch.distributions.Geometric(torch.tensor(1 / 300)).sample((PROMPTS, GROUP)) + 1).clamp(max=args.response).int().tolist()
+    limits = geometric if args.lengths == "varied" else [[args.response] * GROUP] * PROMPTS
+    engine = NativeEngine(model, max_batch=PROMPTS * GROUP, longest=PROMPT + args.response)
+    cfg = TrainConfig(steps=args.steps, learning_rate=1e-6, tokens_per_microbatch=args.budget or "auto")
+    backend = LocalBackend(model, cfg, total_steps=args.steps)
+    algorithm = build("grpo", max_new_tokens=args.response)
+    sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    rows: list[dict[str, Any]] = []
+    for step in range(args.steps):
+        sync()
+        start = time.perf_counter()
+        completions = asyncio.run(rollouts(engine, prompts, limits, step))
+        asyncio.run(engine.sleep())
+        sync()
+        generated = time.perf_counter()
+        batches = pack(to_samples(prompts, completions), backend.budget)
+        algorithm.advantages(batches)
+        prepared = time.perf_counter()
+        metrics: dict[str, float] = {}
+        if not args.no_train:
+            metrics = backend.forward_backward(batches, algorithm.loss, Totals.of(batches, args.response)) | backend.step()
+        sync()
+        done = time.perf_counter()
+        tokens = sum(len(c.tokens) for group in completions for c in group)
+        row = {"generate": generated - start, "prepare": prepared - generated, "train": done - prepared, "step": done - start, "tokens": tokens,
+               "tokens_per_second": tokens / (generated - start), "mismatch_mean": metrics.get("mismatch/mean"), "mismatch_max": metrics.get("mismatch/max")}  # fmt: skip
+        rows.append(row)
+        print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    mean = sum(map(sum, limits)) / (PROMPTS * GROUP)
+    floor = floors(model, mean)
+    best = {k: min(r[k] for r in rows[1:] or rows) for k in ("generate", "train", "step")}
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    result = {"shape": args.shape, "lengths": args.lengths, "budget": backend.budget, "best": best, "floor": floor, "peak_gib": peak, "rows": rows,
+              "share_of_floor": {k: floor[k] / best[k] for k in floor if best[k]}, "captures": engine.decoder.captures}  # fmt: skip
+    print(json.dumps({k: v for k, v in result.items() if k != "rows"}))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Several decode steps between two looks of the host.
+
+On a GPU a step is one CUDA graph, captured once per batch-size bucket and replayed, so a token costs no Python and no launch
+overhead; the host looks at what came out every `WINDOW` steps. On a CPU there is nothing to hide: one step, one look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reinforge.engines.native.rows import Rows
+from reinforge.models.attention import HAS_TRITON, Cache
+from reinforge.models.causal import CausalModel
+
+WINDOW = 16
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+
+
+def bucket(rows: int) -> int:
+    return next((size for size in BUCKETS if size >= rows), rows)
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    rows: Rows  # the tensors that the graph reads and advances
+    tokens: Tensor  # [WINDOW, B]
+    logprobs: Tensor  # [WINDOW, B]
+    at: Tensor  # [1] which line of them comes next
+
+
+class Decoder:
+    def __init__(self, model: CausalModel):
+        self.model = model
+        self.graphs = model.device.type == "cuda" and HAS_TRITON
+        self._captured: dict[tuple[int, int, int], _Captured] = {}
+        self.captures = 0  # for the metrics
+
+    def size(self, rows: int) -> int:
+        """Rows of a batch of this many sequences: graphs exist for some sizes only."""
+        return bucket(rows) if self.graphs else rows
+
+    def forget(self) -> None:
+        """The cache that the graphs were captured with is gone."""
+        self._captured.clear()
+
+    def run(self, rows: Rows, cache: Cache) -> tuple[list[list[int]], list[list[float]]]:
+        """The next tokens of every row and their log-probs, [steps][B]. What a row says after it is done means nothing."""
+        if not self.graphs or rows.filters is not None:
+            picked, logprobs = rows.step(self.model, cache)
+            return [picked.tolist()], [logprobs.tolist()]
+        captured = self._captured.get(rows.key) or self._capture(rows, cache)
+        if captured.rows is not rows:
+            captured.rows.copy_(rows)
+        captured.at.zero_()
+        for _ in range(WINDOW):
+            captured.graph.replay()
+        rows.copy_(captured.rows)
+        return captured.tokens.tolist(), captured.logprobs.tolist()
+
+    def _capture(self, rows: Rows, cache: Cache) -> _Captured:
+        """Captures one step on rows that are all done: they stand still, and write only into the spare block."""
+        size = len(rows.newest)
+        still = Rows(**{name: getattr(rows, name) for name in Rows.__slots__})
+        for name in Rows.__slots__:
+            value = getattr(still, name)
+            if isinstance(value, Tensor):
+                setattr(still, name, value.clone())
+        still.done.fill_(True)
+        still.cached.zero_()
+        still.tables.fill_(cache.keys[0].shape[0] - 1)
+        tokens = torch.zeros(WINDOW, size, dtype=torch.int64, device=still.newest.device)
+        captured = _Captured(
+            torch.cuda.CUDAGraph(),
+            still,
+            tokens,
+            torch.zeros(WINDOW, size, device=tokens.device),
+            torch.zeros(1, dtype=torch.int64, device=tokens.device),
+        )
+
+        def step() -> None:
+            picked, logprobs = still.step(self.model, cache)
+            captured.tokens.index_copy_(0, captured.at, picked[None])
+            captured.logprobs.index_copy_(0, captured.at, logprobs[None])
+            captured.at.add_(1)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                captured.at.zero_()
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        captured.at.zero_()
+        with torch.cuda.graph(captured.graph):
+            step()
+        self._captured[rows.key] = captured
+        self.captures += 1
+        return captured

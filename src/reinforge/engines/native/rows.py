@@ -1,0 +1,117 @@
+"""The live sequences as tensors, and one decode step for all of them, embedding to sampled token, without asking the host.
+
+Legend: B rows, W cache blocks per sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from reinforge.core.engine import Completion, Sampling
+from reinforge.engines.native.sampling import draw, uniform
+from reinforge.models.attention import HAS_TRITON, Cache, Paged
+from reinforge.models.causal import CausalModel
+
+NEVER = -1  # pads lists of stop tokens: no token has this id
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """One sequence on its way from prompt to completion."""
+
+    prompt: list[int]
+    params: Sampling
+    seed: int
+    stops: frozenset[int]
+    future: asyncio.Future[Completion]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are in the cache while decoding: all but the newest."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rebuilt when somebody enters or leaves, advanced in place otherwise. A row that is done stands still."""
+
+    newest: Tensor  # [B] the token to feed
+    cached: Tensor  # [B] tokens already in the cache = position of the newest
+    produced: Tensor  # [B] tokens sampled so far = index of the next draw
+    limits: Tensor  # [B] tokens it may sample
+    seeds: Tensor  # [B]
+    temperatures: Tensor  # [B] float32
+    stops: Tensor  # [B, S] token ids that end it
+    done: Tensor  # [B] bool
+    tables: Tensor  # [B, W]
+    filters: tuple[Tensor, Tensor, Tensor] | None  # top_p, top_k, min_p where any row wants them
+    longest: int  # the largest context, known on the host
+
+    @classmethod
+    def of(cls, sequences: list[Live], device: torch.device, *, size: int | None = None, width: int = 0, spare: int = 0) -> Rows:
+        """`size` rows at least: those beyond the sequences are done and point at the block `spare`."""
+        pad = max(0, (size or 0) - len(sequences))
+        width = max(width, *(len(s.blocks) for s in sequences))
+        params = [s.params for s in sequences]
+        most = max(1, *(len(s.stops) for s in sequences))
+        filters = None
+        if any(p.filtered for p in params):
+            filters = (torch.tensor([p.top_p for p in params], device=device), torch.tensor([p.top_k for p in params], device=device),
+                       torch.tensor([p.min_p for p in params], device=device))  # fmt: skip
+
+        def ints(values: list[int], filler: int = 0) -> Tensor:
+            return torch.tensor(values + [filler] * pad, dtype=torch.int64, device=device)
+
+        return cls(
+            newest=ints([(s.tokens or s.prompt)[-1] for s in sequences]), cached=ints([s.cached for s in sequences]),
+            produced=ints([len(s.tokens) for s in sequences]), limits=ints([p.max_new_tokens for p in params]), seeds=ints([s.seed for s in sequences]),
+            temperatures=torch.tensor([p.temperature for p in params] + [1.0] * pad, dtype=torch.float32, device=device),
+            stops=torch.tensor([sorted(s.stops) + [NEVER] * (most - len(s.stops)) for s in sequences] + [[NEVER] * most] * pad, device=device),
+            done=torch.tensor([False] * len(sequences) + [True] * pad, device=device),
+            tables=torch.tensor([s.blocks + [spare] * (width - len(s.blocks)) for s in sequences] + [[spare] * width] * pad, device=device),
+            filters=filters, longest=max(s.cached for s in sequences) + 1,
+        )  # fmt: skip
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What a captured graph is made for: rows, table width, stop tokens."""
+        return len(self.newest), self.tables.shape[1], self.stops.shape[1]
+
+    def copy_(self, other: Rows) -> None:
+        """The values of `other`, in the tensors of this one."""
+        for part in fields(self):
+            mine = getattr(self, part.name)
+            if isinstance(mine, Tensor):
+                mine.copy_(getattr(other, part.name))
+        self.longest = other.longest
+
+    def draw(self, model: CausalModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B] and log-probs [B] from last hidden states [B, E]."""
+        if hidden.is_cuda and HAS_TRITON and self.filters is None:
+            from reinforge.models import kernels
+
+            return kernels.draw(
+                model.head(hidden), self.temperatures, self.seeds, self.produced, scale=model.rule.scale, softcap=model.rule.softcap
+            )
+        return draw(model.logits(hidden), self.temperatures, uniform(self.seeds, self.produced), self.filters)
+
+    def step(self, model: CausalModel, cache: Cache) -> tuple[Tensor, Tensor]:
+        """One token for every row: tokens [B], log-probs [B]. Rows advance in place; nothing is copied to the host."""
+        tables = self.tables if self.newest.is_cuda else self.tables[:, : -(-self.longest // cache.block_size)]
+        hidden = model.hidden(self.newest, self.cached, Paged(cache, tables, self.cached))
+        picked, logprobs = self.draw(model, hidden)
+        live = ~self.done
+        self.newest.copy_(torch.where(live, picked, self.newest))
+        self.cached.add_(live)
+        self.produced.add_(live)
+        self.done.logical_or_((picked[:, None] == self.stops).any(1) | (self.produced >= self.limits))
+        self.longest += 1
+        return picked, logprobs
