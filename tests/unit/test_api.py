@@ -89,7 +89,7 @@ def test_a_generator_of_rows_and_named_rewards(tiny_dir: str, tmp_path: Path) ->
     ("arguments", "says"),
     [({"data": ROWS, "rewards": [share_of_a]}, "model and data are needed"), ({"model": "m", "data": ROWS, "rewards": [share_of_a, "exact_match"]}, "not both"),
      ({"model": "m", "data": ROWS}, "at least one reward"), ({"model": "/no/such", "data": ROWS, "rewards": [share_of_a]}, "no such directory")],
-    ids=str,
+    ids=["no model", "functions and names", "no reward", "no such model"],
 )  # fmt: skip
 def test_what_is_missing_is_said(arguments: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=says):
