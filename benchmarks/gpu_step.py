@@ -97,10 +97,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--budget", type=int, default=0, help="tokens per micro-batch; 0 = auto")
     parser.add_argument("--no-train", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="print the kernels that take most of a training pass")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = random_model(args.shape, device)
+    if args.compile:
+        model.compile_layers()
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(10, 49000, (PROMPTS, PROMPT), generator=generator).tolist()
     geometric = (torch.distributions.Geometric(torch.tensor(1 / 300)).sample((PROMPTS, GROUP)) + 1).clamp(max=args.response).int().tolist()
@@ -131,6 +135,11 @@ def main() -> None:
                "tokens_per_second": tokens / (generated - start), "mismatch_mean": metrics.get("mismatch/mean"), "mismatch_max": metrics.get("mismatch/max")}  # fmt: skip
         rows.append(row)
         print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    if args.profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            backend.forward_backward(batches[:2], algorithm.loss, Totals.of(batches, args.response))
+            sync()
+        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=70))
     mean = sum(map(sum, limits)) / (PROMPTS * GROUP)
     floor = floors(model, mean)
     best = {k: min(r[k] for r in rows[1:] or rows) for k in ("generate", "train", "step")}

@@ -48,10 +48,11 @@ def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any
     return out[None], None
 
 
-def register() -> None:
+def register(compiled: bool = False) -> None:
+    """Makes the function known to transformers; `compiled`: layers are compiled around it, and it is not traced."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(NAME, torch.compiler.disable(_attention) if compiled else _attention)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None, causal: bool, softcap: float | None) -> Tensor:

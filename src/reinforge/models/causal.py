@@ -53,6 +53,17 @@ class CausalModel:
     def dtype(self) -> torch.dtype:
         return self.head.weight.dtype
 
+    def compile_layers(self) -> None:
+        """torch.compile of each decoder layer, attention left out: norms, rotary embedding and activations are fused. All
+        layers of a class share one compilation, for any number of tokens; training and decoding make one each."""
+        import torch._dynamo
+
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        attention.register(compiled=True)
+        stacks = [part for part in self.trunk.modules() if isinstance(part, nn.ModuleList) and len(part) == self.config.num_hidden_layers]
+        for layer in stacks[0]:
+            layer.compile(dynamic=True)
+
     def recompute(self, on: bool) -> None:
         """Lets layers with gradient checkpointing do it. Only their own flag is set: the rest stays in evaluation mode, where no
         architecture adds noise (router jitter, dropout of its own making) that the sampling policy did not have."""

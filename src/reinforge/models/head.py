@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reinforge.models.attention import HAS_TRITON
+
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
@@ -33,16 +35,49 @@ def chunk_rows(rows: int, vocabulary: int, device: torch.device) -> int:
     return max(1, min(rows, elements // vocabulary))
 
 
-def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, temperature: float) -> Tensor:
-    z = rule.apply(torch.nn.functional.linear(h, weight, bias).float())
-    return z if temperature == 1.0 else z / temperature
+def statistics(x: Tensor, targets: Tensor, temperature: float, rule: LogitRule, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(logp [R], log-sum-exp [R], entropy [R]) of one chunk of raw logits x [R, V], which may be overwritten."""
+    if x.is_cuda and HAS_TRITON:
+        from reinforge.models import kernels
+
+        return kernels.softmax_statistics(x, targets, temperature, rule.scale, rule.softcap, entropy)
+    z = rule.apply(x.float())
+    z = z if temperature == 1.0 else z / temperature
+    top = z.amax(-1, keepdim=True)
+    chosen = z.gather(-1, targets[:, None])[:, 0]
+    z = z - top
+    exp = z.exp()
+    total = exp.sum(-1)
+    lse = total.log() + top[:, 0]
+    return chosen - lse, lse, total.log() - exp.mul_(z).nan_to_num_(0.0).sum(-1) / total if entropy else None
+
+
+def gradient(
+    x: Tensor, targets: Tensor, lse: Tensor, g: Tensor, temperature: float, rule: LogitRule, entropy: Tensor | None, e: Tensor | None
+) -> Tensor:
+    """∂/∂x of Σ g·logp + e·H for one chunk of raw logits, in their precision; x may be overwritten.
+
+    ∂/∂z_v = g(1[v = y] − p_v) − e·p_v(log p_v + H), then through the logit rule and the temperature.
+    """
+    if x.is_cuda and HAS_TRITON:
+        from reinforge.models import kernels
+
+        return kernels.softmax_gradient(x, targets, lse, g, temperature, rule.scale, rule.softcap, entropy, e)
+    z = rule.apply(x.float())
+    logp = (z / temperature if temperature != 1.0 else z) - lse[:, None]
+    p = logp.exp()
+    grad = p * -g[:, None]
+    if e is not None and entropy is not None:
+        grad -= e[:, None] * p * (logp.nan_to_num(neginf=0.0) + entropy[:, None])
+    grad.scatter_add_(1, targets[:, None], g[:, None])
+    if rule.softcap is not None:
+        grad *= 1 - (z / rule.softcap) ** 2
+    grad *= rule.scale / temperature
+    return grad.to(x.dtype)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward: logp_i = z_i[y_i] − lse_i, H_i = lse_i − Σ_v p_iv z_iv.
-
-    Backward, per row, with upstream g (for logp) and e (for H): ∂/∂z_v = g(1[v = y] − p_v) − e·p_v(log p_v + H).
-    """
+    """Forward: logp_i = z_i[y_i] − lse_i, H_i = lse_i − Σ_v p_iv z_iv; backward: `gradient`, from logits computed again."""
 
     @staticmethod
     def forward(ctx, h, weight, bias, targets, temperature, rule, want_entropy, entropy_gradient):  # type: ignore[no-untyped-def]
@@ -53,16 +88,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         step = chunk_rows(rows, weight.shape[0], h.device) if rows else 1
         for a in range(0, rows, step):
             part = slice(a, a + step)
-            z = _logits(h[part], weight, bias, rule, temperature)
-            top = z.amax(-1, keepdim=True)
-            chosen = z.gather(-1, targets[part, None])
-            z = z.sub_(top)
-            exp = z.exp()
-            total = exp.sum(-1)
-            lse[part] = total.log() + top[:, 0]
-            logp[part] = chosen[:, 0] - lse[part]
-            if want_entropy:
-                entropy[part] = total.log() - exp.mul_(z).nan_to_num_(0.0).sum(-1) / total
+            x = torch.nn.functional.linear(h[part], weight, bias)
+            logp[part], lse[part], found = statistics(x, targets[part], temperature, rule, want_entropy)
+            if found is not None:
+                entropy[part] = found
         ctx.save_for_backward(h, weight, bias, targets, lse, entropy)
         ctx.settings = (temperature, rule, step, want_entropy and entropy_gradient)
         if not entropy_gradient:
@@ -73,24 +102,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx, g_logp, g_entropy):  # type: ignore[no-untyped-def]
         h, weight, bias, targets, lse, entropy = ctx.saved_tensors
         temperature, rule, step, use_entropy = ctx.settings
-        rows = h.shape[0]
         grad_h = torch.empty_like(h) if ctx.needs_input_grad[0] else None
         grad_w = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_b = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
-        for a in range(0, rows, step):
+        for a in range(0, h.shape[0], step):
             part = slice(a, a + step)
-            raw = torch.nn.functional.linear(h[part], weight, bias).float()
-            z = rule.apply(raw)
-            logp = (z / temperature if temperature != 1.0 else z) - lse[part, None]
-            p = logp.exp()
-            grad = p * -g_logp[part, None]
-            if use_entropy:
-                grad -= g_entropy[part, None] * p * (logp.nan_to_num(neginf=0.0) + entropy[part, None])
-            grad.scatter_add_(1, targets[part, None], g_logp[part, None])
-            if rule.softcap is not None:
-                grad *= 1 - (z / rule.softcap) ** 2
-            grad *= rule.scale / temperature
-            grad = grad.to(h.dtype)
+            x = torch.nn.functional.linear(h[part], weight, bias)
+            terms = (entropy[part], g_entropy[part]) if use_entropy else (None, None)
+            grad = gradient(x, targets[part], lse[part], g_logp[part], temperature, rule, *terms)
             if grad_h is not None:
                 grad_h[part] = grad @ weight
             if grad_w is not None:

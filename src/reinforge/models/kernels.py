@@ -152,3 +152,90 @@ def draw(
     _draw[(rows,)](logits, temperatures, seeds, positions, tokens, logprobs, logits.stride(0), vocabulary, scale, softcap or 0.0, CAP=softcap is not None,
                    BV=min(4096, triton.next_power_of_2(vocabulary)), num_warps=8)  # fmt: skip
     return tokens, logprobs
+
+
+@triton.jit
+def _capped(x, softcap, CAP: tl.constexpr):
+    """softcap·tanh(x / softcap), where there is a cap."""
+    if CAP:
+        x = softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0)
+    return x
+
+
+@triton.jit
+def _statistics(X, TARGETS, LOGP, LSE, ENTROPY, V, scale, inverse, softcap, CAP: tl.constexpr, WITH: tl.constexpr, BV: tl.constexpr):
+    """One program per row, one pass: running maximum, Σ exp and Σ exp·z."""
+    row = tl.program_id(0).to(tl.int64)
+    top = -float("inf")
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, V, BV):
+        at = start + tl.arange(0, BV)
+        z = _capped(tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale, softcap, CAP) * inverse
+        z = tl.where(at < V, z, -float("inf"))
+        new_top = tl.maximum(top, tl.max(z, 0))
+        keep = tl.exp(top - new_top)
+        e = tl.exp(z - new_top)
+        total = total * keep + tl.sum(e, 0)
+        if WITH:
+            weighted = weighted * keep + tl.sum(tl.where(e > 0, e * z, 0.0), 0)
+        top = new_top
+    lse = top + tl.log(total)
+    chosen = _capped(tl.load(X + row * V + tl.load(TARGETS + row)).to(tl.float32) * scale, softcap, CAP) * inverse
+    tl.store(LOGP + row, chosen - lse)
+    tl.store(LSE + row, lse)
+    if WITH:
+        tl.store(ENTROPY + row, lse - weighted / total)
+
+
+def softmax_statistics(
+    x: Tensor, targets: Tensor, temperature: float, scale: float, softcap: float | None, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Twin of `head.statistics`."""
+    rows, vocabulary = x.shape
+    logp, lse, ent = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(3))
+    _statistics[(rows,)](
+        x,
+        targets,
+        logp,
+        lse,
+        ent,
+        vocabulary,
+        scale,
+        1.0 / temperature,
+        softcap or 0.0,
+        CAP=softcap is not None,
+        WITH=entropy,
+        BV=8192,
+        num_warps=16,
+    )
+    return logp, lse, ent if entropy else None
+
+
+@triton.jit
+def _gradient(X, TARGETS, LSE, G, ENTROPY, E, V, scale, inverse, softcap, CAP: tl.constexpr, WITH: tl.constexpr, BV: tl.constexpr):
+    """One program per (row, block of the vocabulary); replaces the logits by their gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BV + tl.arange(0, BV)
+    capped = _capped(tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale, softcap, CAP)
+    g = tl.load(G + row)
+    logp = capped * inverse - tl.load(LSE + row)
+    p = tl.exp(logp)
+    grad = tl.where(at == tl.load(TARGETS + row), g, 0.0) - g * p
+    if WITH:
+        grad -= tl.load(E + row) * tl.where(p > 0, p * (logp + tl.load(ENTROPY + row)), 0.0)
+    if CAP:
+        grad *= 1.0 - (capped / softcap) * (capped / softcap)
+    tl.store(X + row * V + at, (grad * scale * inverse).to(X.dtype.element_ty), mask=at < V)
+
+
+def softmax_gradient(x: Tensor, targets: Tensor, lse: Tensor, g: Tensor, temperature: float, scale: float, softcap: float | None,
+                     entropy: Tensor | None, e: Tensor | None) -> Tensor:  # fmt: skip
+    """Twin of `head.gradient`, in place."""
+    rows, vocabulary = x.shape
+    block = 4096
+    _gradient[(rows, triton.cdiv(vocabulary, block))](
+        x, targets, lse, g.contiguous(), lse if entropy is None else entropy, g if e is None else e.contiguous(), vocabulary, scale, 1.0 / temperature, softcap or 0.0,
+        CAP=softcap is not None, WITH=e is not None, BV=block, num_warps=8,
+    )  # fmt: skip
+    return x
