@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor
+
 from reinforge.algorithms import corrections, surrogates
 from reinforge.algorithms.advantages import Advantage, AdvantageOptions, Rollouts, Scale, group_relative
 from reinforge.algorithms.corrections import Correction
@@ -146,7 +148,14 @@ def describe() -> list[dict[str, str]]:
 
 def _call(function: Advantage, options: AdvantageOptions, rollouts: Rollouts) -> Any:
     values = function(rollouts, options)
-    assert values.shape == rollouts.sequence.shape, f"an advantage must give one value per trained token, not {tuple(values.shape)}"
+    name, want = getattr(function, "__name__", "advantage"), tuple(rollouts.sequence.shape)
+    if not isinstance(values, Tensor) or tuple(values.shape) != want:
+        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise InputError(f"{name} returned {got}, not a tensor of one value per trained token, {want}.", where="algorithm.advantage",
+                         fix="Compute one value per row and index it with rollouts.sequence.")  # fmt: skip
+    if not bool(values.isfinite().all()):
+        raise InputError(f"{name} returned values that are not finite.", where="algorithm.advantage",
+                         fix="Rewards of unscored rows are nan: leave them out, and give their tokens 0.")  # fmt: skip
     return values
 
 

@@ -47,7 +47,7 @@ class Report:
 
 def preflight(config: Config) -> Report:
     """Phase 1 of `plan`: everything wrong that the file system and the lists of names can tell, in well under a second."""
-    from reinforge.algorithms.names import NAMES
+    from reinforge.algorithms.names import ADVANTAGES, NAMES, SURROGATES
 
     report = Report(summary=_step_summary(config))
     if config.algorithm.name not in NAMES:
@@ -57,10 +57,12 @@ def preflight(config: Config) -> Report:
     if config.data.eval.source is not None:
         _check_source("data.eval.source", config.data.eval.source, config.data.eval.options, report)
     _check_rewards(config, report)
-    for part in ("advantage", "surrogate"):
+    for part, known in (("advantage", ADVANTAGES), ("surrogate", SURROGATES)):
         name = getattr(config.algorithm, part)
         if name and ".py:" in name:
             _check_function(f"algorithm.{part}", name, report)
+        elif name and ":" not in name and name not in known:
+            report.refuse(f"algorithm.{part}", f"there is no {part} {name!r}.", _nearest(name, known))
     _check_run_dir(config, report)
     if config.eval.every and not (config.data.eval.size or config.data.eval.source):
         report.refuse(

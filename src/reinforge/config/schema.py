@@ -30,6 +30,9 @@ class ModelConfig(Section):
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch).")
     tokenizer: str | None = Field(None, description="Take the tokenizer from here instead of from path.")
     chat_template: str | None = Field(None, description="A jinja file that replaces the tokenizer's chat template.")
+    compile: bool = Field(
+        False, description="torch.compile the layers on a GPU: faster steps after half a minute of compiling. Pays for long runs."
+    )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
     )
@@ -51,8 +54,8 @@ class ClipConfig(Section):
 
 class KLConfig(Section):
     coefficient: NonNegative = Field(0.0, description="Weight of the KL to the reference. 0 loads no reference.")
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="As a loss: k2 has the reverse-KL gradient, k3 the forward-KL gradient, k1 none in expectation."
+    estimator: Literal["k1", "k2", "k3", "k3+"] = Field(
+        "k3", description="As a loss: k2 and k3+ have the reverse-KL gradient, k3 the forward-KL gradient, k1 none in expectation."
     )
 
 
@@ -240,7 +243,6 @@ class Config(Section):
                 "rollout: top_p, top_k and min_p change the sampling distribution and would bias the policy gradient; "
                 "set them under eval, or remove them"
             )
-        scale = self.algorithm.scale or ("none" if self.algorithm.name == "dr_grpo" else "group")
-        if rl and self.algorithm.group_size == 1 and scale == "group":
+        if rl and self.algorithm.group_size == 1 and self.algorithm.advantage in (None, "group_relative"):
             raise ValueError("algorithm.group_size: a group of 1 has no spread, every advantage would be 0; use at least 2")
         return self

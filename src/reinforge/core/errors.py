@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_TERMINATED = 0, 2, 3, 143
+ENDS = (".", "!", "?", ":", ";", "…")
 
 
 class ReinforgeError(Exception):
@@ -18,7 +19,8 @@ class InputError(ReinforgeError):
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
         self.what, self.where, self.fix = what, where, fix
-        super().__init__(" ".join(part for part in (f"{where}:" if where else "", what, fix or "") if part))
+        said = f"{what}." if fix and not what.rstrip().endswith(ENDS) else what  # two sentences, however `what` was written
+        super().__init__(" ".join(part for part in (f"{where}:" if where else "", said, fix or "") if part))
 
 
 class StoppedByPolicy(ReinforgeError):

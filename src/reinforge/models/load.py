@@ -105,11 +105,14 @@ def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: 
     CausalModel(module, tokenizer).verify()
     if adapter is not None:
         module = add_adapter(module, adapter, seed=seed)
+    model = CausalModel(module, tokenizer)
+    if cfg.compile and device.type == "cuda":
+        model.compile_layers()
     if cfg.gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if adapter is not None:
             module.enable_input_require_grads()
-    return CausalModel(module, tokenizer)
+    return model
 
 
 def _without_quantization(module: Any, dtype: torch.dtype) -> Any:

@@ -24,6 +24,15 @@ def bucket(rows: int) -> int:
 
 
 @dataclass(slots=True)
+class Window:
+    """What the rows said: tokens and log-probs, [B][steps], of which the first `counts[b]` are real."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    counts: list[int]
+
+
+@dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     rows: Rows  # the tensors that the graph reads and advances
@@ -47,19 +56,20 @@ class Decoder:
         """The cache that the graphs were captured with is gone."""
         self._captured.clear()
 
-    def run(self, rows: Rows, cache: Cache) -> tuple[list[list[int]], list[list[float]]]:
-        """The next tokens of every row and their log-probs, [steps][B]. What a row says after it is done means nothing."""
+    def run(self, rows: Rows, cache: Cache) -> Window:
+        """The next tokens of every row."""
         if not self.graphs or rows.filters is not None:
+            before = rows.produced.clone()
             picked, logprobs = rows.step(self.model, cache)
-            return [picked.tolist()], [logprobs.tolist()]
+            return Window(picked[:, None].tolist(), logprobs[:, None].tolist(), (rows.produced - before).tolist())
         captured = self._captured.get(rows.key) or self._capture(rows, cache)
-        if captured.rows is not rows:
-            captured.rows.copy_(rows)
+        captured.rows.copy_(rows)
         captured.at.zero_()
         for _ in range(WINDOW):
             captured.graph.replay()
+        counts = captured.rows.produced - rows.produced
         rows.copy_(captured.rows)
-        return captured.tokens.tolist(), captured.logprobs.tolist()
+        return Window(captured.tokens.t().tolist(), captured.logprobs.t().tolist(), counts.tolist())
 
     def _capture(self, rows: Rows, cache: Cache) -> _Captured:
         """Captures one step on rows that are all done: they stand still, and write only into the spare block."""

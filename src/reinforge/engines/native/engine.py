@@ -25,12 +25,13 @@ from reinforge.core.sample import Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
 from reinforge.engines.native.blocks import BlockPool
-from reinforge.engines.native.decoder import Decoder
+from reinforge.engines.native.decoder import Decoder, Window
 from reinforge.engines.native.rows import Live, Rows
 from reinforge.models.attention import Cache, Packed, Prefill
 from reinforge.models.causal import CausalModel
 
 BLOCK = 16
+KEEP = 1 / 12  # a cache of at most this share of the GPU is not given back between rollouts
 PREFILL_TOKENS = 16384  # packed prompt tokens per forward
 
 
@@ -130,10 +131,15 @@ class NativeEngine:
 
     async def sleep(self) -> None:
         assert not self._running and all(s.future.done() for f in self._waiting for s in f.sequences), "cannot sleep while there is work"
-        if self.model.device.type == "cuda":  # host memory is not what training runs short of, and clearing it takes long
+        if self.model.device.type == "cuda" and not self._small():  # host memory is kept: it is not what training runs short of
             self.cache = None
             self.decoder.forget()
             torch.cuda.empty_cache()
+
+    def _small(self) -> bool:
+        """Whether the cache takes so little of the device that it may stay while training, and its graphs with it."""
+        used = sum(t.numel() * t.element_size() for t in (*self.cache.keys, *self.cache.values)) if self.cache else 0
+        return used <= KEEP * torch.cuda.mem_get_info(self.model.device)[1]
 
     async def wake(self) -> None:
         if self.cache is None:
@@ -226,7 +232,7 @@ class NativeEngine:
         entering = [s for f in forks for s in f.sequences]
         last = torch.tensor([int(ends[i]) - 1 for i, f in enumerate(forks) for _ in f.sequences], device=device)
         picked, logprobs = Rows.of(entering, device).draw(self.model, hidden.index_select(0, last))
-        self._accept(entering, [picked.tolist()], [logprobs.tolist()])
+        self._accept(entering, Window(picked[:, None].tolist(), logprobs[:, None].tolist(), [1] * len(entering)))
         self._running = [s for s in [*self._running, *entering] if not s.future.done()]
         self._rows = None
         self.stats.prompt_tokens += sum(lengths)
@@ -236,31 +242,41 @@ class NativeEngine:
         if self._rows is None:
             size = self.decoder.size(len(self._running))
             self._rows = Rows.of(self._running, self.model.device, size=size, width=self.width, spare=self.blocks)
-        self._accept(self._running, *self.decoder.run(self._rows, self.cache))
+        self._accept(self._running, self.decoder.run(self._rows, self.cache))
         if any(s.future.done() for s in self._running):
             self._running = [s for s in self._running if not s.future.done()]
             self._rows = None
 
-    def _accept(self, sequences: list[Live], tokens: list[list[int]], logprobs: list[list[float]]) -> None:
-        """Takes [steps][B] sampled tokens in; a sequence that ends leaves at once and ignores the rest of its column."""
-        for i, sequence in enumerate(sequences):
-            for line, values in zip(tokens, logprobs, strict=True):
-                if sequence.future.done():  # ended, or cancelled while it ran
-                    break
-                sequence.tokens.append(line[i])
-                sequence.logprobs.append(values[i])
-                sequence.versions.append(self.version)
-                self.stats.generated_tokens += 1
-                if line[i] in sequence.stops or self._hit_string(sequence):
-                    self._finish(sequence, Stop.EOS)
-                elif len(sequence.tokens) >= sequence.params.max_new_tokens:
-                    self._finish(sequence, Stop.LENGTH)
+    def _accept(self, sequences: list[Live], window: Window) -> None:
+        """Takes sampled tokens in. A row stopped by itself at a stop token or at its limit; stop strings only the host can see."""
+        for sequence, tokens, logprobs, count in zip(sequences, window.tokens, window.logprobs, window.counts, strict=False):
+            if sequence.future.done():  # cancelled while it ran
+                continue
+            if sequence.params.stop_strings:
+                count = self._until_string(sequence, tokens[:count])
+            sequence.tokens += tokens[:count]
+            sequence.logprobs += logprobs[:count]
+            sequence.versions += [self.version] * count
+            self.stats.generated_tokens += count
+            if sequence.tokens[-1] in sequence.stops or self._hit_string(sequence.tokens, sequence.params):
+                self._finish(sequence, Stop.EOS)
+            elif len(sequence.tokens) >= sequence.params.max_new_tokens:
+                self._finish(sequence, Stop.LENGTH)
 
-    def _hit_string(self, sequence: Live) -> bool:
-        if not sequence.params.stop_strings:
+    def _until_string(self, sequence: Live, tokens: list[int]) -> int:
+        """How many of these tokens come before a stop string is complete."""
+        so_far = list(sequence.tokens)
+        for i, token in enumerate(tokens):
+            so_far.append(token)
+            if self._hit_string(so_far, sequence.params):
+                return i + 1
+        return len(tokens)
+
+    def _hit_string(self, tokens: list[int], params: Sampling) -> bool:
+        if not params.stop_strings:
             return False
-        tail = self.model.tokenizer.decode(sequence.tokens[-(max(map(len, sequence.params.stop_strings)) + 4) :])
-        return any(s in tail for s in sequence.params.stop_strings)
+        tail = self.model.tokenizer.decode(tokens[-(max(map(len, params.stop_strings)) + 4) :])
+        return any(s in tail for s in params.stop_strings)
 
     def _finish(self, sequence: Live, stop: Stop) -> None:
         self._leave(sequence)
