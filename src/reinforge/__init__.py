@@ -47,10 +47,24 @@ def _resolve(name: str) -> Any:
 
 
 class _CallableModule(ModuleType):
-    """A subpackage that can be called like the public function of the same name."""
+    # A subpackage that can be called like the public function of the same name, and looks like it to `help` and editors.
+    # The function is imported when it is called or looked at.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _resolve(self.__name__.rpartition(".")[2])(*args, **kwargs)
+        return self._function()(*args, **kwargs)
+
+    def _function(self) -> Any:
+        return _resolve(self.__name__.rpartition(".")[2])
+
+    @property
+    def __signature__(self) -> Any:
+        import inspect
+
+        return inspect.signature(self._function())
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self._function().__doc__
 
 
 def _make_callable(module: str) -> None:

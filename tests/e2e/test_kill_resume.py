@@ -100,10 +100,13 @@ def test_lora_with_a_reference(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_the_micro_batch_size_is_part_of_the_state(tiny: Path, tmp_path: Path) -> None:
-    """`auto` is computed from free memory, which is another after a restart: the resumed run takes what it had."""
+    """`auto` is computed from free memory, which is another after a restart: the resumed run takes what it had. Here `auto` was 48,
+    says the record."""
     config = runs.write_config(tmp_path, tiny, train={"steps": 6, "tokens_per_microbatch": 48})
     run = whole(tmp_path, config, 6)
     crash(run, tmp_path, "step:end@5")
+    record = tmp_path / "run" / "config.json"
+    record.write_text(record.read_text().replace('"tokens_per_microbatch": 48', '"tokens_per_microbatch": "auto"'))
     finish(run, tmp_path, "train.tokens_per_microbatch=auto")
     assert run.differences(tmp_path / "run") == []
 
@@ -233,8 +236,9 @@ def test_a_damaged_checkpoint_is_named_and_never_used(sft: Whole, tmp_path: Path
 def test_a_checkpoint_of_something_else_is_refused(sft: Whole, tmp_path: Path) -> None:
     crash(sft, tmp_path, "step:end@5")
     for override, said in (
-        ("data.options.seed=5", "the checkpoint was made with other rows"),
-        ("run.seed=1", "Set run.seed to 0 to resume"),
+        ("data.options.seed=5", "data.options.seed was "),
+        ("run.seed=1", "run.seed was 0 and is 1"),
+        ("train.learning_rate=0.25", "and is 0.25. Use another run.dir"),
     ):
         process = runs.start(sft.command(override), tmp_path, forked=True)
         assert process.wait() == 2 and said in process.output(), process.output()

@@ -1,9 +1,12 @@
-"""The Python door: `reinforge.train` with plain functions, inside a running loop, and the same ids everywhere."""
+"""The Python door: `reinforge.train` with plain functions and rows, and the same ids everywhere."""
 
 from __future__ import annotations
 
-import asyncio
+import inspect
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,8 @@ import pytest
 import torch
 
 import reinforge
-from reinforge.app.api import run_sync
-from reinforge.app.build import Given, Workshop, build
+from reinforge.app.build import Given, Workshop, build, load_data
+from reinforge.app.tiny import make_tiny_model
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config, ModelConfig
 from reinforge.core.errors import InputError
@@ -43,42 +46,6 @@ def test_learns_a_trivial_task(tiny_dir: str, tmp_path: Path) -> None:
     assert result.report is not None and result.report.exists() and result.metrics["reward/mean"] == rewards[-1]
 
 
-def test_inside_a_running_event_loop(tiny_dir: str, tmp_path: Path) -> None:
-    """As in a notebook: called in a coroutine, with an async reward; errors come out as they are."""
-    called = []
-
-    async def judge(completions: list[str], **_: Any) -> list[float]:
-        await asyncio.sleep(0)
-        called.append(len(completions))
-        return [float(len(c) % 3) for c in completions]
-
-    async def broken(completions: list[str], **_: Any) -> list[float]:
-        raise RuntimeError("judge is down")
-
-    async def notebook() -> None:
-        result = reinforge.train(model=tiny_dir, data=ROWS, rewards=[judge], dir=str(tmp_path / "a"), **SMALL)
-        assert result.steps == 1 and called == [4, 4]
-        with pytest.raises(InputError, match="judge is down"):
-            reinforge.train(model=tiny_dir, data=ROWS, rewards=[broken], dir=str(tmp_path / "b"), **SMALL)
-
-    asyncio.run(asyncio.wait_for(notebook(), 60))
-
-
-def test_run_sync_hands_on_values_and_errors() -> None:
-    async def value() -> int:
-        return 7
-
-    async def error() -> int:
-        raise KeyError("x")
-
-    async def inside() -> tuple[int, str]:
-        with pytest.raises(KeyError):
-            run_sync(error())
-        return run_sync(value()), "ok"
-
-    assert run_sync(value()) == 7 and asyncio.run(inside()) == (7, "ok")
-
-
 def test_a_generator_of_rows_and_named_rewards(tiny_dir: str, tmp_path: Path) -> None:
     rows = ({"prompt": f"{i}+1=", "answer": i + 1} for i in range(8))
     result = reinforge.train(model=tiny_dir, data=rows, rewards=["exact_number", "exact_match"], dir=str(tmp_path / "run"), **SMALL)
@@ -87,9 +54,10 @@ def test_a_generator_of_rows_and_named_rewards(tiny_dir: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [({"data": ROWS, "rewards": [share_of_a]}, "model and data are needed"), ({"model": "m", "data": ROWS, "rewards": [share_of_a, "exact_match"]}, "not both"),
+    [({"data": ROWS, "rewards": [share_of_a]}, "model and data are needed"), ({"model": "m", "data": ROWS, "rewards": [share_of_a, 3]}, "is no reward"),
+     ({"model": "m", "data": {"train": ROWS}, "rewards": [share_of_a]}, "not a list of rows"),
      ({"model": "m", "data": ROWS}, "at least one reward"), ({"model": "/no/such", "data": ROWS, "rewards": [share_of_a]}, "no such directory")],
-    ids=["no model", "functions and names", "no reward", "no such model"],
+    ids=["no model", "a number as reward", "a dict of splits", "no reward", "no such model"],
 )  # fmt: skip
 def test_what_is_missing_is_said(arguments: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=says):
@@ -102,8 +70,8 @@ def config_of(tiny_dir: str, tmp_path: Path, *overrides: str, **sections: Any) -
     return config_from_dict({**raw, **sections}, overrides=overrides)
 
 
-@pytest.mark.parametrize("named", [{"learning_rate": 0.5}, {"steps": 7}, {"model": "other"}, {"algorithm": "dapo"}, {"seed": 3}, {"dir": "elsewhere"}, {"rewards": ["exact_match"]},
-                                   {"data": "rows.jsonl"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("named", [{"learning_rate": 0.5}, {"steps": 7}, {"model": "other"}, {"algorithm": "dapo"}, {"seed": 3}, {"dir": "elsewhere"},
+                                   {"data": "rows.jsonl"}, {"data": Path("rows.jsonl")}, {"eval_data": "rows.jsonl"}], ids=str)  # fmt: skip
 def test_a_named_setting_beside_a_config_is_not_ignored(named: dict[str, Any], tiny_dir: str, tmp_path: Path) -> None:
     """`train("config.yaml", learning_rate=1e-3)` must not run with the file's learning rate and say nothing."""
     with pytest.raises(InputError, match=rf"{next(iter(named))}.*overrides"):
@@ -122,6 +90,133 @@ def test_a_dict_and_the_weights_of_rewards(tiny_dir: str, tmp_path: Path) -> Non
     )
     result = reinforge.train(cfg.model_dump(mode="json"), data=[{**r, "answer": "zz"} for r in ROWS])
     assert result.metrics["reward/mean"] == pytest.approx(2 * result.metrics["reward/regex"] + 0.5 * result.metrics["reward/exact_match"])
+
+
+# rewards
+
+
+def ones(completions: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def halves(completions: list[str]) -> list[float]:
+    return [0.5] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "mean"),
+    [(ones, 1.0), ((ones, 3), 3.0), ([ones, halves], 1.5), ((ones, halves), 1.5), ([(ones, 2.0), halves, "exact_match"], 2.5),
+     ([(ones, 2.0), ("exact_match", 9.0), lambda completions: [0.25] * len(completions), lambda completions: [0.5] * len(completions)], 2.75)],
+    ids=["function", "pair", "list", "tuple", "pair, function and name", "with lambdas"],
+)  # fmt: skip
+def test_rewards_are_names_functions_and_pairs(rewards: Any, mean: float, tiny_dir: str, tmp_path: Path) -> None:
+    result = reinforge.train(model=tiny_dir, data=[{**r, "answer": "zz"} for r in ROWS], rewards=rewards, dir=tmp_path / "run", **SMALL)
+    assert result.metrics["reward/mean"] == pytest.approx(mean) and result.metrics.get("reward/exact_match", 0.0) == 0.0
+    recorded = [r["name"] for r in json.loads((tmp_path / "run" / "config.json").read_text())["rewards"]]
+    assert len(recorded) == len(set(recorded)) and {f"reward/{name}" for name in recorded} <= result.metrics.keys()
+
+
+@pytest.mark.parametrize("form", ["file", "dict", "object"])
+def test_rewards_beside_a_config(form: str, tiny_dir: str, tmp_path: Path) -> None:
+    """Without rewards of its own it is completed; a name that it has keeps its weight; an override is the last word."""
+    entry = {"name": "ones", "weight": 0.5}
+    raw = {k: v for k, v in config_of(tiny_dir, tmp_path).model_dump(mode="json").items() if k != "rewards"}
+
+    def run(name: str, declared: list[Any], *overrides: str) -> float:
+        dumped = {**raw, "run": {"dir": str(tmp_path / name)}, **({"rewards": declared} if declared else {})}
+        config: Any = tmp_path / f"{name}.yaml"
+        config.write_text(json.dumps(dumped))
+        config = config if form == "file" else dumped if form == "dict" else config_from_dict(dumped)
+        return reinforge.train(config, data=ROWS, rewards=[halves, ones], overrides=overrides).metrics["reward/mean"]
+
+    if form != "object":  # which needs a reward to exist
+        assert run("none", []) == 1.5
+    assert run("kept", [entry]) == 1.0
+    assert run("replaced", [{"name": "exact_match", "weight": 7.0}]) == 1.5
+    assert run("overridden", [entry], "rewards.1.weight=4") == 4.5
+
+
+def test_a_name_beside_a_config_is_used(tiny_dir: str, tmp_path: Path) -> None:
+    result = reinforge.train(config_of(tiny_dir, tmp_path), data=[{**r, "answer": 1} for r in ROWS], rewards="exact_number")
+    assert "reward/exact_number" in result.metrics and "reward/exact_match" not in result.metrics
+
+
+# where it is written
+
+
+def test_two_runs_without_a_directory_are_two_runs(tiny_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = reinforge.train(model=Path(tiny_dir), data=ROWS, rewards=ones, **SMALL)
+    second = reinforge.train(model=Path(tiny_dir), data=ROWS, rewards=halves, **SMALL)
+    assert first.metrics["reward/mean"] == 1.0 and second.metrics["reward/mean"] == 0.5 and first.run_dir != second.run_dir
+    assert all(re.fullmatch(r"runs/grpo-\d{8}-\d{6}(-2)?", str(r.run_dir)) for r in (first, second))
+
+
+# data
+
+
+def rows_file(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loaded(tiny_dir: str, tmp_path: Path, given: Given, **data: Any) -> tuple[set[Any], set[Any]]:
+    cfg = config_of(tiny_dir, tmp_path, data={"source": "python", **data})
+    train, held = load_data(cfg.data, given)
+    return {row.prompt for row in train}, {row.prompt for row in held}
+
+
+def test_held_out_rows_from_files_and_objects(tiny_dir: str, tmp_path: Path) -> None:
+    """Which rows are held out depends on the rows and data.eval, not on how they came."""
+    file, other = rows_file(tmp_path / "rows.jsonl", ROWS), [{"prompt": "x"}, {"prompt": "y"}]
+    train, held = loaded(tiny_dir, tmp_path, Given(), source=str(file), eval={"size": 5})
+    assert len(train) == 27 and len(held) == 5 and not train & held
+    assert loaded(tiny_dir, tmp_path, Given(data=ROWS), eval={"size": 5}) == (train, held)
+    assert loaded(tiny_dir, tmp_path, Given(data=ROWS), source="arithmetic:chain", eval={"size": 5}) == (train, held)
+    assert loaded(tiny_dir, tmp_path, Given(eval_data=other), source=str(file)) == (train | held, {"x", "y"})
+    assert loaded(tiny_dir, tmp_path, Given(data=ROWS, eval_data=other), eval={"size": 1}) == (train | held, {"x"})
+    assert loaded(tiny_dir, tmp_path, Given(data=other), eval={"source": str(file)}) == ({"x", "y"}, train | held)
+    with pytest.raises(InputError, match=r"data\.eval\.size.*asks for 3"):
+        loaded(tiny_dir, tmp_path, Given(data=ROWS, eval_data=other), eval={"size": 3})
+    with pytest.raises(InputError, match=r"data\.eval\.source.*Give one"):
+        loaded(tiny_dir, tmp_path, Given(data=ROWS, eval_data=other), eval={"source": str(file)})
+
+
+def test_paths_of_data(tiny_dir: str, tmp_path: Path) -> None:
+    file, held = rows_file(tmp_path / "rows.jsonl", ROWS), rows_file(tmp_path / "held.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
+    result = reinforge.train(model=tiny_dir, data=file, eval_data=held, rewards=halves, dir=tmp_path / "run", **SMALL)
+    assert result.metrics["eval/reward"] == 0.5 and result.metrics["eval/n"] == 2
+
+
+@pytest.mark.parametrize("source", ["python", "file"])
+def test_evaluating_a_run_of_python_objects_says_so(source: str, tiny_dir: str, tmp_path: Path) -> None:
+    """Also when a config names a file that was not used."""
+    file = rows_file(tmp_path / "rows.jsonl", [{**r, "answer": 1} for r in ROWS])
+    cfg = config_of(tiny_dir, tmp_path, data={"source": "python" if source == "python" else str(file)})
+    result = reinforge.train(cfg, data=[{**r, "answer": 2} for r in ROWS], eval_data=[{"prompt": "x", "answer": 2}])
+    with pytest.raises(InputError, match=r"data\.source: .*Python objects"):
+        reinforge.evaluate(result.run_dir)
+    with pytest.raises(InputError, match=r"data\.eval\.source: .*Python objects"):
+        reinforge.evaluate(result.run_dir, [f"data.source={file}"])
+    assert reinforge.evaluate(result.run_dir, [f"data.source={file}", "data.eval.source=null", "data.eval.size=3"])["eval/n"] == 3
+
+
+def test_a_tiny_model_at_a_text_path(tmp_path: Path) -> None:
+    path = make_tiny_model(str(tmp_path / "m"), width=32, layers=1, heads=2)
+    assert path == tmp_path / "m" and json.loads((path / "config.json").read_text())["hidden_size"] == 32
+
+
+# how it looks
+
+
+def test_the_callable_module_looks_like_its_function() -> None:
+    from reinforge.app import api
+
+    assert inspect.signature(reinforge.train) == inspect.signature(api.train) and inspect.getdoc(reinforge.train) == inspect.getdoc(
+        api.train
+    )
+    code = "import sys, inspect, reinforge; reinforge.train; inspect.signature(reinforge.train); reinforge.train.__doc__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_train_and_evaluation_rows_are_disjoint(tiny_dir: str, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_whole_texts() -> None:
 def test_rows_that_cannot_be_rendered_name_themselves() -> None:
     with pytest.raises(InputError, match="row r7: its prompt is chat messages, but the tokenizer has no chat template"):
         renderer(toy(None)).prompt(row(turns("hello")))
-    with pytest.raises(InputError, match="row r7: has no answer to train on.* only answer .*completion: answer"):
+    with pytest.raises(InputError, match="row r7: has no answer to train on.* only answer\\. .*completion: answer"):
         renderer(toy()).training_row(row("hello", answer="16"))
     with pytest.raises(InputError, match="row r7: has no assistant turn"):
         renderer(toy()).training_row(row("-", messages=turns("hello")))

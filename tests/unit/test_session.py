@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reinforge.app.api import train_config
 from reinforge.app.build import Given, build
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
-from reinforge.core.errors import InputError
+from reinforge.core.errors import InputError, Terminated
 from reinforge.train.rl import RLTrainer
 from tiny_runs import DATA, EVAL, LORA, digest, launch, lines, odd
 from toys import SilentView
@@ -108,12 +111,92 @@ def test_resume_policies(make: Callable[..., Config]) -> None:
     launch(make())
     with pytest.raises(InputError, match=r"run\.dir.*already holds a run"):
         launch(make("run", "grpo", "run.resume=never"))
-    with pytest.raises(InputError, match="another model"):
-        launch(make("run", "grpo", "train.steps=5", **LORA))
-    with pytest.raises(InputError, match=r"run\.seed"):
-        launch(make("run", "grpo", "train.steps=5", "run.seed=1"))
     with pytest.raises(InputError, match="rows"):
         launch(make("run", "grpo", "train.steps=5"), data=DATA[:8])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sections", "says"),
+    [(("train.learning_rate=0.5",), {}, r"train\.learning_rate was 0\.001 and is 0\.5\. [^,]*run\.dir.*restore"), (("run.seed=1",), {}, r"run\.seed was 0 and is 1"),
+     (("train.prompts_per_step=2", "algorithm.group_size=2"), {}, r"group_size was 4 and is 2.*prompts_per_step was 4 and is 2"),
+     ((), LORA, r"adapter\.rank was None and is 4"), (("rewards.0.weight=2",), {}, r"rewards\.0\.weight was 1\.0 and is 2\.0"),
+     (("rollout.temperature=0.5", "train.steps=5"), {}, r"rollout\.temperature was 1\.0 and is 0\.5\."), (("data.options.api_key=b", "data.options.n=1"), {}, r"data\.options\.n was None")],
+    ids=str,
+)  # fmt: skip
+def test_a_changed_config_is_refused_and_leaves_the_record(
+    make: Callable[..., Config], overrides: tuple[str, ...], sections: dict[str, Any], says: str
+) -> None:
+    first = make("run", "grpo", "data.options.api_key=a")
+    launch(first)
+    record = (Path(first.run.dir) / "config.json").read_text()
+    with pytest.raises(InputError, match=says) as error:
+        launch(make("run", "grpo", "data.options.api_key=a", *overrides, **sections))
+    assert (Path(first.run.dir) / "config.json").read_text() == record
+    assert "api_key" not in str(error.value) and "train.steps" not in str(error.value)  # these may change
+
+
+def test_another_python_reward_is_refused_by_its_name(make: Callable[..., Config]) -> None:
+    launch(make())
+    with pytest.raises(InputError, match=r"rewards\.0\.name was 'odd' and is 'reward'"):
+        launch(make("run", "grpo", "train.steps=5"), reward_by_step([0.0]))
+
+
+def test_what_may_change_is_recorded(make: Callable[..., Config]) -> None:
+    cfg = make("run", "grpo", "data.options.api_key=a")
+    launch(cfg)
+    changed = make("run", "grpo", "data.options.api_key=b", "train.steps=5", "train.tokens_per_microbatch=64", "eval.every=2", "run.checkpoint.keep=1", "run.log.samples=2",
+                   "rollout.max_batch=7", "rollout.on_reward_error=unscored", "model.device=cpu", "rollout.kv_gib=0.02", "eval.early_stop.patience=9")  # fmt: skip
+    assert launch(changed).steps == 5
+    (event,) = [e for e in lines(cfg, "events.jsonl") if e["kind"] == "config_changed"]
+    assert event["step"] == 3 and event["changes"].pop("eval.early_stop.patience") == [None, 9]
+    assert {k: v for k, v in event["changes"].items() if not k.startswith("eval.early_stop")} == {
+        "train.steps": [3, 5], "train.tokens_per_microbatch": ["auto", 64], "eval.every": [0, 2], "run.checkpoint.keep": [2, 1], "run.log.samples": [4, 2],
+        "rollout.max_batch": [512, 7], "rollout.on_reward_error": ["raise", "unscored"], "model.device": ["auto", "cpu"], "rollout.kv_gib": [0.01, 0.02],
+    }  # fmt: skip
+    with pytest.raises(InputError, match=r"train\.tokens_per_microbatch was 64 and is 'auto'"):
+        launch(cfg)
+
+
+def test_a_record_of_before_a_key_existed(make: Callable[..., Config]) -> None:
+    cfg = make()
+    launch(cfg)
+    path = Path(cfg.run.dir) / "config.json"
+    record = json.loads(path.read_text())
+    del record["algorithm"]["max_refills"]
+    path.write_text(json.dumps(record))
+    assert launch(make("run", "grpo", "train.steps=4")).steps == 4
+    path.unlink()
+    view = SilentView()
+    train_config(make("run", "grpo", "train.steps=4"), Given(data=DATA, rewards=[odd]), view)
+    assert any("could not be checked" in message for message in view.messages)
+
+
+def test_terminate_from_another_thread(make: Callable[..., Config]) -> None:
+    """The reward's thread asks in the third step: the state of step 2 is saved, and the resumed run is the one never stopped."""
+    whole = make("whole", "grpo", "train.steps=4")
+    launch(whole)
+    cfg = make("cut", "grpo", "train.steps=4")
+    calls = [0]
+
+    def asks(completions: list[str]) -> list[float]:
+        calls[0] += 1
+        if calls[0] == 9:
+            trainer.session.terminate()
+            trainer.session.terminate()
+        return odd(completions)
+
+    asks.__name__ = "odd"
+    trainer = build(cfg, SilentView(), Given(data=DATA, rewards=asks))
+
+    async def go() -> None:
+        with trainer.session:
+            await trainer.run()
+
+    with pytest.raises(Terminated, match="SIGINT at step 2 of 4"):
+        asyncio.run(go())
+    trainer.session.terminate()  # when nothing runs any more: no effect
+    launch(cfg)
+    assert digest(cfg) == digest(whole)
 
 
 # evaluation at boundaries

@@ -72,7 +72,7 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
         ('{"prompt": [{"role": "user"}]}', r"prompt\[0\].content is missing"),
         ('{"prompt": []}', "prompt is not a list of messages"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "answers nothing"),
-        ('{"solution": "a", "level": 1}', "has no prompt.* only solution, level .*data.columns"),
+        ('{"solution": "a", "level": 1}', r"has no prompt.* only solution, level\. .*data.columns"),
     ],
 )
 def test_bad_rows_are_refused_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
@@ -114,7 +114,7 @@ def test_unreachable_hub_is_one_short_error(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(datasets, "load_dataset", down)
     with pytest.raises(
-        InputError, match=r"^data.source org/name: cannot load split 'train' .*: Couldn't reach 'org/name' on the Hub Check the id"
+        InputError, match=r"^data.source org/name: cannot load split 'train' .*: Couldn't reach 'org/name' on the Hub\. Check the id"
     ):
         load_rows(cfg("org/name"))
 
@@ -146,7 +146,7 @@ def test_columns_where_template_system_limit(tmp_path: Path) -> None:
     assert filled[0].prompt == [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: 0+1\n{A} 0:"}]
     assert filled[0].columns == {"q": "0+1", "answer": 1, "level": 0}
     with pytest.raises(
-        InputError, match=r"a.jsonl:1: has no column 'solutoin', only q, solution, level Did you mean solution\?.*data.columns"
+        InputError, match=r"a.jsonl:1: has no column 'solutoin', only q, solution, level\. Did you mean solution\?.*data.columns"
     ):
         load_rows(cfg(source, columns={"answer": "solutoin"}))
     for template, message in [
@@ -244,9 +244,9 @@ def test_reasoning_gym_rows_can_be_scored_by_their_task() -> None:
     assert set(rows[0].columns) == {"answer", "metadata", "entry"}
     assert all(task.score_answer(row.columns["answer"], row.columns["entry"]) == 1.0 for row in rows)
     assert task.score_answer("x", rows[0].columns["entry"]) < 0.1
-    with pytest.raises(InputError, match=r"reasoning_gym:chain_sun: there is no such task Did you mean chain_sum"):
+    with pytest.raises(InputError, match=r"reasoning_gym:chain_sun: there is no such task\. Did you mean chain_sum"):
         load_rows(cfg("reasoning_gym:chain_sun"))
-    with pytest.raises(InputError, match=r"has no option 'max_trems' Did you mean max_terms"):
+    with pytest.raises(InputError, match=r"has no option 'max_trems'\. Did you mean max_terms"):
         load_rows(cfg("reasoning_gym:chain_sum", options={"max_trems": 3}))
     with pytest.raises(InputError, match="refuses its options"):
         load_rows(cfg("reasoning_gym:chain_sum", options={"min_terms": 9, "max_terms": 3}))

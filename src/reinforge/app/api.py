@@ -14,19 +14,26 @@ import asyncio
 import inspect
 import json
 import math
+import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import ValidationError
+
 from reinforge.config.load import config_from_dict, load_config
-from reinforge.config.schema import Config
+from reinforge.config.schema import Config, RewardConfig
+from reinforge.config.strict import parse
 from reinforge.core.errors import InputError
 
 if TYPE_CHECKING:
     from reinforge.app.build import Given
+    from reinforge.rewards.build import GivenRewards
     from reinforge.train.session import ViewLike
 
 T = TypeVar("T")
@@ -41,26 +48,60 @@ class RunResult:
     report: Path | None = None
 
 
-def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, also inside a running event loop (a notebook): then in a thread of its own."""
+def run_sync(work: Coroutine[Any, Any, T], interrupt: Callable[[], None] | None = None) -> T:
+    """Runs a coroutine to its end, also inside a running event loop (a notebook): then in a thread of its own.
+
+    Ctrl-C reaches only the main thread. There it calls `interrupt` (default: cancel the work), waits for the work to end in
+    its own way, and goes on as KeyboardInterrupt."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
     box: dict[str, Any] = {}
+    done = threading.Event()  # an interrupted Thread.join takes the thread for ended and does not wait a second time
+
+    async def main() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        box["cancel"] = lambda: loop.call_soon_threadsafe(task.cancel)
+        return await work
 
     def target() -> None:
         try:
-            box["value"] = asyncio.run(work)
+            box["value"] = asyncio.run(main())
         except BaseException as error:
             box["error"] = error
+        finally:
+            done.set()
 
     thread = threading.Thread(target=target, name="reinforge")
-    thread.start()
-    thread.join()
+    with _ctrl_c_raises():
+        try:
+            thread.start()
+            done.wait()
+        except KeyboardInterrupt as ctrl_c:
+            (interrupt or box.get("cancel", lambda: None))()
+            done.wait()
+            raise ctrl_c from box.get("error")
+        finally:
+            if done.is_set():
+                thread.join()
     if "error" in box:
         raise box["error"]
     return box["value"]
+
+
+@contextmanager
+def _ctrl_c_raises() -> Iterator[None]:
+    """asyncio.run keeps the first Ctrl-C for its own next await, which a thread that waits for another never reaches."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def train_config(config: Config, given: Given | None = None, view: ViewLike | None = None) -> RunResult:
@@ -77,7 +118,7 @@ def train_config(config: Config, given: Given | None = None, view: ViewLike | No
             await trainer.run()
 
     started = time.monotonic()
-    run_sync(go())
+    run_sync(go(), session.terminate)
     finite = {name: value for name, value in session.last.items() if math.isfinite(value)}  # NaN is not JSON
     summary = {
         "steps": session.step,
@@ -91,53 +132,86 @@ def train_config(config: Config, given: Given | None = None, view: ViewLike | No
 
 
 def train(
-    config: str | Path | Mapping[str, Any] | Config | None = None, *, model: str | None = None, data: str | Iterable[Any] | None = None,
-    eval_data: Iterable[Any] | None = None, rewards: Sequence[str | Callable[..., Any]] | None = None, algorithm: str = "grpo",
-    dir: str = "runs/latest", steps: int | None = None, learning_rate: float = 1e-5, max_new_tokens: int = 256, group_size: int = 8,
+    config: str | Path | Mapping[str, Any] | Config | None = None, *, model: str | Path | None = None, data: str | Path | Iterable[Any] | None = None,
+    eval_data: str | Path | Iterable[Any] | None = None, rewards: GivenRewards | None = None, algorithm: str = "grpo",
+    dir: str | Path | None = None, steps: int | None = None, learning_rate: float = 1e-5, max_new_tokens: int = 256, group_size: int = 8,
     prompts_per_step: int = 64, seed: int = 0, adapter: Mapping[str, Any] | None = None, overrides: Sequence[str] = (),
 ) -> RunResult:  # fmt: skip
     """Trains a model. Give a config (file, dict or object), or the usual few things by name; `overrides` reach everything else
     (`"train.schedule.kind=cosine"`).
 
-    `data` is a path, a source name, or an iterable of dicts with a `prompt` (and whatever columns the rewards want).
-    `rewards` are names or functions `(prompts, completions, **columns) -> list[float | None]`, plain or async.
+    `data` is a path, a source name, or an iterable of dicts with a `prompt` (and whatever columns the rewards want);
+    `eval_data` the same, or hold rows out with `overrides=["data.eval.size=100"]`.
+    `rewards` are names, functions `(prompts, completions, **columns) -> list[float | None]`, plain or async, or pairs
+    (function, weight), in any mixture; one alone needs no list. Beside a config they take the place of its rewards, and one
+    whose name the config has keeps the weight and options that it has there.
+    `dir` is where the run is written: by default a new `runs/<algorithm>-<date>-<time>`. To continue a run, give its `dir`.
     """
     from reinforge.app.build import Given
+    from reinforge.rewards.build import describe_rewards
 
-    functions = [r for r in rewards or () if callable(r)]
-    if functions and len(functions) != len(rewards or ()):
-        raise InputError(
-            "rewards are functions or names, not both.", where="rewards", fix="Write named ones as `file.py:function`, or wrap them."
-        )
-    given = Given(data=None if data is None or isinstance(data, str) else list(data), eval_data=eval_data, rewards=functions or None)
+    paths = {name: str(value) for name, value in (("data", data), ("eval_data", eval_data)) if isinstance(value, str | Path)}
+    given = Given(data=_rows("data", data), eval_data=_rows("eval_data", eval_data))
     if config is not None:
         usual = inspect.signature(train).parameters
         named_too = {"model": model, "algorithm": algorithm, "dir": dir, "steps": steps, "learning_rate": learning_rate, "max_new_tokens": max_new_tokens,
                      "group_size": group_size, "prompts_per_step": prompts_per_step, "seed": seed, "adapter": adapter}  # fmt: skip
-        ignored = [name for name, value in named_too.items() if value != usual[name].default]
-        ignored += ["data"] * isinstance(data, str) + ["rewards"] * bool(rewards and not functions)
+        ignored = [name for name, value in named_too.items() if value != usual[name].default] + list(paths)
         if ignored:
             raise InputError(f"{', '.join(ignored)} would be ignored beside a config.", where="reinforge.train",
                              fix='Set it in the config, or with overrides=["train.learning_rate=1e-4"].')  # fmt: skip
-    if isinstance(config, Config):
-        config = config.model_dump(mode="json")
-    if isinstance(config, (str, Path)):
-        return train_config(load_config(Path(config), overrides), given)
-    if config is None:
-        if model is None or data is None:
-            raise InputError("model and data are needed.", where="reinforge.train", fix="Give them by name, or give a config file.")
-        named: list[dict[str, Any]] = [{"name": r if isinstance(r, str) else getattr(r, "__name__", "reward")} for r in rewards or ()]
+    elif model is None or data is None:
+        raise InputError("model and data are needed.", where="reinforge.train", fix="Give them by name, or give a config file.")
+    else:
         config = {
-            "model": {"path": model}, "algorithm": {"name": algorithm, "group_size": group_size}, "data": {"source": data if isinstance(data, str) else "python"},
-            "rewards": named, "rollout": {"max_new_tokens": max_new_tokens}, "run": {"dir": dir, "seed": seed},
+            "model": {"path": str(model)}, "algorithm": {"name": algorithm, "group_size": group_size},
+            "data": {"source": paths.get("data", "python"), "eval": {"source": paths.get("eval_data")}},
+            "rollout": {"max_new_tokens": max_new_tokens}, "run": {"dir": str(dir or new_dir(algorithm)), "seed": seed},
             "train": {"steps": steps or 100, "learning_rate": learning_rate, "prompts_per_step": prompts_per_step},
             **({"adapter": dict(adapter)} if adapter is not None else {}),
         }  # fmt: skip
+    if isinstance(config, Config):
+        config = config.model_dump(mode="json")
+    if rewards is not None:
+        described, given.functions = describe_rewards(rewards, _declared(config))
+        overrides = [f"rewards={json.dumps([r.model_dump(mode='json') for r in described])}", *overrides]
+    if isinstance(config, (str, Path)):
+        return train_config(load_config(Path(config), overrides), given)
     return train_config(config_from_dict(dict(config), where="reinforge.train", overrides=overrides), given)
 
 
+def new_dir(name: str) -> Path:
+    """`runs/<name>-<date>-<time>`, with a number when there is one already."""
+    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return next(path for n in count(1) if not (path := first if n == 1 else first.with_name(f"{first.name}-{n}")).exists())
+
+
+def _rows(name: str, value: Any) -> list[Any] | None:
+    """Rows that were given as objects; None for a path or nothing."""
+    if value is None or isinstance(value, str | Path):
+        return None
+    if isinstance(value, Mapping):
+        raise InputError(f"{name} is a {type(value).__name__}, not a list of rows.", where=name, fix="Give one split, or [row, row, ...].")
+    return list(value)
+
+
+def _declared(config: str | Path | Mapping[str, Any]) -> list[RewardConfig]:
+    """The rewards that a config has. What is wrong with it otherwise is said when it is loaded."""
+    if isinstance(config, Mapping):
+        found = config.get("rewards")
+    else:
+        path = Path(config)
+        raw = parse(path.read_text("utf-8-sig", errors="replace"), str(path))[0] if path.is_file() else None
+        found = raw.get("rewards") if isinstance(raw, dict) else None
+    try:
+        return [RewardConfig.model_validate(reward) for reward in found] if isinstance(found, list) else []
+    except ValidationError:
+        return []
+
+
 def evaluate(config_or_run: str | Path, overrides: Sequence[str] = (), *, checkpoint: str = "latest") -> dict[str, float]:
-    """Scores the model of a config, or the newest checkpoint of a run, on its held-out rows. Writes nothing but the result."""
+    """Scores the model of a config, or the newest checkpoint of a run, on its held-out rows. Writes nothing but the result.
+    Rows that were given as Python objects are not kept: for such a run, name files, `overrides=["data.source=rows.jsonl", ...]`."""
     from reinforge.app.build import Given, Workshop
     from reinforge.app.runs import config_of, load_weights
     from reinforge.watch.view import View

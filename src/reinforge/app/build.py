@@ -4,8 +4,8 @@ but its own section's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from reinforge.core.sample import Group, Row, Sample
 from reinforge.core.seeds import seed_of
 from reinforge.data.chat import Renderer, apply_length
 from reinforge.data.cursor import Cursor
-from reinforge.data.sources import fingerprint, overlap, rows_from, train_and_eval_rows
+from reinforge.data.sources import PYTHON, fingerprint, hold_out, load_rows, overlap, rows_from
 from reinforge.engines.native import NativeEngine
 from reinforge.evals.heldout import HeldOut, heldout_loss
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import context_length, load_model, stop_tokens
-from reinforge.rewards.build import build_rewards, load_function
+from reinforge.rewards.build import GivenRewards, build_rewards, describe_rewards, load_function
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.single import SingleTurn
@@ -35,8 +35,6 @@ from reinforge.train.rl import RLTrainer
 from reinforge.train.session import Session, ViewLike
 from reinforge.train.supervised import SupervisedTrainer
 
-Evaluate = Callable[[], Any]
-
 
 @dataclass
 class Given:
@@ -44,8 +42,16 @@ class Given:
 
     data: Iterable[Any] | None = None
     eval_data: Iterable[Any] | None = None
-    rewards: Sequence[Callable[..., Any]] | None = None
+    rewards: GivenRewards | None = None  # in place of the config's
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # behind names that the config's rewards have
     model: CausalModel | None = None
+
+    def described(self, cfg: Config) -> tuple[Config, Mapping[str, Callable[..., Any]]]:
+        """The config with what was given in place of its own, so that the run's record tells the truth; and the reward functions."""
+        rewards, functions = (cfg.rewards, self.functions) if self.rewards is None else describe_rewards(self.rewards, cfg.rewards)
+        evaluation = cfg.data.eval.model_copy(update={} if self.eval_data is None else {"source": PYTHON})
+        data = cfg.data.model_copy(update={"eval": evaluation, **({} if self.data is None else {"source": PYTHON})})
+        return cfg.model_copy(update={"data": data, "rewards": rewards}), functions
 
 
 def algorithm_of(cfg: AlgorithmConfig, max_new_tokens: int) -> Algorithm:
@@ -64,13 +70,24 @@ def algorithm_of(cfg: AlgorithmConfig, max_new_tokens: int) -> Algorithm:
 
 
 def load_data(cfg: DataConfig, given: Given) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows, from the config or from Python objects, never sharing a prompt."""
-    if given.data is None:
-        train, held_out = train_and_eval_rows(cfg)
+    """Training and held-out rows, each from the config or from Python objects, never sharing a prompt."""
+    for key, source, objects in (("data.source", cfg.source, given.data), ("data.eval.source", cfg.eval.source, given.eval_data)):
+        if source == PYTHON and objects is None:
+            raise InputError("these rows were given as Python objects, which are not kept.", where=key,
+                             fix=f"Pass them to reinforge.train again, or write them to a file and set {key} to it.")  # fmt: skip
+        if source not in (None, PYTHON) and objects is not None and key == "data.eval.source":
+            raise InputError(f"eval_data is given, and {key} is {source} too.", where=key, fix="Give one of them.")
+    mapping: dict[str, Any] = {"columns": cfg.columns, "system": cfg.system, "template": cfg.template}
+    rows = load_rows(cfg) if given.data is None else rows_from(given.data, **mapping, where=cfg.where, limit=cfg.limit, name="data")
+    if given.eval_data is None:
+        train, held_out = hold_out(cfg if given.data is None else cfg.model_copy(update={"source": PYTHON}), rows)
     else:
-        mapping: dict[str, Any] = {"columns": cfg.columns, "system": cfg.system, "template": cfg.template}
-        train = rows_from(given.data, **mapping, where=cfg.where, limit=cfg.limit, name="data")
-        held_out = rows_from(given.eval_data, **mapping, where=cfg.eval.where, name="eval_data") if given.eval_data is not None else []
+        size = cfg.eval.size
+        train, held_out = rows, rows_from(given.eval_data, **mapping, where=cfg.eval.where, limit=size or None, name="eval_data")
+        if len(held_out) < size:
+            raise InputError(
+                f"asks for {size} rows, but eval_data has {len(held_out)}.", where="data.eval.size", fix="Ask for fewer, or 0 for all."
+            )
     shared = overlap(train, held_out)
     if shared:
         raise InputError(f"{len(shared)} evaluation rows are also training rows, e.g. {shared[0][1].id}: {str(shared[0][1].prompt)[:80]!r}.",
@@ -94,10 +111,11 @@ class Workshop:
     view: ViewLike
 
     def __post_init__(self) -> None:
+        self.train_rows, self.eval_rows = load_data(self.cfg.data, self.given)
+        self.cfg, functions = self.given.described(self.cfg)
         cfg = self.cfg
-        self.train_rows, self.eval_rows = load_data(cfg.data, self.given)
         self.algorithm = algorithm_of(cfg.algorithm, cfg.rollout.max_new_tokens)
-        self.rewards: list[FunctionReward] = build_rewards(self.given.rewards if self.given.rewards is not None else cfg.rewards)
+        self.rewards: list[FunctionReward] = build_rewards(cfg.rewards, functions)
         self.model = self.given.model or load_model(cfg.model, cfg.adapter, seed=seed_of(cfg.run.seed, "adapter") % 2**31)
         self.renderer = Renderer(self.model.tokenizer, cfg.data)
         self.context = (
@@ -164,6 +182,7 @@ class Workshop:
 
 def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
     shop = Workshop(cfg, given, view)
+    cfg = shop.cfg
     new_tokens = cfg.rollout.max_new_tokens
     prompts = shop.prompts(shop.train_rows, new_tokens)
     rows, encoded = [row for row, _ in prompts], {row.id: ids for row, ids in prompts}
@@ -189,6 +208,7 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
 
 def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTrainer:
     shop = Workshop(cfg, given, view)
+    cfg = shop.cfg
     samples = shop.samples(shop.train_rows)
     steps = total_steps(cfg, len(samples))
     backend = shop.backend(steps, 1.0)

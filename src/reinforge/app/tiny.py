@@ -29,12 +29,13 @@ def tiny_tokenizer(text: list[str] | None = None, vocabulary: int = 300):  # typ
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2])
 
 
-def make_tiny_model(path: Path, *, seed: int = 0, width: int = 192, layers: int = 4, heads: int = 6, kv_heads: int = 2, context: int = 256,
+def make_tiny_model(path: str | Path, *, seed: int = 0, width: int = 192, layers: int = 4, heads: int = 6, kv_heads: int = 2, context: int = 256,
                     text: list[str] | None = None, vocabulary: int = 300, spread: float = 0.02) -> Path:  # fmt: skip
     """Writes a randomly initialised causal LM of about width²·layers·12 parameters in Hugging Face format."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    path = Path(path)
     if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
         raise InputError(f"{path} holds something else.", where="tiny model", fix="Choose an empty directory.")
     tokenizer = tiny_tokenizer(text, vocabulary)

@@ -19,7 +19,7 @@ class InputError(ReinforgeError):
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
         self.what, self.where, self.fix = what, where, fix
-        said = f"{what}." if fix and not what.rstrip().endswith(ENDS) else what  # two sentences, however `what` was written
+        said = f"{what.rstrip()}." if fix and not what.rstrip().endswith(ENDS) else what  # so that two sentences never run together
         super().__init__(" ".join(part for part in (f"{where}:" if where else "", said, fix or "") if part))
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked for, in this order
+PYTHON = "python"  # data.source of rows that came as Python objects
 TRIES = 20  # generated problems looked at per evaluation row that is wanted, besides one per training row
 
 
@@ -217,19 +218,23 @@ def overlap(train: Sequence[Row], evaluation: Sequence[Row]) -> list[tuple[Row, 
 
 
 def train_and_eval_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
-    """Training rows, and held-out rows as `data.eval` asks. Generated and split-off evaluation rows never occur in training;
-    for two separate files that is the user's promise, which `overlap` checks."""
+    """Training rows, and held-out rows as `data.eval` asks."""
+    return hold_out(cfg, load_rows(cfg))
+
+
+def hold_out(cfg: DataConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """`rows` without those that `data.eval` splits off, and the held-out rows. Generated and split-off evaluation rows never
+    occur in training; for two separate files that is the user's promise, which `overlap` checks."""
     wanted = cfg.eval
-    rows = load_rows(cfg)
     if wanted.source is None and wanted.size == 0:
         return rows, []
-    generated = kind_of(wanted.source or cfg.source) in ("arithmetic", "reasoning_gym")
+    generated = _kind(wanted.source or cfg.source) in ("arithmetic", "reasoning_gym")
     if generated:
         return rows, _generated(cfg, rows)
     if wanted.source is None:
         return _split_off(rows, wanted.size, wanted.where)
     kind = kind_of(wanted.source)
-    options = wanted.options or (cfg.options if kind == kind_of(cfg.source) else {})
+    options = wanted.options or (cfg.options if kind == _kind(cfg.source) else {})
     rows_eval = load_rows(
         cfg.model_copy(update={"source": wanted.source, "options": options, "where": wanted.where, "limit": wanted.size or None})
     )
@@ -240,6 +245,10 @@ def train_and_eval_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
             fix="Ask for fewer, or 0 for all.",
         )
     return rows, rows_eval
+
+
+def _kind(source: str) -> str:
+    return PYTHON if source == PYTHON else kind_of(source)
 
 
 def _split_off(rows: list[Row], size: int, where: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
@@ -272,7 +281,7 @@ def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
     wanted, source = cfg.eval, cfg.eval.source or cfg.source
     kind = kind_of(source)
     same = source == cfg.source
-    options = {**cfg.options, **wanted.options} if same or (not wanted.options and kind == kind_of(cfg.source)) else dict(wanted.options)
+    options = {**cfg.options, **wanted.options} if same or (not wanted.options and kind == _kind(cfg.source)) else dict(wanted.options)
     size = wanted.size or size_of(source, options) or 0
     if same and kind == "arithmetic" and "split" not in wanted.options and options.get("split", "train") == "train":
         options["split"] = "eval"

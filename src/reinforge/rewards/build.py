@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from reinforge.config.schema import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.verifiable import FUNCTIONS
+
+Function = Callable[..., Any]
+GivenReward = str | Function | tuple[str | Function, float]
+GivenRewards = GivenReward | Sequence[GivenReward]
 
 
 def load_function(name: str, where: str) -> Callable[..., Any]:
@@ -43,14 +48,48 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     return getattr(module, attribute)
 
 
-def build_rewards(rewards: Sequence[RewardConfig | Callable[..., Any]]) -> list[FunctionReward]:
-    """Configs and plain functions alike. Two of one name get a number."""
-    built: list[FunctionReward] = []
-    for i, item in enumerate(rewards):
-        if isinstance(item, RewardConfig):
-            built.append(_from_config(item, f"rewards.{i}.name"))
-        else:
-            built.append(FunctionReward(getattr(item, "__name__", f"reward{i}"), item))
+def describe_rewards(given: GivenRewards, declared: Sequence[RewardConfig] = ()) -> tuple[list[RewardConfig], dict[str, Function]]:
+    """What a Python caller gave, as a config would say it, and the functions behind the names. A reward that `declared` has by
+    the same name takes its weight and options from there; a weight given beside it counts more."""
+    items = [item if isinstance(item, tuple | list) else (item, None) for item in _listed(given)]
+    known = {d.name.rpartition(":")[2]: d for d in reversed(declared)}
+    taken = {pair[0] for pair in items if pair and isinstance(pair[0], str)}
+    described: list[RewardConfig] = []
+    functions: dict[str, Function] = {}
+    for i, pair in enumerate(items):
+        item, weight = pair if len(pair) == 2 else (None, None)
+        if not (isinstance(item, str) or callable(item)) or not (weight is None or _is_number(weight)):
+            raise InputError(f"{pair!r} is no reward.", where=f"rewards[{i}]", fix="Give a name, a function, or (function, weight).")
+        name = base = item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
+        cfg = known.get(base.rpartition(":")[2])
+        if not isinstance(item, str):
+            name = next(n for n in (base, *(f"{base}_{k}" for k in range(2, len(items) + 2))) if n not in taken)
+            taken.add(name)
+            functions[name] = item
+        weight = weight if weight is not None else cfg.weight if cfg is not None else 1.0
+        described.append(RewardConfig(name=name, weight=weight, options=cfg.options if cfg is not None else {}))
+    return described, functions
+
+
+def _listed(given: GivenRewards) -> Sequence[Any]:
+    """One reward, or one (reward, weight), may come without a list around it."""
+    if isinstance(given, str) or callable(given):
+        return [given]
+    items = list(given)
+    return [tuple(items)] if isinstance(given, tuple) and len(items) == 2 and _is_number(items[1]) else items
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def build_rewards(rewards: Sequence[RewardConfig], functions: Mapping[str, Function] | None = None) -> list[FunctionReward]:
+    """`functions` are those that came from Python, by the names that `describe_rewards` gave them. Two of one name get a number."""
+    functions = functions or {}
+    built = [
+        FunctionReward(cfg.name, functions[cfg.name], cfg.weight, cfg.options) if cfg.name in functions else _from_config(cfg, f"rewards.{i}.name")
+        for i, cfg in enumerate(rewards)
+    ]  # fmt: skip
     seen: dict[str, int] = {}
     for reward in built:
         seen[reward.name] = seen.get(reward.name, 0) + 1
@@ -70,7 +109,7 @@ def _from_config(cfg: RewardConfig, where: str) -> FunctionReward:
     if ":" not in cfg.name:
         near = get_close_matches(cfg.name, FUNCTIONS, n=1)
         raise InputError(f"unknown reward {cfg.name!r}.", where=where,
-                         fix=(f"Did you mean {near[0]}? " if near else "") + f"Built in: {', '.join(FUNCTIONS)}; or write file.py:function.")  # fmt: skip
+                         fix=(f"Did you mean {near[0]}? " if near else "") + f"Built in: {', '.join(FUNCTIONS)}; or write file.py:function, or give the function to reinforge.train.")  # fmt: skip
     return FunctionReward(cfg.name.rpartition(":")[2], load_function(cfg.name, where), cfg.weight, cfg.options)
 
 

@@ -25,6 +25,7 @@ from reinforge.core.backend import Backend, Metrics
 from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
+from reinforge.train.changes import Changes, check_changes
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.sinks import Target, make_sinks
 from reinforge.watch.timing import Phases
@@ -62,6 +63,8 @@ class Session:
         self._saved_at = -1
         self._handlers: dict[signal.Signals, Any] = {}  # what was there before ours
         self._task: asyncio.Future[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one that runs it, while it runs
+        self._changed: Changes | None = {}  # what a resumed run's config has changed; None: nothing to compare with
 
     # ---- begin and end ----
 
@@ -78,6 +81,7 @@ class Session:
             self.view.start(self.total, self.dir.name)
             if offsets is not None:
                 self.view.message(f"resumed at step {self.step} from {self.dir}")
+            self._tell_changes()
             self._loop = asyncio.get_running_loop()
             if threading.current_thread() is threading.main_thread():
                 self._handlers = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGTERM, signal.SIGINT)}
@@ -103,6 +107,7 @@ class Session:
             )
             self.recorder.event(ending, step=self.step, stopped=self.stopped, error=None if error is None else repr(error))
         finally:
+            self._loop = None
             for kind_of_signal, handler in self._handlers.items():
                 signal.signal(kind_of_signal, handler)
             self.view.stop()
@@ -124,6 +129,7 @@ class Session:
                 where="run.dir",
                 fix="Use another run.dir, or run.resume=auto to continue it.",
             )
+        self._changed = check_changes(self.dir, self.cfg)
         state, extra = store.load(there[0])  # a damaged one is an error that names the intact one, never skipped in silence
         self.backend.load(state)
         self.cursor.load(extra["cursor"])
@@ -132,6 +138,14 @@ class Session:
         self.last = extra["clock"]["last"]
         self._saved_at = self.step
         return extra["clock"]["offsets"]
+
+    def _tell_changes(self) -> None:
+        if self._changed is None:
+            self.view.message(f"{self.dir} has no readable config.json: whether the configuration is the same could not be checked")
+        elif self._changed:
+            self.recorder.event("config_changed", step=self.step, changes=self._changed)
+            for key, (old, new) in self._changed.items():
+                self.view.message(f"{key} was {old!r} and is now {new!r}")
 
     async def begin(self) -> None:
         """Finishes the boundary that the run starts at: the evaluation before the first step, or one that was cut."""
@@ -284,8 +298,16 @@ class Session:
         ends the process at once. It may be in the middle of anything, so what is to be done is left to the event loop."""
         if self.terminating:
             os._exit(128 + number)
-        self.terminating = signal.Signals(number)
-        self._loop.call_soon_threadsafe(self._announce, self.terminating)
+        self.terminate(signal.Signals(number))
+
+    def terminate(self, kind: signal.Signals = signal.SIGINT) -> None:
+        """Asks the run to save a checkpoint and end with `Terminated`, as a signal does. May be called from any thread, and twice."""
+        if self.terminating:
+            return
+        self.terminating = kind
+        loop = self._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(self._announce, kind)
 
     def _announce(self, kind: signal.Signals) -> None:
         self.view.message(f"{kind.name}: saving a checkpoint, then stopping (once more to stop at once)")
