@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from reinforge.algorithms.table import Algorithm, build
+from reinforge.backends.local import LocalBackend
+from reinforge.config.schema import TrainConfig
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.sample import Sample
+from reinforge.models.causal import CausalModel
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,6 +114,37 @@ def test_same_losses_and_weights(changes: dict[str, Any]) -> None:
             torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
     moved = max((p - q).abs().max().item() for p, q in zip(theirs.parameters(), initial, strict=True))
     assert moved > 1e-2
+
+
+@pytest.mark.parametrize("changes", [{}, {"updates": 2, "beta": 0.1, "temperature": 0.7}], ids=str)
+def test_same_losses_and_weights_through_the_backend(changes: dict[str, Any]) -> None:
+    """Ten steps of the recipe with its own sampler, rewards and AdamW, beside the library's packed forward, chunked head,
+    micro-batches and optimizer on the same samples. Float32: losses agree to rounding, weights to what Adam makes of it."""
+    settings = loop.Settings(prompts=6, group_size=4, seed=1, **changes)
+    theirs, ours = loop.make_model(0), CausalModel(loop.make_model(0).eval())
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    reference = loop.make_model(0).requires_grad_(False) if settings.beta else None
+    cfg = TrainConfig(steps=10, learning_rate=settings.learning_rate, max_grad_norm=0.0)
+    backend = LocalBackend(ours, cfg, total_steps=100, temperature=settings.temperature, reference=settings.beta > 0)
+    algorithm = build("grpo", kl_coefficient=settings.beta, updates=settings.updates, max_new_tokens=settings.max_new_tokens)
+    generator = torch.Generator().manual_seed(settings.seed)
+    initial = [p.detach().clone() for p in theirs.parameters()]
+    for _ in range(10):
+        prompts = loop.make_prompts(settings.prompts, generator)
+        samples = loop.sample(theirs, prompts, settings, generator)
+        rewards = torch.rand(len(samples.responses), generator=generator)
+        expected = loop.train_on(theirs, optimizer, samples, rewards, settings, reference)
+        batches = pack(to_library(samples, rewards), budget=40)
+        assert len(batches) > 2
+        backend.annotate(batches, algorithm.loss.needs)
+        algorithm.advantages(batches)
+        found = []
+        for _ in range(settings.updates):
+            found.append(backend.forward_backward(batches, algorithm.loss, Totals.of(batches, settings.max_new_tokens))["train/loss"])
+            backend.step()
+        assert found == pytest.approx(expected, abs=2e-5)
+    for p, q, start in zip(ours.module.parameters(), theirs.parameters(), initial, strict=True):
+        assert (p - q).norm() < 0.02 * (q - start).norm()
 
 
 def test_advantages_and_sampling() -> None:
