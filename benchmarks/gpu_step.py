@@ -23,6 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from reinforge.algorithms.table import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.schema import TrainConfig
+from reinforge.core.arrays import floats, ints
 from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Sample
@@ -81,9 +82,9 @@ def to_samples(prompts: list[list[int]], completions: list[list[Completion]]) ->
     samples = []
     for i, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
         for j, c in enumerate(group):
-            tokens = torch.tensor(prompt + c.tokens)
+            tokens = ints(prompt + c.tokens)
             logprobs = torch.zeros(len(tokens))
-            logprobs[len(prompt) :] = torch.tensor(c.logprobs)
+            logprobs[len(prompt) :] = floats(c.logprobs)
             samples.append(Sample(f"{i}/{j}", str(i), f"{i}/{j}", tokens, torch.arange(len(tokens)) >= len(prompt), logprobs,
                                   torch.zeros(len(tokens), dtype=torch.int32), reward=float(sum(c.tokens) % 7)))  # fmt: skip
     return samples

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reinforge.core.arrays import ints
+
 
 class Stop(StrEnum):
     """Why a completion ended. Truncation is decided by this, never by looking at the last token."""
@@ -79,7 +81,7 @@ class Sample:
         mask = torch.tensor(trained, dtype=torch.bool)
         if n:
             mask[0] = False
-        return cls(uid=uid, group=group or uid, episode=uid, tokens=torch.tensor(tokens, dtype=torch.int64), trained=mask,
+        return cls(uid=uid, group=group or uid, episode=uid, tokens=ints(tokens), trained=mask,
                    logprobs=torch.zeros(n), versions=torch.full((n,), -1, dtype=torch.int32), **kw)  # fmt: skip
 
 

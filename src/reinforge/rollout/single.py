@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from reinforge.core.arrays import floats, ints
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
@@ -75,8 +76,8 @@ def _sample(
 ) -> Sample:
     before, length = len(prompt), len(prompt) + len(completion.tokens)
     logprobs, versions = torch.zeros(length), torch.full((length,), -1, dtype=torch.int32)
-    logprobs[before:] = torch.tensor(completion.logprobs)
-    versions[before:] = torch.tensor(completion.versions, dtype=torch.int32)
+    logprobs[before:] = floats(completion.logprobs)
+    versions[before:] = ints(completion.versions)
     trained: Any = torch.arange(length) >= before
-    return Sample(uid=uid, group=group, episode=uid, tokens=torch.tensor(prompt + completion.tokens), trained=trained, logprobs=logprobs,
+    return Sample(uid=uid, group=group, episode=uid, tokens=ints(prompt + completion.tokens), trained=trained, logprobs=logprobs,
                   versions=versions, rewards=components, reward=reward, stop=completion.stop if completion.tokens else Stop.ERROR)  # fmt: skip

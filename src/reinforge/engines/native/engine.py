@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from reinforge.core.arrays import ints
 from reinforge.core.batch import Batch
 from reinforge.core.engine import Capabilities, Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError
@@ -214,7 +215,7 @@ class NativeEngine:
         device = self.model.device
         lengths = [len(f.tokens) for f in forks]
         slots = torch.cat([_slots(f.sequences[0].blocks, n) for f, n in zip(forks, lengths, strict=True)]).to(device)
-        tokens = torch.tensor([t for f in forks for t in f.tokens], device=device)
+        tokens = ints([t for f in forks for t in f.tokens]).to(device)
         positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
         ends = torch.tensor(lengths).cumsum(0)
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
@@ -298,7 +299,7 @@ class NativeEngine:
 def _slots(blocks: list[int], count: int) -> Tensor:
     """Flat cache positions of the first `count` tokens of a sequence."""
     at = torch.arange(count)
-    return torch.tensor(blocks)[at // BLOCK] * BLOCK + at % BLOCK
+    return ints(blocks)[at // BLOCK] * BLOCK + at % BLOCK
 
 
 @dataclass(slots=True)

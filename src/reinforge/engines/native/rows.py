@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from reinforge.core.arrays import ints
 from reinforge.core.engine import Completion, Sampling
 from reinforge.engines.native.sampling import draw, uniform
 from reinforge.models.attention import HAS_TRITON, Cache, Paged
@@ -67,16 +69,16 @@ class Rows:
             filters = (torch.tensor([p.top_p for p in params], device=device), torch.tensor([p.top_k for p in params], device=device),
                        torch.tensor([p.min_p for p in params], device=device))  # fmt: skip
 
-        def ints(values: list[int], filler: int = 0) -> Tensor:
-            return torch.tensor(values + [filler] * pad, dtype=torch.int64, device=device)
+        def whole(values: list[Any], filler: Any = 0) -> Tensor:
+            return ints(values + [filler] * pad).to(device)
 
         return cls(
-            newest=ints([(s.tokens or s.prompt)[-1] for s in sequences]), cached=ints([s.cached for s in sequences]),
-            produced=ints([len(s.tokens) for s in sequences]), limits=ints([p.max_new_tokens for p in params]), seeds=ints([s.seed for s in sequences]),
+            newest=whole([(s.tokens or s.prompt)[-1] for s in sequences]), cached=whole([s.cached for s in sequences]),
+            produced=whole([len(s.tokens) for s in sequences]), limits=whole([p.max_new_tokens for p in params]), seeds=whole([s.seed for s in sequences]),
             temperatures=torch.tensor([p.temperature for p in params] + [1.0] * pad, dtype=torch.float32, device=device),
-            stops=torch.tensor([sorted(s.stops) + [NEVER] * (most - len(s.stops)) for s in sequences] + [[NEVER] * most] * pad, device=device),
+            stops=whole([sorted(s.stops) + [NEVER] * (most - len(s.stops)) for s in sequences], [NEVER] * most),
             done=torch.tensor([False] * len(sequences) + [True] * pad, device=device),
-            tables=torch.tensor([s.blocks + [spare] * (width - len(s.blocks)) for s in sequences] + [[spare] * width] * pad, device=device),
+            tables=whole([s.blocks + [spare] * (width - len(s.blocks)) for s in sequences], [spare] * width),
             filters=filters, longest=max(s.cached for s in sequences) + 1,
         )  # fmt: skip
 
