@@ -321,3 +321,13 @@ def test_plan_from_end_to_end(model: Path, rows: Path, tmp_path: Path) -> None:
     lines = dict(plan.describe(plan.Report(summary=report["summary"])))
     assert lines["rows"] == "16 to train on, 4 held out" and lines["one step"] == "32 samples, at most 512 new tokens"
     assert lines["reward score"] == "gold 1, empty 0"
+
+
+def test_a_changed_config_is_refused_before_the_model_is_loaded(model: Path, rows: Path, tmp_path: Path) -> None:
+    """`train` would refuse to resume it, after loading weights; `plan` says so first."""
+    first = make(model, rows, tmp_path)
+    (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(first.model_dump_json())
+    assert not preflight(first).errors and not preflight(make(model, rows, tmp_path, "eval.every=3")).errors
+    refused = preflight(make(model, rows, tmp_path, "train.learning_rate=0.5")).errors
+    assert len(refused) == 1 and "train.learning_rate was 1e-05 and is 0.5" in str(refused[0])

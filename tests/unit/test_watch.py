@@ -368,3 +368,14 @@ def test_looking_at_runs_imports_no_torch() -> None:
     code = "import sys, reinforge.watch.runs, reinforge.watch.report, reinforge.watch.view, reinforge.checkpoint.lock; sys.exit('torch' in sys.modules)"
     src = str(Path(__file__).resolve().parents[2] / "src")
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": src}, timeout=60).returncode == 0
+
+
+def test_an_evaluation_is_printed_once_not_with_every_step_after_it() -> None:
+    out = io.StringIO()
+    view = View(Console(file=out, force_terminal=False, width=200), plain_seconds=1000.0)
+    view.start(10, "run")
+    for step in range(1, 6):
+        view.update(step, {"reward/mean": 0.5} | ({"eval/accuracy": 0.25} if step >= 3 else {}))
+    view.update(6, {"reward/mean": 0.5, "eval/accuracy": 0.5})
+    steps = [line.split()[1] for line in out.getvalue().splitlines() if line.startswith("step")]
+    assert steps == ["1/10", "3/10", "6/10"]

@@ -26,7 +26,7 @@ def chat(
     engine = NativeEngine(
         model, stop_tokens={*stop_tokens(model), *renderer.stop_tokens}, context=getattr(model.config, "max_position_embeddings", None)
     )
-    sampling = Sampling(max_new_tokens, temperature, top_p=top_p)
+    context = engine.context or 1 << 20
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     print(f"{model_name}: type a message; /reset starts over, /quit or Ctrl-D ends.")
@@ -46,7 +46,14 @@ def chat(
             continue
         messages.append({"role": "user", "content": line})
         row = Row("chat", messages if renderer.chat else line)
-        completion = asyncio.run(engine.generate(renderer.prompt(row), sampling, key=seed_of(seed, "chat", turn)))[0]
+        prompt = renderer.prompt(row)
+        room = context - len(prompt)
+        if room < 1:
+            print(f"(the conversation has {len(prompt)} tokens, the model can hold {context}: /reset starts over)")
+            messages.pop()
+            continue
+        sampling = Sampling(min(max_new_tokens, room), temperature, top_p=top_p)
+        completion = asyncio.run(engine.generate(prompt, sampling, key=seed_of(seed, "chat", turn)))[0]
         answer = renderer.decode(completion.tokens)
         print("\n".join(visible(part) for part in answer.splitlines()))
         messages.append({"role": "assistant", "content": answer})

@@ -173,7 +173,7 @@ def demo(
     """
     from reinforge.app.demo import run_demo
 
-    print_mapping(run_demo(dir, seed, quick))
+    run_demo(dir, seed, quick)
 
 
 commands_model.register(app)

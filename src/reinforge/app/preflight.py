@@ -14,6 +14,7 @@ from typing import Any
 
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.train.changes import check_changes
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -210,6 +211,11 @@ def _check_run_dir(config: Config, report: Report) -> None:
         report.refuse("run.dir", f"{nearest} is not writable.", "Choose another directory.")
     elif full.exists():
         has_run = any((full / "checkpoints").glob("step-*"))
+        if has_run and resume != "never":
+            try:
+                check_changes(full, config)
+            except InputError as error:
+                report.refuse(error.where or "run.dir", error.what, error.fix or "")
         if has_run and resume == "never":
             report.refuse(
                 "run.dir", f"{path} already holds a run with checkpoints.", "Choose another run.dir, or run.resume=auto to continue it."

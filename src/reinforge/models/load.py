@@ -23,7 +23,7 @@ def _source(cfg: ModelConfig) -> tuple[str, dict[str, Any]]:
         return str(path.parent), {"gguf_file": path.name}
     if path.exists():
         return str(path), {}
-    if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1:
+    if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1 or ("/" in cfg.path and path.parent.is_dir()):
         raise InputError(
             f"no such directory: {path}", where="model.path", fix="Give a local directory, a .gguf file or a hub id such as org/name."
         )
@@ -84,12 +84,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: int = 0) -> CausalModel:
     """The model ready to train and to generate, checked against transformers' own forward. `seed` initialises the adapter."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     from reinforge.models.adapters import add_adapter
     from reinforge.models.causal import CausalModel
 
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
+    transformers_logging.disable_progress_bar()  # the terminal belongs to our own view
     source, kwargs = _source(cfg)
     tokenizer = load_tokenizer(cfg)
     module, info = _fetch(

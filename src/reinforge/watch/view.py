@@ -76,6 +76,7 @@ class View:
         self._latest: dict[str, float] = {}
         self._total = self._first = 0
         self._printed: float | None = None
+        self._evaluated: dict[str, float] = {}
         self._began = clock()
 
     def start(self, total_steps: int, title: str, first_step: int = 0) -> None:
@@ -111,7 +112,8 @@ class View:
             self._live.update(self._panel())
             return
         now = self.clock()
-        evaluated = any(key.startswith("eval/") for key in metrics)
+        found = {key: value for key, value in metrics.items() if key.startswith("eval/")}
+        evaluated, self._evaluated = bool(found) and found != self._evaluated, found
         if self._printed is None or evaluated or step >= self._total or now - self._printed >= self.plain_seconds:
             self._printed = now
             values = "  ".join(f"{label} {value}" for label, value in numbers(metrics))
