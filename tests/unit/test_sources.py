@@ -320,3 +320,21 @@ def test_chain_in_a_config() -> None:
     ]:
         with pytest.raises(InputError, match=message):
             load_rows(cfg(source, options=options))
+
+
+def test_sloppy_demonstrations_forget_the_last_number_and_the_answer_does_not() -> None:
+    options = {"terms": 3, "max_value": 9, "operators": "+", "size": 1000, "sloppy": 0.6}
+    forgot = 0
+    for row in islice(arithmetic.generate("chain", options), 1000):
+        numbers = [int(n) for n in row["prompt"].rstrip("=").split("+")]
+        assert row["answer"] == str(sum(numbers)) and row["completion"] in (str(sum(numbers)), str(sum(numbers[:-1])))
+        forgot += row["completion"] != row["answer"]
+    assert 0.6 * 0.9 * 1000 - 60 < forgot < 0.6 * 0.9 * 1000 + 60  # one last number in ten is 0: forgetting it does no harm
+    assert all(row["completion"] == row["answer"] for row in islice(arithmetic.generate("chain", {**options, "sloppy": 0.0}), 200))
+
+
+def test_a_share_of_the_demonstrations_works_it_out() -> None:
+    rows = list(islice(arithmetic.generate("chain", {"terms": 3, "max_value": 9, "operators": "+", "scratch": 0.25, "size": 1000}), 1000))
+    shown = [row for row in rows if "=" in row["completion"]]
+    assert 180 < len(shown) < 320 and all(row["completion"].endswith(f"\n#### {row['answer']}") for row in shown)
+    assert next(arithmetic.generate("chain", {"terms": 2, "sloppy": 1.0, "scratch": True}))["completion"].startswith("\n#### ")

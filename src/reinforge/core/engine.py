@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -79,10 +79,9 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class GenerationStats:
-    """What an engine did since it was last asked; feeds the metrics."""
+    """What an engine did since it was made: how often it ran, and what that cost."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
-    extra: dict[str, float] = field(default_factory=dict)

@@ -28,9 +28,6 @@ class ChainOptions(Section):
     digits: Annotated[int, Field(ge=1, le=18)] | None = Field(None, description="Numbers of up to this many digits. Or give max_value.")
     max_value: Count = Field(99, description="The largest number in a problem.")
     operators: Annotated[str, Field(min_length=1, pattern=r"^[-+*]+$")] = Field("+-", description="Any of + - *; drawn uniformly.")
-    modulus: Count | None = Field(
-        None, description="Every result is taken modulo this (clock arithmetic): easy step by step, hard at a glance."
-    )
     size: Count = Field(1000, description="Problems.")
     seed: int = 0
     split: Literal["train", "eval", "all"] = Field("train", description="Which problem texts: about 90%, the other 10%, or both.")
@@ -40,9 +37,6 @@ class ChainOptions(Section):
     scratch: bool | Fraction = Field(
         False,
         description="The completion shows each intermediate result before the answer: always, never, or for this share of the problems.",
-    )
-    style: Literal["steps", "totals"] = Field(
-        "steps", description="How a scratch completion looks: 12+7=19,19-3=16 and the answer, or only the running totals 19,16."
     )
     marker: str = Field("#### ", description="What comes before the answer in a scratch completion.")
 
@@ -77,20 +71,17 @@ def split_of(text: str) -> Literal["train", "eval"]:
     return "eval" if seed_of("arithmetic", "split", text) % 10 == 0 else "train"
 
 
-def solve(numbers: list[int], operators: list[str], modulus: int | None = None) -> tuple[int, list[str]]:
-    """The value, and the steps that lead to it: products first, then left to right; each result modulo `modulus`.
+def solve(numbers: list[int], operators: list[str]) -> tuple[int, list[str]]:
+    """The value, and the steps that lead to it: products first, then left to right.
 
     >>> solve([12, 7, 3], ["+", "-"])
     (16, ['12+7=19', '19-3=16'])
-    >>> solve([7, 8, 9], ["+", "-"], modulus=10)
-    (6, ['7+8=5', '5-9=6'])
     """
     values, ops, steps = list(numbers), list(operators), []
     while ops:
         i = ops.index("*") if "*" in ops else 0
         a, op, b = values[i], ops.pop(i), values.pop(i + 1)
-        result = a * b if op == "*" else a + b if op == "+" else a - b
-        values[i] = result if modulus is None else result % modulus
+        values[i] = a * b if op == "*" else a + b if op == "+" else a - b
         steps.append(f"{a}{op}{b}={values[i]}")
     return values[0], steps
 
@@ -103,9 +94,9 @@ def problem(options: ChainOptions, index: int) -> dict[str, Any]:
         operators = [rng.choice(options.operators) for _ in numbers[1:]]
         text = str(numbers[0]) + "".join(op + str(n) for op, n in zip(operators, numbers[1:], strict=True)) + "="
         if options.split in ("all", split_of(text)):
-            answer, steps = solve(numbers, operators, options.modulus)
+            answer, steps = solve(numbers, operators)
             if seed_of(options.seed, "arithmetic:sloppy", index) % 1000 < 1000 * options.sloppy:
-                steps = solve(numbers[:-1], operators[:-1], options.modulus)[1]
+                steps = solve(numbers[:-1], operators[:-1])[1]
             shown = seed_of(options.seed, "arithmetic:scratch", index) % 1000 < 1000 * options.scratch
             return {"prompt": text, "answer": str(answer), "completion": _written(steps, numbers[0], options, shown)}
     raise InputError(f"so few problems exist that none is in split {options.split}", where="arithmetic:chain",
@@ -115,9 +106,7 @@ def problem(options: ChainOptions, index: int) -> dict[str, Any]:
 def _written(steps: list[str], first: int, options: ChainOptions, shown: bool) -> str:
     """What a demonstration writes: the last result alone, or all of them. Without a step (a sloppy sum of two) it is the first number."""
     results = [step.rpartition("=")[2] for step in steps] or [str(first)]
-    if not shown:
-        return results[-1]
-    return ",".join(results) if options.style == "totals" else ",".join(steps) + f"\n{options.marker}{results[-1]}"
+    return ",".join(steps) + f"\n{options.marker}{results[-1]}" if shown else results[-1]
 
 
 def parse(kind: str, options: dict[str, Any]) -> ChainOptions:
