@@ -52,6 +52,14 @@ class State:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+class Part(Protocol):
+    """Something else of a run that must survive a resume: a critic, a pass-rate store, a coefficient that adapts."""
+
+    def state(self) -> State: ...
+
+    def load(self, state: State) -> None: ...
+
+
 @runtime_checkable
 class Backend(Protocol):
     budget: int  # packed tokens per micro-batch. The gradient does not depend on it but its rounding does, so it is part of the state

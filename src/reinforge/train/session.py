@@ -1,6 +1,6 @@
 """Everything about a run that is not the training step: directory, lock, log, evaluation, checkpoints, signals, resume.
 
-Both loops (rl.py, supervised.py) are written against this. The state at a step boundary is: backend, cursor, counters.
+Both loops (rl.py, supervised.py) are written against this. The state at a step boundary is: backend, parts, cursor, counters.
 A boundary is finished once its evaluation is done; a resumed run first finishes the boundary it was cut at.
 """
 
@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from reinforge.checkpoint import store
 from reinforge.checkpoint.faults import crash_point
 from reinforge.checkpoint.lock import RunLock
 from reinforge.config.schema import Config
-from reinforge.core.backend import Backend, Metrics
+from reinforge.core.backend import Backend, Metrics, Part, State
 from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
@@ -46,10 +46,12 @@ class Session:
     """One run of one config in one directory. Use as a context manager; `evaluate` may be None."""
 
     def __init__(self, cfg: Config, backend: Backend, cursor: Cursor, total_steps: int, view: ViewLike,
-                 evaluate: Callable[[], Awaitable[dict[str, float]]] | None = None, on_saved: Callable[[], None] | None = None):  # fmt: skip
+                 evaluate: Callable[[], Awaitable[dict[str, float]]] | None = None, on_saved: Callable[[], None] | None = None,
+                 parts: Mapping[str, Part] | None = None):  # fmt: skip
         self.cfg, self.backend, self.cursor, self.total, self.view = cfg, backend, cursor, total_steps, view
         self.dir = Path(cfg.run.dir)
         self.evaluate, self.on_saved = evaluate, on_saved
+        self.parts = dict(parts or {})  # by name; each is saved and restored with the backend
         self.step = 0
         self.counters: dict[str, int] = {}
         self.evaluated = -1  # the last boundary whose evaluation is done
@@ -132,6 +134,10 @@ class Session:
         self._changed = check_changes(self.dir, self.cfg)
         state, extra = store.load(there[0])  # a damaged one is an error that names the intact one, never skipped in silence
         self.backend.load(state)
+        for name, part in self.parts.items():
+            if name in extra.get("parts", {}):
+                prefix = f"part/{name}/"
+                part.load(State({k.removeprefix(prefix): t for k, t in state.tensors.items() if k.startswith(prefix)}, extra["parts"][name]))
         self.cursor.load(extra["cursor"])
         self.step, self.counters, self.evaluated = extra["step"], extra["counters"], extra["evaluated"]
         self.best, self.waiting, self.stopped, self.bad_steps = extra["best"], extra["waiting"], extra["stopped"], extra["bad_steps"]
@@ -282,7 +288,7 @@ class Session:
                 "waiting": self.waiting, "stopped": self.stopped, "bad_steps": self.bad_steps,
                 "clock": {"offsets": self.recorder.offsets(), "saved": time.time(), "last": self.last},
             }  # fmt: skip
-            path = store.save(self.dir, self.step, self.backend.state(), extra)
+            path = store.save(self.dir, self.step, *self._with_parts(extra))
             self._saved_at = self.step
             kept = {p for p in store.steps(self.dir) if store.step_of(p) == self.best.get("checkpoint", {}).get("step", -1)}
             store.prune(self.dir, self.cfg.run.checkpoint.keep, kept)
@@ -290,6 +296,12 @@ class Session:
                 self.on_saved()
         self.recorder.event("checkpoint", step=self.step, path=path.name)
         return path
+
+    def _with_parts(self, extra: dict[str, Any]) -> tuple[State, dict[str, Any]]:
+        """The backend's state with the tensors of the parts beside its own, and `extra` with their plain values."""
+        state, states = self.backend.state(), {name: part.state() for name, part in self.parts.items()}
+        tensors = {f"part/{name}/{key}": tensor for name, s in states.items() for key, tensor in s.tensors.items()}
+        return State({**state.tensors, **tensors}, state.meta), {**extra, "parts": {name: s.meta for name, s in states.items()}}
 
     # ---- signals ----
 
