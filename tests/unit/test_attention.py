@@ -50,6 +50,20 @@ def test_packed_is_each_sequence_alone(lengths: list[int], window: int | None, s
 
 
 @pytest.mark.parametrize(("window", "softcap"), RULES)
+@pytest.mark.parametrize(("lengths", "prefix"), [([6, 4, 4, 7], [-1, 0, 0, -1]), ([3, 5, 9, 2, 8, 1], [-1, -1, 1, 0, 1, 0])], ids=str)
+def test_a_segment_that_continues_another_is_their_tokens_in_one_sequence(
+    lengths: list[int], prefix: list[int], window: int | None, softcap: float | None
+) -> None:
+    q, k, v = qkv(sum(lengths))
+    ours = Packed(lengths, starts_of(lengths), prefix).attend(0, q, k, v, 0.3, window, softcap).split(lengths)
+    parts = list(zip(*(x.split(lengths) for x in (q, k, v)), strict=True))
+    for i, before in enumerate(prefix):
+        whole = [torch.cat([parts[before][j], parts[i][j]]) if before >= 0 else parts[i][j] for j in range(3)]
+        want = plain(*whole, 0.3, window, softcap)[-lengths[i] :]
+        torch.testing.assert_close(ours[i].double(), want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "softcap"), RULES)
 def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: float | None) -> None:
     """Prompts are prefilled into scattered blocks of a cache full of rubbish; then one token each."""
     lengths, size = [5, 8, 9, 1], 4
@@ -73,7 +87,7 @@ def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: flo
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20))
 def test_tiles_cover_and_waste_little(lengths: list[int]) -> None:
-    runs = _tiles(lengths)
+    runs = _tiles(lengths, lengths)
     assert [i for a, b in runs for i in range(a, b)] == list(range(len(lengths)))
     assert all(max(lengths[a:b]) * (b - a) <= PADDING_WASTE * sum(lengths[a:b]) for a, b in runs)
 

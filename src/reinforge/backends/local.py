@@ -28,6 +28,7 @@ class LocalBackend:
         self.optimizer = MasterAdamW(model.module, cfg.optimizer)
         self.steps = 0  # optimizer steps done, skipped and empty ones included: the schedule's clock
         self.budget = auto_budget(model) if cfg.tokens_per_microbatch == "auto" else cfg.tokens_per_microbatch
+        self.share = cfg.share_prompts
         self.frozen: CausalModel | None = None
         if reference and not is_adapted(model.module):
             self.frozen = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())

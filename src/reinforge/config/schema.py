@@ -5,19 +5,12 @@ Unknown keys are refused. Every field has a description: the reference page and 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
-Positive = Annotated[FiniteFloat, Field(gt=0)]
-NonNegative = Annotated[FiniteFloat, Field(ge=0)]
-Fraction = Annotated[FiniteFloat, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+from reinforge.config.algorithm import AlgorithmConfig
+from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
 
 
 class ModelConfig(Section):
@@ -44,55 +37,6 @@ class AdapterConfig(Section):
     alpha: Positive | None = Field(None, description="Scale is alpha / rank; default 2 x rank.")
     targets: Literal["all-linear"] | list[str] = Field("all-linear", description="Module names to adapt.")
     path: str | None = Field(None, description="Continue from this saved adapter.")
-
-
-class ClipConfig(Section):
-    low: Fraction | None = Field(None, description="The ratio is clipped below at 1 - low.")
-    high: NonNegative | None = Field(None, description="The ratio is clipped above at 1 + high.")
-    dual: Positive | None = Field(None, description="Dual clip: bound of the loss for negative advantages, e.g. 3.0. Off by default.")
-
-
-class KLConfig(Section):
-    coefficient: NonNegative = Field(0.0, description="Weight of the KL to the reference. 0 loads no reference.")
-    estimator: Literal["k1", "k2", "k3", "k3+"] = Field(
-        "k3", description="As a loss: k2 and k3+ have the reverse-KL gradient, k3 the forward-KL gradient, k1 none in expectation."
-    )
-
-
-class CorrectionConfig(Section):
-    name: Literal["none", "tis", "mis"] = Field(
-        "none", description="Importance correction for rollout/trainer mismatch: tis truncates the token weight, mis masks the token."
-    )
-    cap: Positive = Field(2.0, description="The largest importance weight.")
-
-
-class AlgorithmConfig(Section):
-    name: str = Field(description="See `reinforge algorithms`: sft, grpo, dr_grpo, dapo, ...")
-    group_size: Count = Field(8, description="Samples per prompt.")
-    advantage: str | None = Field(None, description="An advantage function by name, or `file.py:function`.")
-    surrogate: str | None = Field(None, description="A surrogate by name, or `file.py:function`.")
-    reduce: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] | None = Field(
-        None, description="How token losses become one number."
-    )
-    scale: Literal["group", "batch", "none"] | None = Field(
-        None, description="What advantages are divided by: the group's std, the batch's std, or nothing."
-    )
-    std: Literal["sample", "population"] = Field("sample", description="ddof of that std: 1 or 0.")
-    eps: Positive = Field(1e-4, description="Added to that std.")
-    clip: ClipConfig = ClipConfig()
-    kl: KLConfig = KLConfig()
-    entropy: NonNegative = Field(0.0, description="Coefficient of the entropy bonus.")
-    correction: CorrectionConfig = CorrectionConfig()
-    overlong: Literal["keep", "mask"] | None = Field(
-        None, description="mask: truncated samples are not trained (they still count in group statistics)."
-    )
-    overlong_buffer: Natural | None = Field(
-        None, description="DAPO's soft length penalty: the last this many tokens before max_new_tokens cost linearly up to -1 reward."
-    )
-    dynamic_sampling: bool | None = Field(None, description="Groups whose rewards are all equal are replaced by fresh prompts.")
-    max_refills: Natural = Field(3, description="How many extra rounds dynamic sampling may take in one step.")
-    epochs: Count = Field(1, description="Passes over each rollout batch.")
-    minibatches: Count = Field(1, description="Optimizer steps per pass.")
 
 
 class EvalDataConfig(Section):
@@ -165,9 +109,13 @@ class TrainConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     max_grad_norm: NonNegative = Field(1.0, description="0 = no clipping.")
+    ema: Fraction | None = Field(
+        None, description="Keep a moving average of the weights with this decay, e.g. 0.999: evaluation and export use it. Off by default."
+    )
     tokens_per_microbatch: Literal["auto"] | Count = Field(
         "auto", description="Packed tokens per forward/backward. The gradient does not depend on it."
     )
+    share_prompts: bool = Field(True, description="Compute the prompt of a group once instead of once per sample. The gradient is the same.")
 
     @model_validator(mode="after")
     def _duration(self) -> TrainConfig:
@@ -243,6 +191,6 @@ class Config(Section):
                 "rollout: top_p, top_k and min_p change the sampling distribution and would bias the policy gradient; "
                 "set them under eval, or remove them"
             )
-        if rl and self.algorithm.group_size == 1 and self.algorithm.advantage in (None, "group_relative"):
+        if rl and self.algorithm.group_size == 1 and self.algorithm.compares_samples:
             raise ValueError("algorithm.group_size: a group of 1 has no spread, every advantage would be 0; use at least 2")
         return self

@@ -27,6 +27,7 @@ class TrainedTokens:
     lengths: Tensor  # [S] trained tokens per sequence of the micro-batch
     episode_tokens: Tensor  # [M] trained tokens of the token's whole episode (over all rows and micro-batches)
     streams: Mapping[str, Tensor]  # [M] each: behaviour, old, reference, advantages, ...
+    values: Tensor | None = None  # [M] of a critic (or of the policy's value head) before each token, with gradient, where the loss `reads` it
 
 
 @runtime_checkable
@@ -63,6 +64,7 @@ class Part(Protocol):
 @runtime_checkable
 class Backend(Protocol):
     budget: int  # packed tokens per micro-batch. The gradient does not depend on it but its rounding does, so it is part of the state
+    share: bool  # whether packs compute the prompt of a group once (`Batch.pack`)
 
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
         """Fills streams without gradient: old, reference, entropy."""

@@ -1,9 +1,12 @@
 """A `Batch` is samples packed end to end: [N] tokens, no padding. Packing lives here because every floor above reads it.
 
+The tokens lie in segments. Without sharing a segment is a sample; with it, the prompt of a group is one segment that the answers
+of the group continue, so that it is computed once.
+
 The trained tokens of a batch are handed to losses as flat [M] vectors (`Batch.view`): there is no mask to forget,
 because nothing but trained tokens is there.
 
-Legend: N tokens of the pack, M trained tokens, S sequences.
+Legend: N tokens of the pack, M trained tokens, S samples.
 """
 
 from __future__ import annotations
@@ -21,29 +24,54 @@ from reinforge.core.sample import Sample
 class Batch:
     samples: list[Sample]
     tokens: Tensor  # [N] int64
-    positions: Tensor  # [N] int64, restart at 0 in each sequence
-    starts: Tensor  # [S+1] int32: sequence s is tokens[starts[s]:starts[s+1]]
-    lengths: list[int]  # [S] on the host, so that nobody has to ask the device
-    targets: Tensor  # [M] int64: where the trained tokens are in the pack; never a sequence's first token
-    sequence: Tensor  # [M] int64: which sequence of this pack a trained token belongs to
+    positions: Tensor  # [N] int64: the place of a token in its sample
+    starts: Tensor  # [segments + 1] int32: segment s is tokens[starts[s]:starts[s+1]]
+    lengths: list[int]  # of each segment, on the host, so that nobody has to ask the device
+    prefix: list[int] | None  # which segment each segment continues, -1 = none; None: no segment continues another
+    targets: Tensor  # [M] int64: where the trained tokens are in the pack, sample by sample; never a sample's first token
+    sources: Tensor  # [M] int64: where the token before each of them is, whose hidden state predicts it
+    sequence: Tensor  # [M] int64: which sample of this pack a trained token belongs to
+    ends: Tensor  # [S] int64: where the last token of each sample is; -1 where it was left out (nothing to train)
     streams: dict[str, Tensor] = field(default_factory=dict)  # [M] float32 each, aligned with `targets`
+    bootstrap: Tensor | None = None  # [S] float32: a critic's value after the last token of a truncated sample; 0 where it ended by itself
 
     @classmethod
-    def pack(cls, samples: Sequence[Sample]) -> Batch:
-        lengths = [len(s.tokens) for s in samples]
-        starts = torch.zeros(len(samples) + 1, dtype=torch.int32)
-        starts[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-        trained = torch.cat([s.trained for s in samples]) if samples else torch.zeros(0, dtype=torch.bool)
-        targets = trained.nonzero()[:, 0]
-        owner = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths, dtype=torch.int64))
-        streams = {"behaviour": torch.cat([s.logprobs for s in samples])[targets]} if samples else {}
+    def pack(cls, samples: Sequence[Sample], *, share: bool = False) -> Batch:
+        """`share`: samples of one group with the same tokens before the first trained one share that prompt, and a sample with
+        nothing to train takes no room. Hidden states are the same either way."""
+        segments = _shared_segments(samples) if share else [_Segment(i, 0, len(s.tokens), -1) for i, s in enumerate(samples)]
+        lengths = [g.stop - g.start for g in segments]
+        begins = [0]
+        for n in lengths:
+            begins.append(begins[-1] + n)
+        own = {g.sample: i for i, g in enumerate(segments) if not g.prompt_only}
+        owner = torch.tensor([s.n_trained for s in samples], dtype=torch.int64)
+        targets, sources, ends = [], [], torch.full((len(samples),), -1, dtype=torch.int64)
+        for i, sample in enumerate(samples):
+            if i not in own:
+                continue
+            segment, begin = segments[own[i]], begins[own[i]]
+            at = sample.trained.nonzero()[:, 0]
+            where = at - segment.start + begin
+            before = where - 1
+            if segment.start:  # the first trained token is predicted by the last one of the prompt
+                before = torch.where(at == segment.start, begins[segment.prefix + 1] - 1, before)
+            targets.append(where)
+            sources.append(before)
+            ends[i] = begin + segment.stop - segment.start - 1
+        trained = [s.trained for s in samples]
+        streams = {"behaviour": torch.cat([s.logprobs[t] for s, t in zip(samples, trained, strict=True)])} if samples else {}
         for name in samples[0].streams if samples else ():
-            streams[name] = torch.cat([s.streams[name] for s in samples])[targets]
+            streams[name] = torch.cat([s.streams[name][t] for s, t in zip(samples, trained, strict=True)])
+        empty = torch.zeros(0, dtype=torch.int64)
         return cls(
             samples=list(samples),
-            tokens=torch.cat([s.tokens for s in samples]) if samples else torch.zeros(0, dtype=torch.int64),
-            positions=torch.cat([torch.arange(n) for n in lengths]) if samples else torch.zeros(0, dtype=torch.int64),
-            starts=starts, lengths=lengths, targets=targets, sequence=owner[targets], streams=streams,
+            tokens=torch.cat([samples[g.sample].tokens[g.start : g.stop] for g in segments]) if segments else empty,
+            positions=torch.cat([torch.arange(g.start, g.stop) for g in segments]) if segments else empty,
+            starts=torch.tensor(begins, dtype=torch.int32), lengths=lengths,
+            prefix=[g.prefix for g in segments] if any(g.prefix >= 0 for g in segments) else None,
+            targets=torch.cat(targets) if targets else empty, sources=torch.cat(sources) if sources else empty,
+            sequence=torch.repeat_interleave(torch.arange(len(samples)), owner), ends=ends, streams=streams,
         )  # fmt: skip
 
     @property
@@ -64,8 +92,40 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        return Batch(self.samples, move(self.tokens), move(self.positions), move(self.starts), self.lengths,
-                     move(self.targets), move(self.sequence), {k: move(v) for k, v in self.streams.items()})  # fmt: skip
+        return Batch(self.samples, move(self.tokens), move(self.positions), move(self.starts), self.lengths, self.prefix, move(self.targets),
+                     move(self.sources), move(self.sequence), move(self.ends), {k: move(v) for k, v in self.streams.items()},
+                     None if self.bootstrap is None else move(self.bootstrap))  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Segment:
+    sample: int  # whose tokens
+    start: int
+    stop: int
+    prefix: int  # the segment it continues, or -1
+    prompt_only: bool = False
+
+
+def _prompt(sample: Sample) -> int:
+    """Tokens before the first trained one; all of them where nothing is trained."""
+    trained = sample.trained.nonzero()
+    return int(trained[0]) if len(trained) else len(sample.tokens)
+
+
+def _shared_segments(samples: Sequence[Sample]) -> list[_Segment]:
+    """Shared prompts first, then what continues them and what stands alone, longest first."""
+    groups: dict[tuple[str, bytes], list[int]] = {}
+    for i, sample in enumerate(samples):
+        if sample.n_trained:
+            groups.setdefault((sample.group, sample.tokens[: _prompt(sample)].numpy().tobytes()), []).append(i)
+    prompts: list[_Segment] = []
+    rest: list[_Segment] = []
+    for members in groups.values():
+        cut = _prompt(samples[members[0]]) if len(members) > 1 else 0
+        if cut:
+            prompts.append(_Segment(members[0], 0, cut, -1, prompt_only=True))
+        rest += [_Segment(i, cut, len(samples[i].tokens), len(prompts) - 1 if cut else -1) for i in members]
+    return prompts + sorted(rest, key=lambda g: g.start - g.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +151,36 @@ class Totals:
         return cls(sum(per_episode.values()), len(per_episode), max_length or max(per_episode.values(), default=1), per_episode)
 
 
-def pack(samples: Sequence[Sample], budget: int, *, unit: int = 1) -> list[Batch]:
+def pack(samples: Sequence[Sample], budget: int, *, unit: int = 1, share: bool = False) -> list[Batch]:
     """Cuts samples into packs of at most `budget` tokens. `unit` neighbours (a preference pair) are never separated.
 
     Longest first, so that a pack holds rows of like length (attention over it wastes little) and the biggest pack comes
     first (memory peaks at once or never). The order is a function of the samples alone. A row longer than the budget
-    gets a pack of its own.
+    gets a pack of its own. With `share`, units of one group stay together as far as the budget allows: see `Batch.pack`.
     """
     if len(samples) % unit:
         raise ValueError(f"{len(samples)} samples do not divide into units of {unit}")
     units = [list(samples[i : i + unit]) for i in range(0, len(samples), unit)]
-    sizes = [sum(len(s.tokens) for s in u) for u in units]
-    order = sorted(range(len(units)), key=lambda i: -sizes[i])
+    clusters: dict[str, list[list[Sample]]] = {}
+    for i, u in enumerate(units):
+        clusters.setdefault(u[0].group if share else str(i), []).append(u)
     packs: list[list[Sample]] = []
     room = 0
-    for i in order:
-        if not packs or sizes[i] > room:
-            packs.append([])
-            room = budget
-        packs[-1].extend(units[i])
-        room -= sizes[i]
-    return [Batch.pack(p) for p in packs]
+    for cluster in sorted(clusters.values(), key=lambda c: -sum(len(s.tokens) for u in c for s in u)):
+        for i, u in enumerate(sorted(cluster, key=lambda u: -sum(len(s.tokens) for s in u))):
+            size = _size(u, share, i > 0)
+            if not packs or size > room:
+                packs.append([])
+                room, size = budget, _size(u, share, False)
+            packs[-1].extend(u)
+            room -= size
+    return [Batch.pack(p, share=share) for p in packs]
+
+
+def _size(unit: list[Sample], share: bool, joins: bool) -> int:
+    """Tokens that a unit adds to a pack. With `share` rows without trained tokens take none, and a unit that `joins` its group
+    finds the prompt there. (Where prompts differ inside a group the pack gets a little larger than the budget, which is no harm.)"""
+    if not share:
+        return sum(len(s.tokens) for s in unit)
+    real = [s for s in unit if s.n_trained]
+    return sum(len(s.tokens) - (_prompt(s) if joins or i else 0) for i, s in enumerate(real))

@@ -71,62 +71,137 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tens
     return torch.matmul(scores.float().softmax(-1).to(v.dtype), v.repeat_interleave(groups, 1))
 
 
-def _tiles(lengths: list[int]) -> list[tuple[int, int]]:
-    """Runs of neighbouring sequences [a, b) that share one padded tile. `pack` sorts by length, so runs are long."""
+def _tiles(queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
+    """Runs of neighbouring segments [a, b) that share one padded tile. Packs are sorted by length, so runs are long."""
     runs: list[tuple[int, int]] = []
     first = 0
-    for i in range(1, len(lengths) + 1):
-        run = lengths[first : i + 1]
-        if i == len(lengths) or max(run) * len(run) > PADDING_WASTE * sum(run):
+    for i in range(1, len(queries) + 1):
+        q, k = queries[first : i + 1], keys[first : i + 1]
+        if i == len(queries) or max(q) * len(q) > PADDING_WASTE * sum(q) or max(k) * len(k) > PADDING_WASTE * sum(k):
             runs.append((first, i))
             first = i
     return runs
 
 
 @dataclass(slots=True)
-class Packed:
-    """Causal attention inside each of several sequences that lie end to end.
+class _Tile:
+    """Segments padded on the right to Lq queries and Lk keys. A pad stands after every real token of its row: the causal mask hides it."""
 
-    Sequences of like length are viewed (equal lengths) or gathered (unequal) into right-padded tiles. A pad stands after
-    every real token of its row, so the causal mask alone keeps it out of sight.
-    """
+    rows: int
+    queries: tuple[int, int]  # [a, b) of the pack
+    gather: Tensor | None  # [rows * Lq] where queries come from; None: [a, b) as it lies
+    keys: Tensor | None  # [rows * Lk] where keys come from; None: where queries come from
+    scatter: Tensor | None  # [b - a] which rows of the padded result are real
+    before: Tensor | None  # [rows] keys before the first query; None: none anywhere
+    lengths: tuple[int, int]  # Lq, Lk
+
+
+@dataclass(slots=True)
+class Packed:
+    """Causal attention inside each of several segments that lie end to end. A segment may continue an earlier one (`prefix`): then
+    it sees that one's keys first. So the prompt of a group is computed once, and each answer continues it.
+
+    On a GPU all segments go through one variable-length kernel; elsewhere through tiles of segments of like length."""
 
     lengths: list[int]
     starts: Tensor  # [S+1] int32 on the device
-    tiles: list[tuple[int, int, int, int, Tensor | None, Tensor | None]] = field(init=False)
+    prefix: list[int] | None = None  # which segment each one continues, -1 = none; a prefix continues nothing
+    keys: Tensor | None = field(init=False, default=None)  # [sum of key lengths]: gathers keys where prefixes are shared
+    key_lengths: list[int] = field(init=False)
+    key_starts: Tensor = field(init=False)
+    tiles: list[_Tile] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.tiles, offset = [], 0
+        self.key_lengths, self.key_starts = self.lengths, self.starts
+        if self.prefix is None or max(self.prefix, default=-1) < 0:
+            return
+        begins = [0]
+        for n in self.lengths:
+            begins.append(begins[-1] + n)
+        pieces, self.key_lengths = [], []
+        for i, (n, before) in enumerate(zip(self.lengths, self.prefix, strict=True)):
+            if before >= 0:
+                assert self.prefix[before] < 0, "a segment continues one that continues another"
+                pieces.append(torch.arange(begins[before], begins[before + 1]))
+            pieces.append(torch.arange(begins[i], begins[i + 1]))
+            self.key_lengths.append(n + (self.lengths[before] if before >= 0 else 0))
         device = self.starts.device
-        for a, b in _tiles(self.lengths):
-            lengths = self.lengths[a:b]
-            longest, total = max(lengths), sum(lengths)
-            gather = scatter = None
-            if longest * len(lengths) != total:
-                size = torch.tensor(lengths, device=device)
-                within = torch.arange(longest, device=device)
-                real = within[None] < size[:, None]  # [b-a, L]
-                begin = torch.cumsum(size, 0) - size
-                gather = (begin[:, None] + torch.minimum(within[None], size[:, None] - 1)).reshape(-1)
-                scatter = real.reshape(-1).nonzero()[:, 0]
-            self.tiles.append((offset, total, b - a, longest, gather, scatter))
-            offset += total
+        self.keys = torch.cat(pieces).to(device)
+        self.key_starts = torch.tensor([0, *self.key_lengths]).cumsum(0).to(torch.int32).to(device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        outs = []
-        for offset, total, rows, longest, gather, scatter in self.tiles:
-            tile = [x[offset : offset + total] for x in (q, k, v)]
-            if gather is not None:
-                tile = [x.index_select(0, gather) for x in tile]
-            tq, tk, tv = (x.reshape(rows, longest, x.shape[1], x.shape[2]).transpose(1, 2) for x in tile)
-            mask = None
-            if window is not None and longest > window:
-                distance = torch.arange(longest, device=q.device)[:, None] - torch.arange(longest, device=q.device)[None]
-                mask = (distance >= 0) & (distance < window)
-            out = dense_attention(tq, tk, tv, scale, mask=mask, causal=True, softcap=softcap).transpose(1, 2)
-            out = out.reshape(rows * longest, out.shape[2], out.shape[3])
-            outs.append(out if scatter is None else out.index_select(0, scatter))
+        if softcap is None and self._varlen(q):
+            if self.keys is not None:
+                k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+            return varlen_attention(
+                q, k, v, self.starts, self.key_starts, max(self.lengths), max(self.key_lengths), scale, -1 if window is None else window - 1
+            )
+        if self.tiles is None:
+            self.tiles = self._cut()
+        outs = [self._tile(tile, q, k, v, scale, window, softcap) for tile in self.tiles]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _varlen(self, q: Tensor) -> bool:
+        """One dense tile is served best by the dense kernel."""
+        even = self.keys is None and len(set(self.lengths)) == 1
+        return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and not even
+
+    def _cut(self) -> list[_Tile]:
+        device = self.starts.device
+        assert min(self.lengths) > 0, "a segment without tokens"
+        tiles, offset, key_offset = [], 0, 0
+        for a, b in _tiles(self.lengths, self.key_lengths):
+            queries, keys = self.lengths[a:b], self.key_lengths[a:b]
+            total, size = sum(queries), (max(queries), max(keys))
+            gather = scatter = key_gather = before = None
+            if size[0] * (b - a) != total:
+                gather, scatter = _padded(queries, offset, device)
+                scatter = scatter.nonzero()[:, 0]
+            if self.keys is not None:
+                key_gather = self.keys[_padded(keys, key_offset, device)[0]]
+                before = torch.tensor([k - q for k, q in zip(keys, queries, strict=True)], device=device)
+            tiles.append(_Tile(b - a, (offset, offset + total), gather, key_gather, scatter, before, size))
+            offset, key_offset = offset + total, key_offset + sum(keys)
+        return tiles
+
+    @staticmethod
+    def _tile(tile: _Tile, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        a, b = tile.queries
+        n_queries, n_keys = tile.lengths
+
+        def rows(x: Tensor, index: Tensor | None, size: int) -> Tensor:
+            x = x[a:b] if index is None else x.index_select(0, index)
+            return x.reshape(tile.rows, size, x.shape[1], x.shape[2]).transpose(1, 2)
+
+        index = tile.gather if tile.keys is None else tile.keys
+        mask = None
+        if tile.before is not None or (window is not None and n_keys > window):
+            at = torch.arange(n_queries, device=q.device)[None, :] + (0 if tile.before is None else tile.before[:, None])
+            distance = at[:, :, None] - torch.arange(n_keys, device=q.device)
+            mask = ((distance >= 0) & (distance < (window or n_keys + 1)))[:, None]
+        out = dense_attention(rows(q, tile.gather, n_queries), rows(k, index, n_keys), rows(v, index, n_keys), scale, mask=mask, causal=True,
+                              softcap=softcap).transpose(1, 2)  # fmt: skip
+        out = out.reshape(tile.rows * n_queries, out.shape[2], out.shape[3])
+        return out if tile.scatter is None else out.index_select(0, tile.scatter)
+
+
+def _padded(lengths: list[int], offset: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(where each place of a right-padded tile comes from, which places are real), both [rows * longest]; pads repeat the last token."""
+    size = torch.tensor(lengths, device=device)
+    within = torch.arange(max(lengths), device=device)
+    begin = offset + torch.cumsum(size, 0) - size
+    return (begin[:, None] + torch.minimum(within[None], size[:, None] - 1)).reshape(-1), (within[None] < size[:, None]).reshape(-1)
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_key: int, scale: float, left: int
+) -> Tensor:
+    """Causal attention of segments of any lengths in one kernel (torch's flash attention). The last query of a segment sees its
+    last key; `left` keys before a query's own are visible, -1 = all. q [N, H, D], k and v [Nk, K, D]."""
+    return torch.ops.aten._flash_attention_forward(
+        q.contiguous(), k.contiguous(), v.contiguous(), starts, key_starts, longest, longest_key, 0.0, True, False,
+        scale=scale, window_size_left=left if left >= 0 else None, window_size_right=0 if left >= 0 else None,
+    )[0]  # fmt: skip
 
 
 @dataclass(slots=True)

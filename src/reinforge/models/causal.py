@@ -1,4 +1,4 @@
-"""The ONE forward. Training, scoring, references, prefill and decoding all go through `CausalModel.hidden`."""
+"""The ONE forward. Training, scoring, references, prefill and decoding all go through `PackedModel.hidden`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models import attention
-from reinforge.models.attention import Layout, Packed
+from reinforge.models.attention import Packed
 from reinforge.models.head import LogitRule, token_logprobs
+from reinforge.models.packed import PackedModel
+
+VALUE_HEAD = "value_head"  # of a critic that shares the policy's trunk; not part of the causal LM that is exported
 
 
 def _logit_rule(config: Any) -> LogitRule:
@@ -25,67 +28,35 @@ def _logit_rule(config: Any) -> LogitRule:
     return LogitRule(scale=scale, softcap=float(softcap) if softcap else None)
 
 
-class CausalModel:
+class CausalModel(PackedModel):
     """A transformers causal LM seen as a trunk and a head. The module is the trainer's and the engine's alike."""
 
     def __init__(self, module: nn.Module, tokenizer: Any = None):
-        self.module = module  # what is trained and saved: the causal LM, or its peft wrapper
-        causal = module.get_base_model() if hasattr(module, "get_base_model") else module
-        self.causal: Any = causal
-        self.tokenizer = tokenizer
-        self.config = causal.config.get_text_config()
-        self.trunk = causal.base_model
-        self.head = causal.get_output_embeddings()
+        super().__init__(module, tokenizer)
+        self.causal: Any = self.plain
+        self.head = self.causal.get_output_embeddings()
         if not isinstance(self.head, nn.Linear):
-            raise InputError(f"{type(causal).__name__} has an output head of type {type(self.head).__name__}, which cannot be computed in chunks.",
+            raise InputError(f"{type(self.causal).__name__} has an output head of type {type(self.head).__name__}, which cannot be computed in chunks.",
                              where="model.path", fix="Use a causal LM with a linear head, and leave lm_head out of adapter.targets.")  # fmt: skip
         self.rule = _logit_rule(self.config)
-        attention.register()
-        if attention.NAME not in {causal.config._attn_implementation, self.config._attn_implementation}:
-            causal.set_attn_implementation(attention.NAME)
-        _silence_dropout(module.eval())
 
-    @property
-    def device(self) -> torch.device:
-        return self.head.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.head.weight.dtype
-
-    def compile_layers(self) -> None:
-        """torch.compile of each decoder layer, attention left out: norms, rotary embedding and activations are fused. All
-        layers of a class share one compilation, for any number of tokens; training and decoding make one each."""
-        import torch._dynamo
-
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        attention.register(compiled=True)
-        stacks = [part for part in self.trunk.modules() if isinstance(part, nn.ModuleList) and len(part) == self.config.num_hidden_layers]
-        for layer in stacks[0]:
-            layer.compile(dynamic=True)
-
-    def recompute(self, on: bool) -> None:
-        """Lets layers with gradient checkpointing do it. Only their own flag is set: the rest stays in evaluation mode, where no
-        architecture adds noise (router jitter, dropout of its own making) that the sampling policy did not have."""
-        for part in self.module.modules():
-            if getattr(part, "gradient_checkpointing", False):
-                part.training = on
-
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """[N, E] last hidden states of N tokens whose relations `layout` describes."""
-        out = self.trunk(input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout)
-        return out.last_hidden_state[0]
+    def add_value_head(self) -> None:
+        """A critic on the policy's own trunk: a linear head that starts at 0 and is trained, saved and restored with the module."""
+        head = nn.Linear(self.head.weight.shape[1], 1, bias=False, device=self.device, dtype=torch.float32)
+        nn.init.zeros_(head.weight)
+        self.module.add_module(VALUE_HEAD, head)
+        self.value_head = head
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, V] float32, for sampling."""
         return self.rule.apply(self.head(hidden).float())
 
     def logprobs(
-        self, batch: Batch, *, temperature: float, entropy: bool = False, entropy_gradient: bool = False
+        self, batch: Batch, *, temperature: float, entropy: bool = False, entropy_gradient: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [M] (and entropies) of the trained tokens of a packed batch. Row t−1 predicts token t."""
-        layout = Packed(batch.lengths, batch.starts)
-        rows = self.hidden(batch.tokens, batch.positions, layout).index_select(0, batch.targets - 1)
+        """Log-probs [M] (and entropies) of the trained tokens of a packed batch. Row t−1 predicts token t.
+        `states` are the hidden states of the pack, where the caller has them."""
+        rows = (self.states(batch) if states is None else states).index_select(0, batch.sources)
         return token_logprobs(rows, self.head.weight, self.head.bias, batch.tokens[batch.targets], temperature=temperature,
                               rule=self.rule, entropy=entropy, entropy_gradient=entropy_gradient)  # fmt: skip
 
@@ -113,12 +84,3 @@ class CausalModel:
                              fix="This architecture keeps state that cannot be paged or treats logits in its own way; use a model with standard attention.")  # fmt: skip
         return error
 
-
-def _silence_dropout(module: nn.Module) -> None:
-    """Dropout makes the policy that trains another one than the policy that sampled: it is off everywhere."""
-    for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            part.p = 0.0
-        for name, value in list(vars(part).items()):  # architectures that call F.dropout keep the rate as a number: dropout, layerdrop, ...
-            if "drop" in name and isinstance(value, float):
-                setattr(part, name, 0.0)

@@ -73,7 +73,11 @@ class RLTrainer:
         """Whole groups into `minibatches` parts of like size, each packed by the token budget."""
         samples = [[trainable(s, self.algorithm.overlong) for s in g.samples] for g in groups]
         parts = [samples[i :: self.minibatches] for i in range(self.minibatches)]
-        return [pack([s for group in part for s in group], self.backend.budget, unit=self.algorithm.loss.unit) for part in parts if part]
+        return [
+            pack([s for group in part for s in group], self.backend.budget, unit=self.algorithm.loss.unit, share=self.backend.share)
+            for part in parts
+            if part
+        ]
 
     def _update(self, minibatches: list[list[Batch]]) -> Metrics:
         results: list[Metrics] = []

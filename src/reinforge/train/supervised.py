@@ -29,7 +29,7 @@ class SupervisedTrainer:
         while run.going():
             with run.phase("prepare"):
                 samples: Sequence[Sample] = [self.row(i) for i in self.cursor.take(self.rows_per_step)]
-                batches = pack(samples, self.backend.budget, unit=self.loss.unit)
+                batches = pack(samples, self.backend.budget, unit=self.loss.unit, share=self.backend.share)
             with run.phase("train"):
                 self.backend.annotate(batches, self.loss.needs)
                 metrics = self.backend.forward_backward(batches, self.loss, Totals.of(batches))

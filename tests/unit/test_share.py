@@ -1,0 +1,76 @@
+"""Packs that compute the prompt of a group once: fewer tokens, the same log-probs and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from reinforge.core.batch import Batch, pack
+from reinforge.core.sample import Sample
+from reinforge.models.causal import CausalModel
+
+
+def sample(group: int, i: int, prompt: int, response: int) -> Sample:
+    tokens = [(7 * k + group) % 50 for k in range(prompt)] + [(11 * k + 3 * i + group) % 50 for k in range(response)]
+    return Sample.from_tokens(f"{group}/{i}", tokens, [False] * prompt + [True] * response, group=str(group))
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         vocab_size=50, initializer_range=0.2)  # fmt: skip
+    return CausalModel(LlamaForCausalLM(config).eval())
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    rows = [sample(g, i, 5 + 3 * g, 3 + (5 * i + g) % 9) for g in range(4) for i in range(5)]
+    multi_turn = rows[6].with_(uid="turns", trained=rows[6].trained & (torch.arange(len(rows[6].tokens)) % 3 != 0))
+    other_prompt = sample(1, 9, 6, 4)  # in group 1, but not its prompt
+    return [*rows, sample(9, 0, 4, 6), multi_turn, other_prompt, rows[0].with_(uid="idle", trained=torch.zeros_like(rows[0].trained))]
+
+
+def run(model: CausalModel, batches: list[Batch]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Log-probs by sample, and the gradient of a sum in which every token has a weight of its own."""
+    model.module.zero_grad()
+    found: dict[str, Tensor] = {}
+    for batch in batches:
+        logprobs, _ = model.logprobs(batch, temperature=1.0)
+        weights = torch.cat([torch.linspace(0.5, 2.0, s.n_trained) * (1 + len(s.uid + s.group) % 3) for s in batch.samples])
+        (weights * logprobs).sum().backward()
+        found |= {s.uid: logprobs[batch.sequence == i].detach() for i, s in enumerate(batch.samples)}
+    return found, [p.grad.clone() for p in model.module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("budget", [10_000, 60, 25])
+def test_sharing_changes_no_log_prob_and_no_gradient(model: CausalModel, samples: list[Sample], budget: int) -> None:
+    apart, together = pack(samples, budget), pack(samples, budget, share=True)
+    assert sum(b.n_tokens for b in together) < sum(b.n_tokens for b in apart)
+    assert all(b.n_tokens <= budget + 6 for b in together)
+    (a, grad_a), (b, grad_b) = run(model, apart), run(model, together)
+    assert a.keys() == b.keys() == {s.uid for s in samples}
+    for uid in a:
+        torch.testing.assert_close(a[uid], b[uid], atol=3e-6, rtol=1e-5)
+    for x, y in zip(grad_a, grad_b, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5 * float(x.abs().max()) + 1e-9, rtol=1e-4)
+
+
+def test_a_shared_pack_counts_tokens_once(samples: list[Sample]) -> None:
+    """Group 0: prompt of 5, answers of 3, 8, 4, 9, 5; one of them again as an idle row, which takes no room."""
+    group = [s for s in samples if s.group == "0"]
+    batch = Batch.pack(group, share=True)
+    assert batch.n_tokens == 5 + 3 + 8 + 4 + 9 + 5 and batch.n_trained == 29
+    assert batch.lengths == [5, 9, 8, 5, 4, 3] and batch.prefix == [-1, 0, 0, 0, 0, 0]
+    assert batch.positions[5:8].tolist() == [5, 6, 7] and batch.ends[-1] == -1
+    first = batch.targets[batch.sequence == 3][0]
+    assert batch.sources[batch.sequence == 3][0] == 4 and batch.tokens[first] == group[3].tokens[5]
+    assert [int(batch.tokens[e]) for e in batch.ends[:5]] == [int(s.tokens[-1]) for s in group[:5]]
+
+
+def test_pairs_stay_together(samples: list[Sample]) -> None:
+    packs = pack(samples[:20], 40, unit=2, share=True)
+    pairs = [(b.samples[i].uid, b.samples[i + 1].uid) for b in packs for i in range(0, len(b.samples), 2)]
+    assert sorted(pairs) == sorted((samples[i].uid, samples[i + 1].uid) for i in range(0, 20, 2))
