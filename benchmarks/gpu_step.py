@@ -1,18 +1,25 @@
-"""One GPU: tokens per second of generation and seconds of a whole GRPO step, on a random model of a known shape.
+"""One GPU: seconds of a whole GRPO step, on a random model of a known shape, beside TRL on the same machine.
 
-    python benchmarks/gpu_step.py [--shape 0.5b|1.5b] [--response 1024] [--lengths fixed|varied] [--steps 3] [--out FILE]
+    python benchmarks/gpu_step.py --compile [--shape 0.5b|1.5b] [--peer-python PYTHON --peer vllm] [--out FILE]
 
-64 prompts of 256 tokens x 8 samples; `fixed`: every response has --response tokens, `varied`: lengths are geometric with mean
+64 prompts of 256 tokens x 8 samples; `--lengths fixed`: every response has --response tokens, `varied`: lengths are geometric with mean
 300 under that cap. The engine, the packing, the backend and the loss are the library's ordinary ones, in the default precision
 (bfloat16 module, float32 masters and moments). Prints each phase, the peak memory, the mismatch between engine and trainer, and
-the share of the physical limit (weights, cache and flops at 4.3 TB/s and 790 TFLOP/s, measured on an H200).
+the share of the physical limit (weights, cache and flops at 4.3 TB/s and 790 TFLOP/s, measured on an H200). With --peer, TRL does the same
+step afterwards in its own environment (benchmarks/peers/trl_step.py; --peer-path is added to its PYTHONPATH).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -90,6 +97,39 @@ def to_samples(prompts: list[list[int]], completions: list[list[Completion]]) ->
     return samples
 
 
+def lengths_of(kind: str, response: int) -> list[list[int]]:
+    """Response tokens of every sample: all the same, or geometric with mean 300 under the cap."""
+    generator = torch.Generator().manual_seed(2)
+    u = torch.rand(PROMPTS, GROUP, generator=generator, dtype=torch.float64)
+    varied = (torch.log(u) / math.log(1 - 1 / 300)).ceil().clamp(1, response).int().tolist()
+    return varied if kind == "varied" else [[response] * GROUP] * PROMPTS
+
+
+def prompts_of() -> list[list[int]]:
+    return torch.randint(10, 49000, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def save_for_peer(model: CausalModel, tokenizer: str, folder: Path) -> Path:
+    """The model as a directory that any library loads; the tokenizer is only there because they want one."""
+    from transformers import AutoTokenizer
+
+    model.module.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def run_peer(python: str, path: str, script: str, *args: str) -> list[dict[str, Any]]:
+    """The JSON lines that a peer's script printed; its own complaints go to our stderr."""
+    env = {**os.environ, "PYTHONPATH": path or os.environ.get("PYTHONPATH", ""), "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    done = subprocess.run(
+        [python, str(Path(__file__).parent / "peers" / script), *args], env=env, capture_output=True, text=True, check=False
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"peer"')]
+    if not found:
+        print(done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
@@ -100,16 +140,17 @@ def main() -> None:
     parser.add_argument("--no-train", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take most of a training pass")
+    parser.add_argument("--peer", choices=("vllm", "transformers"), help="TRL's engine; without it TRL does not run")
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--peer-path", default="")
+    parser.add_argument("--tokenizer", default="", help="a tokenizer directory for the peer")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = random_model(args.shape, device)
     if args.compile:
         model.compile_layers()
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(10, 49000, (PROMPTS, PROMPT), generator=generator).tolist()
-    geometric = (torch.distributions.Geometric(torch.tensor(1 / 300)).sample((PROMPTS, GROUP)) + 1).clamp(max=args.response).int().tolist()
-    limits = geometric if args.lengths == "varied" else [[args.response] * GROUP] * PROMPTS
+    prompts, limits = prompts_of(), lengths_of(args.lengths, args.response)
     engine = NativeEngine(model, max_batch=PROMPTS * GROUP, longest=PROMPT + args.response)
     cfg = TrainConfig(steps=args.steps, learning_rate=1e-6, tokens_per_microbatch=args.budget or "auto")
     backend = LocalBackend(model, cfg, total_steps=args.steps)
@@ -123,7 +164,7 @@ def main() -> None:
         asyncio.run(engine.sleep())
         sync()
         generated = time.perf_counter()
-        batches = pack(to_samples(prompts, completions), backend.budget)
+        batches = pack(to_samples(prompts, completions), backend.budget, share=backend.share)
         algorithm.advantages(batches)
         prepared = time.perf_counter()
         metrics: dict[str, float] = {}
@@ -148,6 +189,25 @@ def main() -> None:
     result = {"shape": args.shape, "lengths": args.lengths, "budget": backend.budget, "best": best, "floor": floor, "peak_gib": peak, "rows": rows,
               "share_of_floor": {k: floor[k] / best[k] for k in floor if best[k]}, "captures": engine.decoder.captures}  # fmt: skip
     print(json.dumps({k: v for k, v in result.items() if k != "rows"}))
+    if args.peer:
+        del batches, completions, engine, backend
+        folder = save_for_peer(model, args.tokenizer, Path(tempfile.mkdtemp()) / args.shape)
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        result["peers"] = run_peer(
+            args.peer_python,
+            args.peer_path,
+            "trl_step.py",
+            str(folder),
+            str(args.response),
+            "8" if args.shape == "1.5b" else "16",
+            args.peer,
+        )
+        for peer in result["peers"]:
+            print(json.dumps(peer))
+            print(f"{peer['peer']}: {peer['step']:.1f} s and {peer['peak_gib']:.0f} GiB a step; ours {best['step']:.2f} s and {peak:.1f} GiB: "
+                  f"{peer['step'] / best['step']:.1f} times faster")  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))
 

@@ -30,7 +30,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 PRELOAD = ["reinforge.app.build", "reinforge.app.api", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"]
 TIMEOUT = 120.0
-CLOCK = ("time", "tokens_per_second")  # metrics that two equal runs do not share, besides time/ and share/
+CLOCK = ("time", "tokens_per_second")  # metrics that two equal runs do not share, besides time/, share/ and memory/
 
 PARTS = '''"""A user's functions. The reward is not known to be repeatable, so its answers are journalled.
 
@@ -244,7 +244,7 @@ def evidence(run_dir: Path) -> Evidence:
     from reinforge.checkpoint.store import digest_run
 
     metrics = [
-        {k: v for k, v in line.items() if k not in CLOCK and not k.startswith(("time/", "share/"))}
+        {k: v for k, v in line.items() if k not in CLOCK and not k.startswith(("time/", "share/", "memory/"))}
         for line in lines(run_dir / "metrics.jsonl")
     ]
     return Evidence(digest_run(run_dir), metrics, lines(run_dir / "samples.jsonl"))

@@ -29,11 +29,10 @@ REWARDS = {
 }
 
 
-def make_trainer(directory: str, **settings: Any) -> Any:
-    from datasets import Dataset
+def tiny_policy(directory: str) -> tuple[str, Any]:
+    """The path of a random two-layer model, and its tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(13)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -42,12 +41,20 @@ def make_trainer(directory: str, **settings: Any) -> Any:
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0, eos_token_id=1,
     ))  # fmt: skip
     model.save_pretrained(f"{directory}/model")  # the reference of beta > 0 is loaded from a path
+    return f"{directory}/model", tokenizer
+
+
+def make_trainer(directory: str, **settings: Any) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    model, tokenizer = tiny_policy(directory)
     args = GRPOConfig(
         output_dir=directory, report_to=[], use_cpu=True, bf16=False, num_generations=GROUP, max_completion_length=MAX_LENGTH,
         per_device_train_batch_size=len(LENGTHS) // settings.get("gradient_accumulation_steps", 1), **settings,
     )  # fmt: skip
     rows = Dataset.from_list([{"prompt": "w1 w2"}, {"prompt": "w3"}])
-    trainer = GRPOTrainer(f"{directory}/model", reward_funcs=lambda completions, **_: trainer.fixed_rewards, args=args, train_dataset=rows,
+    trainer = GRPOTrainer(model, reward_funcs=lambda completions, **_: trainer.fixed_rewards, args=args, train_dataset=rows,
                           processing_class=tokenizer)  # fmt: skip
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reinforge.core.errors import InputError
-from reinforge.models.attention import PADDING_WASTE, Cache, Packed, Paged, Prefill, _attention, _tiles
+from reinforge.models.attention import PADDING_WASTE, Cache, Packed, Paged, Prefill, _attention, tile_runs
 
 H, K, D = 4, 2, 8
 
@@ -76,7 +76,7 @@ def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: flo
     prompt = [torch.cat([part[:-1] for part in x]) for x in whole]
     newest = [torch.stack([part[-1] for part in x]) for x in whole]
     slots = torch.cat([tables[i, torch.arange(n) // size] * size + torch.arange(n) % size for i, n in enumerate(lengths)])
-    Prefill(Packed(lengths, starts_of(lengths)), cache, slots).attend(0, *prompt, 0.3, window, softcap)
+    Prefill(lengths, starts_of(lengths), cache, slots).attend(0, *prompt, 0.3, window, softcap)
     past = torch.tensor(lengths)
     ours = Paged(cache, tables, past).attend(0, *newest, 0.3, window, softcap)
     for i, n in enumerate(lengths):
@@ -87,7 +87,7 @@ def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: flo
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20))
 def test_tiles_cover_and_waste_little(lengths: list[int]) -> None:
-    runs = _tiles(lengths, lengths)
+    runs = tile_runs(lengths, lengths)
     assert [i for a, b in runs for i in range(a, b)] == list(range(len(lengths)))
     assert all(max(lengths[a:b]) * (b - a) <= PADDING_WASTE * sum(lengths[a:b]) for a, b in runs)
 

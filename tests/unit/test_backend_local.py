@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,9 +14,13 @@ from reinforge.algorithms.reduce import token_mean
 from reinforge.algorithms.surrogates import ppo_clip
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.microbatch import auto_budget, combine, trained_tokens
-from reinforge.core.batch import Batch, Totals, pack
+from reinforge.checkpoint import store
+from reinforge.config.schema import Config
+from reinforge.core.batch import Batch, Totals, cut, pack, rejoin
 from reinforge.core.errors import InputError
-from toys import make_model, make_samples, parameters, train_config
+from reinforge.models.causal import CausalModel
+from tiny_runs import launch, lines, tensors
+from toys import gradients, make_model, make_module, make_samples, parameters, relative, train_config
 
 
 def make_backend(**changes):  # type: ignore[no-untyped-def]
@@ -134,3 +142,186 @@ def test_reference_and_old_are_filled_only_when_asked() -> None:
     backend, batches = make_backend(), pack(make_samples(), 64)
     backend.annotate(batches, frozenset())
     assert set(batches[0].streams) == {"behaviour", "advantages"} and backend.frozen is None
+
+
+# memory that runs out
+
+
+class Full:
+    """Stands in for a device: a forward of more than `limit` tokens, or number `at`, finds no memory. `late`: its backward, when
+    most gradients of the micro-batch have been added already."""
+
+    def __init__(self, model: CausalModel, *, limit: int = 10**9, at: int = -1, late: bool = False):
+        self.model, self.limit, self.at, self.late = model, limit, at, late
+        self.sizes: list[int] = []  # tokens of each forward, failed ones included
+        self._logprobs = model.logprobs
+        model.logprobs = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, batch: Batch, **options: Any) -> Any:
+        self.sizes.append(batch.n_tokens)
+        fails = batch.n_tokens > self.limit or len(self.sizes) == self.at + 1
+        if fails and not self.late:
+            raise torch.OutOfMemoryError("no memory")
+        if fails:
+            first = dict(self.model.module.named_parameters())["model.layers.0.self_attn.q_proj.weight"]
+            self._hook = first.register_hook(self._fail)
+        return self._logprobs(batch, **options)
+
+    def _fail(self, _: torch.Tensor) -> None:
+        self._hook.remove()
+        raise torch.OutOfMemoryError("no memory")
+
+
+LENGTHS = (20, 5, 12, 3, 17, 9, 14, 6)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_without_memory_is_done_again_in_smaller_parts(at: int, late: bool, dtype: torch.dtype) -> None:
+    """Micro-batch `at` fails: the gradient and the metrics are those of a pass that had memory, and the budget is halved."""
+    found = []
+    for fails in (False, True):
+        model = CausalModel(make_module().to(dtype))
+        backend = LocalBackend(model, train_config(tokens_per_microbatch=40), total_steps=10)
+        batches = pack(make_samples(LENGTHS), backend.budget, unit=PolicyLoss(ppo_clip, token_mean).unit)
+        assert len(batches) >= 3
+        full = Full(model, at=at if fails else -1, late=late)
+        metrics = backend.forward_backward(batches, PolicyLoss(ppo_clip, token_mean), Totals.of(batches))
+        found.append((gradients(backend), metrics, backend.budget, len(full.sizes)))
+    (want, plain, _, count), (got, told, budget, tries) = found
+    assert relative(got, want) < (1e-6 if dtype == torch.float32 else 2e-2)
+    failed = batches[at].n_tokens
+    assert budget == max(max(len(s.tokens) for s in batches[at].samples), min(40, failed) // 2) < 40 and tries > count
+    oom = {name: told.pop(name) for name in list(told) if name.startswith("train/oom")}
+    assert oom == {"train/oom": 1.0, "train/oom_budget/max": 40.0, "train/oom_budget/min": float(budget)}
+    assert told == pytest.approx(plain, rel=1e-4 if dtype == torch.float32 else 0.1, abs=1e-6 if dtype == torch.float32 else 1e-2)
+    assert "train/oom" not in backend.forward_backward(batches, PolicyLoss(ppo_clip, token_mean), Totals.of(batches))  # told once
+
+
+def test_memory_that_is_short_by_far_is_halved_until_it_fits() -> None:
+    model = make_model()
+    backend = LocalBackend(model, train_config(), total_steps=10)
+    batches = pack(make_samples(LENGTHS), backend.budget)
+    full = Full(model, limit=21)
+    assert [b.n_tokens for b in batches] == [86]
+    metrics = backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
+    assert metrics["train/oom"] == 2 and backend.budget == metrics["train/oom_budget/min"] == 20 and metrics["train/oom_budget/max"] == 4096
+    plain = make_backend()
+    plain.forward_backward(batches, NLLLoss(), Totals.of(batches))
+    assert relative(gradients(backend), gradients(plain)) < 1e-6
+    count = len(full.sizes)
+    backend.optimizer.zero()
+    again = backend.forward_backward(batches, NLLLoss(), Totals.of(batches))  # packed before the budget shrank: cut without failing
+    assert "train/oom" not in again and max(full.sizes[count:]) <= 20 and backend.budget == 20
+
+
+def test_pairs_stay_together_and_prompts_stay_shared() -> None:
+    samples = make_samples(LENGTHS)
+    prompt = torch.tensor([7, 8, 9, 10])
+    tied = [s.with_(tokens=torch.cat([prompt, s.tokens[:-2]]), trained=torch.cat([torch.zeros(4, dtype=torch.bool), s.trained[2:]]),
+                    logprobs=torch.cat([torch.zeros(4), s.logprobs[2:]]), versions=torch.zeros(len(s.tokens) + 2, dtype=torch.int32),
+                    streams={"advantages": torch.cat([torch.zeros(4), s.streams["advantages"][2:]])}) for s in samples]  # fmt: skip
+    batch = Batch.pack(tied, share=True)
+    parts = cut(batch, 40, unit=2)
+    assert [s.uid for p in parts for s in p.samples] == [s.uid for s in tied] and all(len(p.samples) % 2 == 0 for p in parts)
+    assert 1 < len(parts) < 4 and all(p.n_tokens <= 40 or len(p.samples) == 2 for p in parts)
+    assert any(p.prefix is not None for p in parts)
+    for name in batch.streams:
+        assert torch.equal(torch.cat([p.streams[name] for p in parts]), batch.streams[name])
+    sums = []
+    for batches in ([batch], parts):
+        backend = make_backend()
+        backend.forward_backward(batches, PolicyLoss(ppo_clip, token_mean), Totals.of([batch]))
+        sums.append(gradients(backend))
+    assert relative(sums[1], sums[0]) < 1e-6
+
+
+def test_annotating_without_memory_fills_the_batch_that_was_given() -> None:
+    """Streams and the bootstrap come back in the order of the whole batch."""
+    model = make_model()
+    backend = LocalBackend(model, train_config(), total_steps=10, reference=True)
+    batches, plain = pack(make_samples(LENGTHS), 4096), pack(make_samples(LENGTHS), 4096)
+    make = LocalBackend(make_model(), train_config(), total_steps=10, reference=True)
+    make.annotate(plain, frozenset({"old", "reference"}))
+    Full(model, limit=30)
+    backend.annotate(batches, frozenset({"old", "reference"}))
+    for name in ("old", "reference", "behaviour", "advantages"):
+        torch.testing.assert_close(batches[0].streams[name], plain[0].streams[name], atol=1e-5, rtol=0)
+    assert backend.budget <= 30 and backend.forward_backward(batches, NLLLoss(), Totals.of(batches))["train/oom"] >= 1
+    batches[0].bootstrap = torch.arange(8.0)
+    parts = cut(batches[0], 30)
+    assert [p.bootstrap.tolist() for p in parts if p.bootstrap is not None] == [[float(LENGTHS_ORDER.index(s.uid)) for s in p.samples] for p in parts]  # fmt: skip
+    batches[0].bootstrap = None
+    rejoin(batches[0], parts)
+    assert batches[0].bootstrap is not None and batches[0].bootstrap.tolist() == list(range(8))
+
+
+LENGTHS_ORDER = [s.uid for s in pack(make_samples(LENGTHS), 4096)[0].samples]
+
+
+def test_a_row_that_never_fits_says_what_to_do() -> None:
+    model = make_model()
+    backend = LocalBackend(model, train_config(), total_steps=10)
+    batches = pack(make_samples(LENGTHS), 64)
+    Full(model, limit=19)
+    with pytest.raises(InputError, match="a row of 20 tokens does not fit.*max_new_tokens.*gradient_checkpointing.*adapter.rank") as caught:
+        backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
+    assert caught.value.exit_code == 2 and not backend.optimizer.gradients()
+    pair = NLLLoss()
+    pair.unit = 2
+    with pytest.raises(InputError, match="a unit of 2 rows of "):
+        backend.forward_backward(pack(make_samples(LENGTHS), 64, unit=2), pair, Totals.of(batches))
+
+
+def test_gradients_of_an_earlier_call_are_not_lost_in_silence() -> None:
+    model = make_model()
+    backend = LocalBackend(model, train_config(), total_steps=10)
+    batches = pack(make_samples(LENGTHS), 64)
+    backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
+    Full(model, at=0)
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
+
+
+def test_a_budget_that_shrank_survives_a_resume() -> None:
+    for asked in ("auto", 64):
+        first, second = make_backend(tokens_per_microbatch=asked), make_backend(tokens_per_microbatch=asked)
+        first.budget = 16
+        second.load(first.state())
+        assert second.budget == 16
+        other = make_backend(tokens_per_microbatch=48)  # the user has changed it since
+        other.load(first.state())
+        assert other.budget == 48
+
+
+def test_a_run_out_of_memory_goes_on_and_says_so(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 2 finds no memory once. The event is logged, later steps use the new budget, also after a resume, and the run learns the same."""
+    calls: list[int] = []
+    real = CausalModel.logprobs
+
+    def short(self: CausalModel, batch: Batch, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            calls.append(batch.n_tokens)
+            if len(calls) == fails:
+                raise torch.OutOfMemoryError("no memory")
+        return real(self, batch, **options)
+
+    monkeypatch.setattr(CausalModel, "logprobs", short)
+    weights, sizes = {}, {}
+    for name, fails in (("plain", 0), ("short", 2)):  # a step is one micro-batch here
+        calls.clear()
+        launch(make(name, "grpo", "train.steps=2", "run.checkpoint.every=1", "train.learning_rate=1e-4"))
+        fails = 0
+        calls.clear()
+        cfg = make(name, "grpo", "train.steps=3", "run.checkpoint.every=1", "train.learning_rate=1e-4")
+        launch(cfg)
+        weights[name], sizes[name] = tensors(cfg), list(calls)
+    events = [e for e in lines(cfg, "events.jsonl") if e["kind"] == "out_of_memory"]
+    assert len(events) == 1 and events[0]["step"] == 2 and events[0]["old_budget"] == 4096 and events[0]["role"] == "train"
+    assert [m["train/oom"] for m in lines(cfg) if "train/oom" in m] == [1.0]
+    assert len(sizes["plain"]) == 1 and len(sizes["short"]) > 1 and max(sizes["short"]) <= events[0]["new_budget"] < sizes["plain"][0]
+    store_meta = store.load(store.latest(Path(cfg.run.dir)))[0].meta  # type: ignore[arg-type]
+    assert store_meta["budget"] == events[0]["new_budget"]
+    names = [n for n in weights["plain"] if n.startswith("model/")]
+    assert relative({n: weights["short"][n] for n in names}, {n: weights["plain"][n] for n in names}) < 1e-4

@@ -88,6 +88,36 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
     assert float(optimizer.masters["weight"].grad) == pytest.approx(1000 / 1024, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_states_give_the_same_bits(dtype: torch.dtype) -> None:
+    """Several micro-batches and steps with clipping, then on from the other one's state: weights, masters and moments are equal."""
+    cfg = OptimizerConfig(betas=(0.8, 0.9), weight_decay=0.1)
+    modules = [model(dtype), model(dtype)]
+    pair = [MasterAdamW(m, c) for m, c in zip(modules, (cfg, cfg.model_copy(update={"offload": True})), strict=True)]
+    assert all(pair[1].masters[n] is not p and pair[1].masters[n].dtype == torch.float32 for n, p in pair[1].parameters.items())
+
+    def train(step: int) -> None:
+        for module, optimizer in zip(modules, pair, strict=True):
+            for part in range(3):
+                x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + part)).to(dtype)
+                module(x).float().square().sum().backward()
+            norm = float(optimizer.gradient_norm())
+            assert norm > 1 and len(optimizer.gradients()) == 4
+            optimizer.step(0.05, 1 / norm)
+            optimizer.zero()
+            assert float(optimizer.gradient_norm()) == 0.0
+        a, b = (o.tensors() for o in pair)
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        assert all(torch.equal(p, q) for p, q in zip(modules[0].parameters(), modules[1].parameters(), strict=True))
+
+    for step in range(3):
+        train(step)
+    states = [{k: v.clone() for k, v in o.tensors().items()} for o in pair]
+    for optimizer, state in zip(pair, reversed(states), strict=True):  # each goes on from what the other saved
+        optimizer.load(state)
+    train(3)
+
+
 def test_frozen_parameters_stay_out() -> None:
     module = model()
     module[0].requires_grad_(False)

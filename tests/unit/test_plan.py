@@ -156,6 +156,37 @@ def test_checks_on_a_good_config(model: Path, rows: Path, tmp_path: Path) -> Non
     assert report.summary["rewards"] == {"exact_number": {"gold": 1.0, "empty": 0.0}}
 
 
+def test_checks_predict_memory_and_time(model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every part, from the model's configuration alone; what will not fit is a warning that says what to do."""
+    from reinforge.backends import roofline
+
+    gpu = roofline.gpu("NVIDIA L4", 1 << 30)
+    monkeypatch.setattr("reinforge.app.predict.machine_at", lambda device: gpu)
+    report = run_checks(make(model, rows, tmp_path, "algorithm.kl.coefficient=0.1"))
+    found = report.summary["prediction"]
+    n = 100 * 16 * 2 + 4 * 16 * 16 + 3 * 16 * 16 + 3 * 16  # embedding and head, attention, MLP, norms
+    gib = lambda count: pytest.approx(count / 2**30, rel=1e-3)  # noqa: E731
+    assert found["memory_gib"]["train"]["weights"] == gib(2 * n) and found["assumed"]["samples"] == 32 and report.ok
+    assert (
+        found["memory_gib"]["generate"]["kv"] == gib(512 * 2 * 16 * 2 * 16 * 2)
+        and found["memory_gib"]["train"]["reference"] == gib(2 * n)
+        and 0 < found["seconds"]["train"] < found["seconds"]["generate"]
+    )
+    lines = dict(plan.describe(report))
+    assert (
+        " of 1 GiB on NVIDIA L4: " in lines["memory to train"]
+        and "tokens)" in lines["memory to train"]
+        and "kv" in lines["memory to generate"]
+    )
+    assert lines["time of a step"].startswith("about train ") and not [w for w in report.warnings if w.startswith("memory")]
+    gpu = roofline.gpu("Tiny", 1 << 20)
+    report = run_checks(make(model, rows, tmp_path))
+    assert (
+        report.ok and "memory: " in report.warnings[0] and "Tiny has 0.0" in report.warnings[0] and "adapter.rank=16" in report.warnings[0]
+    )
+    assert "a guess" in dict(plan.describe(report))["time of a step"]
+
+
 def test_rows_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     empty = jsonl(tmp_path / "empty.jsonl", [])
     assert "no rows" in run_checks(make(model, empty, tmp_path, "data.eval.size=0")).errors[0]

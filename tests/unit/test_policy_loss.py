@@ -9,19 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from reinforge.algorithms.catalogue import TABLE
 from reinforge.algorithms.corrections import mis, tis
 from reinforge.algorithms.kl import k2, k3
-from reinforge.algorithms.loss import NLLLoss, PolicyLoss
-from reinforge.algorithms.names import NAMES
+from reinforge.algorithms.loss import NLLLoss, PolicyLoss, positive_weights
 from reinforge.algorithms.reduce import REDUCERS, sequence_mean, sequence_sum, token_mean
 from reinforge.algorithms.surrogates import ppo_clip
-from reinforge.algorithms.table import TABLE, build, describe
+from reinforge.algorithms.table import Algorithm, build
+from reinforge.algorithms.terms import Terms
 from reinforge.core.backend import Loss, TrainedTokens
-from reinforge.core.batch import Batch, Totals
-from reinforge.core.errors import InputError
+from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.sample import Sample
 
 STREAMS = ("old", "behaviour", "reference", "advantages")
+OPTIONAL = ("selected", "positive")
 
 
 def random_rows(lengths: list[int], seed: int = 0) -> list[dict[str, Tensor]]:
@@ -42,7 +43,7 @@ def random_rows(lengths: list[int], seed: int = 0) -> list[dict[str, Tensor]]:
 def view(rows: list[dict[str, Tensor]], leaves: list[Tensor]) -> TrainedTokens:
     sizes = torch.tensor([len(leaf) for leaf in leaves])
     owner = torch.repeat_interleave(torch.arange(len(rows)), sizes)
-    streams = {name: torch.cat([row[name] for row in rows]) for name in STREAMS if name in rows[0]}
+    streams = {name: torch.cat([row[name] for row in rows]) for name in (*STREAMS, *OPTIONAL) if name in rows[0]}
     return TrainedTokens(torch.cat(leaves), torch.cat([row["entropy"] for row in rows]), owner, sizes, sizes[owner], streams)
 
 
@@ -209,65 +210,159 @@ def test_nll() -> None:
     assert metrics["sft/nll"] == pytest.approx(-everything.mean().item())
 
 
-def test_needs() -> None:
-    assert build("grpo").loss.needs == frozenset()
-    assert build("grpo", updates=2).loss.needs == {"old"}
-    assert build("grpo", kl_coefficient=0.1).loss.needs == {"reference"}
-    assert build("grpo", entropy=0.1).loss.entropy_gradient and not build("grpo").loss.entropy_gradient
-    assert all(isinstance(build(name).loss, Loss) for name in NAMES)
+# selection, positive samples, old log-probs of the engine: worked out by hand
 
 
-def test_rows_of_the_table() -> None:
-    assert tuple(TABLE) == NAMES == tuple(entry["name"] for entry in describe())
-    grpo, dr, dapo, sft = (build(name, max_new_tokens=100, clip_high=None) for name in ("grpo", "dr_grpo", "dapo", "sft"))
-    clips = [(a.options.clip_low, a.options.clip_high, a.options.scale, a.options.reduce) for a in (grpo, dr, dapo)]
-    assert clips == [(0.2, 0.2, "group", "sequence_mean"), (0.2, 0.2, "none", "fixed_length"), (0.2, 0.28, "group", "token_mean")]
-    assert [(a.dynamic_sampling, a.overlong_buffer) for a in (grpo, dr, dapo)] == [(False, 0), (False, 0), (True, 20)]
-    assert sft.kind == "sft" and sft.advantage is None
-    own = build(
-        "dapo", max_new_tokens=100, clip_high=0.5, overlong_buffer=0, dynamic_sampling=False, reduce="sequence_sum", std="population"
+def two_tokens(**streams: list[float]) -> list[dict[str, Tensor]]:
+    """logp -1 and -2, A = 1 and -1, ratios e^0.1 and e^-0.1, unless told otherwise."""
+    base = {"logprobs": [-1.0, -2.0], "old": [-1.1, -1.9], "advantages": [1.0, -1.0], "entropy": [0.5, 1.5]}
+    return [{name: torch.tensor(values, dtype=torch.float64) for name, values in {**base, **streams}.items()}]
+
+
+UP, DOWN = math.exp(0.1), math.exp(-0.1)
+
+
+@pytest.mark.parametrize(
+    ("use", "loss", "gradient"),
+    [("keep", -UP, [-UP, 0.0]), ("drop", DOWN, [0.0, DOWN]), ("penalise", -UP + DOWN + 0.5 * 0.1, [-UP + 0.5, DOWN])],
+)  # fmt: skip
+def test_what_becomes_of_selected_tokens(use: str, loss: float, gradient: list[float]) -> None:
+    """The first token is selected. Denominators stay those of both tokens; KL and entropy are those of both tokens too."""
+    rows = two_tokens(selected=[1.0, 0.0], reference=[-1.5, -2.0])
+    total, found, metrics = run(PolicyLoss(ppo_clip, token_mean, selected=use, penalty=0.5), rows, [[0]])
+    assert total == pytest.approx(loss / 2) and found[0].tolist() == pytest.approx([g / 2 for g in gradient])
+    assert metrics["policy/selected"] == 0.5
+    with_terms = PolicyLoss(
+        ppo_clip, token_mean, selected=use, penalty=0.5, kl=k2, kl_coefficient=0.1, kl_importance=False, entropy_coefficient=0.2
     )
-    assert own.options.clip_high == 0.5 and own.overlong_buffer == 0 and not own.dynamic_sampling
-    assert next(e for e in describe() if e["name"] == "dapo") == {
-        "name": "dapo", "kind": "rl", "advantage": "group_relative", "surrogate": "ppo_clip", "correction": "none", "reduce": "token_mean",
-        "defaults": "clip_high=0.28, dynamic_sampling=True, overlong_buffer=max_new_tokens/5", "paper": "2503.14476",
-    }  # fmt: skip
+    total, _, metrics = run(with_terms, rows, [[0]])
+    assert total == pytest.approx((loss + 0.1 * 0.125 - 0.2 * 2.0) / 2) and metrics["policy/kl"] == pytest.approx(0.0625)
 
 
-def test_options_reach_the_functions() -> None:
-    rows = random_rows([6, 6])
-    tight, _, _ = run(build("grpo", clip_low=0.01, clip_high=0.01).loss, rows, [[0, 1]])
-    wide, _, _ = run(build("grpo", clip_low=0.99, clip_high=9.0).loss, rows, [[0, 1]])
-    assert tight != pytest.approx(wide)
-    expected, _, _ = run(PolicyLoss(partial(ppo_clip, dual=1.1), sequence_mean, correction=partial(mis, cap=1.05)), rows, [[0, 1]])
-    assert run(build("grpo", clip_dual=1.1, correction="mis", cap=1.05).loss, rows, [[0, 1]])[0] == pytest.approx(expected)
+def test_likelihood_of_positive_samples() -> None:
+    """Rewards 1, 0, nan and 2 with 1, 2, 1 and 2 tokens: N / N+ = 6 / 3 = 2 at the tokens of the first and the last."""
+    rewards, sequence = torch.tensor([1.0, 0.0, math.nan, 2.0]), torch.tensor([0, 1, 1, 2, 3, 3])
+    weights = positive_weights(rewards, sequence)
+    assert weights.tolist() == [2, 0, 0, 0, 2, 2]
+    assert positive_weights(-rewards, sequence).tolist() == [0] * 6
+    rows = two_tokens(positive=[2.0, 0.0])
+    plain, _, _ = run(PolicyLoss(ppo_clip, token_mean), rows, [[0]])
+    total, gradient, metrics = run(PolicyLoss(ppo_clip, token_mean, terms=Terms(nll=0.1)), rows, [[0]])
+    assert total == pytest.approx(plain + 0.1 * 1.0) and metrics["policy/nll"] == pytest.approx(1.0)  # -logp of the only positive token
+    assert gradient[0].tolist() == pytest.approx([-UP / 2 - 0.1, DOWN / 2])
 
 
-def test_users_own_functions() -> None:
-    def advantage(rollouts, options):
-        return rollouts.rewards[rollouts.sequence] * options.eps
-
-    def surrogate(logprobs, old, advantages, sequence):
-        return -3 * advantages * logprobs, {}
-
-    algorithm = build("grpo", advantage=advantage, surrogate=surrogate, eps=0.5, reduce="sequence_sum")
-    batch = Batch.pack([Sample.from_tokens("a", [1, 2, 3], [False, True, True], reward=4.0)])
-    algorithm.advantages([batch])
-    assert batch.streams["advantages"].tolist() == [2.0, 2.0] and batch.streams["advantages"].dtype == torch.float32
-    leaf = torch.tensor([-1.0, -2.0], requires_grad=True)
-    two = torch.tensor([2, 2])
-    loss, _ = algorithm.loss(TrainedTokens(leaf, None, batch.sequence, two[:1], two, batch.streams), Totals.of([batch]))
-    assert loss.item() == pytest.approx(18.0)
+def test_old_log_probs_of_the_engine() -> None:
+    """The ratio is to `behaviour` whatever `old` says; nothing is left to correct, and the mismatch is that of the policy itself."""
+    rows = two_tokens(behaviour=[-1.2, -2.0])
+    total, _, metrics = run(PolicyLoss(partial(ppo_clip, low=0.5, high=0.5), token_mean, correction=tis, engine_old=True), rows, [[0]])
+    assert total == pytest.approx((-math.exp(0.2) + 1) / 2)
+    assert metrics["policy/ratio/max"] == pytest.approx(math.exp(0.2)) == metrics["mismatch/ratio/max"] and metrics[
+        "mismatch/mean"
+    ] == pytest.approx(0.1)
+    assert "mismatch/truncated" not in metrics
 
 
-def test_notes_and_errors() -> None:
-    assert "zero expected gradient" in build("grpo", kl_coefficient=0.1, kl_estimator="k1").notes[0]
-    assert build("grpo", kl_coefficient=0.1, kl_estimator="k2").notes == () == build("grpo", kl_estimator="k1").notes
-    with pytest.raises(InputError, match="Did you mean grpo"):
-        build("grpoo")
-    with pytest.raises(InputError, match=r"algorithm.surrogate.*ppo_clip"):
-        build("grpo", surrogate="ppo")
-    with pytest.raises(InputError, match="dual clip must be above 1"):
-        build("grpo", clip_dual=0.5)
-    with pytest.raises(InputError, match="more than max_new_tokens"):
-        build("dapo", max_new_tokens=10, overlong_buffer=11)
+def test_an_adapted_coefficient_is_used_at_once() -> None:
+    rows, terms = two_tokens(reference=[-1.5, -2.0]), Terms(kl=0.1, entropy_target=1.0)
+    loss = PolicyLoss(ppo_clip, token_mean, kl=k2, terms=terms, kl_importance=False)
+    before, _, _ = run(loss, rows, [[0]])
+    assert loss.entropy_gradient and loss.needs == {"reference"}
+    terms.kl, terms.entropy = 0.3, 0.01
+    after, _, _ = run(loss, rows, [[0]])
+    assert after - before == pytest.approx(0.2 * 0.0625 - 0.01 * 1.0)
+
+
+# every algorithm: the gradient is that of the batch
+
+
+def full_samples(seed: int = 0) -> list[Sample]:
+    """Three groups of four rows with everything that any algorithm reads: two reward components, a greedy baseline, streams."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i, length in enumerate((9, 4, 12, 6, 3, 8, 5, 10, 7, 2, 11, 6)):
+        n = length + 2
+        trained = torch.arange(n) >= 2
+        noise = lambda scale=1.0, n=n: scale * torch.randn(n, generator=generator)  # noqa: E731
+        old = -noise().abs()
+        exact, style = float(i % 3 == 0), (i * 7 % 5) / 4
+        rows.append(
+            Sample(uid=f"s{i}", group=f"g{i // 4}", episode=f"s{i}", tokens=torch.arange(n), trained=trained, logprobs=old + noise(0.3),
+                   versions=torch.zeros(n, dtype=torch.int32), rewards={"exact": exact, "style": style}, reward=exact + 0.5 * style, baseline=0.5,
+                   streams={"old": old, "reference": old + noise(0.3), "values": noise(0.3), "entropy": noise().abs()})
+        )  # fmt: skip
+    return rows
+
+
+def gradient_by_row(algorithm: Algorithm, samples: list[Sample], budget: int) -> tuple[dict[str, Tensor], float, dict[str, float]]:
+    """As a loop and a backend do it: pack, advantages over the batch, then micro-batch by micro-batch."""
+    batches = pack(samples, budget)
+    measured = algorithm.advantages(batches)
+    totals, gradients, total, metrics = Totals.of(batches, 16), {}, 0.0, {}
+    for batch in batches:
+        start = torch.cat(
+            [
+                (s.streams["old"].double() + 0.2 * torch.sin(torch.arange(len(s.tokens)) * 1.7 + int(s.uid[1:])))[s.trained]
+                for s in batch.samples
+            ]
+        )
+        leaf, lengths = start.requires_grad_(), batch.trained_lengths()
+        streams = {name: value.double() for name, value in batch.streams.items()}
+        whole = torch.tensor([totals.episode_tokens[s.episode] for s in batch.samples])
+        tokens = TrainedTokens(leaf, 0.5 * leaf.square(), batch.sequence, lengths, whole[batch.sequence], streams)
+        loss, found = algorithm.loss(tokens, totals)
+        loss.backward()
+        total += loss.item()
+        assert leaf.grad is not None
+        gradients |= dict(zip([s.uid for s in batch.samples], leaf.grad.split(lengths.tolist()), strict=True))
+        for name, value in found.items():
+            join = max if name.endswith("/max") else min if name.endswith("/min") else lambda a, b: a + b
+            metrics[name] = join(metrics[name], value.item()) if name in metrics else value.item()
+    return gradients, total, metrics | measured
+
+
+MODIFIED: dict[str, dict] = {
+    "top_entropy": {"selection": "top_entropy"},
+    "off_policy_mask": {"selection": "off_policy_mask", "settings": {"drift": 0.0}},
+    "icepop": {"correction": "icepop"},
+    "seq_tis": {"correction": "seq_tis"},
+    "delta": {"clip_delta": 1.5},
+    "kl_in_reward": {"kl_placement": "reward", "kl_coefficient": 0.1},
+    "everything": {"kl_coefficient": 0.1, "entropy": 0.01, "nll": 0.1, "advantage_clip": 0.7, "correction": "tis", "selection": "kl_cov"},
+}
+CASES = {name: (name, {}) for name in TABLE if TABLE[name].family == "policy_gradient"} | {
+    f"grpo+{k}": ("grpo", v) for k, v in MODIFIED.items()
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_algorithm_gives_one_gradient_however_the_batch_is_cut(case: str) -> None:
+    """Whole, in small packs, and in another order: each row's gradient and every metric are the same, and there is a gradient."""
+    name, options = CASES[case]
+    algorithm = build(name, max_new_tokens=16, updates=2, weights={"exact": 1.0, "style": 0.5}, **options)
+    samples = full_samples()
+    want, loss, metrics = gradient_by_row(algorithm, samples, 10_000)
+    assert sum(float(g.abs().sum()) for g in want.values()) > 1e-3 and math.isfinite(loss)
+    for budget, order in ((1, 1), (20, 1), (31, -1), (10_000, -1)):
+        found, total, again = gradient_by_row(algorithm, samples[::order], budget)
+        assert total == pytest.approx(loss, abs=1e-9) and again == pytest.approx(metrics, abs=1e-9)
+        for uid, gradient in want.items():
+            assert torch.allclose(found[uid], gradient, atol=1e-9, rtol=1e-6), uid
+
+
+def test_the_whole_advantage_loss_chain_of_rloo() -> None:
+    """By hand: rewards 1, 0, 0: A = 1, -1/2, -1/2; the loss is the mean over sequences of -A times the summed log-prob."""
+    samples = [
+        Sample.from_tokens(f"s{i}", [1] * (n + 1), [False] + [True] * n, group="g", reward=r)
+        for i, (n, r) in enumerate(((1, 1.0), (2, 0.0), (3, 0.0)))
+    ]
+    batches = pack(samples, 3)
+    algorithm = build("rloo")
+    algorithm.advantages(batches)
+    totals, found = Totals.of(batches), {}
+    for batch in batches:
+        leaf, lengths = torch.zeros(batch.n_trained, dtype=torch.float64, requires_grad=True), batch.trained_lengths()
+        streams = {"advantages": batch.streams["advantages"].double()}
+        algorithm.loss(TrainedTokens(leaf, None, batch.sequence, lengths, lengths[batch.sequence], streams), totals)[0].backward()
+        found |= dict(zip([s.uid for s in batch.samples], leaf.grad.split(lengths.tolist()), strict=True))  # type: ignore[union-attr]
+    assert [found[f"s{i}"].tolist() for i in range(3)] == [[-1 / 3], [1 / 6] * 2, [1 / 6] * 3]

@@ -46,8 +46,8 @@ def test_a_window_says_the_same_as_single_steps() -> None:
     plain = again.decoder.run
     calls = []
 
-    def window(rows: Rows, cache):  # type: ignore[no-untyped-def]
-        parts = [plain(rows, cache) for _ in range(5)]
+    def window(rows: Rows, cache, limit):  # type: ignore[no-untyped-def]
+        parts = [plain(rows, cache, limit) for _ in range(5)]
         calls.append(len(parts))
         first = parts[0]
         for other in parts[1:]:

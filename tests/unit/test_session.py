@@ -63,7 +63,7 @@ def test_resume_gives_the_uninterrupted_run(
     assert store.step_of(store.steps(Path(cut.run.dir))[0]) == 2 or eval_data is not None  # a better evaluation may have saved at 3
     launch(cut, eval_data=eval_data)
     assert digest(cut) == digest(whole)
-    drop = lambda m: {k: v for k, v in m.items() if not k.startswith(("time", "share", "tokens_per_second"))}  # noqa: E731
+    drop = lambda m: {k: v for k, v in m.items() if not k.startswith(("time", "share", "memory", "tokens_per_second"))}  # noqa: E731
     assert [drop(m) for m in lines(cut)] == [drop(m) for m in lines(whole)]  # no step is in the log twice, none is missing
 
 
@@ -287,3 +287,11 @@ def test_dropping_rows_keeps_ids_and_rows_together(make: Callable[..., Config]) 
     rollout: Any = trainer.source.rollout
     assert [r.prompt for r in trainer.source.rows] == [d["prompt"] for d in DATA]
     assert all(rollout.decode(rollout.encode(r)) == r.prompt for r in trainer.source.rows)
+
+
+def test_a_run_ends_when_its_time_is_used_up(make: Callable[..., Config]) -> None:
+    """A nanosecond is used up after one step; the last boundary is evaluated and saved, and a longer time continues the run."""
+    cfg = make("timed", "grpo", "train.steps=3", "run.max_seconds=1e-9", "run.checkpoint.every=0")
+    result = launch(cfg, eval_data=EVAL)
+    assert result.steps == 1 and "max_seconds" in (result.stopped or "") and len(store.steps(Path(cfg.run.dir))) == 1
+    assert [line["step"] for line in lines(cfg) if "eval/reward" in line] == [0, 1]

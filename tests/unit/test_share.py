@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from reinforge.core.batch import Batch, pack
+from reinforge.algorithms.table import build
+from reinforge.backends.microbatch import trained_tokens
+from reinforge.core.backend import Loss
+from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.sample import Sample
+from reinforge.core.signal import with_signal
 from reinforge.models.causal import CausalModel
 
 
@@ -74,3 +80,35 @@ def test_pairs_stay_together(samples: list[Sample]) -> None:
     packs = pack(samples[:20], 40, unit=2, share=True)
     pairs = [(b.samples[i].uid, b.samples[i + 1].uid) for b in packs for i in range(0, len(b.samples), 2)]
     assert sorted(pairs) == sorted((samples[i].uid, samples[i + 1].uid) for i in range(0, 20, 2))
+
+
+def test_rows_without_gradient_are_left_out_and_the_gradient_stays(model: CausalModel, samples: list[Sample]) -> None:
+    """Groups 0 and 2 have advantages, the others none: fewer tokens, the same gradient and loss, and means over what is computed."""
+    loss = build("grpo").loss
+    assert build("grpo").idle and not build("grpo", entropy=0.01).idle and not build("grpo", kl_coefficient=0.1).idle
+    assert not build("grpo", surrogate=lambda logprobs, old, advantages, sequence: (logprobs * advantages + logprobs, {})).idle
+    grads, values, counts = [], [], []
+    for skip in (False, True):
+        batches = pack(samples, 60, share=True)
+        for batch in batches:
+            gains = torch.tensor([float(s.group in ("0", "2")) * (1 + len(s.tokens) % 3) for s in batch.samples])
+            batch.streams["advantages"] = gains[batch.sequence]
+        totals = Totals.of(batches)
+        if skip:
+            batches = with_signal(batches, 60, share=True)
+            totals = replace(totals, left_out=totals.tokens - sum(b.n_trained for b in batches))
+        model.module.zero_grad()
+        metrics = [_backward(model, batch, loss, totals) for batch in batches if batch.n_trained]
+        grads.append([p.grad.clone() for p in model.module.parameters() if p.grad is not None])
+        values.append({name: sum(float(m[name]) for m in metrics) for name in ("policy/loss", "policy/ratio")})
+        counts.append(sum(b.n_tokens for b in batches))
+    assert counts[1] < 0.6 * counts[0]
+    assert values[0] == pytest.approx(values[1], rel=1e-5) and values[0]["policy/ratio"] == pytest.approx(1.0)
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5 * float(x.abs().max()) + 1e-9, rtol=1e-4)
+
+
+def _backward(model: CausalModel, batch: Batch, loss: Loss, totals: Totals) -> dict[str, Tensor]:
+    value, metrics = loss(trained_tokens(model, batch, loss, totals, 1.0), totals)
+    value.backward()
+    return metrics

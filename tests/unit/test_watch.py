@@ -19,6 +19,7 @@ from rich.console import Console
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.watch import sinks
+from reinforge.watch.memory import device_peak, process_peak
 from reinforge.watch.recorder import Recorder, pick, redact
 from reinforge.watch.runs import compare_runs, flatten, list_runs, show_run
 from reinforge.watch.timing import Phases
@@ -257,6 +258,30 @@ def test_phases_add_up_and_inner_ones_are_not_counted_twice() -> None:
         passing(4.0)
         raise RuntimeError
     assert phases.take() == {"time/train": 4.0, "time/other": 0.0, "share/train": 1.0, "share/other": 0.0}
+
+
+def test_peaks_of_memory_belong_to_their_phase() -> None:
+    """The gauge is the highest value since it was read; what happened inside an inner phase is not the outer one's."""
+    level = [0.0]
+
+    def gauge() -> float:
+        high, level[0] = level[0], 0.5
+        return high
+
+    phases = Phases(clock=lambda: 0.0, peak=gauge)
+    for most in (7.0, 5.0):
+        with phases("generate"):
+            level[0] = 2.0
+            with phases("reward"):
+                level[0] = 9.0
+        with phases("train"):
+            level[0] = most
+    found = {k: v for k, v in phases.take().items() if k.startswith("memory/")}
+    assert found == {"memory/generate_gib": 2.0, "memory/train_gib": 7.0, "memory/peak_gib": 9.0}
+    with phases("train"):
+        level[0] = 3.0
+    assert phases.take()["memory/peak_gib"] == 3.0
+    assert 0.01 < process_peak() < 1000 and (device_peak() is None) == (not torch.cuda.is_initialized())
 
 
 EVIL = "\x1b[2J[bold red]x[/bold red]\x07\u202e\r\n\ud800[link=http://x]"

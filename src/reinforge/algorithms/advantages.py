@@ -1,120 +1,209 @@
 """Advantages: from the rewards of a whole optimizer batch to one number per trained token.
 
-An advantage is `fn(rollouts, options) -> [M]`. It runs once, before the batch is cut, so its statistics are global.
+An advantage is `fn(rollouts, options)`: it gives [M], or {"advantages": [M], "returns": [M] targets for a critic}. It runs once,
+before the batch is cut, so its statistics are global. Those in this file give every token of a row the same number, from
+r = the total reward of the row's episode (`Rollouts.totals`); those of algorithms/returns.py go token by token.
 
-Legend: M trained tokens, S rows (samples), E episodes, G groups.
+All of them: float64 inside, returned in the rewards' dtype; unscored rows get 0 and are left out of every statistic; an episode
+counts once however many rows it was cut into; another order of the rows does not change a bit.
+
+Legend: M trained tokens, S rows (samples), E scored episodes, G groups; n_G scored episodes of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from reinforge.core.batch import Batch
+from reinforge.algorithms.moments import Episodes, whiten
+from reinforge.algorithms.returns import gae, return_to_go
+from reinforge.algorithms.rollouts import AdvantageOptions, Rollouts
+from reinforge.algorithms.rollouts import Scale as Scale
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Stop
 
-Scale = Literal["group", "batch", "none"]
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """An optimizer batch as an advantage sees it. All tensors are on the CPU."""
-
-    rewards: Tensor  # [S] float64 or float32; nan = unscored
-    group: Tensor  # [S] int64: rows of one prompt share it, in any order
-    episode: Tensor  # [S] int64: rows forked from one episode share it and count once in statistics
-    sequence: Tensor  # [M] int64: which row a trained token belongs to
-    lengths: Tensor  # [S] int64: trained tokens of each row
-    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [M] each: behaviour, old, reference, values, ...
-    token_rewards: Tensor | None = None  # [M]: per turn, per step, distillation
-    truncated: Tensor | None = None  # [S] bool: cut off by the token limit
-
-    @classmethod
-    def of(cls, batches: Sequence[Batch]) -> Rollouts:
-        """Gathers the packs of one optimizer batch, in their order."""
-        samples = [s for batch in batches for s in batch.samples]
-        first = [sum(len(b.samples) for b in batches[:i]) for i in range(len(batches))]
-        groups = {name: i for i, name in enumerate(dict.fromkeys(s.group for s in samples))}
-        episodes = {name: i for i, name in enumerate(dict.fromkeys(s.episode for s in samples))}
-        given = [s.token_rewards is not None for s in samples]
-        token_rewards = [torch.zeros(len(s.tokens))[s.trained] if s.token_rewards is None else s.token_rewards[s.trained] for s in samples]
-        return cls(
-            rewards=torch.tensor([float("nan") if s.reward is None else s.reward for s in samples], dtype=torch.float64),
-            group=torch.tensor([groups[s.group] for s in samples], dtype=torch.int64),
-            episode=torch.tensor([episodes[s.episode] for s in samples], dtype=torch.int64),
-            sequence=torch.cat([b.sequence.cpu() + n for b, n in zip(batches, first, strict=True)]),
-            lengths=torch.cat([b.trained_lengths().cpu() for b in batches]),
-            streams={name: torch.cat([b.streams[name].cpu() for b in batches]) for name in batches[0].streams},
-            token_rewards=torch.cat(token_rewards) if any(given) else None,
-            truncated=torch.tensor([s.stop is Stop.LENGTH for s in samples], dtype=torch.bool),
-        )
-
-
-@dataclass(frozen=True)
-class AdvantageOptions:
-    scale: Scale = "group"  # divide by the std of the group, of the batch, or not at all
-    std: Literal["sample", "population"] = "sample"  # ddof 1 or 0
-    eps: float = 1e-4  # added to the std: reward noise below it is not amplified
-
-
-Advantage = Callable[[Rollouts, AdvantageOptions], Tensor]
+Advantage = Callable[[Rollouts, AdvantageOptions], Tensor | dict[str, Tensor]]
 
 
 def group_relative(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
-    """A = (r - mean_G) / (std_G + eps), the same for every token of a row (GRPO, 2402.03300 eq. 3).
+    """A = (r - mean_G) / (std_G + eps) (GRPO, 2402.03300 eq. 3).
 
     scale "batch" divides by the std of all rewards of the batch instead, "none" (Dr. GRPO, 2503.20783) by nothing.
-    Exactly 0 in a group whose rewards are all equal or of which fewer than two are scored; 0 for unscored rows.
-    Computed in float64 from sorted rewards, so the order of the rows cannot change a bit; returned in the rewards' dtype.
+    Exactly 0 in a group whose rewards are all equal or of which fewer than two are scored.
     """
-    assert rollouts.rewards.shape == rollouts.group.shape == rollouts.episode.shape == rollouts.lengths.shape
-    rewards_S = rollouts.rewards.double()
-    groups, group_S = rollouts.group.unique(return_inverse=True)
-    reward_E, group_E = _once_per_episode(rewards_S, group_S, rollouts.episode)
-
-    n, mean, var, low, high = _moments(reward_E, group_E, len(groups), options.std)
-    signal = (n >= 2) & (high > low)
-    advantage_S = rewards_S - mean[group_S]
+    e = Episodes.of(rollouts)
+    m = e.moments(options.std)
+    advantage_E = _centred(e)
     if options.scale == "group":
-        advantage_S = advantage_S / (var.sqrt()[group_S] + options.eps)
+        advantage_E = advantage_E / (m.var.sqrt()[e.group] + options.eps)
     elif options.scale == "batch":
-        _, _, batch_var, _, _ = _moments(reward_E, torch.zeros_like(group_E), 1, options.std)
-        advantage_S = advantage_S / (batch_var.sqrt() + options.eps)
-    advantage_S = torch.where(signal[group_S] & ~rewards_S.isnan(), advantage_S, 0.0)
-    return advantage_S.to(rollouts.rewards.dtype)[rollouts.sequence]
+        advantage_E = advantage_E / (e.pooled().moments(options.std).var.sqrt() + options.eps)
+    return _per_token(rollouts, e, advantage_E)
 
 
-def _once_per_episode(rewards_S: Tensor, group_S: Tensor, episode_S: Tensor) -> tuple[Tensor, Tensor]:
-    """The scored episodes as (reward [E], group [E]), sorted by reward. Rows of one episode must agree on both."""
-    episodes, index = episode_S.unique(return_inverse=True)
-    scored = ~rewards_S.isnan()
-    reward_E = torch.full((len(episodes),), -torch.inf, dtype=torch.float64)
-    reward_E.scatter_reduce_(0, index[scored], rewards_S[scored], "amax")
-    group_E = torch.zeros(len(episodes), dtype=torch.int64).scatter_(0, index, group_S)
-    if not torch.equal(group_E[index], group_S):
-        raise InputError("rows of one episode are in different groups", where="Sample.group", fix="Give forked rows their episode's group.")
-    if not torch.equal(reward_E[index][scored], rewards_S[scored]):
-        raise InputError("rows of one episode have different rewards", where="Sample.reward",
-                         fix="Give forked rows their episode's reward, and per-turn rewards as token_rewards.")  # fmt: skip
-    order = reward_E.argsort(stable=True)
-    order = order[reward_E[order] > -torch.inf]
-    return reward_E[order], group_E[order]
+def batch_baseline(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+    """A = r - mean of the batch (REINFORCE with a baseline, Williams 1992). scale "batch" divides by the batch's std + eps; any other
+    scale by nothing. Prompts share the baseline, so this works with one sample per prompt. Exactly 0 when all rewards are equal."""
+    e = Episodes.of(rollouts).pooled()
+    advantage_E = _centred(e)
+    if options.scale == "batch":
+        advantage_E = advantage_E / (e.moments(options.std).var.sqrt() + options.eps)
+    return _per_token(rollouts, e, advantage_E)
 
 
-def _moments(reward_E: Tensor, group_E: Tensor, n_groups: int, std: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Count, mean, variance, min and max per group, each [G]. Two passes: rewards of 1e6 with a spread of 1 lose nothing."""
+def leave_one_out(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+    """A_i = r_i - mean of the other n_G - 1 rewards of the group = (r_i - mean_G) n_G / (n_G - 1) (RLOO, 2402.14740).
 
-    def per_group(values: Tensor) -> Tensor:
-        return torch.zeros(n_groups, dtype=torch.float64).index_add_(0, group_E, values)
+    Exactly 0 in a group without signal. `whiten` (off) then whitens over the trained tokens of the batch.
+    """
+    e = Episodes.of(rollouts)
+    n = e.moments(options.std).n[e.group]
+    values_M = _per_token(rollouts, e, _centred(e) * n / (n - 1).clamp(min=1))
+    return _whitened(rollouts, values_M, options) if options.whiten else values_M
 
-    n = per_group(torch.ones_like(reward_E))
-    mean = per_group(reward_E) / n.clamp(min=1)
-    var = per_group((reward_E - mean[group_E]) ** 2) / (n - int(std == "sample")).clamp(min=1)
-    low = torch.full((n_groups,), torch.inf, dtype=torch.float64).scatter_reduce_(0, group_E, reward_E, "amin")
-    high = torch.full((n_groups,), -torch.inf, dtype=torch.float64).scatter_reduce_(0, group_E, reward_E, "amax")
-    return n, mean, var, low, high
+
+def group_whitened(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+    """A = (a - mean(a)) / (std(a) + eps) with a = r - mean_G (REINFORCE++-baseline, 2501.03262).
+
+    Mean and std are over the trained tokens of all scored rows of the batch, where every token of a row carries the row's a:
+    a long answer weighs as many times as it has tokens (so do veRL and OpenRLHF). So the mean of a is in general not 0, and
+    groups without signal get -mean/std. When no group has signal, everything is exactly 0. `whiten: false` leaves a.
+    """
+    e = Episodes.of(rollouts)
+    values_M = _per_token(rollouts, e, _centred(e))
+    return values_M if options.whiten is False else _whitened(rollouts, values_M, options)
+
+
+def greedy_baseline(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+    """A = r - r(greedy rollout of the same prompt) (ReMax, 2310.10505). Works with one sample per prompt. 0 where the greedy
+    rollout could not be scored. Token rewards (KL) count in r but not in the baseline, which was only scored, not annotated."""
+    if rollouts.baseline is None:
+        raise InputError("greedy_baseline needs a greedy rollout of every prompt, and no sample has one.", where="algorithm.advantage",
+                         fix="Use the algorithm remax, or build the rollout with greedy_baseline=True.")  # fmt: skip
+    return _per_token(rollouts, *_of_rows(rollouts, rollouts.totals - rollouts.baseline.double()))
+
+
+def optimal_baseline(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+    """A_i = r_i - b, b = sum_j L_j r_j / sum_j L_j over the group, L = trained tokens of the episode (OPO, 2505.23585).
+
+    The baseline of least variance if gradients of tokens are orthogonal and of one size. Exactly 0 in a group without signal.
+    """
+    e = Episodes.of(rollouts)
+    m = e.moments(options.std)
+    offset_E = e.value - m.low[e.group]  # from the least reward of the group: large rewards lose nothing
+    baseline = e.sums(e.length * offset_E) / e.sums(e.length).clamp(min=1)
+    return _per_token(rollouts, e, torch.where(m.signal[e.group], offset_E - baseline[e.group], 0.0))
+
+
+def maxrl(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+    """A = (r - mean_G) / (p_G + eps), p_G = the group's mean reward: for rewards of 0 and 1 its success rate (MaxRL, 2602.02710).
+
+    grad log p = grad p / p, so this climbs the log-likelihood of a success, where grpo divides by sqrt(p(1-p)): rare successes
+    count most, n_G - 1 for a single one. p_G is that of the plain rewards, without token rewards. They must not be negative.
+    """
+    e, plain = Episodes.of(rollouts), Episodes.of(rollouts, rollouts.rewards)
+    if bool((plain.value < 0).any()):
+        raise InputError(f"maxrl divides by the mean reward, and there is a reward of {plain.value.min():g}.", where="algorithm.advantage",
+                         fix="Give rewards of at least 0 (1 = success), without a length penalty.")  # fmt: skip
+    success = plain.moments(options.std).mean[e.group]
+    return _per_token(rollouts, e, torch.where(success > 0, _centred(e) / (success + options.eps), 0.0))
+
+
+def pass_at_k(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+    """A_i = mean over the sets S of k samples of the group that hold i, of max(S) - max(S without i) (2503.19595).
+
+    For rewards of 0 and 1: the chance that i makes pass@k succeed where the k - 1 others fail. The leave-one-out gradient
+    estimator of E[max of k], averaged over all subsets (2505.15201), up to its constant k. Never negative; 0 in a group without
+    signal. With rewards of the group in ascending order x_0 <= x_1 <= ... it is
+
+        A_i = sum_{j < i} w_j (x_i - x_j),    w_j = C(j, k-2) / C(n_G - 1, k-1) = P(x_j is the best of k - 1 others)
+
+    k = 1 is the leave-one-out baseline; a group with fewer than k scored samples takes all it has.
+    """
+    assert options.k >= 1
+    if options.k == 1:
+        return leave_one_out(rollouts, replace(options, whiten=False))
+    e = Episodes.of(rollouts)
+    advantage_E = torch.zeros_like(e.value)
+    for members in e.group.argsort(stable=True).split(torch.bincount(e.group).tolist()):  # in each group still sorted by reward
+        n = len(members)
+        if n >= 2:
+            k, x = min(options.k, n), e.value[members]
+            weights = torch.tensor([math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(n)], dtype=torch.float64)
+            advantage_E[members] = (x[:, None] - x[None]).clamp(min=0) @ weights
+    return _per_token(rollouts, e, advantage_E)
+
+
+def decoupled(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+    """A = s / (std(s) + eps), s = sum over reward components c of w_c (r_c - mean_G(r_c)) / (std_G(r_c) + eps) (GDPO, 2601.05242).
+
+    A component of small spread is not drowned by one of large spread. A component that is None for a sample says nothing about
+    it and is left out of that component's group statistics. std(s) is over the scored episodes of the batch, whose mean of s is
+    0 by construction; `whiten: false` leaves s. Exactly 0 in a group where no component differs.
+    """
+    if rollouts.token_rewards is not None:
+        raise InputError("decoupled normalises each reward component, and token rewards (KL in the reward) are none.", where="algorithm.advantage",
+                         fix="Put the KL into the loss, or use another advantage.")  # fmt: skip
+    sum_S = torch.zeros(rollouts.rewards.shape, dtype=torch.float64)
+    for name, value_S in sorted(rollouts.components.items() or [("", rollouts.rewards)]):
+        e = Episodes.of(rollouts, value_S, f"rewards {name}")
+        scaled_E = _centred(e) / (e.moments(options.std).var.sqrt()[e.group] + options.eps)
+        sum_S = sum_S + options.weights.get(name, 1.0) * e.spread(scaled_E)
+    batch, value_E = _of_rows(rollouts, sum_S)
+    if options.whiten is not False:
+        value_E = value_E / (batch.pooled().moments(options.std).var.sqrt() + options.eps)
+    return _per_token(rollouts, batch, value_E)
+
+
+def gpg(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+    """A = (r - mean_G) * groups / groups with signal (GPG, 2504.02546): groups without signal no longer shrink the mean gradient.
+    Groups of which nothing is scored are not counted. Exactly 0 in a group without signal."""
+    e = Episodes.of(rollouts)
+    m = e.moments(options.std)
+    return _per_token(rollouts, e, _centred(e) * (m.n > 0).sum().double() / m.signal.sum().clamp(min=1))
+
+
+def _centred(e: Episodes) -> Tensor:
+    """[E] r - mean_G, exactly 0 in groups without signal."""
+    m = e.moments("population")
+    return torch.where(m.signal[e.group], e.value - m.mean[e.group], 0.0)
+
+
+def _of_rows(rollouts: Rollouts, values_S: Tensor) -> tuple[Episodes, Tensor]:
+    """Values that are advantages already, of scored rows."""
+    e = Episodes.of(rollouts, torch.where(rollouts.rewards.isnan(), torch.nan, values_S))
+    return e, e.value
+
+
+def _per_token(rollouts: Rollouts, e: Episodes, advantage_E: Tensor) -> Tensor:
+    return e.spread(advantage_E).to(rollouts.rewards.dtype)[rollouts.sequence]
+
+
+def _whitened(rollouts: Rollouts, values_M: Tensor, options: AdvantageOptions) -> Tensor:
+    scored_M = ~rollouts.rewards.isnan()[rollouts.sequence]
+    return whiten(values_M.double(), scored_M, options).to(rollouts.rewards.dtype)
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    f.__name__: f
+    for f in (group_relative, batch_baseline, leave_one_out, return_to_go, group_whitened, greedy_baseline,
+              optimal_baseline, maxrl, pass_at_k, decoupled, gpg, gae)
+}  # fmt: skip
+
+READS: dict[str, frozenset[str]] = {
+    "group_relative": frozenset({"scale", "std", "eps"}),
+    "batch_baseline": frozenset({"scale", "std", "eps"}),
+    "leave_one_out": frozenset({"whiten", "std", "eps"}),
+    "return_to_go": frozenset({"gamma", "whiten", "std", "eps"}),
+    "group_whitened": frozenset({"whiten", "std", "eps"}),
+    "greedy_baseline": frozenset(),
+    "optimal_baseline": frozenset(),
+    "maxrl": frozenset({"eps"}),
+    "pass_at_k": frozenset({"k"}),
+    "decoupled": frozenset({"weights", "whiten", "std", "eps"}),
+    "gpg": frozenset(),
+    "gae": frozenset({"gamma", "lam", "lam_critic", "length_alpha", "whiten", "std", "eps"}),
+}  # the fields of AdvantageOptions that change what a function gives

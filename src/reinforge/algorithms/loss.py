@@ -1,21 +1,28 @@
 """Losses as a backend calls them: the parts of an algorithm put together over one micro-batch.
 
-loss = sum_t weight_t * (w_t * surrogate_t + beta * w_t * rho_t * kl_t - alpha * entropy_t), weight from the reducer, w from the
-correction. Every term is a sum over tokens with weights fixed by the whole batch, so micro-batches add up to it exactly.
+loss = sum_t weight_t * (w_t * s_t + beta * w_t * rho_t * kl_t - alpha * entropy_t - mu * positive_t * logp_t): weight from the reducer, w
+from the correction, s the surrogate after the selection. Every term is a sum over tokens with weights fixed by the whole batch, so
+micro-batches add up to it exactly.
 
 Legend: M trained tokens of the micro-batch.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 from torch import Tensor
 
 from reinforge.algorithms.corrections import Correction, mismatch, none
 from reinforge.algorithms.kl import KL, k3
 from reinforge.algorithms.reduce import Reduce, token_mean
 from reinforge.algorithms.surrogates import Surrogate, safe_ratio
+from reinforge.algorithms.terms import Terms
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
+
+Selected = Literal["keep", "drop", "penalise"]
 
 
 class PolicyLoss:
@@ -23,8 +30,14 @@ class PolicyLoss:
 
     `old` is the stream of that name if there is one, else the current log-probs without gradient: with a single update per
     rollout both are equal and no extra pass is needed. `off_policy` says that several updates follow, and asks for the pass.
+    `engine_old` takes the engine's log-probs (the stream `behaviour`) for old: the ratio then also holds the mismatch of engine and
+    trainer, and there is nothing left to correct.
+
+    The stream `selected` (1 or 0 per token), if there, changes the surrogate, and neither the denominators nor the other terms:
+    `keep`: only selected tokens have one; `drop`: selected tokens have none; `penalise`: selected tokens get `penalty` * |logp - old| more.
+
     The KL term is weighted by rho = exp(logp - old) (no gradient), without which it is biased once the policy has moved;
-    `kl_importance=False` leaves that out.
+    `kl_importance=False` leaves that out. `kl_in_reward`: the advantages have it already, so it is no term here.
     """
 
     unit = 1
@@ -32,43 +45,80 @@ class PolicyLoss:
 
     def __init__(
         self, surrogate: Surrogate, reduce: Reduce, *, correction: Correction = none, kl: KL = k3, kl_coefficient: float = 0.0,
-        kl_importance: bool = True, entropy_coefficient: float = 0.0, off_policy: bool = False,
+        kl_importance: bool = True, kl_in_reward: bool = False, entropy_coefficient: float = 0.0, off_policy: bool = False,
+        engine_old: bool = False, selected: Selected = "keep", penalty: float = 1.0, terms: Terms | None = None,
     ):  # fmt: skip
         self.surrogate, self.reduce, self.correction, self.kl = surrogate, reduce, correction, kl
-        self.kl_coefficient, self.kl_importance, self.entropy_coefficient = kl_coefficient, kl_importance, entropy_coefficient
-        self.entropy_gradient = entropy_coefficient > 0
-        self.needs = frozenset({"old"} if off_policy else ()) | frozenset({"reference"} if kl_coefficient > 0 else ())
+        self.terms = terms or Terms(kl=kl_coefficient, entropy=entropy_coefficient)
+        self.kl_importance, self.kl_in_loss = kl_importance, self.terms.kl > 0 and not kl_in_reward
+        self.entropy_gradient = self.terms.bonus
+        self.engine_old, self.selected, self.penalty = engine_old, selected, penalty
+        self.needs = frozenset({"old"} if off_policy else ()) | frozenset({"reference"} if self.kl_in_loss else ())
+
+    @property
+    def idle(self) -> bool:
+        """Whether a token with advantage 0 has no gradient, so that rows of such tokens need not be computed. A surrogate of a
+        user's may do anything, so it is not asked."""
+        own = getattr(getattr(self.surrogate, "func", self.surrogate), "__module__", "").startswith("reinforge.")
+        return own and not self.kl_in_loss and not self.entropy_gradient and not self.terms.nll and self.selected != "penalise"
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, streams = tokens.logprobs, tokens.streams
         if not len(logprobs):
             return logprobs.sum(), {"policy/loss": logprobs.detach().sum()}
-        old = streams.get("old", logprobs.detach())
+        now = logprobs.detach()
+        old = streams["behaviour"] if self.engine_old else streams.get("old", now)
         parts, metrics = self.surrogate(logprobs, old, streams["advantages"], tokens.sequence)
         assert parts.shape == logprobs.shape, f"a surrogate must give one loss per token, not {tuple(parts.shape)}"
         averages = {f"policy/{name}": value for name, value in metrics.items()}
-        importance = safe_ratio(logprobs.detach(), old)
-        if "behaviour" in streams:
-            weights, metrics = self.correction(old, streams["behaviour"])
+        if "selected" in streams:
+            averages["policy/selected"] = streams["selected"]
+            parts = self._select(parts, streams["selected"] > 0, (logprobs - old).abs())
+        importance = safe_ratio(now, old)
+        if "behaviour" in streams and not self.engine_old:
+            weights, metrics = self.correction(old, streams["behaviour"], tokens.sequence)
             averages |= {f"mismatch/{name}": value for name, value in metrics.items()}
             parts, importance = weights * parts, weights * importance
-        if self.kl_coefficient > 0:
-            kl = self.kl(logprobs, streams["reference"])
-            averages["policy/kl"] = kl
-            parts = parts + self.kl_coefficient * (importance * kl if self.kl_importance else kl)
-        if tokens.entropy is not None:
-            averages["policy/entropy"] = tokens.entropy
-            if self.entropy_gradient:
-                parts = parts - self.entropy_coefficient * tokens.entropy
+        parts = parts + self._terms(tokens, importance, averages)
         loss = (self.reduce(tokens, totals) * parts).sum()
 
-        done = {name: value.detach().sum() / totals.tokens for name, value in averages.items()}
+        done = {name: value.detach().sum() / totals.seen for name, value in averages.items()}
         done["policy/loss"] = loss.detach()
         if "policy/ratio" in averages:
             done["policy/ratio/max"] = averages["policy/ratio"].detach().max()
         if "behaviour" in streams:
-            done |= mismatch(old, streams["behaviour"], totals.tokens)
+            done |= mismatch(now if self.engine_old else old, streams["behaviour"], totals.seen)
         return loss, done
+
+    def _select(self, parts: Tensor, selected: Tensor, distance: Tensor) -> Tensor:
+        if self.selected == "penalise":
+            return parts + torch.where(selected, self.penalty * distance, 0.0)
+        return torch.where(selected if self.selected == "keep" else ~selected, parts, 0.0)
+
+    def _terms(self, tokens: TrainedTokens, importance: Tensor, averages: dict[str, Tensor]) -> Tensor:
+        """[M]: what is added to the surrogate. Values worth a metric go into `averages`."""
+        logprobs, streams = tokens.logprobs, tokens.streams
+        extra = torch.zeros_like(logprobs)
+        if self.kl_in_loss:
+            kl = self.kl(logprobs, streams["reference"])
+            averages["policy/kl"] = kl
+            extra = extra + self.terms.kl * (importance * kl if self.kl_importance else kl)
+        if tokens.entropy is not None:
+            averages["policy/entropy"] = tokens.entropy
+            if self.entropy_gradient:
+                extra = extra - self.terms.entropy * tokens.entropy
+        if "positive" in streams:
+            averages["policy/nll"] = -streams["positive"] * logprobs
+            extra = extra + self.terms.nll * averages["policy/nll"]
+        return extra
+
+
+def positive_weights(rewards: Tensor, sequence: Tensor) -> Tensor:
+    """[M]: N / N+ at tokens of rows with positive reward and 0 at the others, N trained tokens of the batch and N+ of such rows.
+
+    With weights 1 / N the term is the mean NLL over the tokens of positive rows (VAPO, 2504.05118)."""
+    positive = (rewards > 0)[sequence].double()  # nan (unscored) is not
+    return positive * (len(positive) / positive.sum().clamp(min=1))
 
 
 class NLLLoss:

@@ -1,181 +1,178 @@
-"""Every algorithm as a row: which functions it names, and its defaults. A further algorithm is a function and a row."""
+"""Puts the parts of a row of `catalogue.py` together. A further algorithm is a function and a row; a further family also a builder here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from reinforge.algorithms import corrections, surrogates
-from reinforge.algorithms.advantages import Advantage, AdvantageOptions, Rollouts, Scale, group_relative
-from reinforge.algorithms.corrections import Correction
-from reinforge.algorithms.kl import ESTIMATORS, NOTES
-from reinforge.algorithms.loss import NLLLoss, PolicyLoss
+from reinforge.algorithms.advantages import ADVANTAGES, READS, Advantage, AdvantageOptions, Rollouts
+from reinforge.algorithms.algorithm import Algorithm as Algorithm
+from reinforge.algorithms.algorithm import Options as Options
+from reinforge.algorithms.bind import Binder, name_of, pick, settings_of
+from reinforge.algorithms.catalogue import TABLE, Row
+from reinforge.algorithms.corrections import CORRECTIONS
+from reinforge.algorithms.kl import ESTIMATORS, NOTES, REWARD_NOTES, SCALED_NOTE
+from reinforge.algorithms.loss import NLLLoss, PolicyLoss, Selected
 from reinforge.algorithms.reduce import REDUCERS
-from reinforge.algorithms.surrogates import Surrogate
-from reinforge.core.backend import Loss
-from reinforge.core.batch import Batch
+from reinforge.algorithms.selections import NEEDS as SELECTION_NEEDS
+from reinforge.algorithms.selections import SELECTED, SELECTIONS
+from reinforge.algorithms.surrogates import BEHAVIOUR, SURROGATES
+from reinforge.algorithms.terms import Terms
 from reinforge.core.errors import InputError
 
-
-@dataclass(frozen=True)
-class Options:
-    """Everything that can be set about an algorithm. A row replaces some defaults, the user the rest."""
-
-    advantage: str | Advantage = "group_relative"
-    surrogate: str | Surrogate = "ppo_clip"
-    correction: str | Correction = "none"
-    reduce: str = "token_mean"
-    scale: Scale = "group"
-    std: Literal["sample", "population"] = "sample"
-    eps: float = 1e-4
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_dual: float | None = None
-    kl_coefficient: float = 0.0
-    kl_estimator: str = "k3"
-    entropy: float = 0.0
-    cap: float = 2.0  # of the correction
-    overlong: Literal["keep", "mask"] = "keep"
-    overlong_buffer: int | None = None  # None: a fifth of max_new_tokens in a row with `shaped`, otherwise 0
-    dynamic_sampling: bool = False
-    max_new_tokens: int = 0  # the limit of a response
-    updates: int = 1  # optimizer steps per rollout batch
-
-
-@dataclass(frozen=True)
-class Row:
-    kind: Literal["rl", "sft"]
-    paper: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    shaped: bool = False  # has a soft length penalty unless told otherwise
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """What a training loop needs of an algorithm. It never asks for the name."""
-
-    name: str
-    kind: Literal["rl", "sft"]
-    paper: str
-    loss: Loss
-    advantage: Callable[[Rollouts], Any] | None  # Rollouts -> [M]; None: the loss needs no advantages
-    dynamic_sampling: bool  # replace groups whose rewards are all equal
-    overlong: Literal["keep", "mask"]  # mask: truncated samples are not trained
-    overlong_buffer: int  # for `overlong_penalty`; 0 = none
-    options: Options
-    notes: tuple[str, ...] = ()  # what a user should know about these settings
-
-    def advantages(self, batches: Sequence[Batch]) -> None:
-        """Fills the stream `advantages` of every pack of one optimizer batch (float32, zero for unscored rows)."""
-        if self.advantage is None or not batches:
-            return
-        values = self.advantage(Rollouts.of(batches)).float()
-        for batch, part in zip(batches, values.split([b.n_trained for b in batches]), strict=True):
-            batch.streams["advantages"] = part.to(batch.targets.device)
-
-
-TABLE: dict[str, Row] = {
-    "sft": Row("sft", ""),
-    "grpo": Row("rl", "2402.03300", {"reduce": "sequence_mean"}),
-    "dr_grpo": Row("rl", "2503.20783", {"scale": "none", "reduce": "fixed_length"}),
-    "dapo": Row("rl", "2503.14476", {"clip_high": 0.28, "dynamic_sampling": True}, shaped=True),
-}
-
-ADVANTAGES: dict[str, Advantage] = {"group_relative": group_relative}
-
-SURROGATES: dict[str, Callable[[Options], Surrogate]] = {
-    "ppo_clip": lambda o: partial(surrogates.ppo_clip, low=o.clip_low, high=o.clip_high, dual=o.clip_dual),
-    "reinforce": lambda o: surrogates.reinforce,
-}
-
-CORRECTIONS: dict[str, Callable[[Options], Correction]] = {
-    "none": lambda o: corrections.none,
-    "tis": lambda o: partial(corrections.tis, cap=o.cap),
-    "mis": lambda o: partial(corrections.mis, cap=o.cap),
-}
+# Streams that a part reads beside `behaviour`; "baseline" is no stream but one more, greedy, rollout per prompt.
+# A function of a user's says so in an attribute `needs`.
+NEEDS: dict[str, frozenset[str]] = {"gae": frozenset({"values"}), "greedy_baseline": frozenset({"baseline"}), **SELECTION_NEEDS}
 
 
 def build(name: str, **options: Any) -> Algorithm:
     """The named algorithm with `options` (fields of `Options`; None = the algorithm's own)."""
-    row = _pick(TABLE, name, "algorithm.name")
-    o = replace(Options(), **{**row.defaults, **{k: v for k, v in options.items() if v is not None}})
-    buffer = _buffer(o, row)
+    row = pick(TABLE, name, "algorithm.name")
+    given = {k: v for k, v in options.items() if v is not None}
+    known = {f.name for f in fields(Options)}
+    o = replace(Options(), **{**{k: v for k, v in row.parts.items() if k in known}, **row.defaults, **given})
+    buffer = o.overlong_buffer if o.overlong_buffer is not None else o.max_new_tokens // 5 if row.shaped else 0  # the paper: 4096 of 20480
     o = replace(o, overlong_buffer=buffer)
-    reduce = _pick(REDUCERS, o.reduce, "algorithm.reduce")
-    _check(o, buffer)
-    loss: Loss
-    notes: tuple[str, ...] = ()
-    if row.kind == "sft":
-        loss, advantage = NLLLoss(reduce), None
-    else:
-        function = o.advantage if callable(o.advantage) else _pick(ADVANTAGES, o.advantage, "algorithm.advantage")
-        advantage = partial(_call, function, AdvantageOptions(o.scale, o.std, o.eps))
-        loss = PolicyLoss(
-            surrogate=o.surrogate if callable(o.surrogate) else _pick(SURROGATES, o.surrogate, "algorithm.surrogate")(o),
-            reduce=reduce,
-            correction=o.correction if callable(o.correction) else _pick(CORRECTIONS, o.correction, "algorithm.correction.name")(o),
-            kl=_pick(ESTIMATORS, o.kl_estimator, "algorithm.kl.estimator"),
-            kl_coefficient=o.kl_coefficient,
-            entropy_coefficient=o.entropy,
-            off_policy=o.updates > 1,
-        )
-        notes = (NOTES[o.kl_estimator],) if o.kl_coefficient > 0 and o.kl_estimator in NOTES else ()
-    return Algorithm(name, row.kind, row.paper, loss, advantage, o.dynamic_sampling, o.overlong, buffer, o, notes)
+    _check(o, given)
+    return pick(BUILDERS, row.family, "algorithm.name")(name, row, o, given)
 
 
-def describe() -> list[dict[str, str]]:
-    """One entry per algorithm, for people: its parts, its defaults where they are not everybody's, its paper."""
-    entries = []
-    for name, row in TABLE.items():
-        o = replace(Options(), **row.defaults)
-        supervised = row.kind == "sft"
-        defaults = [
-            f"{key}={value}" for key, value in row.defaults.items() if key not in ("advantage", "surrogate", "correction", "reduce")
-        ]
-        defaults += ["overlong_buffer=max_new_tokens/5"] if row.shaped else []
-        entries.append({
-            "name": name, "kind": row.kind, "advantage": "-" if supervised else str(o.advantage),
-            "surrogate": "nll" if supervised else str(o.surrogate), "correction": "-" if supervised else str(o.correction),
-            "reduce": o.reduce, "defaults": ", ".join(defaults), "paper": row.paper,
-        })  # fmt: skip
-    return entries
+def _supervised(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algorithm:
+    binder = Binder(o.settings)
+    loss = NLLLoss(binder.part(REDUCERS, o.reduce, "algorithm.reduce"))
+    binder.finish()
+    return Algorithm(name, row.family, row.paper, loss, o)
 
 
-def _call(function: Advantage, options: AdvantageOptions, rollouts: Rollouts) -> Any:
+def _policy_gradient(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algorithm:
+    def own(**keys: str) -> dict[str, tuple[Any, str]]:
+        """The user's settings under keys of their own: parameter=field of `Options`."""
+        return {name: (given.get(key), f"algorithm.{KEYS[key]}") for name, key in keys.items()}
+
+    binder = Binder(o.settings)
+    clip = {"low": row.defaults.get("clip_low"), "high": row.defaults.get("clip_high")} if o.surrogate == row.parts["surrogate"] else {}
+    surrogate = binder.part(SURROGATES, o.surrogate, "algorithm.surrogate", own(low="clip_low", high="clip_high", dual="clip_dual", delta="clip_delta"),
+                            {**row.options, **{k: v for k, v in clip.items() if v is not None}})  # fmt: skip
+    correction = binder.part(CORRECTIONS, o.correction, "algorithm.correction.name", own(cap="cap", floor="floor"))
+    reduce = binder.part(REDUCERS, o.reduce, "algorithm.reduce")
+    selection = (
+        None
+        if o.selection is None
+        else binder.part(SELECTIONS, o.selection, "algorithm.selection", _first(o.selection, binder), row.options)
+    )
+    in_reward = o.kl_placement == "reward"
+    estimator = o.kl_estimator or ("k1" if in_reward else "k3")
+    kl = binder.part(ESTIMATORS, estimator, "algorithm.kl.estimator", own(clamp="kl_clamp"))
+    advantage = _advantage(o, binder, row)
+    binder.finish()
+
+    bound = settings_of(surrogate)
+    o = replace(o, kl_estimator=estimator, clip_low=bound.get("low"), clip_high=bound.get("high"))
+    terms = Terms(o.kl_coefficient, o.entropy, o.nll, o.kl_target, o.kl_horizon, o.entropy_target, o.entropy_rate, o.entropy_max)
+    loss = PolicyLoss(
+        surrogate, reduce, correction=correction, kl=kl, kl_in_reward=in_reward, terms=terms, penalty=o.penalty, engine_old=o.old == "engine",
+        selected=o.selected or (SELECTED[o.selection] if isinstance(o.selection, str) else "keep"),
+        off_policy=o.old == "recompute" or (o.old == "auto" and o.updates > 1),
+    )  # fmt: skip
+    needs = loss.needs.union(*(_needs(part) for part in (o.advantage, o.surrogate, o.selection) if part is not None))
+    used = in_reward and o.kl_coefficient > 0
+    return Algorithm(name, row.family, row.paper, loss, o, advantage, selection, kl if used else None, terms,
+                     needs | {"reference"} if used else needs, _notes(o, loss.selected))  # fmt: skip
+
+
+BUILDERS: dict[str, Callable[[str, Row, Options, Mapping[str, Any]], Algorithm]] = {
+    "policy_gradient": _policy_gradient,
+    "supervised": _supervised,
+}
+
+# The keys of the config behind fields of `Options` that parts take as settings.
+KEYS = {
+    "clip_low": "clip.low", "clip_high": "clip.high", "clip_dual": "clip.dual", "clip_delta": "clip.delta", "cap": "correction.cap",
+    "floor": "correction.floor", "kl_clamp": "kl.clamp",
+}  # fmt: skip
+
+
+def _first(selection: str | Callable[..., Tensor], binder: Binder) -> dict[str, tuple[Any, str]]:
+    """`options: {top_entropy: 0.2}`: under its own name, a selection's first setting."""
+    if not isinstance(selection, str) or selection not in binder.take([selection]):
+        return {}
+    function = pick(SELECTIONS, selection, "algorithm.selection")
+    return {next(iter(settings_of(function))): (binder.options[selection], f"algorithm.options.{selection}")}
+
+
+def _needs(part: Any) -> frozenset[str]:
+    return NEEDS.get(part, frozenset()) if isinstance(part, str) else frozenset(getattr(part, "needs", ()))
+
+
+def _advantage(o: Options, binder: Binder, row: Row) -> Callable[[Rollouts], dict[str, Tensor]]:
+    """The advantage with its `AdvantageOptions`: settings that it reads, and keyword-only parameters of a function of the user's."""
+    function = binder.part(ADVANTAGES, o.advantage, "algorithm.advantage")
+    elsewhere = {"scale", "std", "eps", "clip", "weights"}  # keys of their own
+    reads = set(READS[o.advantage]) if isinstance(o.advantage, str) else {f.name for f in fields(AdvantageOptions)}
+    names = [f.name for f in fields(AdvantageOptions) if f.name in reads - elsewhere]
+    settings = {**{k: v for k, v in row.options.items() if k in names}, **binder.take(names)}
+    options = AdvantageOptions(scale=o.scale, std=o.std, eps=o.eps, clip=o.advantage_clip, weights=o.weights, **settings)
+    return partial(_call, function, options)
+
+
+def _call(function: Advantage, options: AdvantageOptions, rollouts: Rollouts) -> dict[str, Tensor]:
+    """Calls an advantage, checks what it gave, and clips."""
     values = function(rollouts, options)
-    name, want = getattr(function, "__name__", "advantage"), tuple(rollouts.sequence.shape)
+    found = dict(values) if isinstance(values, Mapping) else {"advantages": values}
+    for name, tensor in found.items():
+        _check_values(name_of(function), name, tensor, tuple(rollouts.sequence.shape))
+    if options.clip is not None:
+        found["advantages"] = found["advantages"].clamp(-options.clip, options.clip)
+    return found
+
+
+def _check_values(function: str, name: str, values: Any, want: tuple[int, ...]) -> None:
     if not isinstance(values, Tensor) or tuple(values.shape) != want:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        raise InputError(f"{name} returned {got}, not a tensor of one value per trained token, {want}.", where="algorithm.advantage",
+        raise InputError(f"{function} returned {got}, not a tensor of one value per trained token, {want}.", where="algorithm.advantage",
                          fix="Compute one value per row and index it with rollouts.sequence.")  # fmt: skip
     if not bool(values.isfinite().all()):
-        raise InputError(f"{name} returned values that are not finite.", where="algorithm.advantage",
+        raise InputError(f"{function} returned {name} that are not finite.", where="algorithm.advantage",
                          fix="Rewards of unscored rows are nan: leave them out, and give their tokens 0.")  # fmt: skip
-    return values
 
 
-def _buffer(o: Options, row: Row) -> int:
-    if o.overlong_buffer is not None:
-        return o.overlong_buffer
-    return o.max_new_tokens // 5 if row.shaped else 0  # the paper: 4096 of 20480
+def _notes(o: Options, selected: Selected) -> tuple[str, ...]:
+    """What a user should know about a choice that is allowed but biased, or does nothing."""
+    notes = []
+    if o.kl_coefficient > 0 and isinstance(o.kl_estimator, str):
+        notes.append((REWARD_NOTES if o.kl_placement == "reward" else NOTES).get(o.kl_estimator))
+        if o.kl_placement == "reward" and o.scale != "none" and isinstance(o.advantage, str) and "scale" in READS[o.advantage]:
+            notes.append(SCALED_NOTE.format(scale=o.scale))
+    if o.updates == 1 and o.selection is not None and selected == "penalise":
+        notes.append("algorithm.selection: the penalty |log p - old| is 0 in the only update of a batch. "
+                     "Set algorithm.epochs or algorithm.minibatches above 1.")  # fmt: skip
+    if o.surrogate in BEHAVIOUR and o.old != "engine":
+        notes.append(f"algorithm.surrogate {o.surrogate} is meant against the policy that sampled. Set algorithm.old engine.")
+    if o.updates > 1 and o.surrogate == "reinforce":
+        notes.append("algorithm.surrogate reinforce has no ratio: the second update of a batch is off-policy and not corrected. "
+                     "Use one update, or ppo_clip.")  # fmt: skip
+    return tuple(note for note in notes if note)
 
 
-def _check(o: Options, buffer: int) -> None:
+def _check(o: Options, given: Mapping[str, Any]) -> None:
+    buffer = o.overlong_buffer or 0
     if o.clip_dual is not None and o.clip_dual <= 1:
         raise InputError(f"dual clip must be above 1, not {o.clip_dual}", where="algorithm.clip.dual", fix="3.0 is usual.")
     if o.max_new_tokens and buffer > o.max_new_tokens:
         raise InputError(f"{buffer} is more than max_new_tokens ({o.max_new_tokens})", where="algorithm.overlong_buffer",
                          fix="Give the number of last tokens that cost reward, e.g. a fifth of max_new_tokens.")  # fmt: skip
-
-
-def _pick(choices: Mapping[str, Any], name: str, where: str) -> Any:
-    if name not in choices:
-        near = get_close_matches(name, choices, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        raise InputError(f"unknown name {name!r}.", where=where, fix=f"{hint}There are: {', '.join(choices)}.")
-    return choices[name]
+    if o.old == "engine" and o.correction != "none":
+        raise InputError("old log-probs of the engine leave no mismatch to correct.", where="algorithm.correction.name",
+                         fix="Use algorithm.old recompute or auto with a correction, or correction none.")  # fmt: skip
+    if o.kl_target is not None and o.kl_coefficient == 0:
+        raise InputError(
+            "a coefficient of 0 cannot adapt.", where="algorithm.kl.target", fix="Start with e.g. algorithm.kl.coefficient 0.05."
+        )
+    if "scale" in given and isinstance(o.advantage, str) and "scale" not in READS.get(o.advantage, {"scale"}):
+        raise InputError(f"the advantage {o.advantage} is not scaled.", where="algorithm.scale", fix="Remove this key.")
+    if o.selected is not None and o.selection is None:
+        raise InputError("there is no selection.", where="algorithm.selected", fix="Set algorithm.selection too.")

@@ -4,17 +4,19 @@ but its own section's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from reinforge.algorithms.shaping import overlong_penalty
-from reinforge.algorithms.table import Algorithm
-from reinforge.algorithms.table import build as build_algorithm
+from reinforge.app.algorithm import algorithm_of
+from reinforge.app.critic import make_critic
+from reinforge.app.predict import predict_run
+from reinforge.app.sampling import make_source, replayable
 from reinforge.backends.local import LocalBackend
-from reinforge.config.schema import AlgorithmConfig, Config, DataConfig
+from reinforge.config.schema import Config, DataConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample
@@ -26,14 +28,16 @@ from reinforge.engines.native import NativeEngine
 from reinforge.evals.heldout import HeldOut, heldout_loss
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import context_length, load_model, stop_tokens
-from reinforge.rewards.build import GivenRewards, build_rewards, describe_rewards, load_function
+from reinforge.rewards.build import GivenRewards, build_rewards, describe_rewards
 from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.running import Running
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.single import SingleTurn
-from reinforge.rollout.source import Source
 from reinforge.train.rl import RLTrainer
 from reinforge.train.session import Session, ViewLike
 from reinforge.train.supervised import SupervisedTrainer
+
+Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
 
 @dataclass
@@ -52,21 +56,6 @@ class Given:
         evaluation = cfg.data.eval.model_copy(update={} if self.eval_data is None else {"source": PYTHON})
         data = cfg.data.model_copy(update={"eval": evaluation, **({} if self.data is None else {"source": PYTHON})})
         return cfg.model_copy(update={"data": data, "rewards": rewards}), functions
-
-
-def algorithm_of(cfg: AlgorithmConfig, max_new_tokens: int) -> Algorithm:
-    """The algorithm that the section describes. `file.py:function` in place of a part's name is loaded."""
-
-    def part(value: str | None, key: str) -> Any:
-        return load_function(value, f"algorithm.{key}") if value and ":" in value else value
-
-    return build_algorithm(
-        cfg.name, advantage=part(cfg.advantage, "advantage"), surrogate=part(cfg.surrogate, "surrogate"), correction=cfg.correction.name,
-        cap=cfg.correction.cap, reduce=cfg.reduce, scale=cfg.scale, std=cfg.std, eps=cfg.eps, clip_low=cfg.clip.low, clip_high=cfg.clip.high,
-        clip_dual=cfg.clip.dual, kl_coefficient=cfg.kl.coefficient, kl_estimator=cfg.kl.estimator, entropy=cfg.entropy, overlong=cfg.overlong,
-        overlong_buffer=cfg.overlong_buffer, dynamic_sampling=cfg.dynamic_sampling, max_new_tokens=max_new_tokens,
-        updates=cfg.epochs * cfg.minibatches,
-    )  # fmt: skip
 
 
 def load_data(cfg: DataConfig, given: Given) -> tuple[list[Row], list[Row]]:
@@ -114,15 +103,17 @@ class Workshop:
         self.train_rows, self.eval_rows = load_data(self.cfg.data, self.given)
         self.cfg, functions = self.given.described(self.cfg)
         cfg = self.cfg
-        self.algorithm = algorithm_of(cfg.algorithm, cfg.rollout.max_new_tokens)
-        self.rewards: list[FunctionReward] = build_rewards(cfg.rewards, functions)
+        device = cfg.model.device if self.given.model is None else str(self.given.model.device)
+        self.rewards: list[FunctionReward] = build_rewards(cfg.rewards, functions, device)
+        self.weights = {r.name: r.weight for r in self.rewards}
+        self.algorithm = algorithm_of(replayable(cfg), cfg.rollout.max_new_tokens, self.weights)
         self.model = self.given.model or load_model(cfg.model, cfg.adapter, seed=seed_of(cfg.run.seed, "adapter") % 2**31)
         self.renderer = Renderer(self.model.tokenizer, cfg.data)
         self.context = (
             context_length(cfg.model) if self.given.model is None else int(getattr(self.model.config, "max_position_embeddings", 1 << 20))
         )
         self.longest = 0  # the longest sequence that generation may reach, known once prompts are encoded
-        self.weights = {r.name: r.weight for r in self.rewards}
+        self.best = sum(max(0.0, w) for w in self.weights.values())  # the largest total reward of scores in [0, 1]
         for note in self.algorithm.notes:
             self.view.message(note)
 
@@ -132,13 +123,13 @@ class Workshop:
         stops = {*stop_tokens(self.model), *self.renderer.stop_tokens}
         cfg = self.cfg.rollout
         return NativeEngine(
-            self.model, stop_tokens=stops, max_batch=cfg.max_batch, kv_gib=cfg.kv_gib, context=self.context, longest=self.longest
+            self.model, stop_tokens=stops, max_batch=cfg.max_batch, kv_gib=cfg.kv_gib, context=self.context, longest=self.longest,
+            prefix_cache=cfg.prefix_cache
         )
 
-    def backend(self, steps: int, temperature: float) -> LocalBackend:
-        return LocalBackend(
-            self.model, self.cfg.train, total_steps=steps, temperature=temperature, reference="reference" in self.algorithm.loss.needs
-        )
+    def backend(self, steps: int, temperature: float, *, paired: bool = False) -> LocalBackend:
+        reference = self.cfg.algorithm.kl.reference if "reference" in self.algorithm.needs | self.algorithm.loss.needs else False
+        return LocalBackend(self.model, self.cfg.train, total_steps=steps, temperature=temperature, reference=reference, paired=paired)
 
     def cursor(self, rows: Sequence[Any], ids: Sequence[Row]) -> Cursor:
         return Cursor(len(rows), self.cfg.run.seed, self.cfg.data.shuffle, fingerprint=fingerprint(ids))
@@ -176,8 +167,24 @@ class Workshop:
         sampling = Sampling(new_tokens, cfg.eval.temperature, top_p=cfg.eval.top_p, stop_strings=tuple(cfg.rollout.stop))
         rollout = SingleTurn(self.engine, lambda row: prompts[row.id], self.renderer.decode, self.rewards, sampling, n=cfg.eval.samples,
                              seed=cfg.run.seed, purpose="eval", on_error=cfg.rollout.on_reward_error)  # fmt: skip
-        best = sum(max(0.0, w) for w in self.weights.values())
-        return HeldOut(rollout, rows, cfg.eval.samples, best, on_groups)
+        return HeldOut(rollout, rows, cfg.eval.samples, self.best, on_groups)
+
+
+def averaged(evaluate: Evaluate | None, backend: LocalBackend, engine: NativeEngine) -> Evaluate | None:
+    """The evaluation with the average of the weights in place, where the run keeps one (train.ema)."""
+    if evaluate is None or backend.ema is None:
+        return evaluate
+    ema = backend.ema
+
+    async def run() -> dict[str, float]:
+        try:
+            with ema.swapped():
+                await engine.update(backend.weights(), backend.steps)
+                return await evaluate()
+        finally:
+            await engine.update(backend.weights(), backend.steps)
+
+    return run
 
 
 def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
@@ -187,8 +194,9 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
     prompts = shop.prompts(shop.train_rows, new_tokens)
     rows, encoded = [row for row, _ in prompts], {row.id: ids for row, ids in prompts}
     steps = total_steps(cfg, len(rows))
-    updates = steps * cfg.algorithm.epochs * cfg.algorithm.minibatches
-    backend = shop.backend(updates, cfg.rollout.temperature)
+    per_step, warmup = cfg.algorithm.epochs * cfg.algorithm.minibatches, cfg.critic.warmup if cfg.critic else 0
+    shop.algorithm, critic = make_critic(cfg, shop.algorithm, shop.model, steps * per_step)  # first: what is left then is for the policy
+    backend = shop.backend(max(1, steps - warmup) * per_step, cfg.rollout.temperature, paired=critic is not None)
     cursor = shop.cursor(rows, rows)
     evaluate = shop.heldout()  # before the engine is made: its prompts count for the size of the cache
     journal = Journal(Path(cfg.run.dir) / "journal.jsonl")
@@ -197,13 +205,16 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
         shop.engine, lambda row: encoded[row.id], shop.renderer.decode, shop.rewards,
         Sampling(new_tokens, cfg.rollout.temperature, stop_strings=tuple(cfg.rollout.stop)), n=cfg.algorithm.group_size, seed=cfg.run.seed,
         journal=journal, shape=partial(overlong_penalty, max_new_tokens=new_tokens, buffer=buffer) if buffer else None, on_error=cfg.rollout.on_reward_error,
+        greedy_baseline="baseline" in shop.algorithm.needs,
     )  # fmt: skip
-    source = Source(
-        rows, cursor, rollout, cfg.train.prompts_per_step, dynamic=shop.algorithm.dynamic_sampling, max_refills=cfg.algorithm.max_refills
-    )
-    session = Session(cfg, backend, cursor, steps, view, evaluate, journal.clear)
+    running = rollout.running = Running.of(shop.rewards)
+    source, parts = make_source(cfg, shop.algorithm, rows, cursor, rollout, journal, shop.best)
+    parts |= ({"rewards": running} if running.rules else {}) | ({"critic": critic} if critic is not None else {})
+    session = Session(cfg, backend, cursor, steps, view, averaged(evaluate, backend, shop.engine), journal.clear,
+                      {"algorithm": shop.algorithm, **backend.parts(), **parts})  # fmt: skip
+    session.prediction = predict_run(cfg, backend, [len(ids) for ids in encoded.values()], shop.algorithm.needs)
     return RLTrainer(session, source, backend, shop.engine, shop.algorithm, new_tokens, shop.weights,
-                     cfg.algorithm.epochs, cfg.algorithm.minibatches)  # fmt: skip
+                     cfg.algorithm.epochs, cfg.algorithm.minibatches, critic, running, cfg.train.skip_idle)  # fmt: skip
 
 
 def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTrainer:
@@ -220,7 +231,8 @@ def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTra
         await shop.engine.update(backend.weights(), backend.steps)
         return heldout_loss(backend, held_out, backend.budget) | (await generation() if generation is not None else {})
 
-    session = Session(cfg, backend, cursor, steps, view, evaluate if held_out else None)
+    session = Session(cfg, backend, cursor, steps, view, averaged(evaluate if held_out else None, backend, shop.engine), parts=backend.parts())
+    session.prediction = predict_run(cfg, backend, [len(s.tokens) for s in samples], shop.algorithm.loss.needs)
     return SupervisedTrainer(session, cursor, backend, shop.algorithm.loss, samples.__getitem__, cfg.train.prompts_per_step)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from reinforge.app.gold import check_rewards, named, sample
 from reinforge.app.hub import go_offline_if_unreachable
+from reinforge.app.predict import predict_plan
 from reinforge.app.preflight import Report
 from reinforge.config.load import load_config
 from reinforge.config.schema import Config
@@ -42,14 +43,19 @@ def run_checks(config: Config) -> Report:
     if offline:
         report.warn("hub", f"{offline}; only what is already cached on this machine can be used.")
     try:
+        _stage("putting the algorithm together")
+        _check_algorithm(config, report)
         _stage("reading the data")
         train, held_out = _rows(config, report)
         if not report.ok:
             return report
         _stage("comparing training and evaluation rows")
         check_disjoint(train, held_out, report)
+        _check_curriculum(config, train)
         _stage("rendering prompts")
         _check_prompts(config, sample(train, SAMPLE_ABOVE), sample(held_out, SAMPLE_ABOVE), report, offline)
+        _stage("predicting memory and time")
+        predict_plan(config, report)
         _stage("scoring gold answers")
         check_rewards(config, train, report)
     except ReinforgeError as error:
@@ -102,6 +108,23 @@ def check_disjoint(train: Sequence[Row], held_out: Sequence[Row], report: Report
         twin, first = pairs[0]
         report.refuse("data.eval", f"{len(pairs)} of {len(held_out)} evaluation rows ask the same as training rows, e.g. {named(first)} as training row {twin.id!r}.",
                       "Remove the duplicates, use another source, or for generated tasks seeds further apart than the number of rows.")  # fmt: skip
+
+
+def _check_algorithm(config: Config, report: Report) -> None:
+    """Settings that no part takes, and parts that do not go together; what a user should know about the rest."""
+    from reinforge.app.algorithm import algorithm_of
+
+    for note in algorithm_of(config.algorithm, config.rollout.max_new_tokens).notes:
+        report.warn("algorithm", note)
+
+
+def _check_curriculum(config: Config, train: Sequence[Row]) -> None:
+    """Every row must have the number that a declared curriculum sorts by."""
+    curriculum = config.sampling.curriculum
+    if curriculum is not None and curriculum.column is not None:
+        from reinforge.rollout.curriculum import difficulties
+
+        difficulties(train, curriculum.column)
 
 
 def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report: Report, offline: str | None) -> None:

@@ -145,16 +145,21 @@ def schema(
 
 
 @app.command()
-def algorithms() -> None:
+def algorithms(as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False) -> None:
     """List the algorithms: the parts each is made of, its own defaults, its paper.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       reinforge algorithms
-    """
-    from reinforge.algorithms.table import describe
 
-    print_table(describe())
+      reinforge algorithms --json
+    """
+    from reinforge.algorithms.catalogue import describe, printed
+
+    if as_json:
+        print(json.dumps(describe(), indent=2))
+    else:
+        print_table(printed())
 
 
 @app.command()

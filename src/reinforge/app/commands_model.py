@@ -1,4 +1,4 @@
-"""Commands that use a model: generate, eval, chat, export."""
+"""Commands that use a model or make one: generate, eval, chat, export, tiny."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from reinforge.app.commands_serve import serve
 from reinforge.app.show import print_mapping
 from reinforge.core.errors import InputError
 
@@ -16,7 +17,7 @@ MaxNewTokens = Annotated[int, typer.Option(help="Longest completion.", min=1)]
 
 
 def register(app: typer.Typer) -> None:
-    for command, name in ((generate, None), (evaluate, "eval"), (chat, None), (export, None)):
+    for command, name in ((generate, None), (evaluate, "eval"), (chat, None), (export, None), (tiny, None)):
         app.command(name)(command)
 
 
@@ -121,3 +122,22 @@ def export(
     from reinforge.app.export import export as write
 
     print(write(run, out, checkpoint=checkpoint, merge=merge))
+
+
+def tiny(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must not exist or be empty.")],
+    seed: Annotated[int, typer.Option(help="Of the weights and of the demonstrations.")] = 0,
+) -> None:
+    """Make the small model that recipes/algorithms start from: 0.1 M parameters that half know how to add. Takes seconds.
+
+    [bold]Examples[/bold]
+
+      reinforge tiny runs/tiny
+
+      reinforge train recipes/algorithms/grpo.yaml
+    """
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise InputError(f"{out} exists and is not empty.", where="OUT", fix="Choose another directory, or use the model that is there.")
+    from reinforge.app.tiny import make_taught_model
+
+    print(make_taught_model(out, seed=seed))

@@ -36,6 +36,8 @@ def check_rewards(config: Config, rows: list[Row], report: Report) -> None:
     from reinforge.rewards.build import build_rewards
 
     rewards = build_rewards(config.rewards)
+    if all(cfg.name == "model" for cfg in config.rewards):
+        return  # nothing that could be tried without loading weights
     gold = [row for row in sample(rows, GOLD_ROWS) if row.columns.get("answer") is not None]
     if gold:
         asyncio.run(_score_gold(config, rewards, gold, report))
@@ -50,6 +52,8 @@ async def _score_gold(config: Config, rewards: Sequence[Any], rows: list[Row], r
     scores: dict[str, Any] = {}
     report.summary["rewards"] = scores
     for i, reward in enumerate(rewards):
+        if config.rewards[i].name == "model":  # its weights are not loaded for a check
+            continue
         key = f"rewards.{i} ({reward.name})"
         scores[reward.name] = {}
         for kind in totals:
@@ -62,7 +66,7 @@ async def _score_gold(config: Config, rewards: Sequence[Any], rows: list[Row], r
             totals[kind] += config.rewards[i].weight * (mean or 0.0)
             if kind == "gold" and len(scored) < len(values):
                 report.warn(key, f"could not score {len(values) - len(scored)} of {len(values)} gold answers.")
-    if report.ok and totals["gold"] <= totals["empty"]:
+    if report.ok and scores and totals["gold"] <= totals["empty"]:
         what = f"gold answers score {totals['gold']:g} on average and empty completions {totals['empty']:g}."
         report.warn("rewards", what, "Is the answer column what the rewards expect?")
 

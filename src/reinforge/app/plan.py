@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from reinforge.app.predict import shown
 from reinforge.app.preflight import Report, preflight
 from reinforge.config.load import load_config
 from reinforge.core.errors import ReinforgeError
@@ -145,5 +146,6 @@ def describe(report: Report) -> list[tuple[str, str]]:
         lines.append(("steps", str(s["steps"]) if s["steps"] is not None else "from train.epochs, once the rows are read"))
     for name, scores in s.get("rewards", {}).items():
         lines.append((f"reward {name}", ", ".join(f"{kind} {'unscored' if v is None else f'{v:.3g}'}" for kind, v in scores.items())))
+    lines += shown(s["prediction"]) if "prediction" in s else []
     lines.append(("run directory", s.get("run_dir")))
     return [(label, str(text)) for label, text in lines if text is not None]

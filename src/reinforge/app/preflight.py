@@ -48,7 +48,7 @@ class Report:
 
 def preflight(config: Config) -> Report:
     """Phase 1 of `plan`: everything wrong that the file system and the lists of names can tell, in well under a second."""
-    from reinforge.algorithms.names import ADVANTAGES, NAMES, SURROGATES
+    from reinforge.algorithms.names import NAMES
 
     report = Report(summary=_step_summary(config))
     if config.algorithm.name not in NAMES:
@@ -58,18 +58,39 @@ def preflight(config: Config) -> Report:
     if config.data.eval.source is not None:
         _check_source("data.eval.source", config.data.eval.source, config.data.eval.options, report)
     _check_rewards(config, report)
-    for part, known in (("advantage", ADVANTAGES), ("surrogate", SURROGATES)):
-        name = getattr(config.algorithm, part)
-        if name and ".py:" in name:
-            _check_function(f"algorithm.{part}", name, report)
-        elif name and ":" not in name and name not in known:
-            report.refuse(f"algorithm.{part}", f"there is no {part} {name!r}.", _nearest(name, known))
+    _check_parts(config, report)
+    _check_exact(config, report)
     _check_run_dir(config, report)
     if config.eval.every and not (config.data.eval.size or config.data.eval.source):
         report.refuse(
             "eval.every", "there are no held-out rows to evaluate on.", "Set data.eval.size or data.eval.source, or eval.every=0."
         )
     return report
+
+
+def _check_exact(config: Config, report: Report) -> None:
+    """What `model.exact` makes pointless."""
+    if not config.model.exact:
+        return
+    if config.algorithm.correction.name != "none" and config.sampling.replay is None:
+        report.warn("algorithm.correction.name", "model.exact leaves no mismatch: every weight will be 1.", "Leave one of them out.")
+    if config.algorithm.old == "recompute":
+        report.warn("algorithm.old", "model.exact: the pass will find what sampling reported, to the bit.", "Use engine: it costs nothing.")
+
+
+def _check_parts(config: Config, report: Report) -> None:
+    """The parts of the algorithm: names that there are, or functions that their files define."""
+    from reinforge.algorithms import names
+
+    cfg = config.algorithm
+    parts = (("advantage", cfg.advantage, names.ADVANTAGES), ("surrogate", cfg.surrogate, names.SURROGATES), ("selection", cfg.selection, names.SELECTIONS),
+             ("reduce", cfg.reduce, names.REDUCERS), ("correction.name", cfg.correction.name, names.CORRECTIONS),
+             ("kl.estimator", cfg.kl.estimator, names.ESTIMATORS))  # fmt: skip
+    for key, name, known in parts:
+        if name and ".py:" in name:
+            _check_function(f"algorithm.{key}", name, report)
+        elif name and ":" not in name and name not in known:
+            report.refuse(f"algorithm.{key}", f"there is no {key.partition('.')[0]} {name!r}.", _nearest(name, known))
 
 
 def _step_summary(config: Config) -> dict[str, Any]:
@@ -92,17 +113,25 @@ def _step_summary(config: Config) -> dict[str, Any]:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), 1, 0.5)
-    return (f"Did you mean {close[0]}? " if close else "") + f"There are: {', '.join(names)}."
+    from reinforge.algorithms.bind import closest
+
+    close = closest(name, names, 0.5)
+    return (f"Did you mean {close}? " if close else "") + f"There are: {', '.join(names)}."
 
 
 def _check_model(config: Config, report: Report) -> None:
     model, adapter = config.model, config.adapter
     places = [("model.path", model.path)] + ([("model.tokenizer", model.tokenizer)] if model.tokenizer else [])
+    places += [("critic.path", config.critic.path)] if config.critic and config.critic.path else []
+    judges = [(f"rewards.{i}.options.path", r.options.get("path")) for i, r in enumerate(config.rewards) if r.name == "model"]
+    places += [(key, given) for key, given in judges if isinstance(given, str)]
+    for key, given in judges:
+        if not isinstance(given, str):
+            report.refuse(key, "the reward `model` needs a reward model.", "Write options: {path: org/name}, or the path of a directory.")
     for key, text in places:
         path = Path(text).expanduser()
         if path.is_dir():
-            if key == "model.path" and not (path / "config.json").is_file():
+            if key != "model.tokenizer" and not (path / "config.json").is_file():
                 is_adapter = (path / "adapter_config.json").is_file()
                 fix = (
                     "This is an adapter: put its base model here and this path under adapter.path."

@@ -12,7 +12,7 @@ from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.schema import Config, ModelConfig
 from reinforge.core.errors import InputError
-from reinforge.models.causal import CausalModel
+from reinforge.models.causal import VALUE_HEAD, CausalModel
 from reinforge.models.load import load_model
 
 
@@ -49,12 +49,13 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
 
 @torch.no_grad()
 def load_weights(model: CausalModel, run_dir: Path, which: str = "latest") -> None:
-    """Puts a checkpoint's weights into the model that the run's config describes."""
+    """Puts a checkpoint's weights into the model that the run's config describes: their average where the run kept one (train.ema)."""
     state, _ = store.load(checkpoint_of(run_dir, which))
     own = dict(model.module.named_parameters())
     for name, tensor in state.tensors.items():
-        if name.startswith("model/"):
-            own[name.removeprefix("model/")].copy_(tensor)
+        if name.startswith("model/") and name != f"model/{VALUE_HEAD}.weight":  # that of a shared critic, which no longer matters
+            plain = name.removeprefix("model/")
+            own[plain].copy_(state.tensors.get(f"part/ema/{plain}", tensor))
 
 
 def open_model(source: str, *, adapter: str | None = None, checkpoint: str = "latest") -> tuple[CausalModel, Config | None]:

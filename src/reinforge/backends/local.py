@@ -2,64 +2,112 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from reinforge.backends.microbatch import auto_budget, combine, trained_tokens
+from reinforge.backends.ema import Average
+from reinforge.backends.microbatch import annotate_values, auto_budget, combine, trained_tokens
 from reinforge.backends.optimizer import MasterAdamW, learning_rate
+from reinforge.backends.recovery import Recovery, fitted
+from reinforge.backends.reference import Reference
+from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import TrainConfig
-from reinforge.core.backend import Loss, Metrics, State
-from reinforge.core.batch import Batch, Totals
+from reinforge.core.backend import Loss, Metrics, Part, State
+from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
-from reinforge.models.adapters import adapter_off, is_adapted
 from reinforge.models.causal import CausalModel
+from reinforge.models.packed import PackedModel
 
 
 class LocalBackend:
-    """Trains `model` in place. `temperature` is that of the rollouts: log-probs are always of softmax(logits / T)."""
+    """Trains `model` in place: a policy, a critic or a reward model. `temperature` is that of the rollouts: log-probs are always of
+    softmax(logits / T).
+    `paired`: another model of about the same size is trained on the same device (a critic beside its policy)."""
 
-    def __init__(self, model: CausalModel, cfg: TrainConfig, *, total_steps: int, temperature: float = 1.0, reference: bool = False):
+    def __init__(self, model: PackedModel, cfg: TrainConfig, *, total_steps: int, temperature: float = 1.0,
+                 reference: bool | ReferenceConfig = False, paired: bool = False):  # fmt: skip
         self.model, self.cfg, self.temperature, self.total_steps = model, cfg, temperature, total_steps
+        self.budget = (
+            auto_budget(model, offload=cfg.optimizer.offload, reference=bool(reference), paired=paired)
+            if cfg.tokens_per_microbatch == "auto"
+            else cfg.tokens_per_microbatch
+        )
         self.optimizer = MasterAdamW(model.module, cfg.optimizer)
+        self.recovery = Recovery()
         self.steps = 0  # optimizer steps done, skipped and empty ones included: the schedule's clock
-        self.budget = auto_budget(model) if cfg.tokens_per_microbatch == "auto" else cfg.tokens_per_microbatch
         self.share = cfg.share_prompts
-        self.frozen: CausalModel | None = None
-        if reference and not is_adapted(model.module):
-            self.frozen = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
+        kind = ReferenceConfig() if isinstance(reference, bool) else reference
+        self.reference = Reference(model, self.optimizer, kind) if reference and isinstance(model, CausalModel) else None
+        self.ema = Average(self.optimizer, cfg.ema) if cfg.ema is not None else None
+
+    @property
+    def frozen(self) -> CausalModel | None:
+        """The copy of the model that is the reference, if one was needed."""
+        return None if self.reference is None else self.reference.copy
+
+    def parts(self) -> dict[str, Part]:
+        """What must survive a resume beside the state: what follows the weights."""
+        moving: dict[str, Part] = {"reference": self.reference} if self.reference is not None and self.reference.moving else {}
+        return moving | ({"ema": self.ema} if self.ema is not None else {})
 
     @torch.no_grad()
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
-        for batch in batches:
-            moved = batch.to(self.model.device)
-            if "old" in needs:
-                batch.streams["old"] = self.model.logprobs(moved, temperature=self.temperature)[0].cpu()
-            if "reference" in needs:
-                batch.streams["reference"] = self._reference(moved).cpu()
+        waiting = list(batches)
+        while waiting:
+            parts = fitted(waiting[:1], self.budget)
+            try:
+                for part in parts:
+                    self.recovery.working = part
+                    self._annotate(part, needs)
+                rejoin(waiting.pop(0), parts)
+                continue
+            except torch.OutOfMemoryError:
+                pass  # once this block is left nothing holds the tensors of the failed pass
+            self.budget = self.recovery.smaller(self.budget, 1)
 
-    def _reference(self, batch: Batch) -> Tensor:
-        if self.frozen is not None:
-            return self.frozen.logprobs(batch, temperature=self.temperature)[0]
-        with adapter_off(self.model.module):
-            return self.model.logprobs(batch, temperature=self.temperature)[0]
+    def _annotate(self, batch: Batch, needs: frozenset[str]) -> None:
+        moved = batch.to(self.model.device)
+        if needs & {"old", "entropy"}:
+            assert isinstance(self.model, CausalModel), f"a {type(self.model).__name__} has no log-probs"
+            logprobs, entropy = self.model.logprobs(moved, temperature=self.temperature, entropy="entropy" in needs)
+            batch.streams |= {"old": logprobs.cpu()} if "old" in needs else {}
+            batch.streams |= {"entropy": entropy.cpu()} if entropy is not None else {}
+        if "reference" in needs:
+            assert self.reference is not None, "this backend was made without a reference"
+            batch.streams["reference"] = self.reference.logprobs(moved, self.temperature).cpu()
+        if "values" in needs:
+            annotate_values(self.model, batch, moved)
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+        """Where memory runs out, the whole pass is done again in smaller micro-batches with the same totals."""
+        fresh = not self.optimizer.gradients()
+        while True:
+            try:
+                return self._pass(fitted(batches, self.budget, loss.unit), loss, totals) | self.recovery.metrics()
+            except torch.OutOfMemoryError:
+                if not fresh:  # what an earlier call of the same optimizer step added up cannot be told from what this one did
+                    raise
+            finally:
+                self.model.recompute(False)
+            self.optimizer.zero()
+            self.budget = self.recovery.smaller(self.budget, loss.unit)
+
+    def _pass(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
         parts: list[dict[str, Tensor]] = []
         self.model.recompute(True)
         for batch in batches:
             if not batch.n_trained:
                 continue
+            self.recovery.working = batch
             tokens = trained_tokens(self.model, batch.to(self.model.device), loss, totals, self.temperature)
             value, metrics = loss(tokens, totals)
             if value.requires_grad:
                 value.backward()
-            parts.append({"train/loss": value, **metrics})
-        self.model.recompute(False)
+            parts.append({"train/loss": value.detach(), **metrics})
         return combine(parts)
 
     def step(self) -> Metrics:
@@ -70,6 +118,9 @@ class LocalBackend:
         if math.isfinite(norm) and norm > 0:
             self.optimizer.step(rate, limit / norm if limit and norm > limit else 1.0)
         self.optimizer.zero()
+        for follower in (self.reference, self.ema):
+            if follower is not None:
+                follower.after_step()
         return {
             "train/grad_norm": norm,
             "train/learning_rate": rate,
@@ -83,7 +134,7 @@ class LocalBackend:
     def state(self) -> State:
         tensors = {f"model/{name}": p.detach() for name, p in self.optimizer.parameters.items()}
         tensors.update({f"optimizer/{name}": t for name, t in self.optimizer.tensors().items()})
-        return State(tensors, {"steps": self.steps, "budget": self.budget})
+        return State(tensors, {"steps": self.steps, "budget": self.budget, "budget_asked": self.cfg.tokens_per_microbatch})
 
     @torch.no_grad()
     def load(self, state: State) -> None:
@@ -97,5 +148,5 @@ class LocalBackend:
             own[name].copy_(tensor)
         self.optimizer.load({n.removeprefix("optimizer/"): t for n, t in state.tensors.items() if n.startswith("optimizer/")})
         self.steps = state.meta["steps"]
-        if self.cfg.tokens_per_microbatch == "auto":  # memory that is free now is not the memory that was free then
-            self.budget = state.meta["budget"]
+        if self.cfg.tokens_per_microbatch in ("auto", state.meta.get("budget_asked")):
+            self.budget = state.meta["budget"]  # what was free then, or what was left of it when memory ran out

@@ -22,13 +22,21 @@ def learning_rate(step: int, base: float, schedule: ScheduleConfig, total: int) 
 
 
 class MasterAdamW:
-    """Decay only on matrices. Gradients of low-precision weights are added up in float32 as soon as they appear."""
+    """Decay only on matrices. Gradients of low-precision weights are added up in float32 as soon as they appear.
+
+    With `offload` masters and moments are in host memory, and the update is done there: gradients are added up on the device, go
+    over once per step, and the new weights come back."""
 
     def __init__(self, module: nn.Module, cfg: OptimizerConfig):
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}  # offload: gradients on the device; otherwise they are the masters' own
+        self.offload = cfg.offload
         for name, p in self.parameters.items():
-            if p.dtype == torch.float32:
+            if cfg.offload:
+                self.masters[name] = _host(p)
+                p.register_post_accumulate_grad_hook(self._into_sums(name))
+            elif p.dtype == torch.float32:
                 self.masters[name] = p
             else:
                 self.masters[name] = p.detach().float().clone()
@@ -50,34 +58,59 @@ class MasterAdamW:
 
         return add
 
+    def _into_sums(self, name: str):  # type: ignore[no-untyped-def]
+        def add(p: Tensor) -> None:
+            assert p.grad is not None
+            if name in self.sums:
+                self.sums[name].add_(p.grad)
+            else:
+                self.sums[name] = p.grad.float()
+            p.grad = None
+
+        return add
+
+    def gradients(self) -> list[Tensor]:
+        """What was added up since `zero`, in float32, where the weights are, always in the same order: their norm is a sum."""
+        found = ((self.sums.get(name) if self.offload else m.grad) for name, m in self.masters.items())
+        return [grad for grad in found if grad is not None]
+
     def gradient_norm(self) -> Tensor:
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        grads = self.gradients()
         if not grads:
             return torch.zeros(())
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
 
     def step(self, rate: float, scale: float) -> None:
         """One update with the gradient multiplied by `scale`."""
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
         if scale != 1.0:
-            torch._foreach_mul_(grads, scale)
+            torch._foreach_mul_(self.gradients(), scale)
+        if self.offload:
+            self._fetch_gradients()
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
         with torch.no_grad():
             for name, p in self.parameters.items():
-                if self.masters[name] is not p:
-                    p.copy_(self.masters[name])
+                if self.masters[name] is not p:  # in float32 over the bus and rounded there: from pinned memory, one after the other
+                    p.copy_(self.masters[name].to(p.device, non_blocking=True))
+
+    def _fetch_gradients(self) -> None:
+        """Sums into the masters' gradients: all copies are queued, then waited for once."""
+        for name, total in self.sums.items():
+            self.masters[name].grad = torch.empty_like(self.masters[name], pin_memory=total.is_cuda).copy_(total, non_blocking=True)
+        if any(total.is_cuda for total in self.sums.values()):
+            torch.cuda.synchronize()
 
     def zero(self) -> None:
-        for master in self.masters.values():
-            master.grad = None
+        self.sums.clear()
+        for name, master in self.masters.items():
+            self.parameters[name].grad = master.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments, step counts and masters by parameter name."""
         out = {}
         for name, master in self.masters.items():
-            if master is not self.parameters[name]:
+            if self.parameters[name].dtype != torch.float32:  # a float32 weight is its own master, or equal to it
                 out[f"{name}/master"] = master
             for key, value in self.adam.state.get(master, {}).items():
                 out[f"{name}/{key}"] = value
@@ -88,10 +121,15 @@ class MasterAdamW:
         self.zero()
         self.adam.state.clear()
         for name, master in self.masters.items():
-            if f"{name}/master" in tensors:
-                master.copy_(tensors[f"{name}/master"])
+            if master is not self.parameters[name]:
+                master.copy_(tensors.get(f"{name}/master", self.parameters[name]))
             state = {key: tensors[f"{name}/{key}"] for key in ("exp_avg", "exp_avg_sq", "step") if f"{name}/{key}" in tensors}
             if state:
                 self.adam.state[master] = {
                     k: v.clone().to(master.device if k != "step" or master.is_cuda else "cpu") for k, v in state.items()
                 }
+
+
+def _host(p: Tensor) -> Tensor:
+    """A float32 copy in host memory, pinned where the weight is on a GPU."""
+    return torch.empty(p.shape, dtype=torch.float32, pin_memory=p.is_cuda).copy_(p.detach())

@@ -11,6 +11,7 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
+from reinforge.config.sampling import SamplingConfig
 
 
 class ModelConfig(Section):
@@ -29,6 +30,16 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
     )
+    exact: bool = Field(
+        False,
+        description="Log-probs of sampling and training are bit-identical: no mismatch, nothing to correct. Slower: see benchmarks/exact_cost.py.",
+    )
+
+    @model_validator(mode="after")
+    def _exact_is_not_compiled(self) -> ModelConfig:
+        if self.exact and self.compile:
+            raise ValueError("model.exact: compiled layers may add up in another order for another number of tokens; set model.compile to false")
+        return self
 
 
 class AdapterConfig(Section):
@@ -71,6 +82,19 @@ class RewardConfig(Section):
     name: str = Field(description="A built-in reward, `file.py:function`, or `package.module:function`.")
     weight: FiniteFloat = Field(1.0, description="Factor in the total reward. Negative makes it a penalty.")
     options: dict[str, Any] = Field({}, description="Keyword arguments of the reward.")
+    center: Literal["running"] | None = Field(
+        None, description="running: subtract the mean of this reward over all earlier steps. Its metric stays as scored."
+    )
+    scale: Literal["running"] | None = Field(None, description="running: divide by the standard deviation over all earlier steps.")
+    clip: tuple[FiniteFloat, FiniteFloat] | None = Field(None, description="[lowest, highest] that it may count, after center and scale.")
+    gate: str | None = Field(None, description="Another reward that must be above 0, or this one counts 0, e.g. format before correctness.")
+    gate_at: FiniteFloat | None = Field(None, description="The gate passes at this value or more, instead of above 0.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RewardConfig:
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"clip: {list(self.clip)} leaves nothing between its ends; write [lowest, highest]")
+        return self
 
 
 class RolloutConfig(Section):
@@ -83,6 +107,9 @@ class RolloutConfig(Section):
     stop: list[str] = Field([], description="Strings that end a completion.")
     max_batch: Count = Field(512, description="Sequences decoded at once.")
     kv_gib: Positive | None = Field(None, description="Memory of the KV cache; default: computed once from what is free, then recorded.")
+    prefix_cache: bool = Field(
+        False, description="Keep what was computed under the same weights: a conversation that goes on computes only what is new."
+    )
     on_reward_error: Literal["unscored", "raise"] = Field(
         "raise", description="A reward that raises or returns nonsense: stop, or leave the sample unscored and count it."
     )
@@ -98,6 +125,9 @@ class OptimizerConfig(Section):
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Decay of AdamW's two moments.")
     eps: Positive = Field(1e-8, description="Added to the root of the second moment.")
     weight_decay: NonNegative = Field(0.0, description="Decoupled: times learning_rate, not in the gradient.")
+    offload: bool = Field(
+        False, description="Keep master weights and moments in host memory and update there: 12 bytes per weight less on the GPU, slower steps."
+    )
 
 
 class TrainConfig(Section):
@@ -115,12 +145,42 @@ class TrainConfig(Section):
     tokens_per_microbatch: Literal["auto"] | Count = Field(
         "auto", description="Packed tokens per forward/backward. The gradient does not depend on it."
     )
+    skip_idle: bool = Field(
+        True, description="RL: rows without gradient (all advantages 0, no KL or entropy term) are not computed. Token metrics are then of the others."
+    )
     share_prompts: bool = Field(True, description="Compute the prompt of a group once instead of once per sample. The gradient is the same.")
 
     @model_validator(mode="after")
     def _duration(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
+        return self
+
+
+class CriticConfig(Section):
+    """The value model of algorithms whose advantage needs one (ppo, vapo, or `advantage: gae`)."""
+
+    path: str | None = Field(
+        None, description="A causal LM or sequence classifier to start from. Default: the policy's checkpoint. A causal LM gets a head that starts at 0."
+    )
+    shared: bool = Field(False, description="A value head on the policy's own trunk instead of a second model: half the memory, one optimizer.")
+    coefficient: Positive | None = Field(None, description="shared: weight of the value loss beside the policy's; default 0.5.")
+    clip: Positive | None = Field(
+        0.2, description="The value loss does not reward moving further than this from the old value, in units of reward. null: no clipping."
+    )
+    warmup: Natural = Field(0, description="Steps at the start in which only the critic is trained.")
+    learning_rate: NonNegative | None = Field(None, description="Of the critic; default: train.learning_rate.")
+    schedule: ScheduleConfig | None = Field(None, description="Of the critic's learning rate; default: train.schedule.")
+    optimizer: OptimizerConfig | None = Field(None, description="Of the critic; default: train.optimizer.")
+    gradient_checkpointing: bool | None = Field(None, description="Of the critic; default: model.gradient_checkpointing.")
+
+    @model_validator(mode="after")
+    def _useful(self) -> CriticConfig:
+        own = [n for n in ("path", "learning_rate", "schedule", "optimizer", "gradient_checkpointing") if getattr(self, n) is not None]
+        if self.shared and (own or self.warmup):
+            raise ValueError(f"{(own or ['warmup'])[0]}: a shared critic is trained with the policy and has none of its own; leave it out")
+        if not self.shared and self.coefficient is not None:
+            raise ValueError("coefficient: only a shared critic has one; a critic of its own has learning_rate")
         return self
 
 
@@ -164,6 +224,9 @@ class RunConfig(Section):
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto: continue from the newest checkpoint in dir if there is one. never: refuse a directory that has one."
     )
+    max_seconds: Positive | None = Field(
+        None, description="End the run after this many seconds of training, evaluations and checkpoints not counted."
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -177,7 +240,9 @@ class Config(Section):
     data: DataConfig
     rewards: list[RewardConfig] = []
     rollout: RolloutConfig = RolloutConfig()
+    sampling: SamplingConfig = SamplingConfig()
     train: TrainConfig
+    critic: CriticConfig | None = None
     eval: EvalConfig = EvalConfig()
     run: RunConfig
 
@@ -193,4 +258,33 @@ class Config(Section):
             )
         if rl and self.algorithm.group_size == 1 and self.algorithm.compares_samples:
             raise ValueError("algorithm.group_size: a group of 1 has no spread, every advantage would be 0; use at least 2")
+        self._check_sampling(rl)
+        self._check_critic()
         return self
+
+    def _check_critic(self) -> None:
+        algorithm, critic = self.algorithm, self.critic
+        if algorithm.needs_critic and critic is None:
+            raise ValueError(
+                f"critic: {algorithm.advantage or algorithm.name} needs the values of a critic; "
+                "add `critic: {}` for one that starts from the policy's checkpoint"
+            )
+        if critic is None:
+            return
+        if not algorithm.may_have_critic:
+            raise ValueError(f"critic: {algorithm.name} with this advantage reads no values; remove the section, or set algorithm.advantage: gae")
+        if self.train.steps is not None and critic.warmup >= self.train.steps:
+            raise ValueError(f"critic.warmup: {critic.warmup} of {self.train.steps} steps leave none to train the policy; lower it")
+
+    def _check_sampling(self, rl: bool) -> None:
+        """What the section `sampling` asks of the others."""
+        if not rl and self.sampling != SamplingConfig():
+            raise ValueError(f"sampling: {self.algorithm.name} samples nothing; leave the section out")
+        replay, algorithm = self.sampling.replay, self.algorithm
+        if replay is None:
+            return
+        if replay.share * self.train.prompts_per_step < 1:
+            raise ValueError(f"sampling.replay.share: {replay.share} of {self.train.prompts_per_step} prompts is less than one group; raise it")
+        if algorithm.correction.name == "none" and (algorithm.surrogate == "reinforce" or algorithm.old == "recompute"):
+            why = "the surrogate reinforce has no ratio" if algorithm.surrogate == "reinforce" else "algorithm.old: recompute leaves behaviour out"
+            raise ValueError(f"sampling.replay: replayed groups are off-policy and {why}; set algorithm.correction.name, e.g. to tis")

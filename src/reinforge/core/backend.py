@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.sample import Sample
 from reinforge.core.weights import Weights
 
 Metrics = dict[str, float]
@@ -28,11 +29,15 @@ class TrainedTokens:
     episode_tokens: Tensor  # [M] trained tokens of the token's whole episode (over all rows and micro-batches)
     streams: Mapping[str, Tensor]  # [M] each: behaviour, old, reference, advantages, ...
     values: Tensor | None = None  # [M] of a critic (or of the policy's value head) before each token, with gradient, where the loss `reads` it
+    divergence: Tensor | None = None  # [M] to a teacher, with gradient, where the loss names a `divergence`
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """A pure function of one micro-batch. Must be a sum over tokens divided by `totals`, never by local counts."""
+    """A pure function of one micro-batch. Must be a sum over tokens divided by `totals`, never by local counts.
+
+    It reads log-probs, unless it has an attribute `reads` that says otherwise: {"values"} for a critic, or both, or {"values_after"}
+    for a reward model, whose values are read at each token instead of before it."""
 
     needs: frozenset[str]  # streams that `annotate` must fill before: "old", "reference", ...
     entropy: bool  # whether token entropies are wanted
@@ -42,6 +47,19 @@ class Loss(Protocol):
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss and metrics. Metrics are sums already divided by `totals`, so that they add up over
         micro-batches; names ending in `/max` and `/min` are combined by max and min."""
+        ...
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A loss with constants of the whole optimizer batch (a KTO baseline, ranks): it sees all packs, annotated, before the first is trained."""
+
+    def companions(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Further rows to be packed and annotated with `old` and `reference`, and not trained; mostly none."""
+        ...
+
+    def prepare(self, batches: Sequence[Batch], companions: Sequence[Batch] = ()) -> None:
+        """Writes what the loss will read as streams of the batches."""
         ...
 
 
@@ -67,7 +85,7 @@ class Backend(Protocol):
     share: bool  # whether packs compute the prompt of a group once (`Batch.pack`)
 
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
-        """Fills streams without gradient: old, reference, entropy."""
+        """Fills streams without gradient: old, reference, values (and the bootstrap of truncated samples)."""
         ...
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:

@@ -11,6 +11,7 @@ Legend: N tokens of the pack, M trained tokens, S samples.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -140,15 +141,26 @@ class Totals:
     sequences: int  # episodes with at least one trained token
     max_length: int  # the configured limit of response tokens (fixed_length reduction)
     episode_tokens: dict[str, int]  # trained tokens of each episode, whichever rows they are in
+    samples: int = 0  # rows, trained or not: where rows are pairs, twice the number of pairs
+    chosen_tokens: int = 0  # trained tokens of every pack's even rows: where rows are pairs, those of the chosen sides
+    left_out: int = 0  # of `tokens`: those of rows that are not computed because they have no gradient; metrics are means over the others
+
+    @property
+    def seen(self) -> int:
+        return max(1, self.tokens - self.left_out)
 
     @classmethod
     def of(cls, batches: Iterable[Batch], max_length: int = 0) -> Totals:
         per_episode: dict[str, int] = {}
+        samples, chosen = 0, 0
         for batch in batches:
-            for sample, n in zip(batch.samples, batch.trained_lengths().tolist(), strict=True):
+            lengths = batch.trained_lengths().tolist()
+            samples, chosen = samples + len(lengths), chosen + sum(lengths[::2])
+            for sample, n in zip(batch.samples, lengths, strict=True):
                 if n:
                     per_episode[sample.episode] = per_episode.get(sample.episode, 0) + n
-        return cls(sum(per_episode.values()), len(per_episode), max_length or max(per_episode.values(), default=1), per_episode)
+        limit = max_length or max(per_episode.values(), default=1)
+        return cls(sum(per_episode.values()), len(per_episode), limit, per_episode, samples, chosen)
 
 
 def pack(samples: Sequence[Sample], budget: int, *, unit: int = 1, share: bool = False) -> list[Batch]:
@@ -184,3 +196,48 @@ def _size(unit: list[Sample], share: bool, joins: bool) -> int:
         return sum(len(s.tokens) for s in unit)
     real = [s for s in unit if s.n_trained]
     return sum(len(s.tokens) - (_prompt(s) if joins or i else 0) for i, s in enumerate(real))
+
+
+def unit_sizes(batch: Batch, unit: int = 1) -> list[int]:
+    """Tokens of each unit of a batch if it stood alone; those that take no room are left out."""
+    share = _is_shared(batch)
+    sizes = [_size(batch.samples[i : i + unit], share, False) for i in range(0, len(batch.samples), unit)]
+    return [n for n in sizes if n]
+
+
+def _is_shared(batch: Batch) -> bool:
+    return batch.prefix is not None or bool((batch.ends < 0).any())
+
+
+def cut(batch: Batch, budget: int, *, unit: int = 1) -> list[Batch]:
+    """The same samples in the same order as packs of at most `budget` tokens, each with its part of every stream. `unit` neighbours
+    stay together; a unit longer than the budget gets a pack of its own. `rejoin` is the way back."""
+    assert len(batch.samples) % unit == 0, f"{len(batch.samples)} samples do not divide into units of {unit}"
+    share = _is_shared(batch)
+    edges, room = [0], budget
+    for i in range(0, len(batch.samples), unit):
+        members = batch.samples[i : i + unit]
+        joins = share and any(s.group == members[0].group for s in batch.samples[edges[-1] : i])
+        size = _size(members, share, joins)
+        if i > edges[-1] and size > room:
+            edges.append(i)
+            room, size = budget, _size(members, share, False)
+        room -= size
+    edges.append(len(batch.samples))
+    ends = [0, *batch.trained_lengths().cumsum(0).tolist()]
+    parts = []
+    for a, b in itertools.pairwise(edges):
+        part = Batch.pack(batch.samples[a:b], share=share)
+        part.streams = {name: stream[ends[a] : ends[b]] for name, stream in batch.streams.items()}
+        part.bootstrap = None if batch.bootstrap is None else batch.bootstrap[a:b]
+        parts.append(part)
+    return parts
+
+
+def rejoin(batch: Batch, parts: Sequence[Batch]) -> None:
+    """Gives the batch what was found out about the parts that it was `cut` into; a part that is the batch itself has it already."""
+    if parts[0] is batch:
+        return
+    batch.streams = {name: torch.cat([part.streams[name] for part in parts]) for name in parts[0].streams}
+    found = [part.bootstrap for part in parts if part.bootstrap is not None]
+    batch.bootstrap = torch.cat(found) if found else None

@@ -55,6 +55,7 @@ class Sample:
     rewards: dict[str, float | None] = field(default_factory=dict)  # by component; None = could not be scored
     reward: float | None = None  # the weighted total; None = unscored: left out of statistics and of training
     token_rewards: Tensor | None = None  # [T] float32: per turn, per step, distillation
+    baseline: float | None = None  # reward of the greedy rollout of the same prompt, for remax; None = there is none
     stop: Stop = Stop.EOS
     streams: dict[str, Tensor] = field(default_factory=dict)  # [T] each: old, reference, teacher, values, advantages
     extras: dict[str, Tensor] = field(default_factory=dict)  # images, expert routing: untouched
@@ -92,3 +93,4 @@ class Group:
     row: Row
     samples: list[Sample]
     texts: list[str] = field(default_factory=list)  # one completion text per sample
+    extra_tokens: int = 0  # sampled beside the samples and never trained (a greedy baseline)

@@ -10,6 +10,7 @@ Legend: N tokens, B sequences, H query heads, K key/value heads, G = H / K, D he
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from reinforge.core.errors import InputError
 
 NAME = "reinforge"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+EVEN_RUNS = 4  # a pack of so many runs of equal lengths goes through the dense kernel, run by run
 PADDING_WASTE = 1.25  # neighbours share a padded tile while it holds at most this many times their real tokens
 
 
@@ -48,11 +50,17 @@ def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any
     return out[None], None
 
 
+_compiled = False
+
+
 def register(compiled: bool = False) -> None:
-    """Makes the function known to transformers; `compiled`: layers are compiled around it, and it is not traced."""
+    """Makes the function known to transformers; `compiled`: layers are compiled around it, and it is not traced. That stays so: a
+    second model (a reference, a critic) may be made after the first was compiled."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, torch.compiler.disable(_attention) if compiled else _attention)
+    global _compiled
+    _compiled = _compiled or compiled
+    AttentionInterface.register(NAME, torch.compiler.disable(_attention) if _compiled else _attention)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None, causal: bool, softcap: float | None) -> Tensor:
@@ -71,7 +79,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tens
     return torch.matmul(scores.float().softmax(-1).to(v.dtype), v.repeat_interleave(groups, 1))
 
 
-def _tiles(queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
+def tile_runs(queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
     """Runs of neighbouring segments [a, b) that share one padded tile. Packs are sorted by length, so runs are long."""
     runs: list[tuple[int, int]] = []
     first = 0
@@ -89,100 +97,117 @@ class _Tile:
 
     rows: int
     queries: tuple[int, int]  # [a, b) of the pack
-    gather: Tensor | None  # [rows * Lq] where queries come from; None: [a, b) as it lies
-    keys: Tensor | None  # [rows * Lk] where keys come from; None: where queries come from
-    scatter: Tensor | None  # [b - a] which rows of the padded result are real
+    keys: tuple[int, int]  # [a, b) of the keys
+    query_index: Tensor | None  # [rows * Lq] where the queries come from; None: [a, b) as it lies
+    key_index: Tensor | None  # [rows * Lk]
+    real: Tensor | None  # [b - a] which rows of the padded result are real
     before: Tensor | None  # [rows] keys before the first query; None: none anywhere
     lengths: tuple[int, int]  # Lq, Lk
 
 
 @dataclass(slots=True)
+class Segments:
+    """Several sequences end to end, each of n queries and at least as many keys: the last query of a segment sees its last key.
+
+    On a GPU all of them go through one variable-length kernel; elsewhere through tiles of segments of like length."""
+
+    lengths: list[int]  # queries of each segment
+    starts: Tensor  # [S+1] int32 on the device
+    key_lengths: list[int]
+    key_starts: Tensor
+    _cut: list[_Tile] | None = field(init=False, default=None)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        """q [N, H, D], k and v [sum of key lengths, K, D] -> [N, H, D]."""
+        if softcap is None and self._varlen(q):
+            left = -1 if window is None else window - 1
+            return varlen_attention(q, k, v, self.starts, self.key_starts, max(self.lengths), max(self.key_lengths), scale, left)
+        if self._cut is None:
+            self._cut = self._tiles()
+        outs = [_attend_tile(tile, q, k, v, scale, window, softcap) for tile in self._cut]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _varlen(self, q: Tensor) -> bool:
+        """Sequences of one length are served best by the dense kernel."""
+        runs = 1 + sum(a != b for a, b in itertools.pairwise(self.lengths))
+        even = self.key_lengths is self.lengths and runs <= EVEN_RUNS
+        return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and not even
+
+    def _tiles(self) -> list[_Tile]:
+        assert min(self.lengths) > 0, "a segment without tokens"
+        device, tiles, at, key_at = self.starts.device, [], 0, 0
+        for a, b in tile_runs(self.lengths, self.key_lengths):
+            queries, keys = self.lengths[a:b], self.key_lengths[a:b]
+            index = real = key_index = before = None
+            if max(queries) * (b - a) != sum(queries):
+                index, mask = _padded(queries, at, device)
+                real = mask.nonzero()[:, 0]
+            if max(keys) * (b - a) != sum(keys):
+                key_index = _padded(keys, key_at, device)[0]
+            if queries != keys:
+                before = torch.tensor([k - q for k, q in zip(keys, queries, strict=True)], device=device)
+            spans = (at, at + sum(queries)), (key_at, key_at + sum(keys))
+            tiles.append(_Tile(b - a, *spans, index, key_index, real, before, (max(queries), max(keys))))
+            at, key_at = at + sum(queries), key_at + sum(keys)
+        return tiles
+
+
+def _attend_tile(tile: _Tile, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    n_queries, n_keys = tile.lengths
+
+    def rows(x: Tensor, span: tuple[int, int], index: Tensor | None, size: int) -> Tensor:
+        x = x[span[0] : span[1]] if index is None else x.index_select(0, index)
+        return x.reshape(tile.rows, size, x.shape[1], x.shape[2]).transpose(1, 2)
+
+    mask = None
+    if tile.before is not None or (window is not None and n_keys > window):
+        at = torch.arange(n_queries, device=q.device)[None, :] + (0 if tile.before is None else tile.before[:, None])
+        distance = at[:, :, None] - torch.arange(n_keys, device=q.device)
+        mask = ((distance >= 0) & (distance < (window or n_keys + 1)))[:, None]
+    tq = rows(q, tile.queries, tile.query_index, n_queries)
+    tk, tv = (rows(x, tile.keys, tile.key_index, n_keys) for x in (k, v))
+    out = dense_attention(tq, tk, tv, scale, mask=mask, causal=True, softcap=softcap).transpose(1, 2)
+    out = out.reshape(tile.rows * n_queries, out.shape[2], out.shape[3])
+    return out if tile.real is None else out.index_select(0, tile.real)
+
+
+@dataclass(slots=True)
 class Packed:
     """Causal attention inside each of several segments that lie end to end. A segment may continue an earlier one (`prefix`): then
-    it sees that one's keys first. So the prompt of a group is computed once, and each answer continues it.
-
-    On a GPU all segments go through one variable-length kernel; elsewhere through tiles of segments of like length."""
+    it sees that one's keys first. So the prompt of a group is computed once, and each answer continues it."""
 
     lengths: list[int]
     starts: Tensor  # [S+1] int32 on the device
     prefix: list[int] | None = None  # which segment each one continues, -1 = none; a prefix continues nothing
     keys: Tensor | None = field(init=False, default=None)  # [sum of key lengths]: gathers keys where prefixes are shared
-    key_lengths: list[int] = field(init=False)
-    key_starts: Tensor = field(init=False)
-    tiles: list[_Tile] | None = field(init=False, default=None)
+    segments: Segments = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key_lengths, self.key_starts = self.lengths, self.starts
+        self.segments = Segments(self.lengths, self.starts, self.lengths, self.starts)
         if self.prefix is None or max(self.prefix, default=-1) < 0:
             return
         begins = [0]
         for n in self.lengths:
             begins.append(begins[-1] + n)
-        pieces, self.key_lengths = [], []
+        pieces, key_lengths = [], []
         for i, (n, before) in enumerate(zip(self.lengths, self.prefix, strict=True)):
             if before >= 0:
                 assert self.prefix[before] < 0, "a segment continues one that continues another"
                 pieces.append(torch.arange(begins[before], begins[before + 1]))
             pieces.append(torch.arange(begins[i], begins[i + 1]))
-            self.key_lengths.append(n + (self.lengths[before] if before >= 0 else 0))
+            key_lengths.append(n + (self.lengths[before] if before >= 0 else 0))
         device = self.starts.device
         self.keys = torch.cat(pieces).to(device)
-        self.key_starts = torch.tensor([0, *self.key_lengths]).cumsum(0).to(torch.int32).to(device)
+        self.segments = Segments(self.lengths, self.starts, key_lengths, starts_of(key_lengths, device))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        if softcap is None and self._varlen(q):
-            if self.keys is not None:
-                k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
-            return varlen_attention(
-                q, k, v, self.starts, self.key_starts, max(self.lengths), max(self.key_lengths), scale, -1 if window is None else window - 1
-            )
-        if self.tiles is None:
-            self.tiles = self._cut()
-        outs = [self._tile(tile, q, k, v, scale, window, softcap) for tile in self.tiles]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        if self.keys is not None:
+            k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+        return self.segments.attend(q, k, v, scale, window, softcap)
 
-    def _varlen(self, q: Tensor) -> bool:
-        """One dense tile is served best by the dense kernel."""
-        even = self.keys is None and len(set(self.lengths)) == 1
-        return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and not even
 
-    def _cut(self) -> list[_Tile]:
-        device = self.starts.device
-        assert min(self.lengths) > 0, "a segment without tokens"
-        tiles, offset, key_offset = [], 0, 0
-        for a, b in _tiles(self.lengths, self.key_lengths):
-            queries, keys = self.lengths[a:b], self.key_lengths[a:b]
-            total, size = sum(queries), (max(queries), max(keys))
-            gather = scatter = key_gather = before = None
-            if size[0] * (b - a) != total:
-                gather, scatter = _padded(queries, offset, device)
-                scatter = scatter.nonzero()[:, 0]
-            if self.keys is not None:
-                key_gather = self.keys[_padded(keys, key_offset, device)[0]]
-                before = torch.tensor([k - q for k, q in zip(keys, queries, strict=True)], device=device)
-            tiles.append(_Tile(b - a, (offset, offset + total), gather, key_gather, scatter, before, size))
-            offset, key_offset = offset + total, key_offset + sum(keys)
-        return tiles
-
-    @staticmethod
-    def _tile(tile: _Tile, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        a, b = tile.queries
-        n_queries, n_keys = tile.lengths
-
-        def rows(x: Tensor, index: Tensor | None, size: int) -> Tensor:
-            x = x[a:b] if index is None else x.index_select(0, index)
-            return x.reshape(tile.rows, size, x.shape[1], x.shape[2]).transpose(1, 2)
-
-        index = tile.gather if tile.keys is None else tile.keys
-        mask = None
-        if tile.before is not None or (window is not None and n_keys > window):
-            at = torch.arange(n_queries, device=q.device)[None, :] + (0 if tile.before is None else tile.before[:, None])
-            distance = at[:, :, None] - torch.arange(n_keys, device=q.device)
-            mask = ((distance >= 0) & (distance < (window or n_keys + 1)))[:, None]
-        out = dense_attention(rows(q, tile.gather, n_queries), rows(k, index, n_keys), rows(v, index, n_keys), scale, mask=mask, causal=True,
-                              softcap=softcap).transpose(1, 2)  # fmt: skip
-        out = out.reshape(tile.rows * n_queries, out.shape[2], out.shape[3])
-        return out if tile.scatter is None else out.index_select(0, tile.scatter)
+def starts_of(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
 
 
 def _padded(lengths: list[int], offset: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -226,15 +251,28 @@ class Cache:
 
 @dataclass(slots=True)
 class Prefill:
-    """Packed prompts whose keys and values are also written to the cache."""
+    """Packed pieces of prompts whose keys and values are also written to the cache. A piece may continue what is there already (an
+    earlier chunk of a long prompt, a turn before this one): then its keys are read from the cache."""
 
-    packed: Packed
+    lengths: list[int]  # new tokens of each prompt
+    starts: Tensor
     cache: Cache
-    slots: Tensor  # [N] int64
+    slots: Tensor  # [N] int64: where the new ones go
+    key_slots: Tensor | None = None  # [sum of key lengths]: all keys of each prompt in order; None: nothing was there before
+    key_lengths: list[int] | None = None
+    segments: Segments = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.key_lengths is None:
+            self.segments = Segments(self.lengths, self.starts, self.lengths, self.starts)
+        else:
+            self.segments = Segments(self.lengths, self.starts, self.key_lengths, starts_of(self.key_lengths, self.starts.device))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
         self.cache.write(layer, self.slots, k, v)
-        return self.packed.attend(layer, q, k, v, scale, window, softcap)
+        if self.key_slots is not None:
+            k, v = (part[layer].view(-1, *k.shape[1:]).index_select(0, self.key_slots) for part in (self.cache.keys, self.cache.values))
+        return self.segments.attend(q, k, v, scale, window, softcap)
 
 
 @dataclass(slots=True)

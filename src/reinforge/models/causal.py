@@ -11,6 +11,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models import attention
 from reinforge.models.attention import Packed
+from reinforge.models.exact import linear
 from reinforge.models.head import LogitRule, token_logprobs
 from reinforge.models.packed import PackedModel
 
@@ -31,8 +32,8 @@ def _logit_rule(config: Any) -> LogitRule:
 class CausalModel(PackedModel):
     """A transformers causal LM seen as a trunk and a head. The module is the trainer's and the engine's alike."""
 
-    def __init__(self, module: nn.Module, tokenizer: Any = None):
-        super().__init__(module, tokenizer)
+    def __init__(self, module: nn.Module, tokenizer: Any = None, *, exact: bool = False):
+        super().__init__(module, tokenizer, exact=exact)
         self.causal: Any = self.plain
         self.head = self.causal.get_output_embeddings()
         if not isinstance(self.head, nn.Linear):
@@ -47,9 +48,14 @@ class CausalModel(PackedModel):
         self.module.add_module(VALUE_HEAD, head)
         self.value_head = head
 
+    def project(self, hidden: Tensor) -> Tensor:
+        """[B, V] raw logits in the model's precision."""
+        out: Tensor = linear(hidden, self.head.weight, self.head.bias) if self.exact else self.head(hidden)
+        return out
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, V] float32, for sampling."""
-        return self.rule.apply(self.head(hidden).float())
+        return self.rule.apply(self.project(hidden).float())
 
     def logprobs(
         self, batch: Batch, *, temperature: float, entropy: bool = False, entropy_gradient: bool = False, states: Tensor | None = None
@@ -58,7 +64,7 @@ class CausalModel(PackedModel):
         `states` are the hidden states of the pack, where the caller has them."""
         rows = (self.states(batch) if states is None else states).index_select(0, batch.sources)
         return token_logprobs(rows, self.head.weight, self.head.bias, batch.tokens[batch.targets], temperature=temperature,
-                              rule=self.rule, entropy=entropy, entropy_gradient=entropy_gradient)  # fmt: skip
+                              rule=self.rule, entropy=entropy, entropy_gradient=entropy_gradient, exact=self.exact)  # fmt: skip
 
     @torch.no_grad()
     def verify(self) -> float:

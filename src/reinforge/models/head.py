@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from reinforge.models import exact as rowwise
 from reinforge.models.attention import HAS_TRITON
 
 
@@ -35,14 +37,20 @@ def chunk_rows(rows: int, vocabulary: int, device: torch.device) -> int:
     return max(1, min(rows, elements // vocabulary))
 
 
-def statistics(x: Tensor, targets: Tensor, temperature: float, rule: LogitRule, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(logp [R], log-sum-exp [R], entropy [R]) of one chunk of raw logits x [R, V], which may be overwritten."""
+def statistics(
+    x: Tensor, targets: Tensor, temperature: float | Tensor, rule: LogitRule, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(logp [R], log-sum-exp [R], entropy [R]) of one chunk of raw logits x [R, V], which may be overwritten.
+    `temperature` is one number or [R] of them."""
     if x.is_cuda and HAS_TRITON:
         from reinforge.models import kernels
 
         return kernels.softmax_statistics(x, targets, temperature, rule.scale, rule.softcap, entropy)
     z = rule.apply(x.float())
-    z = z if temperature == 1.0 else z / temperature
+    if isinstance(temperature, Tensor):
+        z = z / temperature[:, None]
+    elif temperature != 1.0:
+        z = z / temperature
     top = z.amax(-1, keepdim=True)
     chosen = z.gather(-1, targets[:, None])[:, 0]
     z = z - top
@@ -50,6 +58,20 @@ def statistics(x: Tensor, targets: Tensor, temperature: float, rule: LogitRule, 
     total = exp.sum(-1)
     lse = total.log() + top[:, 0]
     return chosen - lse, lse, total.log() - exp.mul_(z).nan_to_num_(0.0).sum(-1) / total if entropy else None
+
+
+def exact_statistics(
+    x: Tensor, targets: Tensor, temperatures: Tensor, rule: LogitRule, entropy: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`statistics` with the same bits for a row whichever rows are beside it: sampling and training both end here in exact mode.
+    On a GPU a row is a program of its own; on a CPU rows come in tiles of one shape."""
+    if x.is_cuda:
+        return statistics(x, targets, temperatures, rule, entropy)
+    missing = -len(x) % rowwise.TILE
+    tiles = [F.pad(part, (0,) * (2 * part.ndim - 1) + (missing,), value=1).split(rowwise.TILE) for part in (x, targets, temperatures)]
+    found = [statistics(part, t, heat, rule, entropy) for part, t, heat in zip(*tiles, strict=True)]
+    logp, lse = (torch.cat([f[i] for f in found])[: len(x)] for i in (0, 1))
+    return logp, lse, torch.cat([f[2] for f in found if f[2] is not None])[: len(x)] if entropy else None
 
 
 def gradient(
@@ -80,7 +102,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """Forward: logp_i = z_i[y_i] − lse_i, H_i = lse_i − Σ_v p_iv z_iv; backward: `gradient`, from logits computed again."""
 
     @staticmethod
-    def forward(ctx, h, weight, bias, targets, temperature, rule, want_entropy, entropy_gradient):  # type: ignore[no-untyped-def]
+    def forward(ctx, h, weight, bias, targets, temperature, rule, want_entropy, entropy_gradient, exact):  # type: ignore[no-untyped-def]
         rows = h.shape[0]
         logp = torch.empty(rows, dtype=torch.float32, device=h.device)
         lse = torch.empty_like(logp)
@@ -88,8 +110,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         step = chunk_rows(rows, weight.shape[0], h.device) if rows else 1
         for a in range(0, rows, step):
             part = slice(a, a + step)
-            x = torch.nn.functional.linear(h[part], weight, bias)
-            logp[part], lse[part], found = statistics(x, targets[part], temperature, rule, want_entropy)
+            if exact:
+                x = rowwise.linear(h[part], weight, bias)
+                heat = torch.full((len(x),), temperature, dtype=torch.float32, device=x.device)
+                logp[part], lse[part], found = exact_statistics(x, targets[part], heat, rule, want_entropy)
+            else:
+                x = F.linear(h[part], weight, bias)
+                logp[part], lse[part], found = statistics(x, targets[part], temperature, rule, want_entropy)
             if found is not None:
                 entropy[part] = found
         ctx.save_for_backward(h, weight, bias, targets, lse, entropy)
@@ -107,7 +134,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_b = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
         for a in range(0, h.shape[0], step):
             part = slice(a, a + step)
-            x = torch.nn.functional.linear(h[part], weight, bias)
+            x = F.linear(h[part], weight, bias)
             terms = (entropy[part], g_entropy[part]) if use_entropy else (None, None)
             grad = gradient(x, targets[part], lse[part], g_logp[part], temperature, rule, *terms)
             if grad_h is not None:
@@ -117,13 +144,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_b is not None:
                 grad_b += grad.sum(0)
         cast = lambda x, like: None if x is None else x.to(like.dtype)  # noqa: E731
-        return grad_h, cast(grad_w, weight), cast(grad_b, bias), None, None, None, None, None
+        return grad_h, cast(grad_w, weight), cast(grad_b, bias), None, None, None, None, None, None
 
 
 def token_logprobs(h: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float = 1.0, rule: LogitRule | None = None,
-                   entropy: bool = False, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """[M] float32 log-probs of `targets` under softmax(logits / temperature), and [M] entropies when asked."""
+                   entropy: bool = False, entropy_gradient: bool = False, exact: bool = False) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """[M] float32 log-probs of `targets` under softmax(logits / temperature), and [M] entropies when asked. `exact`: see `models.exact`."""
     assert h.ndim == 2 and targets.shape == h.shape[:1], f"h {tuple(h.shape)} and targets {tuple(targets.shape)} do not align"
     assert temperature > 0, "greedy decoding has no distribution; score at temperature 1"
-    logp, ent = _ChunkedLogprobs.apply(h, weight, bias, targets, float(temperature), rule or LogitRule(), entropy, entropy_gradient)
+    logp, ent = _ChunkedLogprobs.apply(h, weight, bias, targets, float(temperature), rule or LogitRule(), entropy, entropy_gradient, exact)
     return logp, ent if entropy else None

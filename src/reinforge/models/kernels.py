@@ -73,10 +73,17 @@ def paged_decode(
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     _paged_decode[(rows, kv_heads)](
         q, k, v, keys, values, out, tables, cached, scale, softcap, window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        tables.stride(0), HK=kv_heads, G=groups, GP=max(16, triton.next_power_of_2(groups)), D=size, DP=triton.next_power_of_2(size), BLOCK=block, BN=64,
-        CAP=softcap > 0, WINDOW=window > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        tables.stride(0), HK=kv_heads, G=groups, GP=max(16, triton.next_power_of_2(groups)), D=size, DP=triton.next_power_of_2(size), BLOCK=block,
+        CAP=softcap > 0, WINDOW=window > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=2, **_decode_tile(rows * kv_heads, size),
     )  # fmt: skip
     return out
+
+
+def _decode_tile(programs: int, size: int) -> dict[str, int]:
+    """Keys per step and warps, as measured on an H200: few programs take large steps, many take small ones."""
+    if programs < 264:  # two for each of its multiprocessors
+        return {"BN": 128, "num_warps": 4}
+    return {"BN": 64 if size <= 64 else 32, "num_warps": 2}
 
 
 @paged_decode.register_fake
@@ -163,9 +170,10 @@ def _capped(x, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _statistics(X, TARGETS, LOGP, LSE, ENTROPY, V, scale, inverse, softcap, CAP: tl.constexpr, WITH: tl.constexpr, BV: tl.constexpr):
+def _statistics(X, TARGETS, LOGP, LSE, ENTROPY, INVERSE, V, scale, softcap, CAP: tl.constexpr, WITH: tl.constexpr, BV: tl.constexpr):
     """One program per row, one pass: running maximum, Σ exp and Σ exp·z."""
     row = tl.program_id(0).to(tl.int64)
+    inverse = tl.load(INVERSE + row)
     top = -float("inf")
     total = 0.0
     weighted = 0.0
@@ -189,10 +197,11 @@ def _statistics(X, TARGETS, LOGP, LSE, ENTROPY, V, scale, inverse, softcap, CAP:
 
 
 def softmax_statistics(
-    x: Tensor, targets: Tensor, temperature: float, scale: float, softcap: float | None, entropy: bool
+    x: Tensor, targets: Tensor, temperature: float | Tensor, scale: float, softcap: float | None, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Twin of `head.statistics`."""
+    """Twin of `head.statistics`. No fused multiply-adds: the log-prob must not depend on whether the entropy is computed too."""
     rows, vocabulary = x.shape
+    inverse = 1.0 / temperature if isinstance(temperature, Tensor) else torch.full((rows,), 1.0 / temperature, device=x.device)
     logp, lse, ent = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(3))
     _statistics[(rows,)](
         x,
@@ -200,14 +209,15 @@ def softmax_statistics(
         logp,
         lse,
         ent,
+        inverse,
         vocabulary,
         scale,
-        1.0 / temperature,
         softcap or 0.0,
         CAP=softcap is not None,
         WITH=entropy,
         BV=8192,
         num_warps=16,
+        enable_fp_fusion=False,
     )
     return logp, lse, ent if entropy else None
 

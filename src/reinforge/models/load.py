@@ -12,40 +12,41 @@ from reinforge.core.errors import InputError
 
 if TYPE_CHECKING:
     from reinforge.models.causal import CausalModel
+    from reinforge.models.scalar import ScalarModel
 
 
-def _source(cfg: ModelConfig) -> tuple[str, dict[str, Any]]:
+def _source(cfg: ModelConfig, where: str = "model.path") -> tuple[str, dict[str, Any]]:
     """What to hand to `from_pretrained`: (name or directory, keyword arguments)."""
     path = Path(cfg.path).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise InputError(f"no such file: {path}", where="model.path", fix="Give the path of an existing .gguf file.")
+            raise InputError(f"no such file: {path}", where=where, fix="Give the path of an existing .gguf file.")
         return str(path.parent), {"gguf_file": path.name}
     if path.exists():
         return str(path), {}
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1 or ("/" in cfg.path and path.parent.is_dir()):
         raise InputError(
-            f"no such directory: {path}", where="model.path", fix="Give a local directory, a .gguf file or a hub id such as org/name."
+            f"no such directory: {path}", where=where, fix="Give a local directory, a .gguf file or a hub id such as org/name."
         )
     return cfg.path, {"revision": cfg.revision} if cfg.revision else {}
 
 
-def _fetch(what: str, cfg: ModelConfig, load: Any) -> Any:
+def _fetch(what: str, cfg: ModelConfig, load: Any, where: str = "model.path") -> Any:
     from safetensors import SafetensorError
 
     try:
         return load()
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"cannot load the {what} of {cfg.path!r}: {first}", where="model.path",
+        raise InputError(f"cannot load the {what} of {cfg.path!r}: {first}", where=where,
                          fix="Check the path; for a hub id check the spelling, the network and your login.") from error  # fmt: skip
 
 
-def load_tokenizer(cfg: ModelConfig) -> Any:
+def load_tokenizer(cfg: ModelConfig, where: str = "model.path") -> Any:
     from transformers import AutoTokenizer
 
-    source, kwargs = _source(cfg if cfg.tokenizer is None else cfg.model_copy(update={"path": cfg.tokenizer}))
-    tokenizer = _fetch("tokenizer", cfg, lambda: AutoTokenizer.from_pretrained(source, **kwargs))
+    source, kwargs = _source(cfg if cfg.tokenizer is None else cfg.model_copy(update={"path": cfg.tokenizer}), where)
+    tokenizer = _fetch("tokenizer", cfg, lambda: AutoTokenizer.from_pretrained(source, **kwargs), where)
     if cfg.chat_template:
         tokenizer.chat_template = Path(cfg.chat_template).read_text()
     if tokenizer.pad_token_id is None:
@@ -53,11 +54,11 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_config(cfg: ModelConfig) -> Any:
+def load_config(cfg: ModelConfig, where: str = "model.path") -> Any:
     from transformers import AutoConfig
 
-    source, kwargs = _source(cfg)
-    return _fetch("configuration", cfg, lambda: AutoConfig.from_pretrained(source, **kwargs))
+    source, kwargs = _source(cfg, where)
+    return _fetch("configuration", cfg, lambda: AutoConfig.from_pretrained(source, **kwargs), where)
 
 
 def context_length(cfg: ModelConfig) -> int:
@@ -81,39 +82,73 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: int = 0) -> CausalModel:
-    """The model ready to train and to generate, checked against transformers' own forward. `seed` initialises the adapter."""
-    from transformers import AutoModelForCausalLM
+def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path") -> Any:
+    """The transformers model of an Auto class, on its device, with every weight from the checkpoint."""
     from transformers.utils import logging as transformers_logging
-
-    from reinforge.models.adapters import add_adapter
-    from reinforge.models.causal import CausalModel
 
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
     transformers_logging.disable_progress_bar()  # the terminal belongs to our own view
-    source, kwargs = _source(cfg)
-    tokenizer = load_tokenizer(cfg)
-    module, info = _fetch(
-        "model", cfg, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **kwargs)
-    )
+    source, kwargs = _source(cfg, where)
+    module, info = _fetch("model", cfg, lambda: kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **kwargs), where)
     missing = sorted(info["missing_keys"])
     if missing:
-        raise InputError(f"{cfg.path} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]}; they would be random.", where="model.path",
-                         fix="Give a complete causal LM (not a base model without its head, an adapter, or a part of a sharded model).")  # fmt: skip
+        raise InputError(f"{cfg.path} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]}; they would be random.", where=where,
+                         fix="Give a complete model (not a base model without its head, an adapter, or a part of a sharded model).")  # fmt: skip
     if "gguf_file" in kwargs:
         module = _without_quantization(module, dtype)
-    module.to(device).eval()
+    return module.to(device).eval()
+
+
+def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: int = 0) -> CausalModel:
+    """The model ready to train and to generate, checked against transformers' own forward. `seed` initialises the adapter."""
+    from transformers import AutoModelForCausalLM
+
+    from reinforge.models.adapters import add_adapter
+    from reinforge.models.causal import CausalModel
+    from reinforge.models.exact import checkpoint_contexts
+    from reinforge.models.exact_proof import prove
+
+    tokenizer = load_tokenizer(cfg)
+    module = _load_module(cfg, AutoModelForCausalLM)
     CausalModel(module, tokenizer).verify()
     if adapter is not None:
         module = add_adapter(module, adapter, seed=seed)
-    model = CausalModel(module, tokenizer)
-    if cfg.compile and device.type == "cuda":
+    model = CausalModel(module, tokenizer, exact=cfg.exact)
+    if cfg.exact:
+        prove(model)
+    if cfg.compile and model.device.type == "cuda":
         model.compile_layers()
     if cfg.gradient_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        again = {"context_fn": checkpoint_contexts} if cfg.exact else {}
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **again})
         if adapter is not None:
             module.enable_input_require_grads()
+    return model
+
+
+def load_scalar(cfg: ModelConfig, *, where: str = "model.path", fresh: bool = False) -> ScalarModel:
+    """A critic or reward model, checked against transformers' own forward: a sequence classifier with one label, or, with `fresh`,
+    also a causal LM, which gets a head that starts at 0."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from reinforge.models.scalar import ScalarModel
+
+    names = load_config(cfg, where).architectures or []
+    classifier = any(name.endswith("ForSequenceClassification") for name in names)
+    if not classifier and not fresh:
+        raise InputError(f"{cfg.path} is a {', '.join(names) or 'model of unknown kind'}: it has no head that gives a score.", where=where,
+                         fix="Give a reward model: a sequence-classification checkpoint with one label.")  # fmt: skip
+    tokenizer = load_tokenizer(cfg, where)
+    if classifier:
+        model = ScalarModel(_load_module(cfg, AutoModelForSequenceClassification, where), tokenizer, where=where)
+    else:
+        model = ScalarModel.on_trunk(_load_module(cfg, AutoModelForCausalLM, where), tokenizer, where=where)
+    model.verify()
+    if cfg.compile and model.device.type == "cuda":
+        model.compile_layers()
+    if cfg.gradient_checkpointing:
+        model.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     return model
 
 

@@ -13,7 +13,10 @@ from typing import Any
 
 from reinforge.config.schema import RewardConfig
 from reinforge.core.errors import InputError
+from reinforge.rewards.combine import gates_of
 from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.names import BUILTIN
+from reinforge.rewards.running import Rule
 from reinforge.rewards.verifiable import FUNCTIONS
 
 Function = Callable[..., Any]
@@ -67,7 +70,7 @@ def describe_rewards(given: GivenRewards, declared: Sequence[RewardConfig] = ())
             taken.add(name)
             functions[name] = item
         weight = weight if weight is not None else cfg.weight if cfg is not None else 1.0
-        described.append(RewardConfig(name=name, weight=weight, options=cfg.options if cfg is not None else {}))
+        described.append((cfg or RewardConfig(name=name)).model_copy(update={"name": name, "weight": weight}))
     return described, functions
 
 
@@ -83,11 +86,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def build_rewards(rewards: Sequence[RewardConfig], functions: Mapping[str, Function] | None = None) -> list[FunctionReward]:
-    """`functions` are those that came from Python, by the names that `describe_rewards` gave them. Two of one name get a number."""
+def build_rewards(
+    rewards: Sequence[RewardConfig], functions: Mapping[str, Function] | None = None, device: str | None = None
+) -> list[FunctionReward]:
+    """Reward models are loaded to `device`; None: not at all, where only the names and options are of interest. `functions` are those that came from Python, by the names that `describe_rewards` gave them. Two of one name get a number."""
     functions = functions or {}
     built = [
-        FunctionReward(cfg.name, functions[cfg.name], cfg.weight, cfg.options) if cfg.name in functions else _from_config(cfg, f"rewards.{i}.name")
+        FunctionReward(cfg.name, functions[cfg.name], cfg.weight, cfg.options) if cfg.name in functions else _from_config(cfg, f"rewards.{i}.name", device)
         for i, cfg in enumerate(rewards)
     ]  # fmt: skip
     seen: dict[str, int] = {}
@@ -95,10 +100,19 @@ def build_rewards(rewards: Sequence[RewardConfig], functions: Mapping[str, Funct
         seen[reward.name] = seen.get(reward.name, 0) + 1
         if seen[reward.name] > 1:
             reward.name = f"{reward.name}_{seen[reward.name]}"
+    for cfg, reward in zip(rewards, built, strict=True):
+        reward.gate, reward.gate_at = cfg.gate, cfg.gate_at
+        reward.rule = Rule(cfg.center is not None, cfg.scale is not None, cfg.clip)
+    gates_of(built)  # wrong ones are told here, before anything runs
     return built
 
 
-def _from_config(cfg: RewardConfig, where: str) -> FunctionReward:
+def _from_config(cfg: RewardConfig, where: str, device: str | None) -> FunctionReward:
+    if cfg.name == "model":
+        from reinforge.rewards.model import model_reward
+
+        scorer = model_reward(cfg.options, where.replace("name", "options"))
+        return FunctionReward(cfg.name, scorer if device is None else scorer.load(device), cfg.weight, pure=True)
     if cfg.name in FUNCTIONS:
         reward = FunctionReward(cfg.name, FUNCTIONS[cfg.name], cfg.weight, cfg.options, pure=True)
         unknown = set(cfg.options) - set(inspect.signature(reward.function).parameters)
@@ -107,9 +121,9 @@ def _from_config(cfg: RewardConfig, where: str) -> FunctionReward:
                              fix=f"It has: {', '.join(list(inspect.signature(reward.function).parameters)[1:])}.")  # fmt: skip
         return reward
     if ":" not in cfg.name:
-        near = get_close_matches(cfg.name, FUNCTIONS, n=1)
+        near = get_close_matches(cfg.name, BUILTIN, n=1)
         raise InputError(f"unknown reward {cfg.name!r}.", where=where,
-                         fix=(f"Did you mean {near[0]}? " if near else "") + f"Built in: {', '.join(FUNCTIONS)}; or write file.py:function, or give the function to reinforge.train.")  # fmt: skip
+                         fix=(f"Did you mean {near[0]}? " if near else "") + f"Built in: {', '.join(BUILTIN)}; or write file.py:function, or give the function to reinforge.train.")  # fmt: skip
     return FunctionReward(cfg.name.rpartition(":")[2], load_function(cfg.name, where), cfg.weight, cfg.options)
 
 

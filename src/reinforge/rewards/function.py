@@ -12,6 +12,7 @@ from typing import Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
+from reinforge.rewards.running import Rule
 
 
 @dataclass
@@ -24,6 +25,9 @@ class FunctionReward:
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
     pure: bool = False  # ours: fast and repeatable, called in place and never journalled
+    gate: str | None = None  # the reward that must pass, or this one counts 0
+    gate_at: float | None = None  # ... with at least this; None: above 0
+    rule: Rule = field(default_factory=Rule)  # how it counts: centred, scaled, clipped
 
     def __post_init__(self) -> None:
         self._thread = None if self.pure else ThreadPoolExecutor(1, thread_name_prefix=f"reward-{self.name}")

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-BUILTIN: tuple[str, ...] = ("exact_match", "exact_number", "regex", "reasoning_gym")
+BUILTIN: tuple[str, ...] = ("exact_match", "exact_number", "regex", "reasoning_gym", "model")

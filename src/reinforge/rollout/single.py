@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,13 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.rewards.build import total
+from reinforge.rewards.combine import gated, gates_of
 from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.running import Running
 from reinforge.rollout.journal import Journal, Scores, tokens_hash
+from reinforge.rollout.race import race
+
+Scored = tuple[list[Completion], list[str], Scores]  # completions, their texts and scores
 
 
 class SingleTurn:
@@ -22,29 +28,56 @@ class SingleTurn:
 
     def __init__(self, engine: Engine, encode: Callable[[Row], list[int]], decode: Callable[[Sequence[int]], str], rewards: Sequence[FunctionReward],
                  sampling: Sampling, *, n: int, seed: int, purpose: str = "sample", journal: Journal | None = None,
-                 shape: Callable[[int], float] | None = None, on_error: str = "raise"):  # fmt: skip
+                 shape: Callable[[int], float] | None = None, on_error: str = "raise", greedy_baseline: bool = False,
+                 running: Running | None = None):  # fmt: skip
         self.engine, self.encode, self.decode = engine, encode, decode
         self.rewards, self.sampling, self.n, self.seed, self.purpose = list(rewards), sampling, n, seed, purpose
         self.weights = {r.name: r.weight for r in rewards}
+        self.gates = gates_of(rewards)
         self.journal = journal or Journal(None)
+        self.running = running  # how components count in the total, where that depends on earlier steps
         self.shape = shape  # response length -> extra reward (soft overlong punishment)
         self.on_error = on_error
+        self.greedy_baseline = greedy_baseline  # one more completion per prompt, greedy: its reward is every sample's baseline (remax)
         self.errors: list[str] = []  # rewards that failed and were tolerated, for the log
 
     async def __call__(self, row: Row, group: str) -> Group:
         prompt = self.encode(row)
-        completions = await self.engine.generate(prompt, self.sampling, key=seed_of(self.seed, self.purpose, group), n=self.n)
+        drawn = self._complete(row, group, prompt, self.sampling, seed_of(self.seed, self.purpose, group), self.n)
+        if not self.greedy_baseline:
+            completions, texts, scores = await drawn
+            return Group(row, self._samples(group, prompt, completions, scores), texts)
+        greedy = self._complete(
+            row, f"{group}#greedy", prompt, replace(self.sampling, temperature=0.0), seed_of(self.seed, "baseline", group), 1
+        )
+        done: dict[int, Scored] = {}
+
+        def keep(place: int, scored: Scored) -> bool:
+            done[place] = scored
+            return False  # both are wanted
+
+        await race([drawn, greedy], keep)  # at once: the engine batches them, and a failure of one cancels the other
+        (completions, texts, scores), ([likeliest], _, its_scores) = done[0], done[1]
+        baseline = self._total(likeliest, its_scores, 0)[1]
+        samples = [s.with_(baseline=baseline) for s in self._samples(group, prompt, completions, scores)]
+        return Group(row, samples, texts, extra_tokens=len(likeliest.tokens))
+
+    async def _complete(self, row: Row, name: str, prompt: list[int], sampling: Sampling, key: int, n: int) -> Scored:
+        completions = await self.engine.generate(prompt, sampling, key=key, n=n)
         texts = [self.decode(c.tokens) for c in completions]
-        scores = await self._score(row, group, completions, texts)
-        samples = []
-        for i, completion in enumerate(completions):
-            components = {name: values[i] for name, values in scores.items()}
-            reward = total(components, self.weights)
-            if self.shape is not None and reward is not None:
-                components["overlong"] = self.shape(len(completion.tokens))
-                reward += components["overlong"] or 0.0
-            samples.append(_sample(f"{group}#{i}", group, prompt, completion, components, reward))
-        return Group(row, samples, texts)
+        return completions, texts, await self._score(row, name, completions, texts)
+
+    def _samples(self, group: str, prompt: list[int], completions: list[Completion], scores: Scores) -> list[Sample]:
+        return [_sample(f"{group}#{i}", group, prompt, c, *self._total(c, scores, i)) for i, c in enumerate(completions)]
+
+    def _total(self, completion: Completion, scores: Scores, i: int) -> tuple[dict[str, float | None], float | None]:
+        """The components and the weighted total of completion i."""
+        components = gated({name: values[i] for name, values in scores.items()}, self.gates)
+        reward = total(components if self.running is None else self.running(components), self.weights)
+        if self.shape is not None and reward is not None:
+            components["overlong"] = self.shape(len(completion.tokens))
+            reward += components["overlong"] or 0.0
+        return components, reward
 
     async def _score(self, row: Row, group: str, completions: list[Completion], texts: list[str]) -> Scores:
         tokens = tokens_hash([c.tokens for c in completions])

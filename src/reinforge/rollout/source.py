@@ -1,25 +1,41 @@
-"""Where a step's groups come from: the cursor says which rows, the rollout turns each into a group."""
+"""Where a step's groups come from: the chooser says which rows, the rollout turns each into a group, the replay buffer adds old ones."""
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from reinforge.core.env import Rollout
 from reinforge.core.sample import Group, Row, Stop
 from reinforge.data.cursor import Cursor
+from reinforge.rollout.choose import Choice, Chooser
+from reinforge.rollout.journal import Journal
+from reinforge.rollout.passrate import PassRates
+from reinforge.rollout.race import race
+from reinforge.rollout.replay import Replay
 
 
 @dataclass(slots=True)
 class Harvest:
-    groups: list[Group]  # what is trained
+    groups: list[Group]  # fresh ones that are trained, in the order of submission
     discarded: list[Group] = field(default_factory=list)  # groups without signal that dynamic sampling replaced
     rounds: int = 1
+    replayed: list[Group] = field(default_factory=list)  # groups of earlier steps that are trained again
+    cancelled: int = 0  # groups that were submitted and not waited for
+    report: dict[str, float] = field(default_factory=dict)  # what the pass-rate store, the chooser and the replay buffer say
+
+    @property
+    def trained(self) -> list[Group]:
+        return [*self.groups, *self.replayed]
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(s.n_trained for g in [*self.groups, *self.discarded] for s in g.samples)
+        return tokens_in([*self.groups, *self.discarded])
+
+
+def tokens_in(groups: Sequence[Group]) -> int:
+    return sum(g.extra_tokens + sum(s.n_trained for s in g.samples) for g in groups)
 
 
 def has_signal(group: Group) -> bool:
@@ -29,42 +45,79 @@ def has_signal(group: Group) -> bool:
 
 
 class Source:
-    """Groups for one optimizer step at a time. All prompts of a round are submitted at once, in the cursor's order, so what
-    the engine does is a function of the step alone. With `dynamic`, groups whose rewards are all equal are replaced by
-    fresh prompts, in at most `max_refills` further rounds; if even then too few are left, the step trains on those."""
+    """Groups for one optimizer step at a time. All prompts of a round are submitted at once, in the order they were chosen, so
+    what the engine does is a function of the step alone.
 
-    def __init__(self, rows: Sequence[Row], cursor: Cursor, rollout: Rollout, prompts: int, *, dynamic: bool = False, max_refills: int = 0):
+    `dynamic`: groups whose rewards are all equal are replaced by fresh prompts, in at most `max_refills` further rounds; if even
+    then too few are left, the step trains on those. `over_provision`: a round submits that many times what it needs, takes the
+    first that are complete and cancels the rest; the choice is journalled before it is used. `passrates` and `replay` change once
+    the step's groups are complete, so a harvest that was cut leaves everything as it was.
+    """
+
+    def __init__(self, rows: Sequence[Row], cursor: Cursor, rollout: Rollout, prompts: int, *, dynamic: bool = False, max_refills: int = 0,
+                 chooser: Chooser | None = None, over_provision: float = 1.0, journal: Journal | None = None,
+                 passrates: PassRates | None = None, replay: Replay | None = None):  # fmt: skip
         self.rows, self.cursor, self.rollout = rows, cursor, rollout
-        self.prompts, self.dynamic, self.max_refills = prompts, dynamic, max_refills
+        self.prompts, self.dynamic, self.max_refills, self.over_provision = prompts, dynamic, max_refills, over_provision
+        self.chooser = chooser or Chooser(cursor, cursor.seed)
+        self.journal = journal or Journal(None)
+        self.passrates, self.replay = passrates, replay
 
-    async def harvest(self) -> Harvest:
+    async def harvest(self, step: int = 0, version: int = 0) -> Harvest:
+        """The groups of step number `step`, sampled with the weights of `version`."""
         before = self.cursor.state()
+        used = self.replay.pick(self.prompts, version) if self.replay is not None else []
+        result = Harvest([], rounds=0, replayed=[kept.group for kept in used])
+        submitted = 0
         try:
-            result = Harvest(await self._round(self.prompts))
-            while self.dynamic:
-                result.discarded += [g for g in result.groups if not has_signal(g)]
-                result.groups = [g for g in result.groups if has_signal(g)]
-                missing = self.prompts - len(result.groups)
-                if not missing or result.rounds > self.max_refills:
-                    break
-                result.groups += await self._round(missing)
+            while (missing := self.prompts - len(result.trained)) and result.rounds <= (self.max_refills if self.dynamic else 0):
+                choices = self.chooser.take(math.ceil(missing * self.over_provision - 1e-9), step)
+                submitted += len(choices)
+                for group in await self._round(choices, missing):
+                    (result.groups if self._counts(group) else result.discarded).append(group)
                 result.rounds += 1
-            return result
         except BaseException:
             self.cursor.load(before)  # a step that was cut is done again from its start
             raise
+        fresh = [*result.groups, *result.discarded]
+        result.cancelled = submitted - len(fresh)
+        walked = self.cursor.taken - before["taken"]
+        if self.chooser.policies:
+            result.report |= {"sampling/skipped": 1 - submitted / max(1, walked), **self.chooser.report(step)}
+        if self.passrates is not None:
+            self.passrates.observe(fresh, step)
+            result.report |= self.passrates.report()
+        if self.replay is not None:
+            result.report |= self.replay.report(used, version)
+            self.replay.commit(used, result.groups, version)
+        return result
 
-    async def _round(self, prompts: int) -> list[Group]:
-        first = self.cursor.taken
-        rows = [self.rows[i] for i in self.cursor.take(prompts)]
-        tasks = [asyncio.ensure_future(self.rollout(row, f"{first + i}:{row.id}")) for i, row in enumerate(rows)]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+    def _counts(self, group: Group) -> bool:
+        return not self.dynamic or has_signal(group)
+
+    async def _round(self, choices: Sequence[Choice], needed: int) -> list[Group]:
+        """Submits the chosen rows and returns the groups that were done first, in the order of submission: all of them, or until
+        `needed` of them count. Everything is submitted again when a step is redone, and nothing is cancelled before the last
+        taken group is there: what the engine computes for the taken ones does not depend on which they are."""
+        rows = [self.rows[c.row] for c in choices]
+        names = [f"{c.position}:{row.id}" for c, row in zip(choices, rows, strict=True)]
+        spare = len(names) > needed
+        recorded = self.journal.find_choice(names) if spare else None
+        wanted = set(names if recorded is None else recorded)
+        done: dict[int, Group] = {}
+        counting = 0
+
+        def enough(place: int, group: Group) -> bool:
+            nonlocal counting
+            if names[place] in wanted:
+                done[place] = group
+                counting += self._counts(group)
+            return len(done) == len(wanted) or (recorded is None and counting == needed)
+
+        await race([self.rollout(row, name) for row, name in zip(rows, names, strict=True)], enough)
+        if spare and recorded is None:
+            self.journal.write_choice(names, [names[place] for place in sorted(done)])
+        return [done[place] for place in sorted(done)]
 
 
 def harvest_metrics(harvest: Harvest, weights: dict[str, float]) -> dict[str, float]:
@@ -82,12 +135,16 @@ def harvest_metrics(harvest: Harvest, weights: dict[str, float]) -> dict[str, fl
         "response/max_length": max(lengths, default=0),
         "response/truncated": sum(s.stop is Stop.LENGTH for s in samples) / max(1, len(samples)),
         "groups/zero_variance": sum(not has_signal(g) for g in everything) / max(1, len(everything)),
-        "groups/trained": len(harvest.groups),
+        "groups/trained": len(harvest.trained),
         "groups/rounds": harvest.rounds,
         "tokens/sampled": harvest.sampled_tokens,
+        "tokens/discarded": tokens_in(harvest.discarded),
+        "tokens/replayed": sum(s.n_trained for g in harvest.replayed for s in g.samples),
     }
+    if harvest.cancelled:
+        out["groups/cancelled"] = harvest.cancelled
     for name in [*weights, *(["overlong"] if any("overlong" in s.rewards for s in samples) else [])]:
         scored = [v for s in samples if (v := s.rewards.get(name)) is not None]
         if scored:
             out[f"reward/{name}"] = sum(scored) / len(scored)
-    return out
+    return out | harvest.report

@@ -15,8 +15,8 @@ from reinforge.watch.runs import flatten, read_json
 
 # Keys, and sections that end in a dot, that say how long, where and how watched a run is, and not what it learns.
 MAY_CHANGE = (
-    "train.steps", "train.epochs", "train.tokens_per_microbatch", "eval.", "run.log.", "run.checkpoint.", "run.resume", "run.dir",
-    "rollout.kv_gib", "rollout.max_batch", "rollout.on_reward_error", "model.device",
+    "train.steps", "train.epochs", "train.tokens_per_microbatch", "eval.", "run.log.", "run.checkpoint.", "run.resume", "run.dir", "run.max_seconds",
+    "rollout.kv_gib", "rollout.max_batch", "rollout.on_reward_error", "model.device", "train.optimizer.offload",
 )  # fmt: skip
 Changes = dict[str, list[Any]]  # dotted key: [old value, new value]
 

@@ -1,23 +1,26 @@
 """THE loop. It knows rows, groups, batches and an algorithm made of functions; it never asks which algorithm it runs.
 
-One step: harvest groups, pack, annotate with what the loss needs, compute advantages over the whole batch, then one or more
+One step: harvest groups, pack, annotate with what the algorithm needs, compute advantages over the whole batch, then one or more
 optimizer steps whose denominators were counted before anything was cut; publish the new weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from reinforge.algorithms.corrections import finish
+from reinforge.algorithms import corrections, value
 from reinforge.algorithms.table import Algorithm
 from reinforge.core.backend import Backend, Metrics
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Engine
 from reinforge.core.sample import Group, Sample, Stop
+from reinforge.core.signal import with_signal
+from reinforge.rewards.running import Running
 from reinforge.rollout.source import Source, harvest_metrics
+from reinforge.train.critic import Critic
 from reinforge.train.session import Session
 
 
@@ -34,6 +37,9 @@ class RLTrainer:
     reward_weights: dict[str, float]
     epochs: int = 1
     minibatches: int = 1
+    critic: Critic | None = None
+    running: Running = field(default_factory=lambda: Running({}))  # statistics of rewards
+    skip_idle: bool = True  # rows without gradient are not computed
 
     async def run(self) -> None:
         run = self.session
@@ -42,19 +48,25 @@ class RLTrainer:
         await run.begin()
         while run.going():
             with run.phase("generate"):
-                harvest = await run.interruptible(self.source.harvest())
+                harvest = await run.interruptible(self.source.harvest(run.step, self._version()))
                 await self.engine.sleep()
             with run.phase("prepare"):
-                minibatches = self._pack(harvest.groups)
+                minibatches = self._pack(harvest.trained)
                 batches = [batch for minibatch in minibatches for batch in minibatch]
             with run.phase("annotate"):
-                self.backend.annotate(batches, self.algorithm.loss.needs)
-                self.algorithm.advantages(batches)
+                needs = self.algorithm.needs
+                if self.critic is not None:
+                    self.critic.annotate(batches)
+                    needs -= {"values"}
+                self.backend.annotate(batches, needs)
+                measured = self.algorithm.advantages(batches)
             with run.phase("train"):
-                metrics = self._update(minibatches)
+                metrics = self._update(minibatches) | measured
+                metrics |= {} if self._waits() else self.algorithm.adapt(metrics)
             await self.engine.update(self.backend.weights(), self._version())
             metrics |= harvest_metrics(harvest, self.reward_weights)
             metrics |= self._count(batches, metrics)
+            self.running.observe(s for g in [*harvest.groups, *harvest.discarded] for s in g.samples)
             await run.end_step(metrics, harvest.groups)
 
     def _settle_engine(self) -> None:
@@ -84,20 +96,34 @@ class RLTrainer:
         for _ in range(self.epochs):
             for minibatch in minibatches:
                 totals = Totals.of(minibatch, self.max_new_tokens)
-                metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
-                results.append({**finish(metrics), **self.backend.step()})
-                self.session.counters["updates"] = self.session.counters.get("updates", 0) + 1
+                metrics = {} if self._waits() else self._policy_step(minibatch, totals)
+                if self.critic is not None:
+                    metrics |= self.critic.update(minibatch, totals)
+                results.append(metrics)
         return average(results) if results else {"train/empty": 1.0, "train/skipped": 0.0}  # dynamic sampling found no group with signal
 
+    def _waits(self) -> bool:
+        """Whether only the critic is trained in this step."""
+        return self.critic is not None and self.critic.warming(self.session.step)
+
+    def _policy_step(self, minibatch: list[Batch], totals: Totals) -> Metrics:
+        if self.skip_idle and self.algorithm.idle:
+            minibatch = with_signal(minibatch, self.backend.budget, share=self.backend.share)
+            totals = replace(totals, left_out=totals.tokens - sum(b.n_trained for b in minibatch))
+        metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
+        metrics["tokens/processed"] = sum(b.n_tokens for b in minibatch)
+        self.session.counters["updates"] = self.session.counters.get("updates", 0) + 1
+        return {**value.finish(corrections.finish(metrics)), **self.backend.step()}
+
     def _count(self, batches: list[Batch], metrics: Metrics) -> Metrics:
-        """Sampled tokens are trained or dropped, and the books balance."""
+        """Sampled and replayed tokens are trained or dropped, and the books balance."""
         trained = sum(b.n_trained for b in batches)
         sampled = int(metrics["tokens/sampled"])
         counters = self.session.counters
         counters["tokens_sampled"] = counters.get("tokens_sampled", 0) + sampled
         counters["tokens_trained"] = counters.get("tokens_trained", 0) + trained
-        processed = sum(b.n_tokens for b in batches)
-        return {"tokens/trained": trained, "tokens/dropped": sampled - trained, "tokens/processed": processed}
+        processed = metrics.get("tokens/processed", 0.0) * self.minibatches  # a mean over optimizer steps
+        return {"tokens/trained": trained, "tokens/dropped": sampled + int(metrics["tokens/replayed"]) - trained, "tokens/processed": processed}
 
 
 def trainable(sample: Sample, overlong: str) -> Sample:
@@ -114,7 +140,7 @@ def average(results: Iterable[Metrics]) -> Metrics:
     out: Metrics = {}
     for name in {n: None for r in results for n in r}:
         values = [r[name] for r in results if name in r]
-        if name.endswith("/max") or name in ("train/skipped", "train/empty"):
+        if name.endswith("/max") or name in ("train/skipped", "train/empty", "train/oom", "critic/oom"):
             out[name] = max(values)
         else:
             out[name] = min(values) if name.endswith("/min") else sum(values) / len(values)

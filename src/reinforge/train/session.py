@@ -26,6 +26,7 @@ from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
 from reinforge.train.changes import Changes, check_changes
+from reinforge.watch.memory import device_peak, process_peak
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.sinks import Target, make_sinks
 from reinforge.watch.timing import Phases
@@ -59,8 +60,10 @@ class Session:
         self.waiting = 0  # evaluations since the early-stop metric improved
         self.stopped: str | None = None  # why the run ended before its time
         self.bad_steps = 0
+        self.seconds = 0.0  # of training so far
         self.last: dict[str, float] = {}  # newest metrics, for the result
-        self.phases = Phases()
+        self.phases = Phases(peak=device_peak)
+        self.prediction: Mapping[str, Any] | None = None  # what the run was expected to take, for its record
         self.terminating: signal.Signals | None = None  # the signal that asked the run to end
         self._saved_at = -1
         self._handlers: dict[signal.Signals, Any] = {}  # what was there before ours
@@ -80,6 +83,8 @@ class Session:
                 self.dir, self.cfg.model_dump(mode="json"), self.cfg.run.log.project, self.step if offsets is not None else None
             )
             self.recorder = Recorder(self.dir, self.cfg.model_dump(mode="json"), make_sinks(self.cfg.run.log.sinks, target), offsets)
+            if self.prediction is not None:
+                self.recorder.document("prediction.json", self.prediction)
             self.view.start(self.total, self.dir.name)
             if offsets is not None:
                 self.view.message(f"resumed at step {self.step} from {self.dir}")
@@ -141,7 +146,7 @@ class Session:
         self.cursor.load(extra["cursor"])
         self.step, self.counters, self.evaluated = extra["step"], extra["counters"], extra["evaluated"]
         self.best, self.waiting, self.stopped, self.bad_steps = extra["best"], extra["waiting"], extra["stopped"], extra["bad_steps"]
-        self.last = extra["clock"]["last"]
+        self.last, self.seconds = extra["clock"]["last"], extra["clock"].get("seconds", 0.0)
         self._saved_at = self.step
         return extra["clock"]["offsets"]
 
@@ -190,6 +195,7 @@ class Session:
         tokens = metrics.get("tokens/processed", 0.0)
         metrics = {
             **metrics,
+            "memory/peak_gib": process_peak(),  # unless a GPU has a number of its own
             **timing,
             "time/step": seconds,
             "tokens_per_second": tokens / seconds if seconds else 0.0,
@@ -203,13 +209,18 @@ class Session:
             self.recorder.samples(self.step, groups, self.cfg.run.log.samples)
             self.view.table(groups[: self.cfg.run.log.samples])
         self._judge(metrics)
+        self.seconds += seconds - timing.get("time/eval", 0.0) - timing.get("time/checkpoint", 0.0)
+        limit = self.cfg.run.max_seconds
+        if limit is not None and self.seconds >= limit and self.going():
+            self.stopped = f"run.max_seconds: {limit:g} s of training are used up"
+            self.recorder.event("out_of_time", step=self.step, seconds=self.seconds)
         await self._boundary()
         await asyncio.sleep(0)
         if self.terminating and self.going():
             raise self._terminated()
 
     def _judge(self, metrics: Metrics) -> None:
-        """A skipped step is counted and reported; several in a row end the run."""
+        """A skipped step is counted and reported; several in a row end the run. Empty steps and lack of memory are noted."""
         if metrics.get("train/skipped"):
             self.bad_steps += 1
             self.recorder.event("skipped_step", step=self.step, grad_norm=metrics.get("train/grad_norm"))
@@ -220,12 +231,17 @@ class Session:
             self.bad_steps = 0
         if metrics.get("train/empty"):
             self.recorder.event("empty_step", step=self.step)
+        for role in ("train", "critic"):
+            if times := int(metrics.get(f"{role}/oom", 0)):
+                old, new = (int(metrics[f"{role}/oom_budget/{which}"]) for which in ("max", "min"))
+                self.recorder.event("out_of_memory", step=self.step, role=role, times=times, old_budget=old, new_budget=new)
+                self.view.message(f"step {self.step}: {role} ran out of memory; micro-batches of {new} tokens from now on, {old} until now")
 
     # ---- boundaries ----
 
     def _eval_due(self) -> bool:
         every = self.cfg.eval.every
-        ending = self.step >= self.total
+        ending = not self.going()
         return self.evaluated != self.step and (
             ending or (self.step == 0 and self.cfg.eval.at_start) or bool(every and self.step and self.step % every == 0)
         )
@@ -286,7 +302,7 @@ class Session:
             extra = {
                 "step": self.step, "cursor": self.cursor.state(), "counters": self.counters, "evaluated": self.evaluated, "best": self.best,
                 "waiting": self.waiting, "stopped": self.stopped, "bad_steps": self.bad_steps,
-                "clock": {"offsets": self.recorder.offsets(), "saved": time.time(), "last": self.last},
+                "clock": {"offsets": self.recorder.offsets(), "saved": time.time(), "last": self.last, "seconds": self.seconds},
             }  # fmt: skip
             path = store.save(self.dir, self.step, *self._with_parts(extra))
             self._saved_at = self.step

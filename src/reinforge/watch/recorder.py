@@ -96,6 +96,10 @@ class Recorder:
             os.truncate(path, data.rfind(b"\n") + 1)
         return size - keep
 
+    def document(self, name: str, value: Mapping[str, Any]) -> None:
+        """A JSON file of its own beside the logs, such as prediction.json."""
+        self._write_json(name, _finite(value))
+
     def _write_json(self, name: str, value: Any) -> None:
         part = self.run_dir / f".{name}.part"
         part.write_text(json.dumps(value, indent=1, default=str), encoding="utf-8")

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def write_report(run_dir: Path) -> Path:
         "CONFIG": key_rows(flatten(read_json(run_dir / "config.json"))),
         "VERSIONS": key_rows(run["versions"]),
         "SUMMARY": f"<h2>Summary</h2><div class=panel><table><tbody>{key_rows(flatten(summary))}</tbody></table></div>" if summary else "",
+        "PREDICTION": prediction_table(compare_prediction(read_json(run_dir / "prediction.json"), lines)),
         "EVENTS": "".join(map(event_row, read_lines(run_dir / "events.jsonl"))),
         "DATA": embed({"series": series, "sections": sections(series), "phases": phases(lines)}),
     }
@@ -135,6 +136,38 @@ def phases(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         means = [sum(number(line.get(f"time/{name}")) or 0.0 for line in chunk) / len(chunk) for name in names]
         bars.append([chunk[0].get("step"), chunk[-1].get("step"), *(round(m, 5) for m in means)])
     return {"names": names, "bars": bars}
+
+
+def compare_prediction(prediction: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, float, float | None]]:
+    """(what, unit, predicted, measured) of memory and of each phase's seconds. Measured: the highest peak, the median step."""
+    lines = list(lines)
+
+    def values(name: str) -> list[float]:
+        return [value for line in lines if (value := number(line.get(name))) is not None]
+
+    peaks = {phase: parts["peak"] for phase, parts in prediction.get("memory_gib", {}).items()}
+    if peaks and not any(values(f"memory/{phase}_gib") for phase in peaks):  # a CPU has one number for the whole process
+        peaks = {"peak": max(peaks.values())}
+    found = [(f"memory, {phase}", "GiB", peak, max(values(f"memory/{phase}_gib"), default=None)) for phase, peak in peaks.items()]
+    for phase, seconds in prediction.get("seconds", {}).items():
+        times = sorted(values(f"time/{phase}"))
+        found.append((f"{phase}, one step", "s", seconds, times[len(times) // 2] if times else None))
+    return found
+
+
+def prediction_table(rows: Sequence[tuple[str, str, float, float | None]]) -> str:
+    """Predicted beside measured. Nothing where nothing was predicted."""
+    if not rows:
+        return ""
+    body = "".join(
+        f"<tr><td class=key>{escape(what)}</td><td class=number>{predicted:.3g} {unit}</td>"
+        f"<td class=number>{'' if measured is None else f'{measured:.3g} {unit}'}</td>"
+        f"<td class=number>{f'{measured / predicted:.2f}' if measured is not None and predicted else ''}</td></tr>"
+        for what, unit, predicted, measured in rows
+    )
+    head = "<thead><tr><th></th><th>predicted</th><th>measured</th><th>ratio</th></tr></thead>"
+    note = "Times are predicted for completions of the full length."
+    return f"<h2>Prediction</h2><div class=panel><table>{head}<tbody>{body}</tbody></table></div><div class=soft>{note}</div>"
 
 
 def tiles(run: Mapping[str, Any], lines: list[dict[str, Any]]) -> list[tuple[str, str]]:

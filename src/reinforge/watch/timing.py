@@ -1,4 +1,4 @@
-"""Where the seconds of a step go."""
+"""Where the seconds of a step go, and the memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+MEASURED = ("generate", "train")  # phases whose memory is worth a metric
+
 
 class Phases:
     """`with phases("generate"):` adds up seconds by phase. A phase inside another takes its time away from the outer one,
-    so that phases never count a second twice. Work that a GPU does later belongs to the phase that waits for it."""
+    so that phases never count a second twice. Work that a GPU does later belongs to the phase that waits for it.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self.clock = clock
+    `peak` gives the GiB of the worst moment since it was asked last, or None where there is no such number."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, peak: Callable[[], float | None] = lambda: None):
+        self.clock, self.peak = clock, peak
         self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
         self._stack: list[str] = []
         self._since = self._start = clock()
 
@@ -29,16 +34,23 @@ class Phases:
 
     def _settle(self) -> None:
         """Books the time since the last change on the innermost open phase."""
-        now = self.clock()
+        now, peak = self.clock(), self.peak()
+        phase = self._stack[-1] if self._stack else "other"
         if self._stack:
-            self._seconds[self._stack[-1]] = self._seconds.get(self._stack[-1], 0.0) + now - self._since
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since
+        if peak is not None:
+            self._peaks[phase] = max(peak, self._peaks.get(phase, 0.0))
         self._since = now
 
     def take(self) -> dict[str, float]:
-        """`time/<phase>` in seconds and `share/<phase>` of the time since the last take; what no phase covered is `other`."""
+        """`time/<phase>` in seconds and `share/<phase>` of the time since the last take; what no phase covered is `other`.
+        Where there is a `peak`, also `memory/generate_gib`, `memory/train_gib` and `memory/peak_gib` of all phases."""
         self._settle()
         total = self._since - self._start
         seconds = self._seconds | {"other": max(total - sum(self._seconds.values()), 0.0)}
+        peaks, self._peaks = self._peaks, {}
         self._seconds, self._start = {}, self._since
         times = {f"time/{name}": value for name, value in seconds.items()}
-        return times | {f"share/{name}": value / total if total > 0 else 0.0 for name, value in seconds.items()}
+        memory = {f"memory/{name}_gib": peaks[name] for name in MEASURED if name in peaks}
+        memory |= {"memory/peak_gib": max(peaks.values())} if peaks else {}
+        return times | {f"share/{name}": value / total if total > 0 else 0.0 for name, value in seconds.items()} | memory

@@ -1,38 +1,93 @@
-"""Which cache block belongs to whom. Blocks of a shared prompt are counted, not copied."""
+"""Which cache block belongs to whom. Blocks of a shared prompt are counted, not copied, and may be found again by their content."""
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from reinforge.core.arrays import ints
+
+
+def block_keys(tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """One key per full block: a hash of everything up to its end, because keys and values depend on all of it."""
+    keys: list[bytes] = []
+    data, step = ints(list(tokens)).numpy().tobytes(), 8 * block_size
+    for i in range(len(tokens) // block_size):
+        keys.append(hashlib.blake2b((keys[-1] if keys else b"") + data[i * step : (i + 1) * step], digest_size=16).digest())
+    return keys
+
 
 class BlockPool:
-    """Hands out block ids and takes them back. A block returns to the pool when its last holder lets go."""
+    """Hands out block ids and takes them back. A block returns to the pool when its last holder lets go; one that is remembered by
+    a key can be found until its room is needed, the longest unused first."""
 
     def __init__(self, blocks: int, block_size: int):
         self.total, self.block_size = blocks, block_size
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
+        self._known: dict[bytes, int] = {}
+        self._key: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, held by nobody, in the order of their last use
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._idle)
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def take(self, count: int) -> list[int]:
         assert count <= self.free, f"asked for {count} blocks, {self.free} are free"
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in taken:
             self._holders[block] = 1
         return taken
 
     def share(self, blocks: list[int]) -> list[int]:
         for block in blocks:
+            self._idle.pop(block, None)
             self._holders[block] += 1
         return list(blocks)
 
     def release(self, blocks: list[int]) -> None:
-        for block in blocks:
+        for block in reversed(blocks):  # the end of a prefix is forgotten before its beginning
             self._holders[block] -= 1
             assert self._holders[block] >= 0, f"block {block} released twice"
             if not self._holders[block]:
-                self._free.append(block)
+                if block in self._key:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    # ---- blocks known by what is in them ----
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known beginning. They are not held yet."""
+        found: list[int] = []
+        for key in keys:
+            if key not in self._known:
+                break
+            found.append(self._known[key])
+        return found
+
+    def idle(self, blocks: Sequence[int]) -> int:
+        """How many of these nobody holds: sharing them takes that many from `free`."""
+        return sum(block in self._idle for block in blocks)
+
+    def remember(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        for block, key in zip(blocks, keys, strict=False):
+            if key not in self._known and block not in self._key:
+                self._known[key], self._key[block] = block, key
+
+    def forget(self) -> None:
+        """What is cached came from other weights."""
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._known.clear()
+        self._key.clear()
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        del self._known[self._key.pop(block)]
+        return block

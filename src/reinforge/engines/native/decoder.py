@@ -1,7 +1,7 @@
 """Several decode steps between two looks of the host.
 
 On a GPU a step is one CUDA graph, captured once per batch-size bucket and replayed, so a token costs no Python and no launch
-overhead; the host looks at what came out every `WINDOW` steps. On a CPU there is nothing to hide: one step, one look.
+overhead; the host looks at what came out every so many steps. On a CPU there is nothing to hide: one step, one look.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from reinforge.engines.native.rows import Rows
 from reinforge.models.attention import HAS_TRITON, Cache
 from reinforge.models.causal import CausalModel
 
-WINDOW = 16
+WINDOW = 32  # at most this many steps between two looks
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def bucket(rows: int) -> int:
     return next((size for size in BUCKETS if size >= rows), rows)
+
+
+def window(limit: int) -> int:
+    """Steps between two looks, where completions may have `limit` tokens: rows that end in between run on in vain, looking costs time."""
+    return WINDOW if limit >= 512 else WINDOW // 2 if limit >= 128 else WINDOW // 4
 
 
 @dataclass(slots=True)
@@ -56,8 +61,8 @@ class Decoder:
         """The cache that the graphs were captured with is gone."""
         self._captured.clear()
 
-    def run(self, rows: Rows, cache: Cache) -> Window:
-        """The next tokens of every row."""
+    def run(self, rows: Rows, cache: Cache, limit: int) -> Window:
+        """The next tokens of every row; no completion is longer than `limit`."""
         if not self.graphs or rows.filters is not None:
             before = rows.produced.clone()
             picked, logprobs = rows.step(self.model, cache)
@@ -65,11 +70,12 @@ class Decoder:
         captured = self._captured.get(rows.key) or self._capture(rows, cache)
         captured.rows.copy_(rows)
         captured.at.zero_()
-        for _ in range(WINDOW):
+        steps = window(limit)
+        for _ in range(steps):
             captured.graph.replay()
         counts = captured.rows.produced - rows.produced
         rows.copy_(captured.rows)
-        return Window(captured.tokens.t().tolist(), captured.logprobs.t().tolist(), counts.tolist())
+        return Window(captured.tokens[:steps].t().tolist(), captured.logprobs[:steps].t().tolist(), counts.tolist())
 
     def _capture(self, rows: Rows, cache: Cache) -> _Captured:
         """Captures one step on rows that are all done: they stand still, and write only into the spare block."""

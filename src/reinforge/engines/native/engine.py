@@ -1,8 +1,8 @@
 """Continuous batching over a paged cache, on the module that trains.
 
-One round admits what fits (each prompt is prefilled once, its full blocks shared by all its samples), then decodes one
-token for every live sequence; finished ones leave at once. A sequence gets all the blocks it may need when it is admitted,
-so it never has to be evicted, and its block table never changes.
+One round admits what fits (each prompt is prefilled once, its full blocks shared by all its samples), computes the next piece of
+prompts, then decodes for every live sequence; finished ones leave at once. A sequence gets all the blocks it may need when it is
+admitted, so it never has to be evicted, and its block table never changes.
 
 Scheduling is a function of what was submitted and in which order: resubmitting the same requests repeats the same rounds.
 """
@@ -12,57 +12,56 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from reinforge.core.arrays import ints
 from reinforge.core.batch import Batch
 from reinforge.core.engine import Capabilities, Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
-from reinforge.engines.native.blocks import BlockPool
+from reinforge.engines.native.blocks import BlockPool, block_keys
 from reinforge.engines.native.decoder import Decoder, Window
+from reinforge.engines.native.prefill import Fork, admit, prefill
 from reinforge.engines.native.rows import Live, Rows
-from reinforge.models.attention import Cache, Packed, Prefill
+from reinforge.models.attention import Cache, Packed
 from reinforge.models.causal import CausalModel
+from reinforge.models.head import chunk_rows
+from reinforge.models.joint import join
 
 BLOCK = 16
 KEEP = 1 / 12  # a cache of at most this share of the GPU is not given back between rollouts
 PREFILL_TOKENS = 16384  # packed prompt tokens per forward
 
 
-@dataclass(slots=True, eq=False)
-class _Fork:
-    """Sequences that continue the same tokens: prefilled together, once."""
-
-    tokens: list[int]
-    sequences: list[Live]
-
-
 class NativeEngine:
     capabilities = Capabilities(logprobs=True, adapters=False, abort=True, exact=False, scoring=True)
 
     def __init__(self, model: CausalModel, *, stop_tokens: Iterable[int] = (), max_batch: int = 512, kv_gib: float | None = None,
-                 context: int | None = None, longest: int | None = None):  # fmt: skip
-        """`longest` is the longest sequence to expect, prompt and completion: with it the cache is no larger than it needs to be."""
+                 context: int | None = None, longest: int | None = None, prefix_cache: bool = False):  # fmt: skip
+        """`longest` is the longest sequence to expect, prompt and completion: with it the cache is no larger than it needs to be.
+        `prefix_cache`: what was computed under the same weights is found again, as when a conversation goes on."""
         self.model, self.max_batch, self.context = model, max_batch, context
-        self.stop_tokens = frozenset(stop_tokens)
+        self.stop_tokens, self.prefix_cache = frozenset(stop_tokens), prefix_cache
+        if not model.exact or model.device.type == "cuda":  # a BLAS may add up in another order for a wider matrix, our kernel does not
+            join(model.module)
         self.version = 0
         self.stats = GenerationStats()
+        self.capabilities = replace(NativeEngine.capabilities, exact=model.exact)
         self.shapes = _cache_shapes(model)
         self.blocks = self._pool_size(kv_gib, longest)
         self.pool = BlockPool(self.blocks, BLOCK)
         self.cache: Cache | None = None  # one block more than the pool has: rows that only fill a batch write there
         self.decoder = Decoder(model)
         self.width = self.pool.needed(longest) if longest else 0  # of block tables, so that graphs need not be captured again
-        self._waiting: deque[_Fork] = deque()
-        self._entering: list[_Fork] = []  # admitted in this round, not yet prefilled
-        self._running: list[Live] = []
+        self._waiting: deque[Fork] = deque()
+        self._entering: list[Fork] = []  # admitted, not yet in the cache as a whole
+        self._running: list[Live] = []  # in the order of the decoder's rows; who is done may stand among them
         self._rows: Rows | None = None
         self._driver: asyncio.Task[None] | None = None
 
@@ -85,7 +84,9 @@ class NativeEngine:
 
     # ---- the contract ----
 
-    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
+    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1,
+                       on_tokens: Callable[[int, list[int], list[float], Stop | None], None] | None = None) -> list[Completion]:  # fmt: skip
+        """`on_tokens(i, tokens, logprobs, stop)` hears of sample i's tokens as they come, in the engine's thread."""
         prompt = list(tokens)
         if not prompt:
             raise InputError("an empty prompt has nothing to continue.", fix="Give at least one token, e.g. the BOS token.")
@@ -101,8 +102,11 @@ class NativeEngine:
             )
         loop = asyncio.get_running_loop()
         stops = frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
-        sequences = [Live(prompt, params, seed_of(key, i), stops, loop.create_future()) for i in range(n)]
-        self._waiting.append(_Fork(prompt, sequences))
+        sequences = [
+            Live(prompt, params, seed_of(key, i), stops, loop.create_future(), None if on_tokens is None else partial(on_tokens, i))
+            for i in range(n)
+        ]
+        self._enqueue(prompt, sequences)
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
         try:
@@ -111,6 +115,13 @@ class NativeEngine:
             for sequence in sequences:
                 self._drop(sequence)
             raise
+
+    def _enqueue(self, tokens: list[int], sequences: list[Live]) -> None:
+        """Requests that follow each other with the same prompt are prefilled together."""
+        if self._waiting and self._waiting[-1].tokens == tokens:
+            self._waiting[-1].sequences += sequences
+        else:
+            self._waiting.append(Fork(tokens, list(sequences), block_keys(tokens, BLOCK) if self.prefix_cache else []))
 
     async def score(self, tokens: Sequence[int]) -> Tensor:
         sample = Sample.from_tokens("score", list(tokens), [True] * len(tokens))
@@ -121,21 +132,54 @@ class NativeEngine:
                 out[1:] = self.model.logprobs(batch, temperature=1.0)[0].cpu()
         return out
 
+    @torch.no_grad()
+    async def likeliest(
+        self, tokens: Sequence[int], start: int, *, k: int, temperature: float = 1.0
+    ) -> tuple[list[float], list[list[tuple[int, float]]]]:
+        """The log-prob of each token from `start` (> 0) on, and the k likeliest tokens in its place with theirs: one forward over
+        all tokens. As in `Completion`: after temperature, over the full vocabulary, and 0 (greedy) reports 1."""
+        assert 0 < start <= len(tokens)
+        batch = Batch.pack([Sample.from_tokens("likeliest", list(tokens), [i >= start for i in range(len(tokens))])]).to(self.model.device)
+        own: list[float] = []
+        top: list[list[tuple[int, float]]] = []
+        if batch.n_trained:
+            rows = self.model.states(batch).index_select(0, batch.sources)
+            size = chunk_rows(len(rows), self.model.head.weight.shape[0], rows.device)
+            for hidden, targets in zip(rows.split(size), batch.tokens[batch.targets].split(size), strict=True):
+                logp = (self.model.logits(hidden) / (temperature or 1.0)).log_softmax(-1)
+                own += logp.gather(-1, targets[:, None])[:, 0].tolist()
+                values, ids = logp.topk(min(k, logp.shape[-1]))
+                top += [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+        return own, top
+
     async def update(self, weights: Weights, version: int) -> None:
         if weights.kind != "shared" or weights.module is not self.model.module:
             raise ValueError("the native engine serves the trainer's own module; it cannot load other weights")
         self.version = version
-        for sequence in self._running:  # what they cached came from the old weights: prefill again under the new ones
-            self._leave(sequence)
-            self._waiting.append(_Fork(sequence.prompt + sequence.tokens, [sequence]))
-        self._running, self._rows = [], None
+        entering, running = self._entering, [s for s in self._running if not s.future.done()]
+        for sequence in [*(s for fork in entering for s in fork.live), *running]:
+            self._leave(sequence)  # what they cached came from the old weights: prefill again under the new ones
+        self._entering, self._running, self._rows = [], [], None
+        self.pool.forget()
+        for fork in reversed(entering):
+            self._waiting.appendleft(Fork(fork.tokens, fork.live, fork.keys))
+        for sequence in running:
+            self._enqueue(sequence.prompt + sequence.tokens, [sequence])
 
     async def sleep(self) -> None:
-        assert not self._running and all(s.future.done() for f in self._waiting for s in f.sequences), "cannot sleep while there is work"
+        assert not self._busy(), "cannot sleep while there is work"
         if self.model.device.type == "cuda" and not self._small():  # host memory is kept: it is not what training runs short of
             self.cache = None
             self.decoder.forget()
+            self.pool.forget()
             torch.cuda.empty_cache()
+
+    def _sequences(self) -> list[Live]:
+        return [*self._running, *(s for fork in [*self._entering, *self._waiting] for s in fork.sequences)]
+
+    def _busy(self) -> bool:
+        """Whether somebody waits for anything."""
+        return any(not s.future.done() for s in self._sequences())
 
     def _small(self) -> bool:
         """Whether the cache takes so little of the device that it may stay while training, and its graphs with it."""
@@ -153,17 +197,19 @@ class NativeEngine:
         try:
             await asyncio.sleep(0)
             await self.wake()
-            while self._waiting or self._running:
+            while self._busy():
                 start = time.monotonic()
                 self._round()
                 self.stats.seconds += time.monotonic() - start
                 await asyncio.sleep(0)
+            self._running, self._rows, self._entering = [], None, []
+            self._waiting.clear()
         except BaseException as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """A broken round must not leave anybody waiting for ever."""
-        for sequence in [*self._running, *(s for fork in [*self._entering, *self._waiting] for s in fork.sequences)]:
+        for sequence in self._sequences():
             sequence.blocks = []
             if not sequence.future.done():
                 sequence.future.set_exception(error if isinstance(error, Exception) else RuntimeError(f"engine stopped: {error!r}"))
@@ -172,86 +218,61 @@ class NativeEngine:
 
     @torch.no_grad()
     def _round(self) -> None:
-        self._entering = self._admit()
+        self._entering = [fork for fork in self._entering if fork.live]
+        self._admit()
         if self._entering:
-            self._prefill(self._entering)
-            self._entering = []
-        if self._running:
+            self._prefill()
+        if any(not s.future.done() for s in self._running):
             self._decode()
         self.stats.steps += 1
 
-    def _admit(self) -> list[_Fork]:
-        admitted: list[_Fork] = []
-        budget, room = PREFILL_TOKENS, self.max_batch - len(self._running)
-        while self._waiting and room > 0 and (budget > 0 or not admitted):
-            fork = self._waiting.popleft()
-            fork.sequences = [s for s in fork.sequences if not s.future.done()]
-            shared = len(fork.tokens) // BLOCK
-            free = self.pool.free - shared
-            fitting: list[Live] = []
-            for sequence in fork.sequences[:room]:
-                own = self.pool.needed(len(sequence.prompt) + sequence.params.max_new_tokens) - shared
-                if own > free:
-                    break
-                free -= own
-                fitting.append(sequence)
-            rest = fork.sequences[len(fitting) :]
-            if fitting:
-                prefix = self.pool.take(shared)
-                for i, sequence in enumerate(fitting):
-                    own = self.pool.needed(len(sequence.prompt) + sequence.params.max_new_tokens) - shared
-                    sequence.blocks = (prefix if i == 0 else self.pool.share(prefix)) + self.pool.take(own)
-                admitted.append(_Fork(fork.tokens, fitting))
-                budget -= len(fork.tokens)
-                room -= len(fitting)
-            if rest:
-                self._waiting.appendleft(_Fork(fork.tokens, rest))
+    def _admit(self) -> None:
+        """In the order of arrival, as long as there is room. Who does not fit waits, and nobody overtakes."""
+        live = sum(not s.future.done() for s in self._running) + sum(len(fork.live) for fork in self._entering)
+        budget, room = PREFILL_TOKENS - sum(len(fork.tokens) - fork.done for fork in self._entering), self.max_batch - live
+        while self._waiting and room > 0 and (budget > 0 or not self._entering):
+            fork = self._waiting[0]
+            fork.sequences = fork.live
+            admitted = admit(fork, self.pool, room)
+            if admitted is not None:
+                self._entering.append(admitted)
+                budget -= len(admitted.tokens) - admitted.done
+                room -= len(admitted.sequences)
+            if fork.sequences:
                 break
-        return admitted
+            self._waiting.popleft()
 
-    def _prefill(self, forks: list[_Fork]) -> None:
-        """Runs each fork's tokens once, into its first sequence's blocks; the part-filled last block is copied to the others."""
+    def _prefill(self) -> None:
         assert self.cache is not None
-        device = self.model.device
-        lengths = [len(f.tokens) for f in forks]
-        slots = torch.cat([_slots(f.sequences[0].blocks, n) for f, n in zip(forks, lengths, strict=True)]).to(device)
-        tokens = ints([t for f in forks for t in f.tokens]).to(device)
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-        ends = torch.tensor(lengths).cumsum(0)
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
-        hidden = self.model.hidden(tokens, positions, Prefill(Packed(lengths, starts), self.cache, slots))
-        copies = [
-            (f.sequences[0].blocks[n // BLOCK], s.blocks[n // BLOCK])
-            for f, n in zip(forks, lengths, strict=True)
-            if n % BLOCK
-            for s in f.sequences[1:]
-        ]
-        if copies:
-            source, target = (torch.tensor(x, device=device) for x in zip(*copies, strict=True))
-            for part in (*self.cache.keys, *self.cache.values):
-                part.index_copy_(0, target, part.index_select(0, source))
-        entering = [s for f in forks for s in f.sequences]
-        last = torch.tensor([int(ends[i]) - 1 for i, f in enumerate(forks) for _ in f.sequences], device=device)
-        picked, logprobs = Rows.of(entering, device).draw(self.model, hidden.index_select(0, last))
+        complete, hidden, tokens = prefill(self.model, self.cache, self._entering, PREFILL_TOKENS)
+        self.stats.prompt_tokens += tokens
+        if hidden is None:
+            return
+        self._entering = [fork for fork in self._entering if fork not in complete]
+        entering = [s for fork in complete for s in fork.live]
+        for fork in complete:
+            self.pool.remember(fork.live[0].blocks, fork.keys)
+        picked, logprobs = Rows.of(entering, self.model.device).draw(self.model, hidden)
         self._accept(entering, Window(picked[:, None].tolist(), logprobs[:, None].tolist(), [1] * len(entering)))
         self._running = [s for s in [*self._running, *entering] if not s.future.done()]
         self._rows = None
-        self.stats.prompt_tokens += sum(lengths)
 
     def _decode(self) -> None:
         assert self.cache is not None
-        if self._rows is None:
-            size = self.decoder.size(len(self._running))
-            self._rows = Rows.of(self._running, self.model.device, size=size, width=self.width, spare=self.blocks)
-        self._accept(self._running, self.decoder.run(self._rows, self.cache))
-        if any(s.future.done() for s in self._running):
-            self._running = [s for s in self._running if not s.future.done()]
-            self._rows = None
+        live = [s for s in self._running if not s.future.done()]
+        size = self.decoder.size(len(live))
+        if self._rows is None or size < len(self._rows.newest):
+            self._running = live
+            self._rows = Rows.of(live, self.model.device, size=size, width=self.width, spare=self.blocks)
+        self._accept(self._running, self.decoder.run(self._rows, self.cache, max(s.params.max_new_tokens for s in live)))
+        gone = [i for i, s in enumerate(self._running) if s.future.done()]
+        if gone:
+            self._rows.retire(gone, self.blocks)
 
     def _accept(self, sequences: list[Live], window: Window) -> None:
         """Takes sampled tokens in. A row stopped by itself at a stop token or at its limit; stop strings only the host can see."""
         for sequence, tokens, logprobs, count in zip(sequences, window.tokens, window.logprobs, window.counts, strict=False):
-            if sequence.future.done():  # cancelled while it ran
+            if sequence.future.done():  # finished or cancelled before
                 continue
             if sequence.params.stop_strings:
                 count = self._until_string(sequence, tokens[:count])
@@ -259,10 +280,15 @@ class NativeEngine:
             sequence.logprobs += logprobs[:count]
             sequence.versions += [self.version] * count
             self.stats.generated_tokens += count
+            stop = None
             if sequence.tokens[-1] in sequence.stops or self._hit_string(sequence.tokens, sequence.params):
-                self._finish(sequence, Stop.EOS)
+                stop = Stop.EOS
             elif len(sequence.tokens) >= sequence.params.max_new_tokens:
-                self._finish(sequence, Stop.LENGTH)
+                stop = Stop.LENGTH
+            if sequence.listener is not None:
+                sequence.listener(tokens[:count], logprobs[:count], stop)
+            if stop is not None:
+                self._finish(sequence, stop)
 
     def _until_string(self, sequence: Live, tokens: list[int]) -> int:
         """How many of these tokens come before a stop string is complete."""
@@ -276,10 +302,13 @@ class NativeEngine:
     def _hit_string(self, tokens: list[int], params: Sampling) -> bool:
         if not params.stop_strings:
             return False
-        tail = self.model.tokenizer.decode(tokens[-(max(map(len, params.stop_strings)) + 4) :])
+        longest = max(len(s.encode()) for s in params.stop_strings)  # in bytes: a token may be one
+        tail = self.model.tokenizer.decode(tokens[-(longest + 4) :])
         return any(s in tail for s in params.stop_strings)
 
     def _finish(self, sequence: Live, stop: Stop) -> None:
+        if self.prefix_cache:  # the newest token was never fed, so it is not in the cache
+            self.pool.remember(sequence.blocks, block_keys((sequence.prompt + sequence.tokens)[:-1], BLOCK))
         self._leave(sequence)
         sequence.future.set_result(Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop))
 
@@ -291,15 +320,8 @@ class NativeEngine:
         """A cancelled sequence gives its blocks back; the next round forgets it."""
         self._leave(sequence)
         sequence.future.cancel()
-        if sequence in self._running:
-            self._running.remove(sequence)
-            self._rows = None
-
-
-def _slots(blocks: list[int], count: int) -> Tensor:
-    """Flat cache positions of the first `count` tokens of a sequence."""
-    at = torch.arange(count)
-    return ints(blocks)[at // BLOCK] * BLOCK + at % BLOCK
+        if self._rows is not None and sequence in self._running:
+            self._rows.retire([self._running.index(sequence)], self.blocks)
 
 
 @dataclass(slots=True)

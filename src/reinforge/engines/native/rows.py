@@ -6,19 +6,24 @@ Legend: B rows, W cache blocks per sequence.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from reinforge.core.arrays import ints
 from reinforge.core.engine import Completion, Sampling
+from reinforge.core.sample import Stop
 from reinforge.engines.native.sampling import draw, uniform
 from reinforge.models.attention import HAS_TRITON, Cache, Paged
 from reinforge.models.causal import CausalModel
+from reinforge.models.head import exact_statistics
 
 NEVER = -1  # pads lists of stop tokens: no token has this id
+Listener = Callable[[list[int], list[float], Stop | None], None]  # new tokens, their log-probs, and why it ended there
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +35,7 @@ class Live:
     seed: int
     stops: frozenset[int]
     future: asyncio.Future[Completion]
+    listener: Listener | None = None  # hears of tokens as they come; must be quick and must not raise
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -78,9 +84,16 @@ class Rows:
             temperatures=torch.tensor([p.temperature for p in params] + [1.0] * pad, dtype=torch.float32, device=device),
             stops=whole([sorted(s.stops) + [NEVER] * (most - len(s.stops)) for s in sequences], [NEVER] * most),
             done=torch.tensor([False] * len(sequences) + [True] * pad, device=device),
-            tables=whole([s.blocks + [spare] * (width - len(s.blocks)) for s in sequences], [spare] * width),
+            tables=_tables(sequences, width, pad, spare).to(device),
             filters=filters, longest=max(s.cached for s in sequences) + 1,
         )  # fmt: skip
+
+    def retire(self, rows: list[int], spare: int) -> None:
+        """These are done and their blocks belong to others now: they stand still, and write only into the block `spare`."""
+        index = torch.tensor(rows, device=self.done.device)
+        self.done.index_fill_(0, index, True)
+        self.cached.index_fill_(0, index, 0)
+        self.tables.index_fill_(0, index, spare)
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -97,13 +110,18 @@ class Rows:
 
     def draw(self, model: CausalModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B] and log-probs [B] from last hidden states [B, E]."""
+        raw = model.project(hidden)
         if hidden.is_cuda and HAS_TRITON and self.filters is None:
             from reinforge.models import kernels
 
-            return kernels.draw(
-                model.head(hidden), self.temperatures, self.seeds, self.produced, scale=model.rule.scale, softcap=model.rule.softcap
+            picked, logprobs = kernels.draw(
+                raw, self.temperatures, self.seeds, self.produced, scale=model.rule.scale, softcap=model.rule.softcap
             )
-        return draw(model.logits(hidden), self.temperatures, uniform(self.seeds, self.produced), self.filters)
+        else:
+            picked, logprobs = draw(model.rule.apply(raw.float()), self.temperatures, uniform(self.seeds, self.produced), self.filters)
+        if model.exact:  # the training forward's own arithmetic
+            logprobs = exact_statistics(raw, picked, torch.where(self.temperatures == 0, 1.0, self.temperatures), model.rule)[0]
+        return picked, logprobs
 
     def step(self, model: CausalModel, cache: Cache) -> tuple[Tensor, Tensor]:
         """One token for every row: tokens [B], log-probs [B]. Rows advance in place; nothing is copied to the host."""
@@ -117,3 +135,11 @@ class Rows:
         self.done.logical_or_((picked[:, None] == self.stops).any(1) | (self.produced >= self.limits))
         self.longest += 1
         return picked, logprobs
+
+
+def _tables(sequences: list[Live], width: int, pad: int, spare: int) -> Tensor:
+    """[B + pad, W] block tables, filled up with `spare`."""
+    tables = np.full((len(sequences) + pad, width), spare, dtype=np.int64)
+    for row, sequence in zip(tables, sequences, strict=False):
+        row[: len(sequence.blocks)] = sequence.blocks
+    return torch.from_numpy(tables)

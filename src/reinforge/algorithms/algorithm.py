@@ -1,0 +1,130 @@
+"""What an algorithm is to a training loop, and everything that can be set about one. `table.py` builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from reinforge.algorithms.advantages import Advantage, Rollouts, Scale
+from reinforge.algorithms.corrections import Correction
+from reinforge.algorithms.kl import KL
+from reinforge.algorithms.loss import Selected, positive_weights
+from reinforge.algorithms.reduce import Reduce
+from reinforge.algorithms.surrogates import Surrogate
+from reinforge.algorithms.terms import Terms
+from reinforge.core.backend import Loss, Metrics, State
+from reinforge.core.batch import Batch
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that can be set about an algorithm. A row replaces some defaults, the user the rest."""
+
+    advantage: str | Advantage = "group_relative"
+    surrogate: str | Surrogate = "ppo_clip"
+    correction: str | Correction = "none"
+    selection: str | Callable[..., Tensor] | None = None
+    reduce: str | Reduce = "token_mean"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of whichever part takes them by name
+    scale: Scale = "group"
+    std: Literal["sample", "population"] = "sample"
+    eps: float = 1e-4
+    advantage_clip: float | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)  # of reward components
+    clip_low: float | None = None  # None: the surrogate's own
+    clip_high: float | None = None
+    clip_dual: float | None = None
+    clip_delta: float | None = None
+    cap: float | None = None  # of the correction; None: its own
+    floor: float | None = None
+    selected: Selected | None = None  # None: the selection's own
+    penalty: float = 1.0
+    kl_coefficient: float = 0.0
+    kl_estimator: str | KL | None = None  # None: k3 in the loss, k1 in the reward
+    kl_placement: Literal["loss", "reward"] = "loss"
+    kl_clamp: float | None = None
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
+    entropy: float = 0.0
+    entropy_target: float | None = None
+    entropy_rate: float = 1e-3
+    entropy_max: float = 0.1
+    nll: float = 0.0
+    old: Literal["auto", "engine", "recompute"] = "auto"
+    overlong: Literal["keep", "mask"] = "keep"
+    overlong_buffer: int | None = None  # None: a fifth of max_new_tokens in a row with `shaped`, otherwise 0
+    dynamic_sampling: bool = False
+    max_new_tokens: int = 0  # the limit of a response
+    updates: int = 1  # optimizer steps per rollout batch
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What a training loop needs of an algorithm. It never asks for the name. As a part of a run it keeps what adapts."""
+
+    name: str
+    family: str
+    paper: str
+    loss: Loss
+    options: Options
+    advantage: Callable[[Rollouts], Any] | None = None  # Rollouts -> {stream: [M]}; None: the loss needs no advantages
+    selection: Callable[[Rollouts], Tensor] | None = None
+    kl_in_reward: KL | None = None
+    terms: Terms = field(default_factory=Terms)
+    needs: frozenset[str] = frozenset()  # streams that must be there before `advantages`: old, reference, values, entropy; and "baseline"
+    notes: tuple[str, ...] = ()  # what a user should know about these settings
+
+    @property
+    def dynamic_sampling(self) -> bool:
+        """Replace groups whose rewards are all equal."""
+        return self.options.dynamic_sampling
+
+    @property
+    def overlong(self) -> Literal["keep", "mask"]:
+        """mask: truncated samples are not trained."""
+        return self.options.overlong
+
+    @property
+    def overlong_buffer(self) -> int:
+        """For `overlong_penalty`; 0 = none."""
+        return self.options.overlong_buffer or 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether rows whose advantages are all 0 have no gradient."""
+        return getattr(self.loss, "idle", False)
+
+    def advantages(self, batches: Sequence[Batch]) -> Metrics:
+        """Fills the streams that come from the whole optimizer batch (float32): advantages (0 for unscored rows), returns of a
+        critic, selected, positive."""
+        if self.advantage is None or not batches:
+            return {}
+        rollouts = Rollouts.of(batches)
+        metrics = {"batch/samples": float((rollouts.lengths > 0).sum())}
+        if self.kl_in_reward is not None:
+            streams = rollouts.streams
+            kl = self.kl_in_reward(streams["old"] if "old" in streams else streams["behaviour"], streams["reference"])
+            rollouts = rollouts.with_token_rewards(-self.terms.kl * kl)
+            metrics |= {"policy/kl": float(kl.double().mean())} if len(kl) else {}
+        found = self.advantage(rollouts)
+        if self.selection is not None:
+            found["selected"] = self.selection(replace(rollouts, streams={**rollouts.streams, **found}))
+        if self.terms.nll > 0:
+            found["positive"] = positive_weights(rollouts.rewards, rollouts.sequence)
+        for name, values in found.items():
+            for batch, part in zip(batches, values.float().split([b.n_trained for b in batches]), strict=True):
+                batch.streams[name] = part.to(batch.targets.device)
+        return metrics
+
+    def adapt(self, metrics: Mapping[str, float]) -> Metrics:
+        """Moves the coefficients that adapt, after a step; returns what they were in it."""
+        return self.terms.adapt(metrics)
+
+    def state(self) -> State:
+        return State(meta=self.terms.values())
+
+    def load(self, state: State) -> None:
+        self.terms.restore(state.meta)

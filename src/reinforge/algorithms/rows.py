@@ -1,0 +1,38 @@
+"""From tokens to rows: one number per sequence out of the flat [M] vectors that a loss sees.
+
+Legend: M trained tokens of the micro-batch in the order of their sequences, S sequences, P pairs (rows 2i and 2i+1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sums(values: Tensor, sequence: Tensor, rows: int) -> Tensor:
+    """[S] the sum of `values` [M] over each sequence; 0 where a sequence has no trained token."""
+    assert values.shape == sequence.shape and values.ndim == 1
+    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, sequence, values)
+
+
+def last(values: Tensor, lengths: Tensor) -> Tensor:
+    """[S] the value at each sequence's last trained token; 0 where there is none.
+
+    Counted by length and never by looking at ids, so a pad that equals eos cannot move it. A stream that is constant over a
+    sequence (a label, a score) gives its constant.
+    """
+    if not len(values):
+        return torch.zeros(len(lengths), dtype=values.dtype, device=values.device)
+    found = values[(lengths.cumsum(0) - 1).clamp(min=0)]
+    return torch.where(lengths > 0, found, torch.zeros_like(found))
+
+
+def places(sequence: Tensor, lengths: Tensor) -> Tensor:
+    """[M] which trained token of its sequence a token is, from 0."""
+    return torch.arange(len(sequence), device=sequence.device) - (lengths.cumsum(0) - lengths)[sequence]
+
+
+def sides(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """([P] chosen, [P] rejected) of numbers per row [2P]: row 2i is chosen, row 2i+1 rejected."""
+    assert rows.ndim == 1 and len(rows) % 2 == 0, f"{len(rows)} rows are not pairs: pack with unit=2"
+    return rows[0::2], rows[1::2]

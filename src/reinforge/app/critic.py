@@ -1,0 +1,66 @@
+"""The section `critic` becomes objects: a model of its own with its optimizer, or a value head on the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from reinforge.algorithms.algorithm import Algorithm
+from reinforge.algorithms.value import ValueLoss, WithValues
+from reinforge.backends.local import LocalBackend
+from reinforge.config.schema import Config, CriticConfig
+from reinforge.core.errors import InputError
+from reinforge.models.causal import CausalModel
+from reinforge.models.load import load_scalar
+from reinforge.models.scalar import ScalarModel
+from reinforge.train.critic import Critic
+
+COEFFICIENT = 0.5  # of a shared critic's loss, unless told otherwise
+
+
+def make_critic(cfg: Config, algorithm: Algorithm, policy: CausalModel, updates: int) -> tuple[Algorithm, Critic | None]:
+    """The critic, to be trained for `updates` optimizer steps. A shared one becomes part of the policy and of the algorithm's loss."""
+    critic, reads = cfg.critic, "values" in algorithm.needs
+    if critic is None:
+        if reads:
+            raise InputError("the advantage needs the values of a critic.", where="critic", fix="Add `critic: {}`.")
+        return algorithm, None
+    if not reads:
+        raise InputError("the advantage reads no values, so there is nothing that a critic could be for.", where="critic",
+                         fix="Remove the section; a function of your own says `function.needs = frozenset({'values'})`.")  # fmt: skip
+    loss = ValueLoss(critic.clip)
+    if critic.shared:
+        policy.add_value_head()
+        return replace(algorithm, loss=WithValues(algorithm.loss, loss, critic.coefficient or COEFFICIENT)), None
+    train = cfg.train.model_copy(update={
+        "learning_rate": cfg.train.learning_rate if critic.learning_rate is None else critic.learning_rate,
+        "schedule": critic.schedule or cfg.train.schedule, "optimizer": critic.optimizer or cfg.train.optimizer,
+        "ema": None,
+    })  # fmt: skip
+    return algorithm, Critic(LocalBackend(_model(cfg, critic, policy), train, total_steps=updates, paired=True), loss, critic.warmup)
+
+
+def _model(cfg: Config, critic: CriticConfig, policy: CausalModel) -> ScalarModel:
+    """From its own checkpoint, or a copy of the policy's trunk as it is before training. Of an adapted policy the base is loaded again."""
+    recompute = cfg.model.gradient_checkpointing if critic.gradient_checkpointing is None else critic.gradient_checkpointing
+    changes = {
+        "gradient_checkpointing": recompute,
+        "device": str(policy.device),
+        **({"path": critic.path, "revision": None} if critic.path else {}),
+    }
+    where = "critic.path" if critic.path else "model.path"
+    if critic.path is not None or policy.module is not policy.plain:
+        model = load_scalar(cfg.model.model_copy(update=changes), where=where, fresh=True)
+    else:
+        model = ScalarModel.from_causal(policy, where=where)
+        if recompute:
+            model.plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            model.plain.gradient_checkpointing_disable()
+    if critic.path is not None:
+        theirs, ours = model.tokenizer.get_vocab(), policy.tokenizer.get_vocab()
+        other = next((token for token, i in ours.items() if theirs.get(token) != i), None)
+        if other is not None or model.config.vocab_size < policy.config.vocab_size:
+            raise InputError(f"the critic reads the policy's tokens, and {critic.path} has other ones"
+                             + (f", e.g. {other!r} is not {ours[other]}" if other is not None else "") + ".", where="critic.path",
+                             fix="Use a model with the same tokenizer, or leave path out.")  # fmt: skip
+    return model

@@ -1,0 +1,130 @@
+"""What a run will take, before it starts: memory by part and seconds by phase, for the machine at hand.
+
+`plan` shows it, a run records it as prediction.json, and the report puts what was measured beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from reinforge.backends import memory, roofline
+from reinforge.backends.memory import GIB, Facts
+from reinforge.backends.roofline import Machine, Work
+from reinforge.config.schema import Config
+
+if TYPE_CHECKING:
+    from reinforge.app.preflight import Report
+    from reinforge.backends.local import LocalBackend
+
+USABLE = 0.97  # of a GPU's memory; its context and libraries have the rest
+
+
+def machine_at(device: str) -> Machine:
+    """The machine that `model.device` means: a GPU from the table, or this CPU, timed."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return roofline.this_cpu()
+    properties = torch.cuda.get_device_properties(torch.device("cuda" if device == "auto" else device))
+    return roofline.gpu(properties.name, properties.total_memory)
+
+
+def needs_of(cfg: Config) -> frozenset[str]:
+    """The streams that a run annotates, as far as its configuration tells."""
+    a = cfg.algorithm
+    found = {"reference": bool(a.kl.coefficient), "old": a.epochs * a.minibatches > 1, "values": a.needs_critic}
+    return frozenset(name for name, used in found.items() if used)
+
+
+def predict(cfg: Config, facts: Facts, machine: Machine, lengths: tuple[float, int], *, budget: int | None = None,
+            needs: frozenset[str] | None = None) -> dict[str, Any]:  # fmt: skip
+    """`lengths`: mean and longest prompt, or row where nothing is generated. Completions count with rollout.max_new_tokens: shorter
+    ones take less. `budget`: tokens per micro-batch where they are known already."""
+    needs = needs_of(cfg) if needs is None else needs
+    own_critic = "values" in needs and not (cfg.critic is not None and cfg.critic.shared)
+    copies = {"reference": "reference" in needs, "critic": own_critic}
+    rl = cfg.algorithm.name != "sft"
+    mean, longest = lengths[0], lengths[1] + (cfg.rollout.max_new_tokens if rl else 0)
+    samples = cfg.train.prompts_per_step * (cfg.algorithm.group_size if rl else 1)
+    work = Work(samples, mean, cfg.rollout.max_new_tokens if rl else 0, cfg.algorithm.group_size if rl else 1, cfg.rollout.max_batch,
+                cfg.algorithm.epochs, len(needs & {"old", "reference"}), copies["critic"], rl and cfg.train.share_prompts)  # fmt: skip
+    free = int(USABLE * machine.memory) - memory.weight_bytes(facts)
+    if budget is None:
+        asked = cfg.train.tokens_per_microbatch
+        auto = (
+            memory.CPU_BUDGET if machine.kind == "cpu" else memory.budget(facts, free, **copies, reserved=int(memory.KEEP * machine.memory))
+        )
+        budget = auto if asked == "auto" else asked
+    packed = max(longest, min(budget, math.ceil(work.tokens / cfg.algorithm.minibatches)))
+    parts = {"train": memory.training(facts, packed, machine.kind, **copies)}
+    if rl:
+        room = free - memory.optimizer_bytes(facts) if machine.kind == "cuda" else 2 << 30
+        kv = memory.kv_pool_bytes(facts, room, cfg.rollout.max_batch, longest, cfg.rollout.kv_gib)
+        parts["train"]["kv"] = kv if machine.kind == "cpu" or kv <= memory.KEEP * machine.memory else 0
+        parts["generate"] = memory.generation(facts, kv, min(samples, cfg.rollout.max_batch), machine.kind, **copies)
+    followers = (cfg.train.ema is not None) + (copies["reference"] and cfg.algorithm.kl.reference.kind != "frozen")
+    for found in parts.values():
+        found["averages"] = followers * memory.FLOAT * facts.learning()
+    seconds = {"train": roofline.train_seconds(facts, machine, work), "generate": roofline.generate_seconds(facts, machine, work)}
+    return {
+        "machine": {"name": machine.name, "kind": machine.kind, "memory_gib": round(machine.memory / GIB, 1), "known": machine.known},
+        "memory_gib": {phase: _gib(found) for phase, found in parts.items()},
+        "seconds": {phase: float(f"{seconds[phase]:.4g}") for phase in parts},
+        "assumed": {"samples": samples, "prompt_tokens": round(mean, 1), "new_tokens": work.new_tokens, "tokens_per_microbatch": budget},
+    }  # fmt: skip
+
+
+def _gib(parts: dict[str, int]) -> dict[str, float]:
+    return {name: float(f"{value / GIB:.4g}") for name, value in {**parts, "peak": memory.total(parts)}.items() if value}
+
+
+def predict_plan(cfg: Config, report: Report) -> None:
+    """Adds the prediction to the report of `plan`, from the model's configuration alone, and warns where it will not fit."""
+    from reinforge.models.load import load_config
+
+    counted = report.summary.get("prompt_tokens") or report.summary.get("row_tokens")
+    if counted is None:
+        return
+    machine, adapter = machine_at(cfg.model.device), cfg.adapter
+    facts = Facts.of(
+        load_config(cfg.model).get_text_config(), itemsize=4 if "float32" in (cfg.model.dtype, {"cpu": "float32"}.get(machine.kind)) else 2,
+        rank=adapter.rank if adapter else None, targets=tuple(adapter.targets) if adapter and not isinstance(adapter.targets, str) else None,
+        checkpointing=cfg.model.gradient_checkpointing, compiled=cfg.model.compile and machine.kind == "cuda", offload=cfg.train.optimizer.offload,
+    )  # fmt: skip
+    found = predict(cfg, facts, machine, (counted["median"], min(counted["max"], counted["limit"])))
+    report.summary["prediction"] = found
+    phase, most = max(((phase, parts["peak"]) for phase, parts in found["memory_gib"].items()), key=lambda pair: pair[1])
+    if most > USABLE * machine.memory / GIB:
+        report.warn("memory", f"{phase} is expected to take {most:.1f} GiB, and {machine.name} has {machine.memory / GIB:.1f}.",
+                    "Train an adapter (adapter.rank=16), set model.gradient_checkpointing=true or train.optimizer.offload=true, or use a smaller model.")  # fmt: skip
+
+
+def predict_run(cfg: Config, backend: LocalBackend, lengths: Sequence[int], needs: frozenset[str]) -> dict[str, Any]:
+    """The prediction of a run whose model is loaded: parameters are counted, the micro-batch is known."""
+    from reinforge.backends.microbatch import facts_of
+
+    facts = facts_of(backend.model, offload=cfg.train.optimizer.offload)
+    machine = machine_at(str(backend.model.device))
+    return predict(cfg, facts, machine, (sum(lengths) / max(1, len(lengths)), max(lengths, default=1)), budget=backend.budget, needs=needs)
+
+
+def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
+    """(label, text) lines for people."""
+    machine, assumed = prediction["machine"], prediction["assumed"]
+    lines = []
+    for phase, parts in prediction["memory_gib"].items():
+        rest = sorted(((v, k) for k, v in parts.items() if k != "peak"), reverse=True)
+        listed = ", ".join(f"{name} {_short(value)}" for value, name in rest if value >= 0.005 * parts["peak"])
+        packed = f" (micro-batches of {assumed['tokens_per_microbatch']:,} tokens)" if phase == "train" else ""
+        lines.append(
+            (f"memory to {phase}", f"{_short(parts['peak'])} of {machine['memory_gib']:g} GiB on {machine['name']}: {listed}{packed}")
+        )
+    guess = "" if machine["known"] else "; this GPU is not in our table, so that is a guess"
+    times = ", ".join(f"{phase} {_short(seconds)} s" for phase, seconds in prediction["seconds"].items())
+    return [*lines, ("time of a step", f"about {times} for completions of full length, on an idle machine{guess}")]
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"

@@ -1,0 +1,193 @@
+"""What a client may ask for, as the OpenAI API names it, and a few extensions. What cannot be done is refused, never ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from reinforge.core.errors import InputError
+
+MOST_TOP = 20  # likeliest tokens per place
+MOST_SEQUENCES = 512  # of one request: prompts x n
+COOLEST = 1e-3  # a lower temperature than this is 0
+
+
+class ApiError(Exception):
+    """An answer with an OpenAI error object. `status` is the HTTP status."""
+
+    def __init__(
+        self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    @classmethod
+    def of(cls, error: InputError) -> ApiError:
+        return cls(400, str(error), param=error.where)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(_Part):
+    include_usage: bool = False
+    include_obfuscation: Any = None
+
+
+class Request(_Part):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[str, Field(max_length=1000)] | Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=16)] | None = (
+        None
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # extensions
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] = []
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    # without effect on the answer
+    user: Any = None
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    # refused unless they ask for nothing
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    logit_bias: Any = None
+
+    def neutral(self) -> dict[str, tuple[Any, ...]]:
+        """Fields we cannot act on, and the values that ask for nothing."""
+        return {"frequency_penalty": (None, 0), "presence_penalty": (None, 0), "logit_bias": (None, {})}
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(s for s in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if s)
+
+
+class CompletionRequest(Request):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    echo: bool = False
+    best_of: Any = None
+    suffix: Any = None
+
+    def neutral(self) -> dict[str, tuple[Any, ...]]:
+        return {**super().neutral(), "best_of": (None, self.n or 1), "suffix": (None, "")}
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        given = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]  # type: ignore[list-item]
+        return list(given)  # type: ignore[arg-type]
+
+
+class ChatRequest(Request):
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | Any = None
+    parallel_tool_calls: Any = None
+    response_format: Any = None
+    reasoning_effort: Any = None
+
+    def neutral(self) -> dict[str, tuple[Any, ...]]:
+        return {**super().neutral(), "tool_choice": (None, "none", "auto"), "parallel_tool_calls": (None, True),
+                "response_format": (None, {"type": "text"}), "reasoning_effort": (None,)}  # fmt: skip
+
+    @property
+    def used_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools or None
+
+
+class ScoreRequest(_Part):
+    """Prompts and completions, or whole conversations whose last turn is the one to score."""
+
+    model: str | None = None
+    prompts: list[str | list[dict[str, Any]]] | None = None
+    completions: list[str] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def parsed(kind: type[R], body: bytes) -> R:
+    """The request in a body, or an error that names the field."""
+    try:
+        value = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
+    try:
+        request = kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("constrained-", "list[", "function-")))
+        what = "is not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ApiError(400, f"{param}: {what}", param=param) from None
+    if isinstance(request, Request):
+        for name, fine in request.neutral().items():
+            if getattr(request, name) not in fine:
+                raise ApiError(400, f"{name}: this server cannot do that; leave it out", param=name, code="unsupported_parameter")
+        if request.temperature and request.temperature < COOLEST:
+            raise ApiError(400, f"temperature: use 0 (greedy) or at least {COOLEST}", param="temperature")
+        if request.stream_options is not None and not request.stream:
+            raise ApiError(400, "stream_options: only with stream: true", param="stream_options")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs: only with logprobs: true", param="top_logprobs")
+    return request
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: content parts joined to text, arguments of earlier tool calls as objects."""
+    return [_plain_message(i, m) for i, m in enumerate(messages)]
+
+
+def _plain_message(i: int, message: dict[str, Any]) -> dict[str, Any]:
+    out = {k: v for k, v in message.items() if v is not None or k == "content"}
+    content = out.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        if not all(isinstance(t, str) for t in texts):
+            raise ApiError(400, f"messages.{i}.content: this server reads text parts only", param="messages")
+        out["content"] = "".join(map(str, texts))
+    if out.get("tool_calls"):
+        out["tool_calls"] = [_plain_call(i, call) for call in out["tool_calls"]]
+    return out
+
+
+def _plain_call(i: int, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(400, f"messages.{i}.tool_calls: not a list of function calls", param="messages")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            pass  # what a model wrote need not be JSON; the template prints it as it is
+    return {**call, "function": {**function, "arguments": arguments}}

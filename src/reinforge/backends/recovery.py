@@ -1,0 +1,57 @@
+"""When the device's memory runs out: the same samples again, in smaller micro-batches. The gradient does not depend on their size."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+
+from reinforge.core.backend import Metrics
+from reinforge.core.batch import Batch, cut, unit_sizes
+from reinforge.core.errors import InputError
+
+
+class Recovery:
+    """Finds a smaller budget, and remembers that until it is told with the metrics of the next optimizer step."""
+
+    def __init__(self) -> None:
+        self.working: Batch | None = None  # the micro-batch in progress: the one that failed, if memory runs out now
+        self._budgets: list[tuple[int, int]] = []  # before and after, each time
+
+    def smaller(self, budget: int, unit: int) -> int:
+        """The budget from now on: half of what failed, but no less than its longest unit.
+
+        To be called outside of the `except` block: the error holds the frames that hold the tensors."""
+        free_caches()
+        failed = self.working
+        assert failed is not None, "memory ran out outside of a micro-batch"
+        sizes = unit_sizes(failed, unit)
+        if len(sizes) < 2:
+            what = "a row" if unit == 1 else f"a unit of {unit} rows"
+            raise InputError(f"{what} of {failed.n_tokens} tokens does not fit into the memory of the device, even alone.", where="train",
+                             fix="Lower rollout.max_new_tokens or data.max_length, set model.gradient_checkpointing=true, train an adapter "
+                                 "(adapter.rank=16) instead of all weights, or set train.optimizer.offload=true.")  # fmt: skip
+        half = min(budget, failed.n_tokens) // 2
+        new = max(half, *sizes)
+        new = new if new < budget else max(1, half)  # a pack beyond the budget, which pack does where prompts of a group differ
+        self._budgets.append((budget, new))
+        return new
+
+    def metrics(self) -> Metrics:
+        """How often memory ran out since this was asked last, and the largest and smallest budget meanwhile. Nothing if it did not."""
+        told, self._budgets, self.working = self._budgets, [], None
+        if not told:
+            return {}
+        return {"train/oom": float(len(told)), "train/oom_budget/max": float(told[0][0]), "train/oom_budget/min": float(told[-1][1])}
+
+
+def fitted(batches: Sequence[Batch], budget: int, unit: int = 1) -> list[Batch]:
+    """The batches, those that are larger than the budget cut: they were packed before it shrank."""
+    return [part for batch in batches for part in (cut(batch, budget, unit=unit) if batch.n_tokens > budget else [batch])]
+
+
+def free_caches() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,70 @@
+"""The policy that a KL is measured against: the initial one, a copy of the trained one taken now and then, or its moving average."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from reinforge.backends.ema import Average
+from reinforge.backends.optimizer import MasterAdamW
+from reinforge.config.algorithm import ReferenceConfig
+from reinforge.core.backend import State
+from reinforge.core.batch import Batch
+from reinforge.models.adapters import adapter_off, is_adapted
+from reinforge.models.causal import CausalModel
+
+
+class Reference:
+    """With an adapter nothing of the model is copied: frozen is the adapter off, moving is another adapter in its place.
+    A moving reference (TR-DPO, 2404.09656) is a part of the run and in its checkpoints; a frozen one is made again from the model."""
+
+    def __init__(self, model: CausalModel, optimizer: MasterAdamW, cfg: ReferenceConfig):
+        self.model, self.cfg = model, cfg
+        self.steps = 0  # optimizer steps since the run began
+        self.average = None if cfg.kind == "frozen" else Average(optimizer, cfg.decay if cfg.kind == "ema" else 0.0)
+        self.copy: CausalModel | None = None
+        if not is_adapted(model.module):
+            self.copy = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
+            self._refresh()
+
+    @property
+    def moving(self) -> bool:
+        return self.average is not None
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        """[M] of the trained tokens."""
+        if self.copy is not None:
+            return self.copy.logprobs(batch, temperature=temperature)[0]
+        with adapter_off(self.model.module) if self.average is None else self.average.swapped():
+            return self.model.logprobs(batch, temperature=temperature)[0]
+
+    def after_step(self) -> None:
+        """Moves the reference after every `every`-th optimizer step."""
+        self.steps += 1
+        if self.average is not None and self.steps % self.cfg.every == 0:
+            self.average.after_step()
+            self._refresh()
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """The copy gets the moved values: those that have its type and place are its own storage."""
+        if self.copy is None or self.average is None:
+            return
+        own = dict(self.copy.module.named_parameters())
+        for name, value in self.average.values.items():
+            if own[name].dtype == value.dtype and own[name].device == value.device:
+                own[name].data = value
+            else:
+                own[name].copy_(value)
+
+    def state(self) -> State:
+        return State({} if self.average is None else self.average.state().tensors, {"steps": self.steps})
+
+    def load(self, state: State) -> None:
+        self.steps = state.meta["steps"]
+        if self.average is not None:
+            self.average.load(state)
+            self._refresh()

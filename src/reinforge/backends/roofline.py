@@ -1,0 +1,123 @@
+"""How long generation and training of one step take at best: flops and bytes against what a machine can do.
+
+The shares of the peak that are reached are those measured on an H200 (docs/lab-notebook.md). Imports torch only to time a CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from reinforge.backends.memory import Facts, kv_token_bytes, weight_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Peak of dense matrix products (bfloat16 on a GPU, float32 on a CPU) in flop/s, and of memory in bytes/s."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: int
+    kind: str = "cuda"
+    known: bool = True  # False: the GPU is not in the table, and its numbers are a guess
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step. Lengths are means; `new_tokens` 0: nothing is generated. `passes` are forwards without gradient (old, reference)."""
+
+    samples: int
+    prompt_tokens: float
+    new_tokens: float
+    group: int = 1
+    max_batch: int = 512
+    epochs: int = 1
+    passes: int = 0
+    critic: bool = False
+    shared: bool = False  # the prompt of a group is computed once in training
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that training computes."""
+        return self.samples * (self.prompt_tokens / (self.group if self.shared else 1) + self.new_tokens)
+
+
+GPUS: dict[str, tuple[float, float]] = {  # the first name that occurs in the device's: teraflop/s in bfloat16 (dense), terabyte/s
+    "GB200": (2250, 8.0), "B200": (2250, 8.0), "GH200": (989, 4.0), "H200": (989, 4.8), "H20": (148, 4.0), "H100 PCIE": (756, 2.0),
+    "H100 NVL": (835, 3.9), "H800": (989, 3.35), "H100": (989, 3.35), "A100-PCIE-40GB": (312, 1.55), "A100-SXM4-40GB": (312, 1.55),
+    "A100": (312, 2.0), "A800": (312, 2.0), "L40S": (362, 0.86), "L40": (181, 0.86), "L4": (121, 0.3), "A40": (150, 0.7), "A10": (70, 0.6),
+    "A30": (165, 0.93), "RTX 6000 ADA": (182, 0.96), "A6000": (155, 0.77), "RTX 5090": (210, 1.79), "RTX 4090": (165, 1.0),
+    "RTX 4080": (97, 0.72), "RTX 3090": (71, 0.94), "V100": (28, 0.9), "T4": (8, 0.3),
+}  # fmt: skip
+UNKNOWN = (100.0, 0.8)
+TRAIN_SHARE = {"compiled": 0.45, "eager": 0.3, "cpu": 0.5}  # of the peak flops
+READ_SHARE = 0.72  # of the peak bandwidth, while decoding
+LAYER_SECONDS = {"compiled": 1.0e-4, "eager": 1.8e-4, "cpu": 2.0e-4}  # of each layer in each decode step, however little it computes
+
+
+def gpu(name: str, memory: int) -> Machine:
+    """The machine behind a CUDA device's name."""
+    found = next((numbers for key, numbers in GPUS.items() if key in name.upper()), None)
+    flops, bandwidth = found or UNKNOWN
+    return Machine(name, flops * 1e12, bandwidth * 1e12, memory, known=found is not None)
+
+
+@cache
+def this_cpu(seconds: float = 0.2) -> Machine:
+    """This machine's CPU, timed once per process: matrix products of a layer's size, and copies that no cache holds."""
+    import os
+
+    import torch
+
+    a, b = torch.rand(256, 1024), torch.rand(1024, 1024)
+    source = torch.empty(1 << 24)
+    target = torch.empty_like(source)
+    torch.mm(a, b)
+    target.copy_(source)
+    flops = 2 * 256 * 1024 * 1024 * _repeats(lambda: torch.mm(a, b), 0.75 * seconds)
+    bandwidth = 2 * source.numel() * source.element_size() * _repeats(lambda: target.copy_(source), 0.25 * seconds)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(f"CPU with {torch.get_num_threads()} threads", flops, bandwidth, memory, "cpu")
+
+
+def _repeats(work: Callable[[], object], seconds: float) -> float:
+    """How often per second `work` can be called: the best of many, since others use the machine too."""
+    best, end = float("inf"), time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        work()
+        best = min(best, time.perf_counter() - start)
+    return 1 / best
+
+
+def _mode(f: Facts, machine: Machine) -> str:
+    return "cpu" if machine.kind == "cpu" else "compiled" if f.compiled else "eager"
+
+
+def forward_flops(f: Facts, tokens: float, length: float) -> float:
+    """2 per weight and token that meet, and causal attention over rows of `length`: 4·Q per pair, half of the pairs."""
+    head = f.vocab * f.hidden
+    return tokens * (2 * (f.body(active=True) + head) + 2 * f.layers * f.query * length)
+
+
+def train_seconds(f: Facts, machine: Machine, work: Work) -> float:
+    """Forward, twice that for the backward (once where weights are frozen), once more for what is computed again."""
+    forward = forward_flops(f, work.tokens, work.prompt_tokens + work.new_tokens)
+    updates = work.epochs * (3 - (f.rank is not None) + f.checkpointing) * (2 if work.critic else 1)
+    return forward * (updates + work.passes) / (machine.flops * TRAIN_SHARE[_mode(f, machine)])
+
+
+def generate_seconds(f: Facts, machine: Machine, work: Work) -> float:
+    """Prefill once per prompt; each decode step reads the weights and the cache once, does its flops, and pays for each layer."""
+    if not work.new_tokens:
+        return 0.0
+    mode = _mode(f, machine)
+    speed, bandwidth = machine.flops * TRAIN_SHARE[mode], machine.bandwidth * READ_SHARE
+    rows = min(work.samples, work.max_batch)
+    length = work.prompt_tokens + work.new_tokens / 2
+    prefill = forward_flops(f, work.samples / work.group * work.prompt_tokens, work.prompt_tokens) / speed
+    reads = weight_bytes(f) + rows * kv_token_bytes(f) * length
+    step = LAYER_SECONDS[mode] * f.layers + max(reads / bandwidth, forward_flops(f, rows, 2 * length) / speed)
+    return prefill + work.new_tokens * work.samples / rows * step

@@ -1,0 +1,131 @@
+"""The section `algorithm`: which functions, and their settings. `None` means "the algorithm's own"; see `reinforge algorithms`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
+
+# What works with one sample per prompt. The others compare the samples of a prompt, and one has nothing to be compared with.
+SINGLE_SAMPLE_ALGORITHMS = ("sft", "reinforce", "ppo", "reinforce_pp", "remax", "vapo")
+SINGLE_SAMPLE_ADVANTAGES = ("batch_baseline", "return_to_go", "greedy_baseline", "gae")
+CRITIC_ALGORITHMS = ("ppo", "vapo")  # their advantage is gae
+
+
+class ClipConfig(Section):
+    low: Fraction | None = Field(None, description="The ratio is clipped below at 1 - low (gmpo: at exp(-low)).")
+    high: NonNegative | None = Field(None, description="The ratio is clipped above at 1 + high (gmpo: at exp(high)).")
+    dual: Positive | None = Field(None, description="Dual clip: bound of the loss for negative advantages, e.g. 3.0. Off by default.")
+    delta: Positive | None = Field(
+        None, description="Two-sided clip: largest ratio whatever the sign of the advantage, above 1 + high, e.g. 4.0. Off by default."
+    )
+
+
+class ReferenceConfig(Section):
+    kind: Literal["frozen", "sync", "ema"] = Field(
+        "frozen",
+        description="frozen: the initial policy (LoRA: the adapter off). sync: a copy of the policy every so often. ema: its moving average.",
+    )
+    every: Count = Field(1, description="sync, ema: optimizer steps between two moves of the reference.")
+    decay: Fraction = Field(0.99, description="ema: reference = decay x reference + (1 - decay) x policy.")
+
+
+class KLConfig(Section):
+    coefficient: NonNegative | None = Field(None, description="Weight of the KL to the reference. 0 (nearly always the default) loads no reference.")  # fmt: skip
+    estimator: str | None = Field(
+        None,
+        description="k1, k2, k3, k3+ or `file.py:function`; default k3 in the loss, k1 in the reward. As a loss: k2 and k3+ have the reverse-KL "
+        "gradient, k3 the forward-KL gradient, k1 none in expectation. In the reward: k1 is exact, the others are biased.",
+    )
+    placement: Literal["loss", "reward"] | None = Field(
+        None, description="loss: a term beside the surrogate. reward: taken off each token's reward before the advantage."
+    )
+    clamp: Positive | None = Field(None, description="The log-ratio to the reference is clamped to this much either way; default 20.")
+    target: Positive | None = Field(None, description="Adapt the coefficient so that the mean KL per token stays near this (1909.08593).")
+    horizon: Count = Field(10_000, description="Samples over which the adaptive coefficient may grow or shrink by a fifth.")
+    reference: ReferenceConfig = ReferenceConfig()
+
+
+class CorrectionConfig(Section):
+    name: str = Field(
+        "none",
+        description="Importance correction for rollout/trainer mismatch: none, tis (truncates the token weight), mis (masks the token), icepop "
+        "(masks on both sides), seq_tis, seq_mask (of whole sequences), or `file.py:function`.",
+    )
+    cap: Positive | None = Field(None, description="The largest importance weight; default: the correction's own (tis, mis: 2).")
+    floor: NonNegative | None = Field(None, description="The smallest importance weight, where the correction has one (icepop).")
+
+
+class AlgorithmConfig(Section):
+    name: str = Field(description="See `reinforge algorithms`: sft, grpo, dr_grpo, dapo, ...")
+    group_size: Count = Field(8, description="Samples per prompt.")
+    advantage: str | None = Field(None, description="An advantage function by name, or `file.py:function`.")
+    surrogate: str | None = Field(None, description="A surrogate by name, or `file.py:function`.")
+    selection: str | None = Field(
+        None, description="Tokens to treat apart: clip_cov, kl_cov, top_entropy, off_policy_mask, or `file.py:function`."
+    )
+    selected: Literal["keep", "drop", "penalise"] | None = Field(
+        None,
+        description="What becomes of selected tokens: keep (only they have a surrogate), drop (they have none), penalise (|log p - old| is added). "
+        "Default: the selection's own; keep for a function of yours.",
+    )
+    penalty: NonNegative = Field(1.0, description="Coefficient of that penalty.")
+    reduce: str | None = Field(
+        None,
+        description="How token losses become one number: token_mean, sequence_mean, sequence_sum, fixed_length, or `file.py:function`.",
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Settings of the parts by name, e.g. {gamma: 0.99, share: 0.2}: each goes to whichever part takes it."
+    )
+    scale: Literal["group", "batch", "none"] | None = Field(
+        None, description="What advantages are divided by: the group's std, the batch's std, or nothing."
+    )
+    std: Literal["sample", "population"] = Field("sample", description="ddof of that std: 1 or 0.")
+    eps: Positive = Field(1e-4, description="Added to that std.")
+    advantage_clip: Positive | None = Field(None, description="Advantages are clipped to this much either way, last of all. Off by default.")  # fmt: skip
+    clip: ClipConfig = ClipConfig()
+    kl: KLConfig = KLConfig()
+    entropy: NonNegative = Field(0.0, description="Coefficient of the entropy bonus.")
+    entropy_target: Positive | None = Field(
+        None, description="Adapt that coefficient: it rises while the mean entropy is below this and falls while it is above (2505.22312)."
+    )
+    entropy_rate: Positive = Field(1e-3, description="By how much it moves per step.")
+    entropy_max: Positive = Field(0.1, description="Where it stops rising.")
+    nll: NonNegative | None = Field(
+        None, description="Coefficient of the negative log-likelihood of samples with positive reward (VAPO, 2504.05118)."
+    )
+    old: Literal["auto", "engine", "recompute"] | None = Field(
+        None,
+        description="Where the old log-probs of the ratio come from. engine: those of sampling. recompute: a pass of the trainer. "
+        "auto (nearly always the default): recompute if there are several updates per batch; with one, the policy itself.",
+    )
+    correction: CorrectionConfig = CorrectionConfig()
+    overlong: Literal["keep", "mask"] | None = Field(
+        None, description="mask: truncated samples are not trained (they still count in group statistics)."
+    )
+    overlong_buffer: Natural | None = Field(
+        None, description="DAPO's soft length penalty: the last this many tokens before max_new_tokens cost linearly up to -1 reward."
+    )
+    dynamic_sampling: bool | None = Field(None, description="Groups whose rewards are all equal are replaced by fresh prompts.")
+    max_refills: Natural = Field(3, description="How many extra rounds dynamic sampling may take in one step.")
+    epochs: Count = Field(1, description="Passes over each rollout batch.")
+    minibatches: Count = Field(1, description="Optimizer steps per pass.")
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the advantage compares the samples of a prompt, so that one sample alone teaches nothing."""
+        if self.advantage is not None:
+            return ":" not in self.advantage and self.advantage not in SINGLE_SAMPLE_ADVANTAGES
+        return self.name not in SINGLE_SAMPLE_ALGORITHMS
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage reads values."""
+        return self.advantage == "gae" or (self.advantage is None and self.name in CRITIC_ALGORITHMS)
+
+    @property
+    def may_have_critic(self) -> bool:
+        """A user's own advantage may read them too."""
+        return self.needs_critic or (self.name != "sft" and ":" in (self.advantage or ""))

@@ -1,0 +1,30 @@
+"""Rows that can teach. A row whose advantages are all 0 has no gradient under most policy losses, so it need not be computed:
+in a group that is solved or hopeless that is every row, and of such groups there are often more than of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from reinforge.core.batch import Batch, pack
+
+
+def with_signal(batches: Sequence[Batch], budget: int, *, share: bool) -> list[Batch]:
+    """The samples with an advantage other than 0, packed anew with their streams. Totals are counted before, on all samples."""
+    active = [torch.zeros(len(b.samples)).index_add_(0, b.sequence, b.streams["advantages"].abs()) > 0 for b in batches]
+    if all(bool(a.all()) for a in active):
+        return list(batches)
+    streams: dict[int, dict[str, torch.Tensor]] = {}
+    kept = []
+    for batch, wanted in zip(batches, active, strict=True):
+        ends = [0, *batch.trained_lengths().cumsum(0).tolist()]
+        for i, sample in enumerate(batch.samples):
+            if wanted[i]:
+                kept.append(sample)
+                streams[id(sample)] = {name: stream[ends[i] : ends[i + 1]] for name, stream in batch.streams.items()}
+    packs = pack(kept, budget, share=share)
+    for batch in packs:
+        parts = [streams[id(sample)] for sample in batch.samples]
+        batch.streams = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return packs

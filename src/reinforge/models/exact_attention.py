@@ -1,0 +1,191 @@
+"""Attention with the same bits for a query wherever it is computed: in a training pack, in a prefill, in a decode step.
+
+Queries are cut into tiles of P neighbouring positions of one segment times the G query heads of a key head. P is a power of two that
+divides the tile of keys and tiles begin at multiples of P, so all queries of a tile need the same tiles of keys. These are visited in
+order from position 0 with an online softmax of fixed shape. In a decode step a tile holds one position, its other rows are empty.
+
+`layout` turns the layouts of `models.attention` into exact ones; a `Plan` says where queries and keys of the tiles lie.
+Legend: N tokens, T tiles, H query heads, K key/value heads, G = H / K, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reinforge.models.attention import Layout, Packed, Paged, Prefill, Segments
+
+QUERIES, KEYS = 8, 64  # a tile on a CPU (more queries where more heads share a key head)
+SCORES = 1 << 14  # numbers in the tiles that a CPU works on at once
+GPU_QUERIES = 64  # a tile on a GPU: what one warp group multiplies at once
+
+
+@dataclass(slots=True)
+class Plan:
+    """[T] int32 each, on the device: a query at position p of tile t is row base + p of q, if low <= p < high; key number i is row
+    keys + i of k, or, where there are block tables, wherever line t of them says."""
+
+    first: Tensor  # the tile's first position
+    base: Tensor
+    low: Tensor
+    high: Tensor
+    keys: Tensor
+    positions: int  # P
+
+
+def tile_shape(groups: int, on_gpu: bool) -> tuple[int, int]:
+    """(rows of a tile, P): functions of the model alone."""
+    rows = GPU_QUERIES if on_gpu else QUERIES
+    while rows < groups:
+        rows *= 2
+    return rows, min(KEYS, 1 << ((rows // groups).bit_length() - 1))
+
+
+def plan_segments(segments: Segments, positions: int) -> Plan:
+    tiles: list[tuple[int, int, int, int, int]] = []
+    start = key_start = 0
+    for n, n_keys in zip(segments.lengths, segments.key_lengths, strict=True):
+        before = n_keys - n  # tokens that this segment continues
+        tiles += [(p, start - before, before, n_keys, key_start) for p in range(before // positions * positions, n_keys, positions)]
+        start, key_start = start + n, key_start + n_keys
+    first, base, low, high, keys = (
+        torch.tensor(tiles, dtype=torch.int32).reshape(-1, 5).t().contiguous().to(segments.starts.device).unbind(0)
+    )
+    return Plan(first, base, low, high, keys, positions)
+
+
+def plan_paged(cached: Tensor) -> Plan:
+    now = cached.to(torch.int32)
+    row = torch.arange(len(now), dtype=torch.int32, device=now.device)
+    return Plan(now, row - now, now, now + 1, row, 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, tables: Tensor | None, block: int, scale: float, window: int | None,
+           softcap: float | None) -> Tensor:  # fmt: skip
+    """q [N, H, D]; k, v [rows, K, D], or [blocks * block, K, D] with `tables` [T, W] -> [N, H, D]."""
+    if q.is_cuda:
+        from reinforge.models import exact_kernels
+
+        return exact_kernels.attend(q, k, v, plan, tables, block, scale, window or 0, softcap or 0.0)
+    groups, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
+    rows, _ = tile_shape(groups, False)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    jobs = len(plan.first) * kv_heads
+    size = max(1, SCORES // (rows * KEYS))
+    order = torch.argsort(plan.first.long().repeat_interleave(kv_heads), stable=True)  # neighbours need about the same number of key tiles
+    for a in range(0, jobs, size):
+        chosen = order[a : a + size]
+        job = torch.cat([chosen, chosen[-1:].expand(size - len(chosen))])
+        _attend_jobs(q, k, v, plan, tables, block, scale, window, softcap, job // kv_heads, job % kv_heads, groups, rows, len(chosen), out)
+    return out
+
+
+def _attend_jobs(q: Tensor, k: Tensor, v: Tensor, plan: Plan, tables: Tensor | None, block: int, scale: float, window: int | None,
+                 softcap: float | None, tile: Tensor, head: Tensor, groups: int, rows: int, count: int, out: Tensor) -> None:  # fmt: skip
+    """J jobs (tile, key head) at once, always as many: the first `count` of them write to `out`. R rows, C keys of a tile."""
+    row = torch.arange(rows)
+    first, high = plan.first.long()[tile], plan.high.long()[tile]
+    at = first[:, None] + row // groups  # [J, R] positions
+    real = (row // groups < plan.positions) & (at >= plan.low[tile, None]) & (at < high[:, None])
+    real[count:] = False
+    where = torch.where(real, plan.base[tile, None] + at, 0)
+    heads = head[:, None] * groups + row % groups
+    x_q = q[where, heads].float()  # [J, R, D]
+    top = torch.full((len(tile), rows, 1), -1e30)
+    total = torch.zeros(len(tile), rows, 1)
+    acc = torch.zeros(len(tile), rows, q.shape[2])
+    begin = 0 if window is None else max(0, int(first.min()) + 1 - window) // KEYS
+    for j in range(begin, int(first.max()) // KEYS + 1):
+        t = j * KEYS + torch.arange(KEYS)
+        known = torch.minimum(t[None], high[:, None] - 1)  # [J, C]
+        if tables is None:
+            index = plan.keys.long()[tile, None] + known
+        else:
+            index = tables[tile[:, None], known // block] * block + known % block
+        x = torch.bmm(x_q, k[index, head[:, None]].float().transpose(1, 2)) * scale
+        if softcap is not None:
+            x = torch.tanh(x / softcap) * softcap
+        seen = t <= at[:, :, None]
+        if window is not None:
+            seen = seen & (t > at[:, :, None] - window)
+        x = torch.where(seen, x, -1e30)
+        new_top = torch.maximum(top, x.amax(-1, keepdim=True))
+        p = torch.exp(torch.where(seen, x - new_top, 0.0)).masked_fill_(~seen, 0.0)  # exp is slow where it underflows
+        keep = torch.exp(top - new_top)
+        total = total * keep + p.sum(-1, keepdim=True)
+        acc = acc * keep + torch.bmm(p, v[index, head[:, None]].float())
+        top = new_top
+    out[where[real], heads[real]] = (acc[real] / total[real]).to(out.dtype)
+
+
+class _Attention(torch.autograd.Function):
+    """The backward is that of the ordinary attention, computed again."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, segments, plan, options):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(q, k, v)
+        ctx.segments, ctx.options = segments, options
+        return attend(q, k, v, plan, None, 1, *options)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            out = Segments.attend(ctx.segments, *inputs, *ctx.options)
+        return *torch.autograd.grad(out, inputs, g), None, None, None
+
+
+@dataclass(slots=True)
+class ExactSegments(Segments):
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            positions = tile_shape(q.shape[1] // k.shape[1], q.is_cuda)[1]
+            if positions not in self.plans:
+                self.plans[positions] = plan_segments(self, positions)
+            out: Tensor = _Attention.apply(q, k, v, self, self.plans[positions], (scale, window, softcap))
+            return out
+
+
+@dataclass(slots=True)
+class ExactPaged:
+    paged: Paged
+    slots: Tensor
+    plan: Plan
+
+    @classmethod
+    def of(cls, paged: Paged) -> ExactPaged:
+        size = paged.cache.block_size
+        block = paged.tables.gather(1, (paged.cached // size)[:, None])[:, 0]
+        return cls(paged, block * size + paged.cached % size, plan_paged(paged.cached))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            cache = self.paged.cache
+            cache.write(layer, self.slots, k, v)
+            keys, values = (x[layer].view(-1, *k.shape[1:]) for x in (cache.keys, cache.values))
+            return attend(q, keys, values, self.plan, self.paged.tables, cache.block_size, scale, window, softcap)
+
+
+@dataclass(slots=True)
+class _Foreign:
+    """A layout that is not known here (one that only looks at shapes) does what it does."""
+
+    ordinary: Layout
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return self.ordinary.attend(layer, q, k, v, scale, window, softcap)
+
+
+def layout(ordinary: Layout) -> Layout:
+    """The exact counterpart of a layout."""
+    if isinstance(ordinary, (Packed, Prefill)):
+        s, exact = ordinary.segments, copy.copy(ordinary)
+        exact.segments = ExactSegments(s.lengths, s.starts, s.key_lengths, s.key_starts)
+        return exact
+    return ExactPaged.of(ordinary) if isinstance(ordinary, Paged) else _Foreign(ordinary)

@@ -1,0 +1,71 @@
+"""Linear layers that read the same input (q, k, v; gate, up) as one matrix product while nothing is trained.
+
+Decoding a token is many small products; a joint one takes about as long as the largest of its parts. The weights of the parts
+become views of one tensor, so there is no second copy, and whatever updates them in place updates the joint one. With gradients
+each layer computes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class Joint:
+    """The first part computes for all; the others pick up what is theirs if they are asked about the very same input."""
+
+    def __init__(self, parts: Sequence[nn.Linear]):
+        self.sizes = [part.out_features for part in parts]
+        self.weight = torch.cat([part.weight.detach() for part in parts])
+        self.bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
+        self.input: Tensor | None = None
+        self.ready: list[Tensor] = []
+        for i, part in enumerate(parts):
+            part.weight.data = self.weight.split(self.sizes)[i]
+            if self.bias is not None:
+                part.bias.data = self.bias.split(self.sizes)[i]
+            part.forward = _Part(self, part, i).forward  # type: ignore[method-assign]
+
+
+class _Part:
+    def __init__(self, joint: Joint, layer: nn.Linear, index: int):
+        self.joint, self.layer, self.index = joint, layer, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        joint = self.joint
+        if torch.is_grad_enabled():
+            return F.linear(x, self.layer.weight, self.layer.bias)
+        if self.index == 0:
+            pieces = F.linear(x, joint.weight, joint.bias).split(joint.sizes, -1)
+            joint.input, joint.ready = x, list(pieces)
+            return pieces[0]
+        if joint.input is not x:
+            return F.linear(x, self.layer.weight, self.layer.bias)
+        piece = joint.ready[self.index]
+        if self.index == len(joint.sizes) - 1:
+            joint.input, joint.ready = None, []
+        return piece
+
+
+def join(module: nn.Module) -> int:
+    """Joins what can be joined; returns how many. Layers that are not plain linear ones, are trained in part or lie on several
+    devices stay as they are, and joined ones are not joined again."""
+    count = 0
+    for parent in module.modules():
+        for names in FAMILIES:
+            parts = [getattr(parent, name, None) for name in names]
+            layers = [p for p in parts if type(p) is nn.Linear and "forward" not in vars(p)]
+            if len(layers) == len(names) and _alike(layers):
+                Joint(layers)
+                count += 1
+    return count
+
+
+def _alike(layers: Sequence[nn.Linear]) -> bool:
+    facts = {(p.in_features, p.bias is None, p.weight.dtype, p.weight.device, p.weight.requires_grad) for p in layers}
+    return len(facts) == 1 and all(type(p.weight) is nn.Parameter and not p._forward_hooks and not p._forward_pre_hooks for p in layers)

@@ -1,0 +1,106 @@
+"""What every model of ours has in common: a transformers trunk under our packed attention, and how scalars are read from it.
+
+Legend: N tokens of a pack, M trained tokens, S samples, E hidden size.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from reinforge.core.batch import Batch
+from reinforge.core.errors import InputError
+from reinforge.models import attention
+from reinforge.models.attention import Layout, Packed
+from reinforge.models.exact import RowWise
+from reinforge.models.exact_attention import layout as exact_layout
+
+
+class PackedModel:
+    """A transformers model (or its peft wrapper) whose trunk runs on sequences that lie end to end. `value_head` reads one number
+    from a hidden state: the score head of a `ScalarModel`, or what `CausalModel.add_value_head` put there, or nothing."""
+
+    value_head: nn.Linear | None = None
+
+    def __init__(self, module: nn.Module, tokenizer: Any = None, *, exact: bool = False):
+        self.module = module  # what is trained and saved: the transformers model, or its peft wrapper
+        self.plain: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+        self.tokenizer, self.exact = tokenizer, exact  # exact: see `models.exact`
+        self.config = self.plain.config.get_text_config()
+        self.trunk = self.plain.base_model
+        attention.register()
+        if attention.NAME not in {self.plain.config._attn_implementation, self.config._attn_implementation}:
+            self.plain.set_attn_implementation(attention.NAME)
+        _silence_dropout(module.eval())
+        if exact and self.device.type == "cuda" and not attention.HAS_TRITON:
+            raise InputError("exact log-probs on a GPU need triton, which is not installed.", where="model.exact", fix="pip install triton")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.trunk.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.trunk.parameters()).dtype
+
+    def compile_layers(self) -> None:
+        """torch.compile of each decoder layer, attention left out: norms, rotary embedding and activations are fused. All
+        layers of a class share one compilation, for any number of tokens; training and decoding make one each."""
+        import torch._dynamo
+
+        assert not self.exact, "a compiler may add up in another order for another number of tokens"
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        attention.register(compiled=True)
+        stacks = [part for part in self.trunk.modules() if isinstance(part, nn.ModuleList) and len(part) == self.config.num_hidden_layers]
+        for layer in stacks[0]:
+            layer.compile(dynamic=True)
+
+    def recompute(self, on: bool) -> None:
+        """Lets layers with gradient checkpointing do it. Only their own flag is set: the rest stays in evaluation mode, where no
+        architecture adds noise (router jitter, dropout of its own making) that the sampling policy did not have."""
+        for part in self.module.modules():
+            if getattr(part, "gradient_checkpointing", False):
+                part.training = on
+
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """[N, E] last hidden states of N tokens whose relations `layout` describes."""
+        if self.exact:
+            layout = exact_layout(layout)
+        with RowWise() if self.exact else nullcontext():
+            out = self.trunk(input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout)
+        return out.last_hidden_state[0]
+
+    def states(self, batch: Batch) -> Tensor:
+        """[N, E] hidden states of a pack."""
+        return self.hidden(batch.tokens, batch.positions, Packed(batch.lengths, batch.starts, batch.prefix))
+
+    def values(self, batch: Batch, states: Tensor | None = None, *, after: bool = False) -> Tensor:
+        """[M] float32: the head before each trained token, at row t-1 for token t, so it cannot know what was sampled (a critic); or
+        `after` it, at row t (a reward model). `states` are those of the pack, where the caller has them."""
+        states = self.states(batch) if states is None else states
+        return self.read(states.index_select(0, batch.targets if after else batch.sources))
+
+    def last_values(self, batch: Batch, states: Tensor | None = None) -> Tensor:
+        """[S] float32: the head at the last token of every sample; 0 for a sample that a pack left out (nothing to train)."""
+        states = self.states(batch) if states is None else states
+        return torch.where(batch.ends < 0, 0.0, self.read(states.index_select(0, batch.ends.clamp(min=0))))
+
+    def read(self, rows: Tensor) -> Tensor:
+        """The value head, in float32 whatever the model's precision: bfloat16 keeps three digits, and advantages are differences."""
+        head = self.value_head
+        assert head is not None, "this model has no value head"
+        return F.linear(rows.float(), head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
+
+
+def _silence_dropout(module: nn.Module) -> None:
+    """Dropout makes the policy that trains another one than the policy that sampled: it is off everywhere."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        for name, value in list(vars(part).items()):  # architectures that call F.dropout keep the rate as a number: dropout, layerdrop, ...
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)

@@ -1,0 +1,94 @@
+"""Which rows a step takes next: rows are met in the cursor's order, and each policy says with what probability a row is taken.
+
+The coin is a hash of (run seed, position), the probability a function of what was known at the step's start. So a choice is a
+function of the checkpoint, and a step that was cut chooses the same rows again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from reinforge.core.seeds import seed_of
+from reinforge.data.cursor import Cursor
+from reinforge.rollout.passrate import PassRates
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    position: int  # in the cursor's endless walk: no two groups of a run share one
+    row: int
+
+
+class Policy(Protocol):
+    def weigh(self, row: int, step: int) -> float:
+        """The probability that row number `row`, met in this step, is taken. 0: not now."""
+        ...
+
+    def report(self, step: int) -> dict[str, float]: ...
+
+
+class Chooser:
+    """Without policies it is the cursor. With several, a row is taken with the product of their probabilities.
+
+    It always comes to an end: when a whole epoch went by without one row taken, the coins are left out for the rest of the call
+    (every row of probability above 0 is taken), and after a second such epoch so are the policies.
+    """
+
+    def __init__(self, cursor: Cursor, seed: int, policies: Sequence[Policy] = ()):
+        self.cursor, self.seed, self.policies = cursor, seed, list(policies)
+
+    def take(self, k: int, step: int = 0) -> list[Choice]:
+        first = self.cursor.taken
+        if not self.policies:
+            return [Choice(first + i, row) for i, row in enumerate(self.cursor.take(k))]
+        chosen: list[Choice] = []
+        missed = patience = 0
+        while len(chosen) < k:
+            position = self.cursor.taken
+            (row,) = self.cursor.take(1)
+            if patience == 2 or self._takes(row, position, step, sure=patience == 1):
+                chosen.append(Choice(position, row))
+                missed = 0
+                continue
+            missed += 1
+            if missed == self.cursor.n:
+                patience, missed = patience + 1, 0
+        return chosen
+
+    def _takes(self, row: int, position: int, step: int, sure: bool) -> bool:
+        probability = 1.0
+        for policy in self.policies:
+            probability *= policy.weigh(row, step)
+            if not probability:
+                return False
+        return sure or coin(self.seed, position) < probability
+
+    def report(self, step: int) -> dict[str, float]:
+        return {name: value for policy in self.policies for name, value in policy.report(step).items()}
+
+
+def coin(seed: int, position: int) -> float:
+    """Uniform in [0, 1), one for each position of the walk."""
+    return (seed_of(seed, "choose", position) >> 10) / 2**53
+
+
+class Teachable:
+    """Takes a row with probability 4 p (1 - p), which is 1 at p = 1/2 and the variance of a pass/fail reward at any p, up to scale:
+    a group can teach only where its samples differ. Unknown rows are always taken; solved, hopeless and nearly so ones are looked
+    at again with probability `recheck`, since the policy moves on and forgets."""
+
+    def __init__(self, rates: PassRates, recheck: float = 0.05):
+        self.rates, self.recheck = rates, recheck
+
+    def weigh(self, row: int, step: int) -> float:
+        status = self.rates.status(row)
+        if status == "unknown":
+            return 1.0
+        p = self.rates.rate(row)
+        assert p is not None
+        return max(self.recheck, 4 * p * (1 - p)) if status == "teachable" else self.recheck
+
+    def report(self, step: int) -> dict[str, float]:
+        return {}  # the store reports the shares

@@ -1,0 +1,119 @@
+"""Groups that taught much are trained on again, for a bounded time: each at most `max_uses` times, never when older than
+`max_staleness` optimizer versions.
+
+A replayed group is off-policy: its behaviour log-probs are those of the weights that sampled it, and the loss must weigh by
+exp(logp - behaviour), through the ratio of its surrogate (old = behaviour) or through a correction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reinforge.core.backend import State
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Group, Row, Sample, Stop
+
+ALIGNED = ("tokens", "trained", "logprobs", "versions")  # [T] in every sample; saved end to end
+PLAIN = tuple(f.name for f in fields(Sample) if f.name not in (*ALIGNED, "token_rewards", "streams", "extras"))
+
+
+@dataclass(slots=True)
+class Kept:
+    group: Group
+    version: int  # the oldest weights that sampled any of it
+    score: float
+    uses: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.group.samples[0].group
+
+
+def informative(group: Group) -> float:
+    """The population variance of the group's rewards: p (1 - p) of a pass/fail reward, largest where half of the samples pass.
+    Up to their scale it is also the variance of the advantages."""
+    rewards = [s.reward for s in group.samples if s.reward is not None]
+    if not rewards:
+        return 0.0
+    mean = sum(rewards) / len(rewards)
+    return sum((r - mean) ** 2 for r in rewards) / len(rewards)
+
+
+def version_of(group: Group) -> int:
+    sampled = [int(s.versions[s.trained].min()) for s in group.samples if s.n_trained]
+    return min(sampled, default=-1)
+
+
+class Replay:
+    """The `size` most informative groups, and which of them the next step trains on again. `pick` changes nothing; `commit` is
+    called once a step is complete."""
+
+    def __init__(self, rows: Iterable[Row], *, size: int, share: float, max_staleness: int, max_uses: int):
+        self.rows: Mapping[str, Row] = {row.id: row for row in rows}
+        self.size, self.share, self.max_staleness, self.max_uses = size, share, max_staleness, max_uses
+        self.kept: list[Kept] = []  # best first: by score, then by age
+
+    def pick(self, prompts: int, version: int) -> list[Kept]:
+        """At most share x prompts groups that are fresh enough, the most informative first."""
+        usable = [k for k in self.kept if version - k.version <= self.max_staleness]
+        return usable[: math.floor(self.share * prompts + 1e-9)]
+
+    def commit(self, used: Sequence[Kept], fresh: Iterable[Group], version: int) -> None:
+        for kept in used:
+            kept.uses += 1
+        arrived = [Kept(g, version_of(g), informative(g)) for g in fresh]
+        alive = [k for k in self.kept if k.uses < self.max_uses and version - k.version <= self.max_staleness]
+        everything = [k for k in arrived if k.score > 0] + alive  # the sort is stable: of equal score, the newest first
+        self.kept = sorted(everything, key=lambda k: (-k.score, -k.version))[: self.size]
+
+    def report(self, used: Sequence[Kept], version: int) -> dict[str, float]:
+        out = {"replay/size": float(len(self.kept)), "replay/groups": float(len(used))}
+        return out | ({"replay/staleness": sum(version - k.version for k in used) / len(used)} if used else {})
+
+    # ---- a Part ----
+
+    def state(self) -> State:
+        samples = [s for k in self.kept for s in k.group.samples]
+        tensors = {name: torch.cat([getattr(s, name) for s in samples]) for name in ALIGNED if samples}
+        for i, sample in enumerate(samples):
+            if sample.token_rewards is not None:
+                tensors[f"token_rewards/{i}"] = sample.token_rewards
+            tensors.update({f"extras/{i}/{name}": t for name, t in sample.extras.items()})
+        groups = [
+            {"row": k.group.row.id, "version": k.version, "score": k.score, "uses": k.uses, "texts": k.group.texts, "samples": len(k.group.samples)}
+            for k in self.kept
+        ]  # fmt: skip
+        plain = [{"length": len(s.tokens), **{name: getattr(s, name) for name in PLAIN}, "stop": str(s.stop)} for s in samples]
+        return State(tensors, {"groups": groups, "samples": plain})
+
+    def load(self, state: State) -> None:
+        lengths = [p["length"] for p in state.meta["samples"]]
+        pieces = {name: state.tensors[name].split(lengths) if lengths else () for name in ALIGNED}
+        samples = [
+            _sample(plain, {name: pieces[name][i].clone() for name in ALIGNED}, _extras(state.tensors, i), state.tensors.get(f"token_rewards/{i}"))
+            for i, plain in enumerate(state.meta["samples"])
+        ]  # fmt: skip
+        self.kept, at = [], 0
+        for g in state.meta["groups"]:
+            if g["row"] not in self.rows:
+                raise InputError(f"the checkpoint's replay buffer holds row {g['row']}, which the data no longer has.", where="data",
+                                 fix="Restore the data set, or start a new run in another run.dir.")  # fmt: skip
+            group = Group(self.rows[g["row"]], samples[at : at + g["samples"]], list(g["texts"]))
+            self.kept.append(Kept(group, g["version"], g["score"], g["uses"]))
+            at += g["samples"]
+
+
+def _extras(tensors: Mapping[str, Tensor], i: int) -> dict[str, Tensor]:
+    prefix = f"extras/{i}/"
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _sample(plain: dict[str, Any], aligned: dict[str, Tensor], extras: dict[str, Tensor], token_rewards: Tensor | None) -> Sample:
+    values = {name: plain[name] for name in PLAIN if name in plain}
+    return Sample(**{**values, **aligned, "stop": Stop(plain["stop"]), "extras": extras, "token_rewards": token_rewards})

@@ -1,0 +1,78 @@
+"""Gates between rewards: the truth table, chains, and what a sample then holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reinforge.config.schema import RewardConfig
+from reinforge.core.engine import Sampling
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Row
+from reinforge.engines.fake import FakeEngine
+from reinforge.rewards.build import build_rewards, describe_rewards, total
+from reinforge.rewards.combine import Gate, gated, gates_of
+from reinforge.rewards.function import FunctionReward
+from reinforge.rollout.single import SingleTurn
+from toys import run
+
+WEIGHTS = {"correct": 2.0, "format": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("correct", "form", "at", "counts", "reward"),
+    [(1.0, 1.0, None, 1.0, 2.5), (1.0, 0.5, None, 1.0, 2.25), (1.0, 0.0, None, 0.0, 0.0), (1.0, -1.0, None, 0.0, -0.5), (0.0, 1.0, None, 0.0, 0.5),
+     (1.0, 0.5, 0.5, 1.0, 2.25), (1.0, 0.5, 0.6, 0.0, 0.25), (1.0, 0.0, 0.0, 1.0, 2.0), (1.0, -0.1, 0.0, 0.0, -0.05),
+     (-1.0, 0.0, None, 0.0, 0.0),  # a penalty is held back too
+     (1.0, None, None, 1.0, 2.0),  # a gate that does not apply holds nothing back
+     (None, 0.0, None, None, 0.0), (None, 1.0, None, None, 0.5),  # what does not apply stays out of the total
+     (None, None, None, None, None)],  # nothing applies: unscored
+)  # fmt: skip
+def test_truth_table(correct: float | None, form: float | None, at: float | None, counts: float | None, reward: float | None) -> None:
+    found = gated({"correct": correct, "format": form}, {"correct": Gate("format", at)})
+    assert found == {"correct": counts, "format": form}
+    assert total(found, WEIGHTS) == (None if reward is None else pytest.approx(reward))
+
+
+def test_a_chain_is_held_back_as_a_whole() -> None:
+    gates = {"c": Gate("b"), "b": Gate("a")}
+    assert gated({"c": 1.0, "b": 1.0, "a": 0.0}, gates) == {"c": 0.0, "b": 0.0, "a": 0.0}
+    assert gated({"c": 1.0, "b": 1.0, "a": 1.0}, gates) == {"c": 1.0, "b": 1.0, "a": 1.0}
+    assert gated({"c": 1.0, "b": None, "a": 0.0}, gates) == {"c": 1.0, "b": None, "a": 0.0}
+
+
+def test_gates_name_other_rewards() -> None:
+    make = lambda **kw: [FunctionReward(name, lambda completions: [], gate=gate) for name, gate in kw.items()]  # noqa: E731
+    assert gates_of(make(a="b", b=None)) == {"a": Gate("b")} and gates_of(make(a="rewards.py:b", b=None)) == {"a": Gate("b")}
+    with pytest.raises(InputError, match=r"rewards\.1\.gate: b waits for x, and there is no such reward.*a, b"):
+        gates_of(make(a=None, b="x"))
+    for cycle in (make(a="a"), make(a="b", b="a")):
+        with pytest.raises(InputError, match="could ever pass"):
+            gates_of(cycle)
+
+
+def test_the_config_reaches_the_samples() -> None:
+    """Two samples: well formed and right, right but ill formed. Components are what counts, so they add up to the reward."""
+    configs = [RewardConfig(name="correct", weight=2.0, gate="format"), RewardConfig(name="format", weight=0.5)]
+    functions: dict[str, Any] = {"correct": lambda completions: [1.0, 1.0], "format": lambda completions: [1.0, 0.0]}
+    rewards = build_rewards(configs, functions)
+    assert (rewards[0].gate, rewards[0].gate_at, rewards[1].gate) == ("format", None, None)
+    engine = FakeEngine()
+    samples = run(SingleTurn(engine, lambda row: [5], engine.decode, rewards, Sampling(2), n=2, seed=0)(Row("r", "p"), "g")).samples
+    assert [s.rewards for s in samples] == [{"correct": 1.0, "format": 1.0}, {"correct": 0.0, "format": 0.0}]
+    assert [s.reward for s in samples] == [2.5, 0.0]
+
+
+def test_a_wrong_gate_is_told_when_rewards_are_built() -> None:
+    with pytest.raises(InputError, match=r"rewards\.0\.gate: exact_number waits for form, and there is no such reward"):
+        build_rewards([RewardConfig(name="exact_number", gate="form")])
+
+
+def test_functions_from_python_keep_the_gate_that_the_config_gives_them() -> None:
+    def correct(completions: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+    declared = [RewardConfig(name="rewards.py:correct", weight=3.0, gate="format", gate_at=0.5)]
+    (described, _), _ = describe_rewards([correct, "exact_number"], declared)
+    assert (described.name, described.weight, described.gate, described.gate_at) == ("correct", 3.0, "format", 0.5)
