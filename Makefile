@@ -32,8 +32,9 @@ lint: env-test ## ruff and mypy only
 format: env-test ## let ruff rewrite the files
 	@$(PY) -m ruff check --fix-only -q . ; $(PY) -m ruff format .
 
-reference: env ## write docs/reference/config.md from the schema
+reference: env ## write docs/reference/config.md from the schema, and the tables of docs/algorithms/index.md
 	@$(PY) tools/gen_reference.py
+	@$(PY) tools/gen_algorithms.py
 
 docs: env-docs reference ## build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q && echo "built site/index.html"

@@ -4,7 +4,7 @@
 
 64 prompts of 256 tokens x 8 samples of a random Qwen2.5-0.5B-shaped model at temperature 1, log-probs of the sampled tokens included. Two
 workloads: every response has 1024 tokens; and lengths as they occur, geometric with mean 300 and a cap of 1024. vLLM runs the same prompts and
-lengths in its own environment (benchmarks/peers/vllm_generate.py, with its knobs). The best of three rounds counts, for us and for vLLM of two.
+lengths in its own environment (benchmarks/peers/vllm_generate.py, with its knobs). The best of three rounds counts for us; vLLM is warmed up before its one.
 """
 
 from __future__ import annotations

@@ -25,7 +25,10 @@ from reinforge.config.load import config_from_dict
 from reinforge.watch.runs import read_lines
 
 ANCHOR: dict[str, Any] = {"algorithm.name": "grpo", "algorithm.group_size": 8, "train.prompts_per_step": 64, "train.learning_rate": 1e-5, "train.steps": 60}  # fmt: skip
-BEST: dict[str, Any] = {"algorithm.name": "dr_grpo", "algorithm.group_size": 16, "train.prompts_per_step": 128, "train.learning_rate": 3e-5, "train.steps": 400}  # fmt: skip
+BEST: dict[str, Any] = {
+    "algorithm.name": "grpo", "algorithm.group_size": 16, "train.prompts_per_step": 128, "train.learning_rate": 2e-5, "train.steps": 2000,
+    "train.schedule": {"kind": "constant", "warmup": 5}, "sampling": {"prefer": "teachable"},
+}  # fmt: skip
 
 
 def config(args: argparse.Namespace, folder: str) -> Any:

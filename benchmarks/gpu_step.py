@@ -29,12 +29,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from reinforge.algorithms.table import build
 from reinforge.backends.local import LocalBackend
-from reinforge.config.schema import TrainConfig
+from reinforge.config.schema import AdapterConfig, TrainConfig
 from reinforge.core.arrays import floats, ints
 from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
+from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 
 SHAPES = {
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=0, help="tokens per micro-batch; 0 = auto")
     parser.add_argument("--no-train", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--lora", type=int, default=0, help="train an adapter of this rank instead of all weights")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take most of a training pass")
     parser.add_argument("--peer", choices=("vllm", "transformers"), help="TRL's engine; without it TRL does not run")
     parser.add_argument("--peer-python", default=sys.executable)
@@ -148,6 +150,8 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = random_model(args.shape, device)
+    if args.lora:
+        model = CausalModel(add_adapter(model.module, AdapterConfig(rank=args.lora), seed=0))
     if args.compile:
         model.compile_layers()
     prompts, limits = prompts_of(), lengths_of(args.lengths, args.response)

@@ -133,8 +133,8 @@ def style() -> str:
         each = "".join(f".l{i}{{stroke:{c}}}.b{i},.f{i},.t{i}{{fill:{c}}}" for i, c in enumerate(names))
         return f".page{{fill:{page}}}text{{fill:{soft}}}.title,.strong{{fill:{ink}}}.whisker{{stroke:{ink}}}.rule{{stroke:{grid}}}{each}"
 
-    shapes = f'text{{font:12px {FONT};font-variant-numeric:tabular-nums}}.title{{font-size:15px;font-weight:600}}.line{{fill:none;stroke-width:2;stroke-linejoin:round}}'
-    rest = '.band{opacity:.14}.thin{stroke-width:1;opacity:.7}.whisker{fill:none;stroke-width:1.3}'
+    shapes = f"text{{font:12px {FONT};font-variant-numeric:tabular-nums}}.title{{font-size:15px;font-weight:600}}.line{{fill:none;stroke-width:2;stroke-linejoin:round}}"
+    rest = ".band{opacity:.14}.thin{stroke-width:1;opacity:.7}.whisker{fill:none;stroke-width:1.3}"
     dark = f"@media(prefers-color-scheme:dark){{{colours(DARK, '#1c1e21', '#e8e8e6', '#a9acb3', '#303338')}}}"
     return f"<style>{shapes}{rest}{colours(LIGHT, '#ffffff', '#1c1d20', '#5a5d64', '#e6e6e2')}{dark}</style>"
 

@@ -14,15 +14,11 @@ from reinforge.app.build import Given
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
+from odd_reward import odd
 from toys import SilentView
 
 DATA = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(16)]
 EVAL = [{"prompt": f"{i}*{i}=", "answer": str(i * i)} for i in range(10, 14)]
-
-
-def odd(completions: list[str], **_: Any) -> list[float]:
-    """A reward with a signal in nearly every group: the share of odd characters."""
-    return [sum(ord(ch) % 2 for ch in c) / max(1, len(c)) for c in completions]
 
 
 def launch(cfg: Config, reward: Callable[..., Any] = odd, *, data: list[Any] = DATA, eval_data: list[Any] | None = None) -> RunResult:

@@ -21,7 +21,12 @@ def tables(entries: list[dict[str, Any]], pages: set[str]) -> str:
     for family in dict.fromkeys(e["family"] for e in entries):
         rows = [e for e in entries if e["family"] == family]
         parts = [p for p in dict.fromkeys(p for e in rows for p in e["parts"]) if {e["parts"].get(p) for e in rows} != {"none"}]
-        lines = [f"### {family.replace('_', ' ')}", "", _line(["name", *parts, "its own defaults", "paper"]), "|" + "---|" * (len(parts) + 3)]
+        lines = [
+            f"### {family.replace('_', ' ')}",
+            "",
+            _line(["name", *parts, "its own defaults", "paper"]),
+            "|" + "---|" * (len(parts) + 3),
+        ]
         for e in rows:
             name = f"[{e['name']}]({e['name']}.md)" if e["name"] in pages else f"`{e['name']}`"
             defaults = ", ".join(f"{key} {_value(value)}" for key, value in e["defaults"].items())
@@ -43,6 +48,8 @@ def _line(cells: list[str]) -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_value(v)}" for k, v in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -1,7 +1,7 @@
 """TRL's side of gpu_step.py, in its own environment. argv: model-directory response micro-batch vllm|transformers.
 
 Knobs: bfloat16, vLLM colocated with its default reservation of 0.3 of the card, KL off, no gradient checkpointing, the largest
-micro-batch that fits. Three steps; the first one includes warm-up and does not count.
+micro-batch that fits. Two steps; the first one includes warm-up and does not count.
 """
 
 import json
@@ -34,7 +34,7 @@ extra = (
 )
 args = GRPOConfig(
     output_dir="/tmp/trl-out", per_device_train_batch_size=micro, gradient_accumulation_steps=512 // micro, num_generations=8,
-    max_completion_length=response, max_steps=3, learning_rate=1e-6, bf16=True, beta=0.0, temperature=1.0, logging_steps=1, report_to=[],
+    max_completion_length=response, max_steps=2, learning_rate=1e-6, bf16=True, beta=0.0, temperature=1.0, logging_steps=1, report_to=[],
     save_strategy="no", gradient_checkpointing=False, disable_tqdm=True, model_init_kwargs={"dtype": "bfloat16"}, **extra,
 )  # fmt: skip
 trainer = GRPOTrainer(

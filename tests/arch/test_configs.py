@@ -11,6 +11,7 @@ import yaml
 from source_tree import ROOT
 
 from reinforge.config.load import config_from_dict, load_config
+from reinforge.config.pipeline import Pipeline, Stage, load_any
 from reinforge.config.reference import reference_markdown
 from reinforge.config.schema import Config
 
@@ -46,6 +47,10 @@ def around(fragment: dict[str, Any]) -> dict[str, Any]:
     return base
 
 
+def load_stage(pipeline: Pipeline, stage: Stage) -> Config:
+    return stage.config(lambda reference: str(pipeline[reference.stage].dir / "model"))
+
+
 def test_there_are_recipes_and_snippets() -> None:
     assert RECIPES, "recipes/ is empty"
     assert len(snippets()) >= 3
@@ -53,15 +58,22 @@ def test_there_are_recipes_and_snippets() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_recipe_loads(path: Path) -> None:
-    config = load_config(path)
-    assert isinstance(config, Config)
-    assert not Path(config.run.dir).is_absolute(), "a recipe writes below the directory it is started in"
+    found = load_any(path)
+    configs = [load_stage(found, stage) for stage in found.stages if stage.kind != "export"] if isinstance(found, Pipeline) else [found]
+    for config in configs:
+        assert isinstance(config, Config)
+        assert not Path(config.run.dir).is_absolute(), "a recipe writes below the directory it is started in"
 
 
 @pytest.mark.parametrize("text", snippets())
 def test_snippet_loads(text: str, tmp_path: Path) -> None:
     """A block with every required section is loaded as it stands; a fragment is completed first."""
     keys = yaml.safe_load(text).keys()
+    if "stages" in keys:
+        (tmp_path / "pipeline.yaml").write_text(text)
+        found = load_any(tmp_path / "pipeline.yaml")
+        assert isinstance(found, Pipeline) and all(load_stage(found, s) for s in found.stages if s.kind != "export")
+        return
     assert keys <= Config.model_fields.keys(), (
         f"unknown sections {keys - Config.model_fields.keys()}; start the block with `{OTHER}` if it is none"
     )

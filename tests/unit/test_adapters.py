@@ -119,3 +119,30 @@ def test_a_full_model_keeps_a_frozen_copy_as_reference() -> None:
     backend.annotate(batches, frozenset({"reference", "old"}))
     assert torch.equal(batches[0].streams["reference"], before) and float((batches[0].streams["old"] - before).abs().max()) > 0.01
     assert backend.frozen is not None and not any(p.requires_grad for p in backend.frozen.module.parameters())
+
+
+def test_the_lean_forward_is_pefts_in_float32_and_close_in_bfloat16() -> None:
+    """With the adapter on, off and merged; gradients too."""
+    from peft.tuners.lora import Linear
+
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.05)):
+        base = make_module().to(dtype)
+        wrapped = add_adapter(base, AdapterConfig(rank=4), seed=0)
+        layer = next(m for m in wrapped.modules() if type(m) is Linear)
+        with torch.no_grad():
+            for p in layer.lora_B.parameters():
+                p.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
+        results = []
+        for forward in (layer.forward, lambda x, layer=layer: Linear.forward(layer, x)):
+            wrapped.zero_grad()
+            y = forward(x)
+            y.float().square().sum().backward()
+            results.append((y.detach().float(), *(p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None)))
+        assert len(results[0]) == 3 and results[0][1].dtype == torch.float32
+        for a, b in zip(*results, strict=True):
+            assert float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+        with wrapped.disable_adapter():
+            assert torch.equal(layer.forward(x), layer.base_layer(x))
+        layer.merge()
+        assert float((layer.forward(x).float() - results[0][0]).abs().max()) <= max(tolerance, 1e-5) * float(results[0][0].abs().max())

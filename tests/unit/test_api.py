@@ -257,7 +257,7 @@ def test_prompts_of_rollout_evaluation_and_sft_are_the_same_ids(bos_dir: str, tm
     assert evaluation is not None
     held: Any = evaluation.rollout
     for i, row in enumerate(rl.source.rows):
-        ids, sample = rollout.encode(row), sft.row(i)
+        ids, (sample,) = rollout.encode(row), sft.row(i)
         assert ids.count(1) == 1 and ids[0] == 1 and 2 not in ids
         first = int(sample.trained.nonzero()[0])
         assert sample.tokens[:first].tolist() == ids and sample.tokens.tolist().count(1) == 1

@@ -48,7 +48,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"reinforge {__version__}\n"
     assert main(["-h"]) == 0
     page = capsys.readouterr().out
-    names = ["train", "plan", "generate", "check", "eval", "chat", "export", "runs", "schema", "algorithms", "demo"]
+    names = ["train", "plan", "generate", "check", "eval", "chat", "serve", "export", "tiny", "runs", "schema", "algorithms", "demo"]
     for name in names:
         assert name in page
         assert main([name, "-h"]) == 0
@@ -165,7 +165,7 @@ def test_eval_chat_export_demo_check(
     assert main(["chat", "m", "--temperature", "0.5", "--system", "be brief"]) == 0
     assert calls[-1] == (("m",), dict(temperature=0.5, top_p=0.95, max_new_tokens=512, system="be brief"))
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--merge", "--checkpoint", "best"]) == 0
-    assert calls[-1] == ((tmp_path, tmp_path / "out"), dict(checkpoint="best", merge=True))
+    assert calls[-1] == ((tmp_path, tmp_path / "out"), dict(checkpoint="best", merge=True, push=None))
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--checkpoint", "bets"]) == 2
     assert main(["export", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert main(["export", str(tmp_path), str(tmp_path)]) == 2  # not empty: it holds the config

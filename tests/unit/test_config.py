@@ -116,7 +116,7 @@ run: {dir: runs/x, seed: true}
     assert "13 problems" in message and len(lines) == 13
     for key, *words in [
         ("model.dtype", "(line 1)", "got 'bf16'", "'auto', 'float32' or 'bfloat16'"),
-        ("learning_rate", "(line 2)", "did you mean `train.learning_rate`?"),
+        ("learning_rate", "(line 2)", "did you mean `train.learning_rate`"),
         ("algorithm.groupsize", "(line 5)", "did you mean `algorithm.group_size`?"),
         ("data.source", "(line 6)", "required but missing", "hub data set id"),
         ("rewards.0.wieght", "(line 7)", "did you mean `rewards.0.weight`?"),

@@ -1,6 +1,6 @@
 """Every policy-gradient algorithm learns, and what is broken does not.
 
-A random model of 20 thousand weights reads "3 small:" or "3 LARGE:" and is to write four letters of that case. A guess is right for
+A random model of 18 thousand weights reads "3 small:" or "3 LARGE:" and is to write four letters of that case. A guess is right for
 one byte in ten, and a policy that does not read its prompt cannot pass 1/2. Each step is two updates, so the second one sees ratios
 other than 1. Everything between config and weights is the ordinary path.
 

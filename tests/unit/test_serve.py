@@ -9,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+import openai
 import pytest
-
-openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 from reinforge.app.serve_http import Limits
 from reinforge.app.serve_service import Service
@@ -124,7 +122,9 @@ def test_top_logprobs_are_the_models(client: Any, service: Service, chat_model: 
     streamed = list(client.chat.completions.create(model="tiny", messages=ASK, seed=2, temperature=0.7, max_tokens=5, logprobs=True, top_logprobs=4,
                                                    stream=True, extra_body={"ignore_eos": True}))  # fmt: skip
     entries = [e for c in streamed if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
-    assert [[t.token for t in e.top_logprobs] for e in entries] == [[t.token for t in e.top_logprobs] for e in done.choices[0].logprobs.content]
+    assert [[t.token for t in e.top_logprobs] for e in entries] == [
+        [t.token for t in e.top_logprobs] for e in done.choices[0].logprobs.content
+    ]
 
 
 def test_echo_scores_the_prompt(client: Any, service: Service) -> None:
@@ -179,7 +179,9 @@ def test_leaving_frees_the_cache(client: Any, service: Service) -> None:
         return pool.free == pool.total
 
     until(idle)
-    stream = client.chat.completions.create(model="tiny", messages=ASK, seed=1, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+    stream = client.chat.completions.create(
+        model="tiny", messages=ASK, seed=1, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
     for _ in range(4):
         next(stream)
     assert not idle()
@@ -237,12 +239,30 @@ def test_what_is_no_request(server: tuple[str, Service]) -> None:
     url = server[0]
     chat = "/v1/chat/completions"
     assert raw(url, "GET", "/health") == (200, {"status": "ok"})
-    assert raw(url, "GET", "/v1/models")[1]["data"][0] == {"id": "tiny", "object": "model", "created": 0, "owned_by": "reinforge", "max_model_len": 512}
+    assert raw(url, "GET", "/v1/models")[1]["data"][0] == {
+        "id": "tiny",
+        "object": "model",
+        "created": 0,
+        "owned_by": "reinforge",
+        "max_model_len": 512,
+    }
     assert raw(url, "GET", "/v1/models/other")[1]["error"]["code"] == "model_not_found"
-    for body in (b"", b"[]", b"{", b'{"messages": NaN}', b"[" * 100_000, b"\xff"):
+    hostile = [
+        b'{"messages": [{"role": "user", "content": "hi"}], "stop": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "top_k": 1e30}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [99999999999999999999]}',
+        b'{"messages": [{"role": "user", "content": 5}]}',
+        b'{"messages": [{"role": "assistant", "tool_calls": [5]}]}',
+    ]
+    for body in (*hostile, b"", b"[]", b"{", b'{"messages": NaN}', b"[" * 100_000, b"\xff"):
         status, reply = raw(url, "POST", chat, body)
         assert status == 400 and reply["error"]["type"] == "invalid_request_error"
-    assert raw(url, "GET", chat)[0] == 405 and raw(url, "GET", "/v1/nothing")[0] == 404 and raw(url, "GET", "/v1/nothing")[1]["error"]["message"]
+    assert (
+        raw(url, "GET", chat)[0] == 405
+        and raw(url, "GET", "/v1/nothing")[0] == 404
+        and raw(url, "GET", "/v1/nothing")[1]["error"]["message"]
+    )
 
 
 def test_pages_of_other_sites_are_refused(server: tuple[str, Service]) -> None:
@@ -293,7 +313,10 @@ def test_a_failing_engine_is_an_error_not_silence(chat_model: str) -> None:
 # tools
 
 
-ADD = {"type": "function", "function": {"name": "add", "description": "a + b", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "a + b", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
 
 
 def says(service: Service, monkeypatch: pytest.MonkeyPatch, text: str) -> list[list[int]]:
@@ -329,9 +352,8 @@ def test_tools_round_trip(client: Any, service: Service, monkeypatch: pytest.Mon
     ]
     answers = [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in done.message.tool_calls]
     history = [*ASK, done.message.model_dump(exclude_none=True), *answers]
-    says(service, monkeypatch, "3")
     seen = says(service, monkeypatch, "3")
-    after = client.chat.completions.create(model="tiny", messages=history, tools=[ADD], max_tokens=100).choices[0]
+    after = client.chat.completions.create(model="tiny", messages=history, tools=[ADD], max_tokens=20).choices[0]
     assert after.message.content == "3" and not after.message.tool_calls and after.finish_reason == "stop"
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": ' in service.tokenizer.decode(seen[0]), "an object, not JSON in JSON"
 

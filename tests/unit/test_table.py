@@ -23,6 +23,7 @@ from reinforge.algorithms.surrogates import SURROGATES
 from reinforge.algorithms.table import build
 from reinforge.app.cli import main
 from reinforge.config.algorithm import SINGLE_SAMPLE_ADVANTAGES, SINGLE_SAMPLE_ALGORITHMS, AlgorithmConfig
+from reinforge.config.families import FAMILIES, family_of
 from reinforge.config.schema import Config
 from reinforge.core.backend import Loss
 from reinforge.core.batch import Batch
@@ -76,10 +77,12 @@ SHARED = {"scale": "group", "std": "sample", "eps": 1e-4, "clip_low": 0.2, "clip
 
 
 def test_the_table_is_complete() -> None:
-    assert list(TABLE) == ["sft", *PARTS] == list(names.NAMES)
-    assert {e["name"]: (e["family"], e["paper"]) for e in describe()} == {
-        "sft": ("supervised", ""), **{name: ("policy_gradient", paper) for name, (*_, paper) in PARTS.items()}
+    assert [name for name, row in TABLE.items() if row.family == "policy_gradient"] == list(PARTS) and list(TABLE) == list(names.NAMES)
+    assert {e["name"]: e["paper"] for e in describe() if e["name"] in PARTS} == {name: paper for name, (*_, paper) in PARTS.items()}
+    assert {e["name"]: e["family"] for e in describe()} == {
+        **{name: family for family, listed in FAMILIES.items() for name in listed}, **dict.fromkeys(PARTS, "policy_gradient")
     }  # fmt: skip
+    assert all(family_of(name) == row.family for name, row in TABLE.items())
     for tuple_, functions in ((names.ADVANTAGES, ADVANTAGES), (names.SURROGATES, SURROGATES), (names.CORRECTIONS, CORRECTIONS),
                               (names.SELECTIONS, SELECTIONS), (names.REDUCERS, REDUCERS), (names.ESTIMATORS, ESTIMATORS)):  # fmt: skip
         assert tuple_ == tuple(functions)
@@ -161,7 +164,7 @@ def test_notes() -> None:
 
 def test_one_sample_per_prompt() -> None:
     """Refused where the advantage compares samples of a prompt, and only there; the list is in step with the table."""
-    single = {name for name, row in TABLE.items() if row.parts.get("advantage", "gae") in SINGLE_SAMPLE_ADVANTAGES}
+    single = {name for name in PARTS if TABLE[name].parts["advantage"] in SINGLE_SAMPLE_ADVANTAGES}
     assert single == set(SINGLE_SAMPLE_ALGORITHMS) and {"reinforce", "ppo", "reinforce_pp", "remax"} <= single
     raw: dict[str, Any] = {
         "model": {"path": "m"},
@@ -223,3 +226,8 @@ def test_the_names_need_no_torch() -> None:
     source = str(Path(reinforge.__file__).parents[1])
     code = f"import sys; sys.path.insert(0, {source!r}); import reinforge.algorithms.names; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_kl_term_without_its_importance_weight_is_the_plain_estimator() -> None:
+    weighted, plain = (build("grpo", kl_coefficient=0.1, kl_importance=flag).loss for flag in (True, False))
+    assert weighted.kl_importance is True and plain.kl_importance is False  # type: ignore[attr-defined]

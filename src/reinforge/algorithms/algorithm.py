@@ -45,6 +45,7 @@ class Options:
     kl_coefficient: float = 0.0
     kl_estimator: str | KL | None = None  # None: k3 in the loss, k1 in the reward
     kl_placement: Literal["loss", "reward"] = "loss"
+    kl_importance: bool = True
     kl_clamp: float | None = None
     kl_target: float | None = None
     kl_horizon: int = 10_000
@@ -59,6 +60,10 @@ class Options:
     dynamic_sampling: bool = False
     max_new_tokens: int = 0  # the limit of a response
     updates: int = 1  # optimizer steps per rollout batch
+    beta: float | None = None  # of a preference loss; None: its own
+    label_smoothing: float | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)  # several preference losses with weights
+    reference: Mapping[str, Any] = field(default_factory=dict)  # how the reference moves, where the row says so
 
 
 @dataclass(frozen=True)

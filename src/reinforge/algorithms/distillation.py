@@ -99,6 +99,14 @@ def support_kl(student: Tensor, teacher: Tensor, *, reverse: bool = False) -> Te
     return _kl(q, p) if reverse else _kl(p, q)
 
 
+def given_topk(student: Tensor, given: Tensor, *, reverse: bool = False, temperature: float = 1.0) -> Tensor:
+    """[R] `topk_kl` where the teacher's k best tokens and their log-probs at the temperature were computed before: `given` [R, 2k]
+    holds the ids, then the log-probs."""
+    ids, p = given.chunk(2, -1)
+    q = (student / temperature).log_softmax(-1).gather(-1, ids.long())
+    return support_kl(q, p.to(q.dtype), reverse=reverse)
+
+
 def _with_rest(logprobs: Tensor) -> Tensor:
     """[R, k+1]: the log-probability of all other tokens appended. It is at least e^-16: float32 cannot tell less from 0."""
     inside = logprobs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
@@ -125,7 +133,8 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
 class DistillationLoss:
     """weight · T^2 · divergence + (1 - weight) · NLL of the text, per token (1503.02531), by default averaged over all trained tokens.
 
-    A backend with a teacher gives `TrainedTokens.divergence`, computed by `divergence` (a function of logits) in chunks.
+    A backend with a teacher gives `TrainedTokens.divergence`, computed by `divergence` (a function of logits) in chunks, or by `given`
+    from the teacher's best tokens, where those were computed beforehand (`k` of them).
     """
 
     unit = 1
@@ -139,6 +148,10 @@ class DistillationLoss:
         function = pick(DIVERGENCES, name, "algorithm.name")
         self.divergence: Callable[[Tensor, Tensor], Tensor] = lambda s, t: function(s, t, temperature=temperature, **settings)
         self.weight, self.scale, self.reduce = weight, temperature**2 if name != "uld" else 1.0, reduce
+        self.temperature, self.k, self.by_rank = temperature, settings.get("k", 32) if name == "topk_kl" else None, name == "uld"
+        self.given: Callable[[Tensor, Tensor], Tensor] = lambda s, t: given_topk(
+            s, t, temperature=temperature, reverse=settings.get("reverse", False)
+        )
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         assert tokens.divergence is not None, "the backend has no teacher"

@@ -107,6 +107,8 @@ class PolicyLoss:
             averages["policy/entropy"] = tokens.entropy
             if self.entropy_gradient:
                 extra = extra - self.terms.entropy * tokens.entropy
+        if "teacher" in streams:
+            averages["policy/teacher_kl"] = logprobs - streams["teacher"]
         if "positive" in streams:
             averages["policy/nll"] = -streams["positive"] * logprobs
             extra = extra + self.terms.nll * averages["policy/nll"]

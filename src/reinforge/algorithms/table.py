@@ -9,14 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
+from reinforge.algorithms import families, on_policy
 from reinforge.algorithms.advantages import ADVANTAGES, READS, Advantage, AdvantageOptions, Rollouts
 from reinforge.algorithms.algorithm import Algorithm as Algorithm
 from reinforge.algorithms.algorithm import Options as Options
 from reinforge.algorithms.bind import Binder, name_of, pick, settings_of
 from reinforge.algorithms.catalogue import TABLE, Row
 from reinforge.algorithms.corrections import CORRECTIONS
+from reinforge.algorithms.distillation import DistillationLoss
 from reinforge.algorithms.kl import ESTIMATORS, NOTES, REWARD_NOTES, SCALED_NOTE
-from reinforge.algorithms.loss import NLLLoss, PolicyLoss, Selected
+from reinforge.algorithms.loss import PolicyLoss, Selected
 from reinforge.algorithms.reduce import REDUCERS
 from reinforge.algorithms.selections import NEEDS as SELECTION_NEEDS
 from reinforge.algorithms.selections import SELECTED, SELECTIONS
@@ -38,14 +40,7 @@ def build(name: str, **options: Any) -> Algorithm:
     buffer = o.overlong_buffer if o.overlong_buffer is not None else o.max_new_tokens // 5 if row.shaped else 0  # the paper: 4096 of 20480
     o = replace(o, overlong_buffer=buffer)
     _check(o, given)
-    return pick(BUILDERS, row.family, "algorithm.name")(name, row, o, given)
-
-
-def _supervised(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algorithm:
-    binder = Binder(o.settings)
-    loss = NLLLoss(binder.part(REDUCERS, o.reduce, "algorithm.reduce"))
-    binder.finish()
-    return Algorithm(name, row.family, row.paper, loss, o)
+    return BUILDERS[row.builder or row.family](name, row, o, given)
 
 
 def _policy_gradient(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algorithm:
@@ -74,7 +69,7 @@ def _policy_gradient(name: str, row: Row, o: Options, given: Mapping[str, Any]) 
     o = replace(o, kl_estimator=estimator, clip_low=bound.get("low"), clip_high=bound.get("high"))
     terms = Terms(o.kl_coefficient, o.entropy, o.nll, o.kl_target, o.kl_horizon, o.entropy_target, o.entropy_rate, o.entropy_max)
     loss = PolicyLoss(
-        surrogate, reduce, correction=correction, kl=kl, kl_in_reward=in_reward, terms=terms, penalty=o.penalty, engine_old=o.old == "engine",
+        surrogate, reduce, correction=correction, kl=kl, kl_importance=o.kl_importance, kl_in_reward=in_reward, terms=terms, penalty=o.penalty, engine_old=o.old == "engine",
         selected=o.selected or (SELECTED[o.selection] if isinstance(o.selection, str) else "keep"),
         off_policy=o.old == "recompute" or (o.old == "auto" and o.updates > 1),
     )  # fmt: skip
@@ -84,9 +79,24 @@ def _policy_gradient(name: str, row: Row, o: Options, given: Mapping[str, Any]) 
                      needs | {"reference"} if used else needs, _notes(o, loss.selected))  # fmt: skip
 
 
+def _on_policy(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algorithm:
+    """Distillation as a policy gradient. A row with a loss beside its surrogate adds that."""
+    advantage = on_policy.ADVANTAGES.get(o.advantage, o.advantage) if isinstance(o.advantage, str) else o.advantage
+    made = _policy_gradient(name, row, replace(o, advantage=advantage), given)
+    if "loss" in row.parts:
+        made = replace(made, loss=on_policy.WithDivergence(made.loss, DistillationLoss(row.parts["loss"])))
+    return made
+
+
 BUILDERS: dict[str, Callable[[str, Row, Options, Mapping[str, Any]], Algorithm]] = {
     "policy_gradient": _policy_gradient,
-    "supervised": _supervised,
+    "supervised": families.supervised,
+    "preference": families.preference,
+    "unpaired": families.unpaired,
+    "reward": families.reward,
+    "distillation": families.distillation,
+    "gkd": families.distillation,
+    "on_policy": _on_policy,
 }
 
 # The keys of the config behind fields of `Options` that parts take as settings.

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from reinforge.config.load import config_from_dict, load_config
+from reinforge.config.load import config_from_dict
+from reinforge.config.pipeline import Pipeline, load_any
 from reinforge.config.schema import Config, RewardConfig
 from reinforge.config.strict import parse
 from reinforge.core.errors import InputError
@@ -107,18 +108,20 @@ def _ctrl_c_raises() -> Iterator[None]:
 def train_config(config: Config, given: Given | None = None, view: ViewLike | None = None) -> RunResult:
     """Runs one config to its end, or on from where it stopped, and writes the report."""
     from reinforge.app.build import build
+    from reinforge.app.sharded import open_ranks
     from reinforge.watch.report import write_report
     from reinforge.watch.view import View
 
-    trainer = build(config, view or View(), given)
-    session = trainer.session
+    with open_ranks(config):
+        trainer = build(config, view or View(), given)
+        session = trainer.session
 
-    async def go() -> None:
-        with session:
-            await trainer.run()
+        async def go() -> None:
+            with session:
+                await trainer.run()
 
-    started = time.monotonic()
-    run_sync(go(), session.terminate)
+        started = time.monotonic()
+        run_sync(go(), session.terminate)
     finite = {name: value for name, value in session.last.items() if math.isfinite(value)}  # NaN is not JSON
     summary = {
         "steps": session.step,
@@ -176,8 +179,20 @@ def train(
         described, given.functions = describe_rewards(rewards, _declared(config))
         overrides = [f"rewards={json.dumps([r.model_dump(mode='json') for r in described])}", *overrides]
     if isinstance(config, (str, Path)):
-        return train_config(load_config(Path(config), overrides), given)
+        loaded = load_any(Path(config), overrides)
+        return _train_pipeline(loaded, given) if isinstance(loaded, Pipeline) else train_config(loaded, given)
     return train_config(config_from_dict(dict(config), where="reinforge.train", overrides=overrides), given)
+
+
+def _train_pipeline(pipeline: Pipeline, given: Given) -> RunResult:
+    """Metrics are named by stage: `grpo/eval/accuracy`."""
+    from reinforge.app.pipeline import run_pipeline
+
+    if given.data is not None or given.eval_data is not None or given.functions:
+        raise InputError("objects cannot be given beside a pipeline: its stages could not be made again.", where="reinforge.train",
+                         fix="Write data to files, and name rewards as `file.py:function`.")  # fmt: skip
+    result = run_pipeline(pipeline)
+    return RunResult(result.run_dir, result.metrics, 0, None, result.report)
 
 
 def new_dir(name: str) -> Path:
@@ -214,28 +229,39 @@ def evaluate(config_or_run: str | Path, overrides: Sequence[str] = (), *, checkp
     Rows that were given as Python objects are not kept: for such a run, name files, `overrides=["data.source=rows.jsonl", ...]`."""
     from reinforge.app.build import Given, Workshop
     from reinforge.app.runs import config_of, load_weights
+    from reinforge.app.supervised import heldout_of
     from reinforge.watch.view import View
 
     config, run_dir = config_of(Path(config_or_run), overrides)
     shop = Workshop(config, Given(), View())
-    if run_dir is not None:
-        load_weights(shop.model, run_dir, checkpoint)
-    heldout = shop.heldout()
+
+    def load() -> None:
+        if run_dir is not None:
+            load_weights(shop.model, run_dir, checkpoint)
+
+    if config.algorithm.rl:
+        load()
+    heldout = shop.heldout() if config.algorithm.rl else heldout_of(shop, load)
     if heldout is None:
         raise InputError("there is nothing to evaluate: no held-out rows, or no reward to score them.", where="data.eval",
                          fix="Set data.eval.size or data.eval.source, and rewards.")  # fmt: skip
-    return run_sync(heldout())
+
+    async def measure() -> dict[str, float]:
+        return await heldout()
+
+    return run_sync(measure())
 
 
-def generate(model: str, prompts: str | Path, out: str | Path, *, n: int = 1, temperature: float = 1.0, top_p: float = 1.0, max_new_tokens: int = 256,
-             seed: int = 0, adapter: str | None = None) -> int:  # fmt: skip
-    """Completions for every row of a prompts file, as JSONL: the row's columns, completion, tokens, logprobs, stop. Returns rows written."""
+def generate(model: str, prompts: str | Path | None, out: str | Path, *, n: int = 1, temperature: float = 1.0, top_p: float = 1.0,
+             max_new_tokens: int = 256, seed: int = 0, adapter: str | None = None, **more: Any) -> int:  # fmt: skip
+    """Completions for every row of a prompts file, as JSONL: the row's columns, completion, tokens, logprobs, stop. Returns rows
+    written. `more`: config, server, labelling, raw, logprobs and token_ids of `reinforge.app.generate.generate_file`."""
     from reinforge.app.generate import generate_file
 
     return run_sync(
         generate_file(
             model,
-            Path(prompts),
+            prompts,
             Path(out),
             n=n,
             temperature=temperature,
@@ -243,5 +269,6 @@ def generate(model: str, prompts: str | Path, out: str | Path, *, n: int = 1, te
             max_new_tokens=max_new_tokens,
             seed=seed,
             adapter=adapter,
+            **more,
         )
     )

@@ -39,7 +39,7 @@ def check(config: Config | None = None) -> dict[str, Any]:
             data = [{"prompt": f"{i}: "} for i in range(64)]
         else:
             raw = config.model_dump(mode="json")
-            if raw["algorithm"]["name"] == "sft":
+            if config.algorithm.family != "policy_gradient":
                 raw["algorithm"] = {"name": "grpo"}
             raw["train"].update(steps=STEPS, epochs=None)
         raw["data"] = {**raw["data"], "eval": {}}

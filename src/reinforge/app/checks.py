@@ -27,6 +27,7 @@ from reinforge.core.errors import InputError, ReinforgeError
 if TYPE_CHECKING:
     from reinforge.core.sample import Row
     from reinforge.data.chat import Renderer
+    from reinforge.data.units import Units
 
 SAMPLE_ABOVE = 10_000
 UNUSUAL = {
@@ -128,6 +129,8 @@ def _check_curriculum(config: Config, train: Sequence[Row]) -> None:
 
 
 def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report: Report, offline: str | None) -> None:
+    from reinforge.app.algorithm import algorithm_of
+    from reinforge.app.supervised import units_of
     from reinforge.data.chat import Renderer
     from reinforge.models.load import context_length, load_tokenizer
 
@@ -139,27 +142,29 @@ def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report
         report.warn("model.path", f"prompts were not checked: {error.what}")
         return
     renderer = Renderer(tokenizer, config.data)
-    sft = config.algorithm.name == "sft"
-    limit = config.data.max_length or context - (0 if sft else config.rollout.max_new_tokens)
+    given = not config.algorithm.rl  # rows are trained as they are
+    make = units_of(algorithm_of(config.algorithm, config.rollout.max_new_tokens))
+    limit = config.data.max_length or context - (0 if given else config.rollout.max_new_tokens)
     if limit < 1:
         report.refuse(
             "rollout.max_new_tokens", f"{config.rollout.max_new_tokens} tokens leave no room for a prompt in a context of {context}."
         )
         return
     for rows, kind in ((train, "training"), (held_out, "evaluation")):
-        whole = sft and (kind == "training" or not config.rewards)  # with rewards, SFT evaluates by generating
-        lengths = [_length(renderer, row, whole) for row in rows]
+        whole = given and (kind == "training" or not config.rewards)  # with rewards, evaluation also generates
+        lengths = [_length(renderer, row, make if whole else None) for row in rows]
         if kind == "training":
-            report.summary["row_tokens" if sft else "prompt_tokens"] = {**quantiles(lengths), "limit": limit, "checked": len(rows)}
+            report.summary["row_tokens" if given else "prompt_tokens"] = {**quantiles(lengths), "limit": limit, "checked": len(rows)}
         check_lengths(config, kind, rows, lengths, limit, report)
     for name, count in renderer.counts.items():
         if count:
             report.warn("data", f"{count} of {len(train) + len(held_out)} checked rows: {UNUSUAL.get(name, name)}.")
 
 
-def _length(renderer: Renderer, row: Row, whole: bool) -> int:
+def _length(renderer: Renderer, row: Row, make: Units | None) -> int:
+    """Of the prompt, or of the longest text that the row becomes."""
     try:
-        return len(renderer.training_row(row).tokens if whole else renderer.prompt(row))
+        return len(renderer.prompt(row)) if make is None else max(len(s.tokens) for unit in make(renderer, row) for s in unit)
     except ReinforgeError:
         raise
     except Exception as error:  # jinja and tokenizers raise what they like; the row must be named

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,9 @@ from reinforge.app import commands_model, commands_runs
 from reinforge.app.show import console, print_mapping, print_table
 from reinforge.core.errors import EXIT_BAD_INPUT, InputError, ReinforgeError
 from reinforge.version import __version__
+
+if TYPE_CHECKING:
+    from reinforge.config.pipeline import Pipeline
 
 EXIT_INTERRUPTED = 130
 
@@ -46,8 +50,14 @@ def _options(
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Run a configuration, or continue it from its newest checkpoint.
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    force_stage: Annotated[
+        list[str] | None, typer.Option("--force-stage", metavar="NAME", help="Of a pipeline: run this finished stage again.")
+    ] = None,
+) -> None:
+    """Run a configuration or a pipeline of several, or continue it from its newest checkpoint.
 
     Ctrl-C or SIGTERM saves a checkpoint; the same command then continues, bit for bit.
 
@@ -56,15 +66,25 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
       reinforge train recipes/chain_sum.yaml
 
       reinforge train recipes/chain_sum.yaml train.steps=10 run.dir=runs/short
+
+      reinforge train recipes/pipeline.yaml
     """
     from reinforge.app.preflight import preflight
-    from reinforge.config.load import load_config
+    from reinforge.config.pipeline import Pipeline, load_any
 
-    loaded = load_config(config, overrides or [])
+    if int(os.environ.get("RANK", "0")) > 0 and "MASTER_ADDR" in os.environ:  # torchrun: rank 0 drives
+        from reinforge.backends.ranks import serve
+
+        serve()
+    loaded = load_any(config, overrides or [])
+    if isinstance(loaded, Pipeline):
+        _train_pipeline(loaded, force_stage or [])
+        return
+    if force_stage:
+        raise InputError(f"{config} is one run and has no stages.", where="--force-stage", fix="Use another run.dir to run it again.")
     found = preflight(loaded)
     _warn(found.warnings)
-    if not found.ok:
-        raise InputError("\n  - ".join([f"{len(found.errors)} problems:", *found.errors]) if len(found.errors) > 1 else found.errors[0])
+    _refuse(found.errors)
     from reinforge.app.api import train_config
 
     result = train_config(loaded)
@@ -95,7 +115,12 @@ def plan(
     if as_json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
-        print_mapping(dict(describe(report)))
+        if "stages" in report.summary:
+            from reinforge.app.pipeline_plan import describe_pipeline
+
+            print_table(describe_pipeline(report))
+        else:
+            print_mapping(dict(describe(report)))
         _warn(report.warnings)
         for error in report.errors:
             print(f"error: {error}", file=sys.stderr)
@@ -183,6 +208,24 @@ def demo(
 
 commands_model.register(app)
 app.add_typer(commands_runs.app, name="runs")
+
+
+def _train_pipeline(pipeline: Pipeline, force: Sequence[str]) -> None:
+    from reinforge.app.pipeline import run_pipeline
+    from reinforge.app.pipeline_plan import first_phase
+    from reinforge.watch.pipeline import show_pipeline
+
+    found, _ = first_phase(pipeline, force)
+    _warn(found.warnings)
+    _refuse(found.errors)
+    result = run_pipeline(pipeline, force)
+    print_table(show_pipeline(result.run_dir))
+    print_mapping({"report": result.report})
+
+
+def _refuse(errors: Sequence[str]) -> None:
+    if errors:
+        raise InputError("\n  - ".join([f"{len(errors)} problems:", *errors]) if len(errors) > 1 else errors[0])
 
 
 def _warn(warnings: Sequence[str]) -> None:

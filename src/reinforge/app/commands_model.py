@@ -1,4 +1,4 @@
-"""Commands that use a model or make one: generate, eval, chat, export, tiny."""
+"""Commands that use a model or make one: generate, eval, chat, serve, export, tiny."""
 
 from __future__ import annotations
 
@@ -7,55 +7,15 @@ from typing import Annotated
 
 import typer
 
+from reinforge.app.commands_generate import MaxNewTokens, Temperature, TopP, generate
 from reinforge.app.commands_serve import serve
 from reinforge.app.show import print_mapping
 from reinforge.core.errors import InputError
 
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 = greedy.", min=0)]
-TopP = Annotated[float, typer.Option(help="Nucleus: sample from the most likely tokens that hold this much probability.", min=0, max=1)]
-MaxNewTokens = Annotated[int, typer.Option(help="Longest completion.", min=1)]
-
 
 def register(app: typer.Typer) -> None:
-    for command, name in ((generate, None), (evaluate, "eval"), (chat, None), (export, None), (tiny, None)):
+    for command, name in ((generate, None), (evaluate, "eval"), (chat, None), (serve, None), (export, None), (tiny, None)):
         app.command(name)(command)
-
-
-def generate(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL_OR_CONFIG", help="Hub id, directory or .gguf file; or a .yaml configuration, whose model is taken."),
-    ],
-    prompts: Annotated[Path, typer.Option(help="A .jsonl file with a `prompt` per line: text or chat messages.")],
-    out: Annotated[Path, typer.Option(help="The .jsonl file to write: the rows with their completions.")],
-    n: Annotated[int, typer.Option("-n", help="Completions per prompt.", min=1)] = 1,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    max_new_tokens: MaxNewTokens = 256,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    adapter: Annotated[str | None, typer.Option(help="A saved adapter to put on the model.")] = None,
-) -> None:
-    """Complete every prompt of a file.
-
-    [bold]Examples[/bold]
-
-      reinforge generate HuggingFaceTB/SmolLM2-135M-Instruct --prompts prompts.jsonl --out out.jsonl -n 4
-
-      reinforge generate recipes/chain_sum.yaml --prompts prompts.jsonl --out out.jsonl --temperature 0
-    """
-    if not prompts.is_file():
-        raise InputError(f"no such file: {prompts}.", where="--prompts", fix="Give a .jsonl file with a `prompt` per line.")
-    if out.exists() and out.samefile(prompts):
-        raise InputError(f"{out} is the file of prompts.", where="--out", fix="Write to another file.")
-    if model.endswith((".yaml", ".yml")):
-        from reinforge.config.load import load_config
-
-        config = load_config(Path(model))
-        model, adapter = config.model.path, adapter or (config.adapter.path if config.adapter else None)
-    from reinforge.app.api import generate as run
-
-    rows = run(model, prompts, out, n=n, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, adapter=adapter)
-    print(f"{rows} rows in {out}")
 
 
 def evaluate(
@@ -104,6 +64,9 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must not exist or be empty.")],
     checkpoint: Annotated[str, typer.Option(help="best, latest, or a step.")] = "latest",
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the weights.")] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="ID", help="Also upload it to this hub id (private). Needs HF_TOKEN or a login.")
+    ] = None,
 ) -> None:
     """Write a run's model as an ordinary model directory that transformers and servers load.
 
@@ -121,7 +84,7 @@ def export(
         raise InputError(f"{out} exists and is not empty.", where="OUT", fix="Choose another directory.")
     from reinforge.app.export import export as write
 
-    print(write(run, out, checkpoint=checkpoint, merge=merge))
+    print(write(run, out, checkpoint=checkpoint, merge=merge, push=push))
 
 
 def tiny(

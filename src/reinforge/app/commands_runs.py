@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+PIPELINE = "pipeline.json"  # in the directory of a pipeline
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -59,6 +60,12 @@ def show(run: RunDir, as_json: AsJson = False) -> None:
 
       reinforge runs show runs/chain-sum
     """
+    if (run / PIPELINE).is_file():
+        from reinforge.watch.pipeline import show_pipeline
+
+        stages = show_pipeline(run)
+        _json(stages) if as_json else print_table(stages)
+        return
     from reinforge.watch.runs import show_run
 
     found = show_run(run)
@@ -97,10 +104,20 @@ def compare(runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run 
 def digest(run: RunDir) -> None:
     """Print one hash of everything a run's newest checkpoint holds: equal digests mean bit-identical runs.
 
+    Of a pipeline: a line per stage, and on the last line the hash of them all.
+
     [bold]Example[/bold]
 
       reinforge runs digest runs/chain-sum
     """
+    if (run / PIPELINE).is_file():
+        from reinforge.app.pipeline import digest_pipeline, whole_digest
+
+        stages = digest_pipeline(run)
+        for name, value in stages.items():
+            print(f"{value}  {name}")
+        print(whole_digest(stages))
+        return
     from reinforge.checkpoint.store import digest_run
 
     print(digest_run(run))

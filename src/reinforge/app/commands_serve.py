@@ -14,8 +14,12 @@ def serve(
     reward: Annotated[bool, typer.Option("--reward", help="MODEL is a reward model: serve scores at /v1/score.")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on. Anything but loopback needs a key.")] = ServeOptions.host,
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = ServeOptions.port,
-    name: Annotated[str | None, typer.Option(help="The model's name in requests; default: its hub id, or the last part of its path.")] = None,
-    api_key: Annotated[str | None, typer.Option(help=f"Clients must show this key. Better in {KEY}: others can see a command line.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in requests; default: its hub id, or the last part of its path.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help=f"Clients must show this key. Better in {KEY}: others can see a command line.")
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest completion of a request that names no limit.", min=1)
     ] = ServeOptions.max_new_tokens,
@@ -39,5 +43,7 @@ def serve(
     """
     from reinforge.app.serve import serve as run
 
-    options = ServeOptions(host, port, api_key, name, max_new_tokens, max_requests, max_body_mib, max_batch, kv_gib, context, checkpoint, adapter)
+    options = ServeOptions(
+        host, port, api_key, name, max_new_tokens, max_requests, max_body_mib, max_batch, kv_gib, context, checkpoint, adapter
+    )
     run(model, options, reward=reward)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.value import ValueLoss, WithValues
+from reinforge.app.sharded import AnyBackend, compiles, hosted, ranks_of
+from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.local import LocalBackend
-from reinforge.config.schema import Config, CriticConfig
+from reinforge.config.schema import Config, CriticConfig, TrainConfig
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
-from reinforge.models.load import load_scalar
+from reinforge.models.load import load_config, load_scalar, load_tokenizer
 from reinforge.models.scalar import ScalarModel
 from reinforge.train.critic import Critic
 
@@ -36,31 +40,48 @@ def make_critic(cfg: Config, algorithm: Algorithm, policy: CausalModel, updates:
         "schedule": critic.schedule or cfg.train.schedule, "optimizer": critic.optimizer or cfg.train.optimizer,
         "ema": None,
     })  # fmt: skip
-    return algorithm, Critic(LocalBackend(_model(cfg, critic, policy), train, total_steps=updates, paired=True), loss, critic.warmup)
+    return algorithm, Critic(_backend(cfg, critic, policy, train, updates), loss, critic.warmup)
+
+
+def _backend(cfg: Config, critic: CriticConfig, policy: CausalModel, train: TrainConfig, updates: int) -> AnyBackend:
+    ranks = ranks_of(cfg)
+    if ranks is None:
+        return LocalBackend(_model(cfg, critic, policy), train, total_steps=updates, paired=True)
+    changes, where = _changes(cfg, critic)
+    source = hosted(cfg.model.model_copy(update=changes))
+    if critic.path is not None:
+        _same_tokens(critic.path, load_tokenizer(source, where), load_config(source, where).get_text_config().vocab_size, policy)
+    make = partial(load_scalar, source, where=where, fresh=True)
+    return FsdpBackend(ranks, make, train, compiled=compiles(cfg.model), total_steps=updates, paired=True)
+
+
+def _changes(cfg: Config, critic: CriticConfig) -> tuple[dict[str, Any], str]:
+    """What is different from the policy's `model` section, and the key that names the critic's checkpoint."""
+    recompute = cfg.model.gradient_checkpointing if critic.gradient_checkpointing is None else critic.gradient_checkpointing
+    own = {"path": critic.path, "revision": None} if critic.path else {}
+    return {"gradient_checkpointing": recompute, **own}, "critic.path" if critic.path else "model.path"
 
 
 def _model(cfg: Config, critic: CriticConfig, policy: CausalModel) -> ScalarModel:
     """From its own checkpoint, or a copy of the policy's trunk as it is before training. Of an adapted policy the base is loaded again."""
-    recompute = cfg.model.gradient_checkpointing if critic.gradient_checkpointing is None else critic.gradient_checkpointing
-    changes = {
-        "gradient_checkpointing": recompute,
-        "device": str(policy.device),
-        **({"path": critic.path, "revision": None} if critic.path else {}),
-    }
-    where = "critic.path" if critic.path else "model.path"
+    changes, where = _changes(cfg, critic)
     if critic.path is not None or policy.module is not policy.plain:
-        model = load_scalar(cfg.model.model_copy(update=changes), where=where, fresh=True)
+        model = load_scalar(cfg.model.model_copy(update={**changes, "device": str(policy.device)}), where=where, fresh=True)
     else:
         model = ScalarModel.from_causal(policy, where=where)
-        if recompute:
+        if changes["gradient_checkpointing"]:
             model.plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
             model.plain.gradient_checkpointing_disable()
     if critic.path is not None:
-        theirs, ours = model.tokenizer.get_vocab(), policy.tokenizer.get_vocab()
-        other = next((token for token, i in ours.items() if theirs.get(token) != i), None)
-        if other is not None or model.config.vocab_size < policy.config.vocab_size:
-            raise InputError(f"the critic reads the policy's tokens, and {critic.path} has other ones"
-                             + (f", e.g. {other!r} is not {ours[other]}" if other is not None else "") + ".", where="critic.path",
-                             fix="Use a model with the same tokenizer, or leave path out.")  # fmt: skip
+        _same_tokens(critic.path, model.tokenizer, model.config.vocab_size, policy)
     return model
+
+
+def _same_tokens(path: str, tokenizer: Any, vocabulary: int, policy: CausalModel) -> None:
+    theirs, ours = tokenizer.get_vocab(), policy.tokenizer.get_vocab()
+    other = next((token for token, i in ours.items() if theirs.get(token) != i), None)
+    if other is not None or vocabulary < policy.config.vocab_size:
+        raise InputError(f"the critic reads the policy's tokens, and {path} has other ones"
+                         + (f", e.g. {other!r} is not {ours[other]}" if other is not None else "") + ".", where="critic.path",
+                         fix="Use a model with the same tokenizer, or leave path out.")  # fmt: skip

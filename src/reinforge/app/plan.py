@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from reinforge.app.predict import shown
 from reinforge.app.preflight import Report, preflight
-from reinforge.config.load import load_config
+from reinforge.config.pipeline import Pipeline, load_any
 from reinforge.core.errors import ReinforgeError
 
 DEADLINE_SECONDS = 30.0
@@ -29,18 +29,22 @@ DEADLINE_SECONDS = 30.0
 def plan(config_path: Path, overrides: Sequence[str] = (), *, deadline: float = DEADLINE_SECONDS) -> Report:
     """Both phases. Phase 2 runs only if phase 1 found nothing wrong."""
     try:
-        config = load_config(Path(config_path), overrides)
+        config = load_any(Path(config_path), overrides)
     except ReinforgeError as error:
         return Report(errors=[str(error)])
+    if isinstance(config, Pipeline):
+        from reinforge.app.pipeline_plan import plan_pipeline
+
+        return plan_pipeline(config, deadline=deadline)
     report = preflight(config)
     if report.ok:
         report.extend(worker_report(Path(config_path), overrides, deadline))
     return report
 
 
-def worker_report(config_path: Path, overrides: Sequence[str], deadline: float) -> dict[str, Any]:
+def worker_report(config_path: Path, overrides: Sequence[str], deadline: float, module: str = "reinforge.app.checks") -> dict[str, Any]:
     """Phase 2 in a process that cannot hang us: its whole group is killed at the deadline, or when we are interrupted."""
-    command = [sys.executable, "-m", "reinforge.app.checks", str(config_path), *overrides, "--json"]
+    command = [sys.executable, "-m", module, str(config_path), *overrides, "--json"]
     start = time.monotonic()
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env=_environment()

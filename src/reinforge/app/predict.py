@@ -16,7 +16,7 @@ from reinforge.config.schema import Config
 
 if TYPE_CHECKING:
     from reinforge.app.preflight import Report
-    from reinforge.backends.local import LocalBackend
+    from reinforge.app.sharded import AnyBackend
 
 USABLE = 0.97  # of a GPU's memory; its context and libraries have the rest
 
@@ -34,6 +34,10 @@ def machine_at(device: str) -> Machine:
 def needs_of(cfg: Config) -> frozenset[str]:
     """The streams that a run annotates, as far as its configuration tells."""
     a = cfg.algorithm
+    if a.family == "preference":
+        from reinforge.app.algorithm import algorithm_of
+
+        return algorithm_of(a, cfg.rollout.max_new_tokens).needs - ({"reference"} if cfg.train.precompute_reference else set())
     found = {"reference": bool(a.kl.coefficient), "old": a.epochs * a.minibatches > 1, "values": a.needs_critic}
     return frozenset(name for name, used in found.items() if used)
 
@@ -45,7 +49,7 @@ def predict(cfg: Config, facts: Facts, machine: Machine, lengths: tuple[float, i
     needs = needs_of(cfg) if needs is None else needs
     own_critic = "values" in needs and not (cfg.critic is not None and cfg.critic.shared)
     copies = {"reference": "reference" in needs, "critic": own_critic}
-    rl = cfg.algorithm.name != "sft"
+    rl = cfg.algorithm.rl
     mean, longest = lengths[0], lengths[1] + (cfg.rollout.max_new_tokens if rl else 0)
     samples = cfg.train.prompts_per_step * (cfg.algorithm.group_size if rl else 1)
     work = Work(samples, mean, cfg.rollout.max_new_tokens if rl else 0, cfg.algorithm.group_size if rl else 1, cfg.rollout.max_batch,
@@ -101,11 +105,9 @@ def predict_plan(cfg: Config, report: Report) -> None:
                     "Train an adapter (adapter.rank=16), set model.gradient_checkpointing=true or train.optimizer.offload=true, or use a smaller model.")  # fmt: skip
 
 
-def predict_run(cfg: Config, backend: LocalBackend, lengths: Sequence[int], needs: frozenset[str]) -> dict[str, Any]:
+def predict_run(cfg: Config, backend: AnyBackend, lengths: Sequence[int], needs: frozenset[str]) -> dict[str, Any]:
     """The prediction of a run whose model is loaded: parameters are counted, the micro-batch is known."""
-    from reinforge.backends.microbatch import facts_of
-
-    facts = facts_of(backend.model, offload=cfg.train.optimizer.offload)
+    facts = backend.facts()
     machine = machine_at(str(backend.model.device))
     return predict(cfg, facts, machine, (sum(lengths) / max(1, len(lengths)), max(lengths, default=1)), budget=backend.budget, needs=needs)
 

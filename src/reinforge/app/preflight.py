@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -54,7 +55,10 @@ def preflight(config: Config) -> Report:
     if config.algorithm.name not in NAMES:
         report.refuse("algorithm.name", f"there is no algorithm {config.algorithm.name!r}.", _nearest(config.algorithm.name, NAMES))
     _check_model(config, report)
-    _check_source("data.source", config.data.source, config.data.options, report)
+    for i, item in enumerate(config.data.mixture):
+        _check_source(f"data.mixture.{i}.source", item.source, item.options, report)
+    if not config.data.mixture:
+        _check_source("data.source", config.data.source, config.data.options, report)
     if config.data.eval.source is not None:
         _check_source("data.eval.source", config.data.eval.source, config.data.eval.options, report)
     _check_rewards(config, report)
@@ -94,8 +98,8 @@ def _check_parts(config: Config, report: Report) -> None:
 
 
 def _step_summary(config: Config) -> dict[str, Any]:
-    sft, per_step = config.algorithm.name == "sft", config.train.prompts_per_step
-    samples = per_step if sft else per_step * config.algorithm.group_size
+    rl, per_step = config.algorithm.rl, config.train.prompts_per_step
+    samples = per_step * config.algorithm.group_size if rl else per_step
     adapter = config.adapter
     targets = adapter and (adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets))
     summary: dict[str, Any] = {
@@ -103,11 +107,11 @@ def _step_summary(config: Config) -> dict[str, Any]:
         "trained": f"LoRA of rank {adapter.rank} on {targets}" if adapter else "all weights",
         "algorithm": config.algorithm.name,
         "samples_per_step": samples,
-        "optimizer_steps_per_step": 1 if sft else config.algorithm.epochs * config.algorithm.minibatches,
+        "optimizer_steps_per_step": config.algorithm.epochs * config.algorithm.minibatches if rl else 1,
         "steps": config.train.steps,
         "run_dir": config.run.dir,
     }
-    if not sft:
+    if rl:
         summary["new_tokens_per_step_at_most"] = samples * config.rollout.max_new_tokens
     return summary
 
@@ -123,6 +127,8 @@ def _check_model(config: Config, report: Report) -> None:
     model, adapter = config.model, config.adapter
     places = [("model.path", model.path)] + ([("model.tokenizer", model.tokenizer)] if model.tokenizer else [])
     places += [("critic.path", config.critic.path)] if config.critic and config.critic.path else []
+    if config.teacher is not None:
+        places += [("teacher.path", config.teacher.path), *((f"teacher.also.{i}.path", t.path) for i, t in enumerate(config.teacher.also))]
     judges = [(f"rewards.{i}.options.path", r.options.get("path")) for i, r in enumerate(config.rewards) if r.name == "model"]
     places += [(key, given) for key, given in judges if isinstance(given, str)]
     for key, given in judges:
@@ -149,6 +155,12 @@ def _check_model(config: Config, report: Report) -> None:
     if adapter and adapter.path and not (Path(adapter.path) / "adapter_config.json").is_file():
         what = "has no adapter_config.json" if Path(adapter.path).is_dir() else "is no directory"
         report.refuse("adapter.path", f"{adapter.path} {what}.", "Give the directory of a saved adapter.")
+    elif adapter and adapter.path:
+        kind = json.loads((Path(adapter.path) / "adapter_config.json").read_text()).get("peft_type", "LORA")
+        if kind != "LORA":
+            report.refuse(
+                "adapter.path", f"{adapter.path} is an adapter of the kind {kind}.", "Give a LoRA adapter (DoRA and rsLoRA are LoRA too)."
+            )
 
 
 def _check_source(key: str, source: str, options: dict[str, Any], report: Report) -> None:

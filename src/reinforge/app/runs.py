@@ -14,6 +14,7 @@ from reinforge.config.schema import Config, ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.models.causal import VALUE_HEAD, CausalModel
 from reinforge.models.load import load_model
+from reinforge.models.packed import PackedModel
 
 
 def is_run(path: Path) -> bool:
@@ -48,7 +49,7 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
 
 
 @torch.no_grad()
-def load_weights(model: CausalModel, run_dir: Path, which: str = "latest") -> None:
+def load_weights(model: PackedModel, run_dir: Path, which: str = "latest") -> None:
     """Puts a checkpoint's weights into the model that the run's config describes: their average where the run kept one (train.ema)."""
     state, _ = store.load(checkpoint_of(run_dir, which))
     own = dict(model.module.named_parameters())
@@ -68,4 +69,20 @@ def open_model(source: str, *, adapter: str | None = None, checkpoint: str = "la
         return model, config
     from reinforge.config.schema import AdapterConfig
 
-    return load_model(ModelConfig(path=source), AdapterConfig(path=adapter) if adapter else None), None
+    base, own = base_of(source) if adapter is None else (source, None)
+    tokenizer = own if own is not None and (Path(own) / "tokenizer_config.json").is_file() else None
+    on_top = adapter or own
+    return load_model(ModelConfig(path=base, tokenizer=tokenizer), AdapterConfig(path=on_top) if on_top else None), None
+
+
+def base_of(source: str) -> tuple[str, str | None]:
+    """The base model that a directory with a peft adapter names, and that directory; any other source as it is."""
+    path = Path(source).expanduser()
+    if not (path / "adapter_config.json").is_file() or (path / "config.json").is_file():
+        return source, None
+    base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    if not base:
+        raise InputError(
+            f"{source} is an adapter that does not name its base model.", where="model", fix="Give the base model, and this as --adapter."
+        )
+    return str(base), source

@@ -88,10 +88,25 @@ def load_service(source: str, options: ServeOptions) -> Service:
 
 
 def load_scorer(source: str, options: ServeOptions) -> Scorer:
+    """A reward model from a directory or the hub, or out of a run that trained one."""
+    from reinforge.app.runs import config_of, is_run, load_weights
     from reinforge.app.serve_reward import Scorer
-    from reinforge.rewards.model import ModelReward
+    from reinforge.config.families import family_of
+    from reinforge.models.load import load_scalar
+    from reinforge.rewards.model import CHAT, ModelReward
 
-    return Scorer(ModelReward(source, where="MODEL").load("auto"), name=options.name or name_of(source))
+    name = options.name or name_of(source)
+    if not is_run(Path(source)):
+        return Scorer(ModelReward(source, where="MODEL").load("auto"), name=name)
+    config, _ = config_of(Path(source))
+    if family_of(config.algorithm.name) != "reward":
+        raise InputError(
+            f"{source} trained {config.algorithm.name}, not a reward model.", where="MODEL", fix="Leave --reward out to serve its model."
+        )
+    model = load_scalar(config.model.model_copy(update={"compile": False}), fresh=True)
+    load_weights(model, Path(source), options.checkpoint)
+    template = next(kind for kind, chat in CHAT.items() if chat == config.data.chat)  # as its rows were rendered
+    return Scorer(ModelReward(source, template=template, where="MODEL").use(model), name=name)
 
 
 def serve(source: str, options: ServeOptions, *, reward: bool = False) -> None:

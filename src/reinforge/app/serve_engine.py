@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
 from reinforge.engines.native import NativeEngine
@@ -39,6 +41,8 @@ class EngineThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        if self.engine.model.device.type == "cuda":  # a thread begins on the first GPU, whichever the model is on
+            torch.cuda.set_device(self.engine.model.device)
         self.loop.run_forever()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -52,9 +52,9 @@ class Request(_Part):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # extensions
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
     # without effect on the answer
@@ -134,6 +134,7 @@ def parsed(kind: type[R], body: bytes) -> R:
     """The request in a body, or an error that names the field."""
     try:
         value = json.loads(body, parse_constant=_no_constant)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, Mapping):

@@ -48,7 +48,10 @@ class Service:
         if tools and not self.template.get("tools"):
             raise ApiError(400, f"the chat template of {self.name} has no place for tools", param="tools")
         row = Row("request", plain_messages(request.messages), {"tools": tools} if tools else {})
-        prompt = await asyncio.get_running_loop().run_in_executor(self._worker, self.renderer.prompt, row)
+        try:
+            prompt = await asyncio.get_running_loop().run_in_executor(self._worker, self.renderer.prompt, row)
+        except (TypeError, RecursionError) as error:  # templates are foreign code: some add None to text
+            raise ApiError(400, f"the chat template cannot render these messages: {error}", param="messages") from None
         wanted = self._wanted("chat", request, [prompt], logprobs=bool(request.logprobs), top=request.top_logprobs or 0, tools=bool(tools))
         return self._start(wanted, request, request.max_completion_tokens or request.max_tokens)
 
@@ -127,5 +130,6 @@ class Service:
 
 
 async def _nothing() -> AsyncGenerator[Piece, None]:
-    for piece in ():
+    pieces: list[Piece] = []
+    for piece in pieces:
         yield piece

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from reinforge.envs.calls.hermes import OPEN, Hermes
 
 Decode = Callable[[Sequence[int]], str]
 HALF = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
@@ -121,27 +121,7 @@ def parse_calls(text: str) -> list[Call] | None:
     >>> parse_calls('<tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>')
     [Call(name='add', arguments='{"a": 1}')]
     """
-    calls: list[Call] = []
-    rest = text.strip()
-    while rest:
-        if not rest.startswith(OPEN):
-            return None
-        body = rest.removeprefix(OPEN).lstrip()
-        try:
-            value, end = json.JSONDecoder().raw_decode(body)  # not up to the next mark: an argument may spell it
-        except (ValueError, RecursionError):
-            return None
-        rest = body[end:].lstrip()
-        call = _call(value)
-        if call is None or not (rest.startswith(CLOSE) or not rest):  # the last one may end with the text
-            return None
-        calls.append(call)
-        rest = rest.removeprefix(CLOSE).strip()
-    return calls
-
-
-def _call(value: Any) -> Call | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+    parsed = Hermes().parse(text)
+    if parsed.content.strip() or parsed.errors:
         return None
-    arguments: Any = value.get("arguments", {})
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return [Call(c.name, json.dumps(c.arguments, ensure_ascii=False)) for c in parsed.calls]

@@ -7,6 +7,11 @@ from pathlib import Path
 from reinforge.core.errors import InputError
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>")
+CHAT = (
+    "{% if tools %}T:{% for t in tools %} {{ t.function.name }}{% endfor %}\n{% endif %}{% for m in messages %}{% if m.role == 'assistant' %}A:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ eos_token }}\n{% else %}"
+    "{{ 'R:' if m.role == 'tool' else 'Q:' }}{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)  # a template of few tokens that has a place for everything
 
 
 def tiny_tokenizer(text: list[str] | None = None, vocabulary: int = 300):  # type: ignore[no-untyped-def]
@@ -30,8 +35,8 @@ def tiny_tokenizer(text: list[str] | None = None, vocabulary: int = 300):  # typ
 
 
 def make_tiny_model(path: str | Path, *, seed: int = 0, width: int = 192, layers: int = 4, heads: int = 6, kv_heads: int = 2, context: int = 256,
-                    text: list[str] | None = None, vocabulary: int = 300, spread: float = 0.02) -> Path:  # fmt: skip
-    """Writes a randomly initialised causal LM of about width²·layers·12 parameters in Hugging Face format."""
+                    text: list[str] | None = None, vocabulary: int = 300, spread: float = 0.02, chat: bool = False) -> Path:  # fmt: skip
+    """Writes a randomly initialised causal LM of about width²·layers·12 parameters in Hugging Face format. `chat`: with a template."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,6 +44,8 @@ def make_tiny_model(path: str | Path, *, seed: int = 0, width: int = 192, layers
     if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
         raise InputError(f"{path} holds something else.", where="tiny model", fix="Choose an empty directory.")
     tokenizer = tiny_tokenizer(text, vocabulary)
+    if chat:
+        tokenizer.chat_template = CHAT
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width * 8 // 3 // 32 * 32, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, max_position_embeddings=context, tie_word_embeddings=True, initializer_range=spread, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -51,7 +58,7 @@ def make_tiny_model(path: str | Path, *, seed: int = 0, width: int = 192, layers
     return path
 
 
-def make_taught_model(path: str | Path, *, seed: int = 0) -> Path:
+def make_taught_model(path: str | Path, *, seed: int = 0, steps: int = 250) -> Path:
     """The model that recipes/algorithms start from, in seconds on a CPU: 0.1 M parameters, taught sums of three digits by
     demonstrations of which two in five forget the last number. It gets about a fifth of them right."""
     import tempfile
@@ -65,7 +72,7 @@ def make_taught_model(path: str | Path, *, seed: int = 0) -> Path:
         options = {"terms": 3, "max_value": 9, "operators": "+", "size": 4000, "seed": seed, "sloppy": 0.4}
         run = train_config(config_from_dict({
             "model": {"path": str(model), "device": "cpu"}, "algorithm": {"name": "sft"}, "data": {"source": "arithmetic:chain", "options": options},
-            "train": {"steps": 250, "prompts_per_step": 64, "learning_rate": 4e-3, "schedule": {"kind": "cosine", "warmup": 10}},
+            "train": {"steps": steps, "prompts_per_step": 64, "learning_rate": 4e-3, "schedule": {"kind": "cosine", "warmup": 10}},
             "run": {"dir": str(Path(folder) / "sft"), "seed": seed, "checkpoint": {"every": 0}},
         }, where="tiny"))  # fmt: skip
         return export(run.run_dir, Path(path))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from reinforge.backends.ema import Average
-from reinforge.backends.microbatch import annotate_values, auto_budget, combine, trained_tokens
+from reinforge.backends.memory import Facts
+from reinforge.backends.microbatch import annotate_nothing, annotate_values, auto_budget, combine, facts_of, trained_tokens
 from reinforge.backends.optimizer import MasterAdamW, learning_rate
 from reinforge.backends.recovery import Recovery, fitted
 from reinforge.backends.reference import Reference
+from reinforge.backends.teacher import Teachers
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import TrainConfig
 from reinforge.core.backend import Loss, Metrics, Part, State
@@ -20,29 +23,43 @@ from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
 from reinforge.models.causal import CausalModel
+from reinforge.models.divergence import log_collision
+from reinforge.models.neftune import neftune
 from reinforge.models.packed import PackedModel
 
 
 class LocalBackend:
     """Trains `model` in place: a policy, a critic or a reward model. `temperature` is that of the rollouts: log-probs are always of
     softmax(logits / T).
-    `paired`: another model of about the same size is trained on the same device (a critic beside its policy)."""
+    `seed` is the run's, for noise on embeddings (train.neftune). `paired`: another model of about the same size is trained on the same device (a critic beside its policy)."""
 
     def __init__(self, model: PackedModel, cfg: TrainConfig, *, total_steps: int, temperature: float = 1.0,
-                 reference: bool | ReferenceConfig = False, paired: bool = False):  # fmt: skip
+                 reference: bool | ReferenceConfig = False, paired: bool = False, seed: int = 0,
+                 teachers: Teachers | None = None):  # fmt: skip
         self.model, self.cfg, self.temperature, self.total_steps = model, cfg, temperature, total_steps
-        self.budget = (
-            auto_budget(model, offload=cfg.optimizer.offload, reference=bool(reference), paired=paired)
-            if cfg.tokens_per_microbatch == "auto"
-            else cfg.tokens_per_microbatch
-        )
-        self.optimizer = MasterAdamW(model.module, cfg.optimizer)
+        asked = cfg.tokens_per_microbatch
+        self.budget = self._budget(bool(reference), paired) if asked == "auto" else asked
+        self.optimizer = self._optimizer()
         self.recovery = Recovery()
         self.steps = 0  # optimizer steps done, skipped and empty ones included: the schedule's clock
-        self.share = cfg.share_prompts
+        self.share = cfg.share_prompts and cfg.neftune is None  # rows that share tokens cannot have noise of their own
+        self.seed, self.teachers = seed, teachers
         kind = ReferenceConfig() if isinstance(reference, bool) else reference
-        self.reference = Reference(model, self.optimizer, kind) if reference and isinstance(model, CausalModel) else None
+        self.reference = self._reference(model, kind) if reference and isinstance(model, CausalModel) else None
         self.ema = Average(self.optimizer, cfg.ema) if cfg.ema is not None else None
+
+    def facts(self) -> Facts:
+        """For predictions of memory and time."""
+        return facts_of(self.model, offload=self.cfg.optimizer.offload)
+
+    def _budget(self, reference: bool, paired: bool) -> int:
+        return auto_budget(self.model, offload=self.cfg.optimizer.offload, reference=reference, paired=paired)
+
+    def _optimizer(self) -> MasterAdamW:
+        return MasterAdamW(self.model.module, self.cfg.optimizer)
+
+    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
+        return Reference(model, self.optimizer, kind)
 
     @property
     def frozen(self) -> CausalModel | None:
@@ -70,15 +87,26 @@ class LocalBackend:
             self.budget = self.recovery.smaller(self.budget, 1)
 
     def _annotate(self, batch: Batch, needs: frozenset[str]) -> None:
+        if not batch.n_tokens:
+            return annotate_nothing(batch, needs)
         moved = batch.to(self.model.device)
-        if needs & {"old", "entropy"}:
+        if needs & {"old", "entropy", "collision"}:
             assert isinstance(self.model, CausalModel), f"a {type(self.model).__name__} has no log-probs"
-            logprobs, entropy = self.model.logprobs(moved, temperature=self.temperature, entropy="entropy" in needs)
+            states = self.model.states(moved)
+            logprobs, entropy = self.model.logprobs(moved, temperature=self.temperature, entropy="entropy" in needs, states=states)
             batch.streams |= {"old": logprobs.cpu()} if "old" in needs else {}
             batch.streams |= {"entropy": entropy.cpu()} if entropy is not None else {}
+            if "collision" in needs:
+                rows = states.index_select(0, moved.sources)
+                batch.streams["collision"] = log_collision(rows, self.model.output, temperature=self.temperature).cpu()
         if "reference" in needs:
             assert self.reference is not None, "this backend was made without a reference"
             batch.streams["reference"] = self.reference.logprobs(moved, self.temperature).cpu()
+        if "teacher" in needs:
+            assert self.teachers is not None, "this backend was made without a teacher"
+            batch.streams["teacher"] = self.teachers.logprobs(moved, self.temperature).cpu()
+        if "values_after" in needs:
+            batch.streams["values_after"] = self.model.values(moved, after=True).cpu()
         if "values" in needs:
             annotate_values(self.model, batch, moved)
 
@@ -96,19 +124,43 @@ class LocalBackend:
             self.optimizer.zero()
             self.budget = self.recovery.smaller(self.budget, loss.unit)
 
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+        """What the loss says of the batches, without a gradient."""
+        while True:
+            try:
+                return self._forward(fitted(batches, self.budget, loss.unit), loss, totals)
+            except torch.OutOfMemoryError:
+                pass
+            self.budget = self.recovery.smaller(self.budget, loss.unit)
+
     def _pass(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
-        parts: list[dict[str, Tensor]] = []
         self.model.recompute(True)
+        return self._forward(batches, loss, totals)
+
+    def _forward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+        """Every micro-batch forward, and backward where gradients are on."""
+        parts: list[dict[str, Tensor]] = []
         for batch in batches:
             if not batch.n_trained:
                 continue
             self.recovery.working = batch
-            tokens = trained_tokens(self.model, batch.to(self.model.device), loss, totals, self.temperature)
-            value, metrics = loss(tokens, totals)
+            value, metrics = self._micro(batch, loss, totals)
             if value.requires_grad:
                 value.backward()
             parts.append({"train/loss": value.detach(), **metrics})
         return combine(parts)
+
+    def _micro(self, batch: Batch, loss: Loss, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        with self._noise(batch):
+            tokens = trained_tokens(self.model, batch.to(self.model.device), loss, totals, self.temperature, self.teachers)
+        return loss(tokens, totals)
+
+    def _noise(self, batch: Batch) -> AbstractContextManager[None]:
+        """Noise on the embeddings while training, where it is asked for: a function of the run, the step and the row."""
+        if self.cfg.neftune is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return neftune(self.model.plain.get_input_embeddings(), batch, alpha=self.cfg.neftune, seed=(self.seed, self.steps))
 
     def step(self) -> Metrics:
         rate = learning_rate(self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps)
@@ -134,19 +186,27 @@ class LocalBackend:
     def state(self) -> State:
         tensors = {f"model/{name}": p.detach() for name, p in self.optimizer.parameters.items()}
         tensors.update({f"optimizer/{name}": t for name, t in self.optimizer.tensors().items()})
-        return State(tensors, {"steps": self.steps, "budget": self.budget, "budget_asked": self.cfg.tokens_per_microbatch})
+        asked = self.cfg.tokens_per_microbatch
+        shrunk = {"budget_asked": asked} if asked not in ("auto", self.budget) else {}  # memory ran out, and the number was halved
+        return State(tensors, {"steps": self.steps, "budget": self.budget, **shrunk})
 
     @torch.no_grad()
     def load(self, state: State) -> None:
         saved = {name.removeprefix("model/"): t for name, t in state.tensors.items() if name.startswith("model/")}
         own = self.optimizer.parameters
-        if saved.keys() != own.keys() or any(saved[n].shape != own[n].shape for n in own):
-            odd = sorted(saved.keys() ^ own.keys()) or [n for n in own if saved[n].shape != own[n].shape]
-            raise InputError(f"the checkpoint is of another model: {len(odd)} parameters differ, e.g. {odd[0]}.", where="run.dir",
-                             fix="Resume with the model and adapter the run was started with, or choose another run.dir.")  # fmt: skip
+        refuse_other_model(saved, {name: p.shape for name, p in own.items()})
         for name, tensor in saved.items():
             own[name].copy_(tensor)
         self.optimizer.load({n.removeprefix("optimizer/"): t for n, t in state.tensors.items() if n.startswith("optimizer/")})
         self.steps = state.meta["steps"]
         if self.cfg.tokens_per_microbatch in ("auto", state.meta.get("budget_asked")):
             self.budget = state.meta["budget"]  # what was free then, or what was left of it when memory ran out
+
+
+def refuse_other_model(saved: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """An error that names a parameter where a checkpoint's weights are not those of the model."""
+    if saved.keys() == shapes.keys() and all(saved[n].shape == shapes[n] for n in shapes):
+        return
+    odd = sorted(saved.keys() ^ shapes.keys()) or [n for n in shapes if saved[n].shape != shapes[n]]
+    raise InputError(f"the checkpoint is of another model: {len(odd)} parameters differ, e.g. {odd[0]}.", where="run.dir",
+                     fix="Resume with the model and adapter the run was started with, or choose another run.dir.")  # fmt: skip

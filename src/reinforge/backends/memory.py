@@ -132,16 +132,14 @@ def saved(f: Facts) -> dict[str, int]:
     Eager: RMSNorm keeps its input in float32 and, for the gradient of its weight, the normalised input; a matrix keeps its input;
     attention keeps q, k, v, its output and one float32 per head; silu keeps gate, the product keeps silu(gate) and up.
     Compiled: what is elementwise is computed again; left are the inputs of matrices, of norms and of attention.
-    An adapter of float32 keeps a float32 copy of the input of each matrix; inputs of frozen matrices and norms are not kept.
+    Adapters keep the inputs of the matrices, which the matrices share, and what is between their two factors.
     """
     b, h, q, k, inner = f.itemsize, f.hidden, f.query, f.key, f.inner * f.active
     attention = {"q": b * q, "k": b * k, "v": b * k, "attention": b * q, "attention_sums": FLOAT * f.heads}
     gate = {"gate": b * inner, "activated": b * inner} if f.gated else {"activated": b * inner}
     if f.rank is not None:
-        inputs = {name: FLOAT * (inner if name == "down_proj" else a) for name, (a, _, _) in f.linears().items()}
-        if b == FLOAT:  # nothing has to be copied: matrices share their input
-            inputs = {"norm_outputs": 2 * b * h, "product": b * inner}
-        return {"norms": 2 * FLOAT * h, **inputs, "ranks": FLOAT * f.rank * len(f.linears()), **attention, **gate, "up": b * inner}
+        inputs = {"norm_outputs": 2 * b * h, "product": b * inner}
+        return {"norms": 2 * FLOAT * h, **inputs, "ranks": 2 * b * f.rank * len(f.linears()), **attention, **gate, "up": b * inner}
     if f.compiled:
         mlp = {"gate": b * inner} if f.gated else {}
         return {"inputs": 2 * b * h, "normalised": 2 * b * h, **attention, **mlp, "up": b * inner, "product": b * inner}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.memory import CPU_BUDGET, KEEP, Facts, budget, gradient_bytes, optimizer_bytes
+from reinforge.backends.teacher import Teachers, divergence_to
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.sample import Stop
@@ -18,7 +19,9 @@ from reinforge.models.packed import PackedModel
 LOGPROBS = frozenset({"logprobs"})  # what a loss reads unless it says otherwise
 
 
-def trained_tokens(model: PackedModel, batch: Batch, loss: Loss, totals: Totals, temperature: float) -> TrainedTokens:
+def trained_tokens(
+    model: PackedModel, batch: Batch, loss: Loss, totals: Totals, temperature: float, teachers: Teachers | None = None
+) -> TrainedTokens:
     """The forward of one micro-batch, as the loss wants to see it: one pass of the trunk, and the heads that the loss `reads`."""
     reads: frozenset[str] = getattr(loss, "reads", LOGPROBS)
     states = model.states(batch)
@@ -31,7 +34,11 @@ def trained_tokens(model: PackedModel, batch: Batch, loss: Loss, totals: Totals,
     values = model.values(batch, states, after="values_after" in reads) if reads & {"values", "values_after"} else None
     whole = torch.tensor([totals.episode_tokens.get(s.episode, 1) for s in batch.samples], device=logprobs.device)
     lengths = torch.bincount(batch.sequence, minlength=len(batch.samples))
-    return TrainedTokens(logprobs, entropy, batch.sequence, lengths, whole[batch.sequence], batch.streams, values)
+    divergence = None
+    if hasattr(loss, "divergence"):
+        assert isinstance(model, CausalModel)
+        divergence = divergence_to(teachers, model, states, batch, loss)
+    return TrainedTokens(logprobs, entropy, batch.sequence, lengths, whole[batch.sequence], batch.streams, values, divergence)
 
 
 def annotate_values(model: PackedModel, batch: Batch, moved: Batch) -> None:
@@ -41,6 +48,14 @@ def annotate_values(model: PackedModel, batch: Batch, moved: Batch) -> None:
     batch.streams["values"] = model.values(moved, states).cpu()
     cut = torch.tensor([s.stop is Stop.LENGTH for s in batch.samples], dtype=torch.bool)
     batch.bootstrap = torch.where(cut, model.last_values(moved, states).cpu(), 0.0)
+
+
+def annotate_nothing(batch: Batch, needs: frozenset[str]) -> None:
+    """The streams of a pack whose rows have nothing to train and took no room: there is nothing to compute."""
+    assert not batch.n_tokens
+    batch.streams |= {name: torch.zeros(0) for name in needs}
+    if "values" in needs:
+        batch.bootstrap = torch.zeros(len(batch.samples))
 
 
 def combine(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:

@@ -34,13 +34,16 @@ class MasterAdamW:
         self.offload = cfg.offload
         for name, p in self.parameters.items():
             if cfg.offload:
-                self.masters[name] = _host(p)
+                self.masters[name] = host_copy(p)
                 p.register_post_accumulate_grad_hook(self._into_sums(name))
             elif p.dtype == torch.float32:
                 self.masters[name] = p
             else:
                 self.masters[name] = p.detach().float().clone()
                 p.register_post_accumulate_grad_hook(self._into(self.masters[name]))
+        self._start(cfg)
+
+    def _start(self, cfg: OptimizerConfig) -> None:
         matrices = [m for m in self.masters.values() if m.ndim > 1]
         vectors = [m for m in self.masters.values() if m.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -130,6 +133,6 @@ class MasterAdamW:
                 }
 
 
-def _host(p: Tensor) -> Tensor:
+def host_copy(p: Tensor) -> Tensor:
     """A float32 copy in host memory, pinned where the weight is on a GPU."""
     return torch.empty(p.shape, dtype=torch.float32, pin_memory=p.is_cuda).copy_(p.detach())

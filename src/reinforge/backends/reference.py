@@ -26,8 +26,11 @@ class Reference:
         self.average = None if cfg.kind == "frozen" else Average(optimizer, cfg.decay if cfg.kind == "ema" else 0.0)
         self.copy: CausalModel | None = None
         if not is_adapted(model.module):
-            self.copy = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
+            self.copy = self._copied()
             self._refresh()
+
+    def _copied(self) -> CausalModel:
+        return CausalModel(copy.deepcopy(self.model.module).requires_grad_(False).eval(), exact=self.model.exact)
 
     @property
     def moving(self) -> bool:

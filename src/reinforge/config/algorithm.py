@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
+from reinforge.config.families import KEYS, ON_POLICY, ROW_KEYS, family_of
 
 # What works with one sample per prompt. The others compare the samples of a prompt, and one has nothing to be compared with.
-SINGLE_SAMPLE_ALGORITHMS = ("sft", "reinforce", "ppo", "reinforce_pp", "remax", "vapo")
+SINGLE_SAMPLE_ALGORITHMS = ("reinforce", "ppo", "reinforce_pp", "remax", "vapo")
 SINGLE_SAMPLE_ADVANTAGES = ("batch_baseline", "return_to_go", "greedy_baseline", "gae")
 CRITIC_ALGORITHMS = ("ppo", "vapo")  # their advantage is gae
 
@@ -42,6 +43,10 @@ class KLConfig(Section):
     placement: Literal["loss", "reward"] | None = Field(
         None, description="loss: a term beside the surrogate. reward: taken off each token's reward before the advantage."
     )
+    importance: bool = Field(
+        True,
+        description="Weight the KL term by the importance ratio, without which it is biased off-policy. TRL's and veRL's plain k3: false.",
+    )
     clamp: Positive | None = Field(None, description="The log-ratio to the reference is clamped to this much either way; default 20.")
     target: Positive | None = Field(None, description="Adapt the coefficient so that the mean KL per token stays near this (1909.08593).")
     horizon: Count = Field(10_000, description="Samples over which the adaptive coefficient may grow or shrink by a fifth.")
@@ -59,7 +64,7 @@ class CorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    name: str = Field(description="See `reinforge algorithms`: sft, grpo, dr_grpo, dapo, ...")
+    name: str = Field(description="See `reinforge algorithms`: sft, grpo, dr_grpo, dapo, dpo, kto, bradley_terry, forward_kl, ...")
     group_size: Count = Field(8, description="Samples per prompt.")
     advantage: str | None = Field(None, description="An advantage function by name, or `file.py:function`.")
     surrogate: str | None = Field(None, description="A surrogate by name, or `file.py:function`.")
@@ -78,6 +83,14 @@ class AlgorithmConfig(Section):
     )
     options: dict[str, Any] = Field(
         {}, description="Settings of the parts by name, e.g. {gamma: 0.99, share: 0.2}: each goes to whichever part takes it."
+    )
+    beta: Positive | None = Field(
+        None, description="Preference: how strongly the policy is held to the reference; default: the loss's own."
+    )
+    label_smoothing: Fraction | None = Field(None, description="Preference: the share of labels taken to be wrong, where the loss has it.")
+    losses: dict[str, FiniteFloat] = Field(
+        {},
+        description="Preference: several losses over pairs with their weights, e.g. {sigmoid: 0.8, bco_pair: 0.2, sft: 1.0}, in place of the name's.",
     )
     scale: Literal["group", "batch", "none"] | None = Field(
         None, description="What advantages are divided by: the group's std, the batch's std, or nothing."
@@ -114,8 +127,36 @@ class AlgorithmConfig(Section):
     minibatches: Count = Field(1, description="Optimizer steps per pass.")
 
     @property
+    def family(self) -> str:
+        """policy_gradient, supervised, preference, reward or distillation."""
+        return family_of(self.name)
+
+    @property
+    def rl(self) -> bool:
+        """Whether the policy samples what it is trained on."""
+        return self.family == "policy_gradient" or self.name in ON_POLICY
+
+    @property
+    def wants_rewards(self) -> bool:
+        """Whether there is nothing to learn from without rewards."""
+        return self.family == "policy_gradient"
+
+    def foreign_keys(self) -> list[str]:
+        """Keys that were changed and that this family does not read."""
+        changed = [
+            name for name, field in type(self).model_fields.items() if not field.is_required() and getattr(self, name) != field.default
+        ]
+        if self.rl:
+            return [name for name in changed if name in ROW_KEYS]
+        if "kl" in KEYS[self.family] and self.kl != KLConfig(reference=self.kl.reference):
+            return ["kl"]  # the reference is all that is read of it
+        return [name for name in changed if name not in {"group_size", "options"} | KEYS[self.family]]
+
+    @property
     def compares_samples(self) -> bool:
         """Whether the advantage compares the samples of a prompt, so that one sample alone teaches nothing."""
+        if self.family != "policy_gradient":
+            return False
         if self.advantage is not None:
             return ":" not in self.advantage and self.advantage not in SINGLE_SAMPLE_ADVANTAGES
         return self.name not in SINGLE_SAMPLE_ALGORITHMS
@@ -128,4 +169,4 @@ class AlgorithmConfig(Section):
     @property
     def may_have_critic(self) -> bool:
         """A user's own advantage may read them too."""
-        return self.needs_critic or (self.name != "sft" and ":" in (self.advantage or ""))
+        return self.needs_critic or (self.rl and ":" in (self.advantage or ""))

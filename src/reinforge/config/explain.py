@@ -127,6 +127,11 @@ def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[s
     return problems
 
 
+def problems_of(error: ValidationError) -> list[str]:
+    """The same in short for a section that is not part of `Config`: `key: what is wrong`."""
+    return [f"{dotted(item['loc'])}: {item['msg']}" for item in error.errors(include_url=False)]
+
+
 def _with_place(loc: Loc, sentence: str, places: dict[Loc, str]) -> str:
     place = next((places[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in places), None)
     label = dotted(loc) + (f" ({place})" if place else "")

@@ -21,9 +21,9 @@ MAX_BYTES = 1_000_000
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a configuration file. Overrides are `dotted.key=value`, applied before anything is checked."""
     path = Path(path)
-    data, lines = parse(_read(path), str(path))
+    data, lines = parse(read_text(path), str(path))
     places = {where: f"line {line}" for where, line in lines.items()}
-    return _build(data, str(path), overrides, places)
+    return build_config(data, str(path), overrides, places)
 
 
 def config_from_dict(data: dict[str, Any], *, where: str = "config", overrides: Sequence[str] = ()) -> Config:
@@ -32,10 +32,11 @@ def config_from_dict(data: dict[str, Any], *, where: str = "config", overrides: 
         plain = json.loads(json.dumps(data, default=os.fspath, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InputError(f"not plain data: {error}.", where=where, fix="Use text, finite numbers, booleans, lists and dicts.") from error
-    return _build(plain, where, overrides, {})
+    return build_config(plain, where, overrides, {})
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A configuration file's text, or an error that says why there is none."""
     if path.is_dir():
         raise InputError("this is a directory, not a configuration file.", where=str(path), fix="Give the .yaml file.")
     if not path.exists():
@@ -56,7 +57,8 @@ def _read(path: Path) -> str:
     return text
 
 
-def _build(data: Any, where: str, overrides: Sequence[str], places: dict[tuple[str | int, ...], str]) -> Config:
+def build_config(data: Any, where: str, overrides: Sequence[str], places: dict[tuple[str | int, ...], str]) -> Config:
+    """Plain data with overrides as a `Config`. `places` says on which line each key is."""
     if not isinstance(data, dict):
         got = "empty" if data is None else f"a {type(data).__name__}"
         raise InputError(
@@ -64,6 +66,9 @@ def _build(data: Any, where: str, overrides: Sequence[str], places: dict[tuple[s
             where=where,
             fix="Start with sections: `model:`, `algorithm:`, `data:`, `train:`, `run:`.",
         )
+    if "stages" in data:
+        raise InputError("this is a pipeline of several runs, not one run.", where=where,
+                         fix="`reinforge train` and `reinforge plan` take it; for other commands name a stage's directory.")  # fmt: skip
     for override in overrides:
         path = apply_override(data, override)
         places = {at: line for at, line in places.items() if at[: len(path)] != path}

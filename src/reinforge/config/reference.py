@@ -50,10 +50,11 @@ def _rows(model: type[BaseModel], schema: dict[str, Any], prefix: str) -> Iterat
     definition = schema["$defs"][model.__name__]
     for name, field in model.model_fields.items():
         key, spec, section = f"{prefix}.{name}", definition["properties"][name], section_of(field.annotation)
+        many = spec.get("type") == "array"
         if section:
-            if field.default is None:
-                yield key, "section", "off", field.description or _line(section.__doc__)
-            yield from _rows(section, schema, key)
+            if field.default is None or many:
+                yield key, "list" if many else "section", "off", field.description or _line(section.__doc__)
+            yield from _rows(section, schema, f"{key}.N" if many else key)
         else:
             default = "required" if field.is_required() else "" if field.default is None else f"`{json.dumps(spec['default'])}`"
             yield key, type_name(spec), default, field.description or ""

@@ -11,7 +11,11 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
+from reinforge.config.mixture import MixtureConfig
+from reinforge.config.env import EnvConfig
 from reinforge.config.sampling import SamplingConfig
+from reinforge.config.teacher import OtherTeacherConfig as OtherTeacherConfig
+from reinforge.config.teacher import TeacherConfig
 
 
 class ModelConfig(Section):
@@ -38,7 +42,9 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _exact_is_not_compiled(self) -> ModelConfig:
         if self.exact and self.compile:
-            raise ValueError("model.exact: compiled layers may add up in another order for another number of tokens; set model.compile to false")
+            raise ValueError(
+                "model.exact: compiled layers may add up in another order for another number of tokens; set model.compile to false"
+            )
         return self
 
 
@@ -58,7 +64,10 @@ class EvalDataConfig(Section):
 
 
 class DataConfig(Section):
-    source: str = Field(description="A .jsonl/.json/.parquet/.csv file, a hub data set id, `reasoning_gym:<task>`, or `arithmetic:<kind>`.")
+    source: str = Field(
+        description="A .jsonl/.json/.parquet/.csv file, a hub data set id, `reasoning_gym:<task>`, `arithmetic:<kind>`, `games:<name>`, or `mixture`."
+    )
+    mixture: list[MixtureConfig] = Field([], description="With source `mixture`: the sources that are mixed, by their weights.")
     split: str = Field("train", description="Split of a hub data set.")
     options: dict[str, Any] = Field({}, description="Options of the source (reasoning_gym: the task's own, plus seed and size).")
     columns: dict[str, str] = Field({}, description="Our name: their name, e.g. {prompt: question, answer: solution}.")
@@ -77,6 +86,17 @@ class DataConfig(Section):
     limit: Count | None = Field(None, description="Use only the first this many rows.")
     eval: EvalDataConfig = EvalDataConfig()
 
+    @model_validator(mode="after")
+    def _mixture(self) -> DataConfig:
+        if (self.source == "mixture") != bool(self.mixture):
+            raise ValueError(
+                "data.mixture: write `source: mixture` and list the sources under mixture; one without the other means nothing"
+            )
+        names = [item.name or item.source for item in self.mixture]
+        if len(set(names)) < len(names):
+            raise ValueError("data.mixture: two sources have the same name; give them different ones with `name`")
+        return self
+
 
 class RewardConfig(Section):
     name: str = Field(description="A built-in reward, `file.py:function`, or `package.module:function`.")
@@ -89,6 +109,18 @@ class RewardConfig(Section):
     clip: tuple[FiniteFloat, FiniteFloat] | None = Field(None, description="[lowest, highest] that it may count, after center and scale.")
     gate: str | None = Field(None, description="Another reward that must be above 0, or this one counts 0, e.g. format before correctness.")
     gate_at: FiniteFloat | None = Field(None, description="The gate passes at this value or more, instead of above 0.")
+    kind: Literal["trl", "verl"] | None = Field(
+        None, description="The function was written for this library: trl (messages for chats), verl (compute_score; found by its parameters)."
+    )
+    timeout: Positive = Field(30.0, description="Seconds for one call; then its process is killed and its samples are unscored, never 0.")
+    workers: Count | None = Field(None, description="Processes that compute this reward; default: one per core, up to 4.")
+    in_process: bool | None = Field(
+        None, description="true: call it in the trainer's process, where nothing can stop it. Default: only fast built-ins, async functions and closures."
+    )
+    memory_gib: Positive | None = Field(
+        4.0, description="What a process may take beside what importing took; null: no limit, needed if it uses a GPU."
+    )
+    fresh: bool = Field(False, description="A new process for every call: nothing that one call did is there for the next.")
 
     @model_validator(mode="after")
     def _ordered(self) -> RewardConfig:
@@ -126,12 +158,16 @@ class OptimizerConfig(Section):
     eps: Positive = Field(1e-8, description="Added to the root of the second moment.")
     weight_decay: NonNegative = Field(0.0, description="Decoupled: times learning_rate, not in the gradient.")
     offload: bool = Field(
-        False, description="Keep master weights and moments in host memory and update there: 12 bytes per weight less on the GPU, slower steps."
+        False,
+        description="Keep master weights and moments in host memory and update there: 12 bytes per weight less on the GPU, slower steps.",
     )
 
 
 class TrainConfig(Section):
-    backend: Literal["local"] = Field("local", description="local: one process, one device.")
+    backend: Literal["local", "fsdp"] = Field(
+        "local", description="local: one process, one device. fsdp: several, each with its part of weights, gradients and moments (FSDP2)."
+    )
+    ranks: Count | None = Field(None, description="fsdp: how many processes. Default: one per GPU, or as many as torchrun started.")
     steps: Count | None = Field(None, description="Optimizer batches to do. Give this or epochs.")
     epochs: Positive | None = Field(None, description="Passes over the data, instead of steps.")
     prompts_per_step: Count = Field(64, description="Data rows per step. In RL each is sampled group_size times.")
@@ -146,14 +182,27 @@ class TrainConfig(Section):
         "auto", description="Packed tokens per forward/backward. The gradient does not depend on it."
     )
     skip_idle: bool = Field(
-        True, description="RL: rows without gradient (all advantages 0, no KL or entropy term) are not computed. Token metrics are then of the others."
+        True,
+        description="RL: rows without gradient (all advantages 0, no KL or entropy term) are not computed. Token metrics are then of the others.",
     )
-    share_prompts: bool = Field(True, description="Compute the prompt of a group once instead of once per sample. The gradient is the same.")
+    neftune: Positive | None = Field(
+        None,
+        description="SFT: noise on the input embeddings, alpha / sqrt(length x width) x U(-1, 1); 5 is usual (2310.05914). Off by default.",
+    )
+    precompute_reference: bool = Field(
+        False,
+        description="Preference: compute the reference's log-probs of all rows once, before the first step, and keep no copy of the model.",
+    )
+    share_prompts: bool = Field(
+        True, description="Compute the prompt of a group once instead of once per sample. The gradient is the same."
+    )
 
     @model_validator(mode="after")
     def _duration(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
+        if self.backend == "local" and (self.ranks or 1) > 1:
+            raise ValueError(f"ranks: the backend local is one process; set train.backend=fsdp for {self.ranks}")
         return self
 
 
@@ -161,12 +210,16 @@ class CriticConfig(Section):
     """The value model of algorithms whose advantage needs one (ppo, vapo, or `advantage: gae`)."""
 
     path: str | None = Field(
-        None, description="A causal LM or sequence classifier to start from. Default: the policy's checkpoint. A causal LM gets a head that starts at 0."
+        None,
+        description="A causal LM or sequence classifier to start from. Default: the policy's checkpoint. A causal LM gets a head that starts at 0.",
     )
-    shared: bool = Field(False, description="A value head on the policy's own trunk instead of a second model: half the memory, one optimizer.")
+    shared: bool = Field(
+        False, description="A value head on the policy's own trunk instead of a second model: half the memory, one optimizer."
+    )
     coefficient: Positive | None = Field(None, description="shared: weight of the value loss beside the policy's; default 0.5.")
     clip: Positive | None = Field(
-        0.2, description="The value loss does not reward moving further than this from the old value, in units of reward. null: no clipping."
+        0.2,
+        description="The value loss does not reward moving further than this from the old value, in units of reward. null: no clipping.",
     )
     warmup: Natural = Field(0, description="Steps at the start in which only the critic is trained.")
     learning_rate: NonNegative | None = Field(None, description="Of the critic; default: train.learning_rate.")
@@ -239,18 +292,20 @@ class Config(Section):
     algorithm: AlgorithmConfig
     data: DataConfig
     rewards: list[RewardConfig] = []
+    env: EnvConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     sampling: SamplingConfig = SamplingConfig()
     train: TrainConfig
     critic: CriticConfig | None = None
+    teacher: TeacherConfig | None = None
     eval: EvalConfig = EvalConfig()
     run: RunConfig
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        rl = self.algorithm.name != "sft"
-        if rl and not self.rewards:
-            raise ValueError(f"rewards: algorithm {self.algorithm.name} needs at least one reward")
+        rl = self.algorithm.rl
+        if self.algorithm.wants_rewards and not self.rewards and self.env is None:
+            raise ValueError(f"rewards: algorithm {self.algorithm.name} needs at least one reward, or an environment (env)")
         if rl and (self.rollout.top_p < 1 or self.rollout.top_k or self.rollout.min_p):
             raise ValueError(
                 "rollout: top_p, top_k and min_p change the sampling distribution and would bias the policy gradient; "
@@ -258,9 +313,39 @@ class Config(Section):
             )
         if rl and self.algorithm.group_size == 1 and self.algorithm.compares_samples:
             raise ValueError("algorithm.group_size: a group of 1 has no spread, every advantage would be 0; use at least 2")
+        if self.train.backend == "fsdp" and self.model.exact:
+            raise ValueError("model.exact: it is proved for one process; set train.backend=local, or leave it out")
+        self._check_family()
         self._check_sampling(rl)
         self._check_critic()
         return self
+
+    def _check_family(self) -> None:
+        """Keys that mean nothing to the algorithm's family are refused: they would be ignored."""
+        algorithm = self.algorithm
+        if foreign := algorithm.foreign_keys():
+            hint = "; the KL to a reference is algorithm.kl.coefficient" if foreign[0] == "beta" else ""
+            raise ValueError(f"algorithm.{foreign[0]}: {algorithm.name} ({algorithm.family}) does not read it; remove it{hint}")
+        precomputed = self.train.precompute_reference
+        if precomputed and (
+            algorithm.family != "preference" or algorithm.kl.reference.kind != "frozen" or algorithm.name in ("kto", "tr_dpo")
+        ):
+            why = "compares with answers that change with the batch" if algorithm.name == "kto" else "has no frozen reference"
+            raise ValueError(f"train.precompute_reference: {algorithm.name} {why}; remove it")
+        if (algorithm.family == "distillation") != (self.teacher is not None):
+            raise ValueError(
+                f"teacher: {algorithm.name} "
+                + ("imitates nobody; remove the section" if self.teacher else "needs one; write e.g. `teacher: {path: org/name}`")
+            )
+        if self.teacher is not None and self.teacher.precompute and (algorithm.name != "topk" or self.teacher.also):
+            raise ValueError("teacher.precompute: a whole distribution per token does not fit a disk; use algorithm topk with one teacher")
+        if self.train.neftune is not None and algorithm.family != "supervised":
+            raise ValueError(f"train.neftune: noise is for supervised fine-tuning, not for {algorithm.name}; remove it")
+        if algorithm.family in ("preference", "reward") and self.data.loss_on == "all":
+            raise ValueError(f"data.loss_on: {algorithm.name} needs to know which tokens are the answer; use assistant or completion")
+        if algorithm.family == "reward" and (self.adapter is not None or self.rewards):
+            key = "adapter" if self.adapter is not None else "rewards"
+            raise ValueError(f"{key}: a reward model is trained whole and generates nothing; remove the section")
 
     def _check_critic(self) -> None:
         algorithm, critic = self.algorithm, self.critic
@@ -272,7 +357,9 @@ class Config(Section):
         if critic is None:
             return
         if not algorithm.may_have_critic:
-            raise ValueError(f"critic: {algorithm.name} with this advantage reads no values; remove the section, or set algorithm.advantage: gae")
+            raise ValueError(
+                f"critic: {algorithm.name} with this advantage reads no values; remove the section, or set algorithm.advantage: gae"
+            )
         if self.train.steps is not None and critic.warmup >= self.train.steps:
             raise ValueError(f"critic.warmup: {critic.warmup} of {self.train.steps} steps leave none to train the policy; lower it")
 
@@ -284,7 +371,13 @@ class Config(Section):
         if replay is None:
             return
         if replay.share * self.train.prompts_per_step < 1:
-            raise ValueError(f"sampling.replay.share: {replay.share} of {self.train.prompts_per_step} prompts is less than one group; raise it")
+            raise ValueError(
+                f"sampling.replay.share: {replay.share} of {self.train.prompts_per_step} prompts is less than one group; raise it"
+            )
         if algorithm.correction.name == "none" and (algorithm.surrogate == "reinforce" or algorithm.old == "recompute"):
-            why = "the surrogate reinforce has no ratio" if algorithm.surrogate == "reinforce" else "algorithm.old: recompute leaves behaviour out"
+            why = (
+                "the surrogate reinforce has no ratio"
+                if algorithm.surrogate == "reinforce"
+                else "algorithm.old: recompute leaves behaviour out"
+            )
             raise ValueError(f"sampling.replay: replayed groups are off-policy and {why}; set algorithm.correction.name, e.g. to tis")

@@ -85,11 +85,15 @@ class Backend(Protocol):
     share: bool  # whether packs compute the prompt of a group once (`Batch.pack`)
 
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
-        """Fills streams without gradient: old, reference, values (and the bootstrap of truncated samples)."""
+        """Fills streams without gradient: old, reference, values (and the bootstrap of truncated samples), values_after, teacher, collision."""
         ...
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
         """Accumulates the gradient of a whole optimizer step."""
+        ...
+
+    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+        """What the loss says of the batches, without a gradient."""
         ...
 
     def step(self) -> Metrics:

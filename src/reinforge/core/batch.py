@@ -181,7 +181,7 @@ def pack(samples: Sequence[Sample], budget: int, *, unit: int = 1, share: bool =
     for cluster in sorted(clusters.values(), key=lambda c: -sum(len(s.tokens) for u in c for s in u)):
         for i, u in enumerate(sorted(cluster, key=lambda u: -sum(len(s.tokens) for s in u))):
             size = _size(u, share, i > 0)
-            if not packs or size > room:
+            if not packs or size > max(room, 0):  # what takes no room never gets a pack of its own
                 packs.append([])
                 room, size = budget, _size(u, share, False)
             packs[-1].extend(u)
@@ -219,7 +219,7 @@ def cut(batch: Batch, budget: int, *, unit: int = 1) -> list[Batch]:
         members = batch.samples[i : i + unit]
         joins = share and any(s.group == members[0].group for s in batch.samples[edges[-1] : i])
         size = _size(members, share, joins)
-        if i > edges[-1] and size > room:
+        if i > edges[-1] and size > max(room, 0):
             edges.append(i)
             room, size = budget, _size(members, share, False)
         room -= size

@@ -2,38 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from reinforge.core.sample import Group, Row
+from reinforge.core.row import Row, Stop
+
+if TYPE_CHECKING:
+    from reinforge.core.sample import Group
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call that was read from the model's text."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    messages: list[dict[str, Any]]  # new messages only: what was said before is never tokenised again
+    messages: list[Message]  # new messages only: what was said before is never tokenised again
+    tools: list[dict[str, Any]] | None = None  # JSON schemas for the chat template; those of the first observation count
+    tokens: list[int] | None = None  # instead of messages, from environments that speak tokens: the whole context
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    text: str
-    tokens: list[int]
+    """One turn of the model."""
+
+    text: str  # without control tokens
+    tokens: list[int]  # as sampled, the stop token included
+    content: str = ""  # the text without its tool calls
+    calls: Sequence[Call] = ()  # tool calls in the text that could be read
+    errors: Sequence[str] = ()  # what is wrong with those that could not
+    turn: int = 0  # 0, 1, ...
+    last: bool = False  # whatever the environment says, there will be no further turn
+    stop: Stop = Stop.EOS  # LENGTH: the turn was cut
+    seed: int = 0  # for chance in the environment: a function of (run seed, purpose, sample, turn)
+    deadline: float | None = None  # on the monotonic clock: by then the step must be done, or the episode has failed
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    observation: Observation | None
-    reward: float | None = None
+    observation: Observation | None  # None only where `done`
+    reward: float | None = None  # of this turn; with `done` it is the final reward
     done: bool = False
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    truncated: bool = False  # done because of a limit, not by itself
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means over episodes are logged as env/<name>; the newest value of a name counts
 
 
 class Env(Protocol):
-    async def reset(self, row: Row) -> Observation: ...
+    """One episode. A plain `def` is run in a thread, an `async def` in the event loop, which it must not block.
+
+    `seed` is the same for all episodes of a prompt: what it decides (the task) is shared by the group. An environment with
+    `pure = True` is a function of the row, the seed and the actions; what any other answers is journalled, so that a step that is
+    done again does not ask again. To say that an episode cannot be scored, raise."""
+
+    async def reset(self, row: Row, seed: int) -> Observation: ...
 
     async def step(self, action: Action) -> Step: ...
 
     async def close(self) -> None: ...
 
 
-Rollout = Callable[[Row, str], Awaitable[Group]]  # (row, group id) -> the group of samples it became
+MakeEnv = Callable[[Row], Env]  # a fresh environment for one episode of this row
+Rollout = Callable[[Row, str], Awaitable["Group"]]  # (row, group id) -> the group of samples it became

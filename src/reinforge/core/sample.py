@@ -8,31 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from reinforge.core.arrays import ints
-
-
-class Stop(StrEnum):
-    """Why a completion ended. Truncation is decided by this, never by looking at the last token."""
-
-    EOS = "eos"  # a stop token or stop string
-    LENGTH = "length"  # the token limit: truncated
-    ENVIRONMENT = "environment"  # the environment ended the episode
-    ERROR = "error"  # cancelled or failed: never trained
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a data set. `id` is stable across epochs, shuffles and resumes."""
-
-    id: str
-    prompt: str | list[dict[str, Any]]  # text, or chat messages
-    columns: Mapping[str, Any] = field(default_factory=dict)  # everything else: answer, tools, metadata
+from reinforge.core.row import Row as Row
+from reinforge.core.row import Stop as Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +77,10 @@ class Group:
     samples: list[Sample]
     texts: list[str] = field(default_factory=list)  # one completion text per sample
     extra_tokens: int = 0  # sampled beside the samples and never trained (a greedy baseline)
+    faults: Mapping[str, int] = field(default_factory=dict)  # scores that are missing because a reward hung or died: timeouts, crashes
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means over its episodes of what an environment reports
+
+    @property
+    def episodes(self) -> list[Sample]:
+        """One row of each episode: rows forked from one episode count once."""
+        return list({s.episode: s for s in reversed(self.samples)}.values())[::-1]

@@ -38,6 +38,11 @@ class ChainOptions(Section):
         False,
         description="The completion shows each intermediate result before the answer: always, never, or for this share of the problems.",
     )
+    compare: bool = Field(
+        False,
+        description="Also the columns chosen (the right completion), rejected (one that forgets the last number), label (whether the completion "
+        "is right) and score (1 or 0).",
+    )
     marker: str = Field("#### ", description="What comes before the answer in a scratch completion.")
 
     @model_validator(mode="before")
@@ -98,9 +103,20 @@ def problem(options: ChainOptions, index: int) -> dict[str, Any]:
             if seed_of(options.seed, "arithmetic:sloppy", index) % 1000 < 1000 * options.sloppy:
                 steps = solve(numbers[:-1], operators[:-1])[1]
             shown = seed_of(options.seed, "arithmetic:scratch", index) % 1000 < 1000 * options.scratch
-            return {"prompt": text, "answer": str(answer), "completion": _written(steps, numbers[0], options, shown)}
+            row = {"prompt": text, "answer": str(answer), "completion": _written(steps, numbers[0], options, shown)}
+            return {**row, **_compared(numbers, operators, options, shown, row["completion"])} if options.compare else row
     raise InputError(f"so few problems exist that none is in split {options.split}", where="arithmetic:chain",
                      fix="Use more terms or larger numbers, or split: all.")  # fmt: skip
+
+
+def _compared(numbers: list[int], operators: list[str], options: ChainOptions, shown: bool, completion: str) -> dict[str, Any]:
+    """A right completion beside a wrong one; where forgetting the last number does no harm, the wrong one is off by one."""
+    answer, steps = solve(numbers, operators)
+    right = _written(steps, numbers[0], options, shown)
+    wrong = _written(solve(numbers[:-1], operators[:-1])[1], numbers[0], options, shown)
+    if wrong.rpartition(options.marker)[2] == str(answer):
+        wrong = str(answer + 1)
+    return {"chosen": right, "rejected": wrong, "label": completion == right, "score": float(completion == right)}
 
 
 def _written(steps: list[str], first: int, options: ChainOptions, shown: bool) -> str:

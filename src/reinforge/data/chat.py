@@ -244,7 +244,7 @@ def apply_length(cfg: DataConfig, items: Sequence[Item], limit: int | None) -> t
                 where=f"row {name}",
                 fix="Set data.length: drop or truncate, or raise data.max_length.",
             )
-        short = _truncate(item, limit) if cfg.length == "truncate" else None
+        short = truncate(item, limit) if cfg.length == "truncate" else None
         counts["dropped" if short is None else "truncated"] += 1
         if short is not None:
             kept.append(short)
@@ -255,7 +255,8 @@ def apply_length(cfg: DataConfig, items: Sequence[Item], limit: int | None) -> t
     return kept, counts
 
 
-def _truncate(item: Item, limit: int) -> Item | None:
+def truncate(item: Item, limit: int) -> Item | None:
+    """At most `limit` tokens of it; None where nothing trained would be left."""
     if isinstance(item, tuple):
         return (item[0], item[1][-limit:])
     if isinstance(item, list):

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.core.errors import InputError
-from reinforge.data import arithmetic
+from reinforge.data import arithmetic, games
 
 Record = tuple[str, dict[str, Any]]
-GENERATED = ("arithmetic", "reasoning_gym")
+GENERATED = ("arithmetic", "games", "reasoning_gym")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
@@ -33,7 +33,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def kind_of(source: str) -> str:
-    """arithmetic, reasoning_gym, a file suffix such as .jsonl, or hub."""
+    """arithmetic, games, reasoning_gym, a file suffix such as .jsonl, or hub."""
     scheme, colon, _ = source.partition(":")
     if colon and scheme in GENERATED:
         return scheme
@@ -56,6 +56,8 @@ def read(source: str, *, split: str = "train", options: dict[str, Any] | None = 
     name = source.partition(":")[2]
     if kind == "arithmetic":
         return ((f"{source} problem {i}", record) for i, record in enumerate(arithmetic.generate(name, options)))
+    if kind == "games":
+        return ((f"{source} game {i}", record) for i, record in enumerate(games.generate(name, options)))
     if kind == "reasoning_gym":
         return _reasoning_gym(name, options)
     if kind == "hub":
@@ -73,6 +75,8 @@ def size_of(source: str, options: dict[str, Any]) -> int | None:
     kind, name = kind_of(source), source.partition(":")[2]
     if kind == "arithmetic":
         return arithmetic.parse(name, options).size
+    if kind == "games":
+        return games.parse(name, options).size
     if kind == "reasoning_gym":
         size = options.get("size", 500)
         if not isinstance(size, int) or size < 1:

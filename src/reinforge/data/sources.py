@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
-from reinforge.data.readers import Record, did_you_mean, kind_of, read, size_of
+from reinforge.data.preference import with_prompt
+from reinforge.data.readers import GENERATED, Record, did_you_mean, kind_of, read, size_of
 
 if TYPE_CHECKING:
     from reinforge.config.schema import DataConfig
@@ -23,15 +24,29 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked for, in this order
+MIXTURE = "mixture"  # data.source where there are several; also the column that says which one a row is of
 PYTHON = "python"  # data.source of rows that came as Python objects
 TRIES = 20  # generated problems looked at per evaluation row that is wanted, besides one per training row
 
 
 def load_rows(cfg: DataConfig) -> list[Row]:
     """All rows of `data.source`, before any evaluation rows are split off."""
+    if cfg.source == MIXTURE:
+        return _not_empty(list(islice(_mixed(cfg), cfg.limit)), "data.mixture", cfg.where)
     records = read(cfg.source, split=cfg.split, options=cfg.options)
     rows = _rows(islice(records, size_of(cfg.source, cfg.options)), cfg.columns, cfg.where, cfg.system, cfg.template)
     return _not_empty(list(islice(rows, cfg.limit)), f"data.source {cfg.source}", cfg.where)
+
+
+def _mixed(cfg: DataConfig) -> Iterator[Row]:
+    """The rows of every source of a mixture, one after the other; their column `mixture` says which source they are of."""
+    from reinforge.core.sample import Row
+
+    for item in cfg.mixture:
+        name = item.name or item.source
+        own = {key: value for key, value in item.model_dump(exclude={"weight", "name"}).items() if value is not None}
+        for row in load_rows(cfg.model_copy(update={"limit": None, **own, "mixture": []})):
+            yield Row(f"{name}:{row.id}", row.prompt, {**row.columns, MIXTURE: name})
 
 
 def rows_from(
@@ -84,6 +99,7 @@ def _rows(
         view = {**raw, **{ours: _column(raw, theirs, place) for ours, theirs in columns.items()}}
         if not all(_equal(_column(view, name, place), value) for name, value in where.items()):
             continue
+        view = with_prompt(view, place)
         moved = set(columns.values()) - set(columns)
         prompt, rest = _prompt({k: v for k, v in view.items() if k not in moved}, view, template, system, place)
         key = next((name for name in ("id", "uid") if rest.get(name) is not None), None)
@@ -228,7 +244,7 @@ def hold_out(cfg: DataConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
     wanted = cfg.eval
     if wanted.source is None and wanted.size == 0:
         return rows, []
-    generated = _kind(wanted.source or cfg.source) in ("arithmetic", "reasoning_gym")
+    generated = _kind(wanted.source or cfg.source) in GENERATED
     if generated:
         return rows, _generated(cfg, rows)
     if wanted.source is None:
@@ -248,7 +264,7 @@ def hold_out(cfg: DataConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def _kind(source: str) -> str:
-    return PYTHON if source == PYTHON else kind_of(source)
+    return source if source in (PYTHON, MIXTURE) else kind_of(source)
 
 
 def _split_off(rows: list[Row], size: int, where: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
@@ -276,7 +292,7 @@ def _split_off(rows: list[Row], size: int, where: Mapping[str, Any]) -> tuple[li
 def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
     """Exactly as many fresh problems as asked for, none of which occurs in training or twice.
 
-    From the training source, arithmetic takes the other split, and reasoning_gym the seeds after those of training.
+    From the training source, arithmetic takes the other split, and the others the seeds after those of training.
     """
     wanted, source = cfg.eval, cfg.eval.source or cfg.source
     kind = kind_of(source)
@@ -285,7 +301,7 @@ def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
     size = wanted.size or size_of(source, options) or 0
     if same and kind == "arithmetic" and "split" not in wanted.options and options.get("split", "train") == "train":
         options["split"] = "eval"
-    if same and kind == "reasoning_gym" and "seed" not in wanted.options:
+    if same and kind in ("games", "reasoning_gym") and "seed" not in wanted.options:
         options["seed"] = options.get("seed", 0) + (size_of(source, cfg.options) or 0)
     options["size"] = size
     where = {**cfg.where, **wanted.where} if wanted.source is None else wanted.where

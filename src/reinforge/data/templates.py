@@ -207,8 +207,22 @@ def check_prefix(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     }
 
 
+def takes_tools(template: Template) -> bool:
+    """Whether the template has a place for tools, and for what they answer."""
+    tool = {"type": "function", "function": {"name": "omega", "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}}}
+
+    def text(arguments: Any, *, answered: bool) -> str:
+        call = {"type": "function", "id": "abcdefghi", "function": {"name": "sigma", "arguments": arguments}}
+        answer = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "sigma", "tool_call_id": "abcdefghi", "content": "omega"}]
+        messages = [{"role": "user", "content": "alpha"}, *(answer if answered else [])]
+        return template.render(messages, None if answered else [tool], generation_prompt=True, where="chat template").text
+
+    has_role = _accepts(lambda: text({}, answered=True)) or _accepts(lambda: text("{}", answered=True))
+    return has_role and _accepts(lambda: text({}, answered=False))
+
+
 def _accepts(render: Callable[[], str]) -> bool:
     try:
         return "omega" in render()
-    except InputError:
+    except (InputError, TypeError):  # some templates add text and objects
         return False

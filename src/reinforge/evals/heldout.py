@@ -29,7 +29,7 @@ class HeldOut:
         groups = await asyncio.gather(*(self.rollout(row, f"eval:{i}:{row.id}") for i, row in enumerate(self.rows)))
         if self.on_groups is not None:
             self.on_groups(list(groups))
-        rewards = [[s.reward for s in g.samples if s.reward is not None] for g in groups]
+        rewards = [[s.reward for s in g.episodes if s.reward is not None] for g in groups]
         scored = [r for r in rewards if r]
         solved = [sum(value >= CORRECT * self.best for value in r) for r in scored]
         trials = sum(map(len, scored))
@@ -39,9 +39,11 @@ class HeldOut:
         lengths = [s.n_trained for g in groups for s in g.samples]
         out = {
             "eval/accuracy": share, "eval/accuracy_low": low, "eval/accuracy_high": high, "eval/n": n,
-            "eval/reward": sum(sum(r) for r in scored) / max(1, trials), "eval/length": sum(lengths) / max(1, len(lengths)),
-            "eval/unscored": sum(len(g.samples) for g in groups) - trials,
+            "eval/reward": sum(sum(r) for r in scored) / max(1, trials), "eval/length": sum(lengths) / max(1, sum(len(g.episodes) for g in groups)),
+            "eval/unscored": sum(len(g.episodes) for g in groups) - trials,
         }  # fmt: skip
+        for name in sorted({name for g in groups for name in g.metrics}):
+            out[f"eval/{name}"] = sum(g.metrics[name] for g in groups if name in g.metrics) / sum(name in g.metrics for g in groups)
         if self.samples > 1 and all(len(r) == self.samples for r in scored):
             out[f"eval/pass@{self.samples}"] = pass_at_k(solved, self.samples, self.samples)
         return out

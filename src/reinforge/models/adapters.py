@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from reinforge.config.schema import AdapterConfig
 from reinforge.core.errors import InputError
@@ -29,7 +31,35 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int) -> Any:
                 raise InputError(
                     str(error).splitlines()[0], where="adapter.targets", fix="Use all-linear, or names that occur in the model."
                 ) from error
+    make_lean(wrapped)
     return wrapped
+
+
+def make_lean(module: Any) -> None:
+    """Plain LoRA layers compute in the precision of their input: peft casts the input to the adapter's float32 first, which moves more
+    memory than the base layer does. The weights stay float32, and so do their gradients."""
+    from peft.tuners.lora import Linear
+
+    for layer in module.modules():
+        if type(layer) is Linear and not any(layer.use_dora.values()) and not any(layer.lora_bias.values()):
+            layer.forward = _Lean(layer, layer.forward).forward
+
+
+class _Lean:
+    """y = base(x) + s B A x, and peft's own way whenever there is anything else about it (several adapters, merged, a mixed batch)."""
+
+    def __init__(self, layer: Any, usual: Any):
+        self.layer, self.usual = layer, usual
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer = self.layer
+        if layer.disable_adapters and not layer.merged:
+            return layer.base_layer(x, *args, **kwargs)
+        if layer.merged or len(layer.active_adapters) != 1 or kwargs:
+            return self.usual(x, *args, **kwargs)
+        name = layer.active_adapters[0]
+        down, up = layer.lora_A[name].weight.to(x.dtype), layer.lora_B[name].weight.to(x.dtype)
+        return layer.base_layer(x, *args) + F.linear(F.linear(x, down), up) * layer.scaling[name]
 
 
 @contextmanager

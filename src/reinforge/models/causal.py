@@ -11,6 +11,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models import attention
 from reinforge.models.attention import Packed
+from reinforge.models.divergence import Head
 from reinforge.models.exact import linear
 from reinforge.models.head import LogitRule, token_logprobs
 from reinforge.models.packed import PackedModel
@@ -47,6 +48,11 @@ class CausalModel(PackedModel):
         nn.init.zeros_(head.weight)
         self.module.add_module(VALUE_HEAD, head)
         self.value_head = head
+
+    @property
+    def output(self) -> Head:
+        """How logits are made of hidden states."""
+        return Head(self.head.weight, self.head.bias, self.rule)
 
     def project(self, hidden: Tensor) -> Tensor:
         """[B, V] raw logits in the model's precision."""

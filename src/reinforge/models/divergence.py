@@ -33,6 +33,17 @@ class Head:
     def logits(self, h: Tensor) -> Tensor:
         return self.rule.apply(_wide(linear(h, self.weight, self.bias)))
 
+    def first(self, size: int) -> Head:
+        """For the first `size` tokens of the vocabulary alone."""
+        return self if size >= len(self.weight) else Head(self.weight[:size], None if self.bias is None else self.bias[:size], self.rule)
+
+
+class AsGiven:
+    """In place of a teacher's head where the teacher's rows are what the divergence compares with, whatever that is."""
+
+    def logits(self, h: Tensor) -> Tensor:
+        return h
+
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
@@ -44,7 +55,7 @@ class _ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, bias, rule, teacher_h, teacher, divergence):  # type: ignore[no-untyped-def]
         rows = h.shape[0]
-        step = max(1, head.chunk_rows(rows, max(weight.shape[0], teacher.weight.shape[0]), h.device) // COPIES) if rows else 1
+        step = max(1, head.chunk_rows(rows, weight.shape[0], h.device) // COPIES) if rows else 1
         out = torch.empty(rows, dtype=torch.float64 if h.dtype == torch.float64 else torch.float32, device=h.device)
         student = Head(weight, bias, rule)
         for a in range(0, rows, step):
@@ -79,14 +90,16 @@ class _ChunkedDivergence(torch.autograd.Function):
 
 
 def chunked_divergence(
-    student_hidden: Tensor, student_head: Head, teacher_hidden: Tensor, teacher_head: Head, divergence: Divergence
+    student_hidden: Tensor, student_head: Head, teacher_hidden: Tensor, teacher_head: Head | AsGiven, divergence: Divergence
 ) -> Tensor:
     """[M] `divergence` of every row, differentiable by the student's hidden states and head. The teacher gets no gradient.
 
     >>> chunked_divergence(h, Head(w), teacher_h, Head(teacher_w), partial(jsd, beta=0.5, temperature=2.0))
     """
     assert student_hidden.ndim == teacher_hidden.ndim == 2 and len(student_hidden) == len(teacher_hidden), "rows do not align"
-    frozen = Head(teacher_head.weight.detach(), None if teacher_head.bias is None else teacher_head.bias.detach(), teacher_head.rule)
+    frozen: Head | AsGiven = teacher_head
+    if isinstance(teacher_head, Head):
+        frozen = Head(teacher_head.weight.detach(), None if teacher_head.bias is None else teacher_head.bias.detach(), teacher_head.rule)
     return _ChunkedDivergence.apply(
         student_hidden, student_head.weight, student_head.bias, student_head.rule, teacher_hidden.detach(), frozen, divergence
     )

@@ -60,7 +60,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide = x.dtype == torch.float32
     bm, bn, bk = (64, 64, 32) if wide else (BM, BN, BK)
     _matmul[(triton.cdiv(rows, bm) * triton.cdiv(outer, bn),)](
-        x, weight, y if bias is None else bias, y, rows, outer, inner, x.stride(0), weight.stride(0), weight.stride(1), BIAS=bias is not None,
+        x, weight, y if bias is None else bias, y, rows, outer, inner, inner, weight.stride(0), weight.stride(1), BIAS=bias is not None,
         EVEN=inner % bk == 0, BM=bm, BN=bn, BK=bk, GROUP=GROUP, PRECISION="ieee" if wide else "tf32", num_warps=4 if wide else 8, num_stages=2 if wide else 4,
     )  # fmt: skip
     return y
@@ -82,7 +82,7 @@ def row_sum(x: Tensor) -> Tensor:
     y = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if len(y):
         block = min(4096, triton.next_power_of_2(x.shape[1]))
-        _row_sum[(x.shape[0],)](x, y, x.shape[1], x.stride(0), BLOCK=block, num_warps=8 if block > 1024 else 4 if block > 256 else 1)
+        _row_sum[(x.shape[0],)](x, y, x.shape[1], x.shape[1], BLOCK=block, num_warps=8 if block > 1024 else 4 if block > 256 else 1)
     return y
 
 

@@ -70,8 +70,9 @@ def exact_statistics(
     missing = -len(x) % rowwise.TILE
     tiles = [F.pad(part, (0,) * (2 * part.ndim - 1) + (missing,), value=1).split(rowwise.TILE) for part in (x, targets, temperatures)]
     found = [statistics(part, t, heat, rule, entropy) for part, t, heat in zip(*tiles, strict=True)]
-    logp, lse = (torch.cat([f[i] for f in found])[: len(x)] for i in (0, 1))
-    return logp, lse, torch.cat([f[2] for f in found if f[2] is not None])[: len(x)] if entropy else None
+    entropies = [f[2] for f in found if f[2] is not None]
+    logp, lse = torch.cat([f[0] for f in found])[: len(x)], torch.cat([f[1] for f in found])[: len(x)]
+    return logp, lse, torch.cat(entropies)[: len(x)] if entropy else None
 
 
 def gradient(

@@ -36,16 +36,16 @@ class _Part:
     def __init__(self, joint: Joint, layer: nn.Linear, index: int):
         self.joint, self.layer, self.index = joint, layer, index
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         joint = self.joint
         if torch.is_grad_enabled():
-            return F.linear(x, self.layer.weight, self.layer.bias)
+            return F.linear(input, self.layer.weight, self.layer.bias)
         if self.index == 0:
-            pieces = F.linear(x, joint.weight, joint.bias).split(joint.sizes, -1)
-            joint.input, joint.ready = x, list(pieces)
+            pieces = F.linear(input, joint.weight, joint.bias).split(joint.sizes, -1)
+            joint.input, joint.ready = input, list(pieces)
             return pieces[0]
-        if joint.input is not x:
-            return F.linear(x, self.layer.weight, self.layer.bias)
+        if joint.input is not input:
+            return F.linear(input, self.layer.weight, self.layer.bias)
         piece = joint.ready[self.index]
         if self.index == len(joint.sizes) - 1:
             joint.input, joint.ready = None, []
@@ -59,6 +59,7 @@ def join(module: nn.Module) -> int:
     for parent in module.modules():
         for names in FAMILIES:
             parts = [getattr(parent, name, None) for name in names]
+            parts = [getattr(part, "base_layer", part) for part in parts]  # of an adapter
             layers = [p for p in parts if type(p) is nn.Linear and "forward" not in vars(p)]
             if len(layers) == len(names) and _alike(layers):
                 Joint(layers)

@@ -22,6 +22,8 @@ def _source(cfg: ModelConfig, where: str = "model.path") -> tuple[str, dict[str,
         if not path.is_file():
             raise InputError(f"no such file: {path}", where=where, fix="Give the path of an existing .gguf file.")
         return str(path.parent), {"gguf_file": path.name}
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file() and where != "model.tokenizer":
+        raise InputError(f"{path} is a peft adapter, not a model.", where=where, fix="Put its base model here, and this path under adapter.path.")
     if path.exists():
         return str(path), {}
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1 or ("/" in cfg.path and path.parent.is_dir()):
@@ -45,7 +47,8 @@ def _fetch(what: str, cfg: ModelConfig, load: Any, where: str = "model.path") ->
 def load_tokenizer(cfg: ModelConfig, where: str = "model.path") -> Any:
     from transformers import AutoTokenizer
 
-    source, kwargs = _source(cfg if cfg.tokenizer is None else cfg.model_copy(update={"path": cfg.tokenizer}), where)
+    own = cfg.tokenizer is not None
+    source, kwargs = _source(cfg.model_copy(update={"path": cfg.tokenizer}) if own else cfg, "model.tokenizer" if own else where)
     tokenizer = _fetch("tokenizer", cfg, lambda: AutoTokenizer.from_pretrained(source, **kwargs), where)
     if cfg.chat_template:
         tokenizer.chat_template = Path(cfg.chat_template).read_text()

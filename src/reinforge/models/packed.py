@@ -47,6 +47,12 @@ class PackedModel:
     def dtype(self) -> torch.dtype:
         return next(self.trunk.parameters()).dtype
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        stacks = (part for part in self.trunk.modules() if isinstance(part, nn.ModuleList) and len(part) == self.config.num_hidden_layers)
+        return next(stacks)
+
     def compile_layers(self) -> None:
         """torch.compile of each decoder layer, attention left out: norms, rotary embedding and activations are fused. All
         layers of a class share one compilation, for any number of tokens; training and decoding make one each."""
@@ -55,8 +61,7 @@ class PackedModel:
         assert not self.exact, "a compiler may add up in another order for another number of tokens"
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         attention.register(compiled=True)
-        stacks = [part for part in self.trunk.modules() if isinstance(part, nn.ModuleList) and len(part) == self.config.num_hidden_layers]
-        for layer in stacks[0]:
+        for layer in self.layers:
             layer.compile(dynamic=True)
 
     def recompute(self, on: bool) -> None:

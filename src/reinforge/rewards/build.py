@@ -2,53 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, cast
 
 from reinforge.config.schema import RewardConfig
 from reinforge.core.errors import InputError
+from reinforge.rewards.builtin import FUNCTIONS
 from reinforge.rewards.combine import gates_of
 from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.load import load_function
 from reinforge.rewards.names import BUILTIN
+from reinforge.rewards.place import placed, pool_for
 from reinforge.rewards.running import Rule
-from reinforge.rewards.verifiable import FUNCTIONS
 
 Function = Callable[..., Any]
 GivenReward = str | Function | tuple[str | Function, float]
 GivenRewards = GivenReward | Sequence[GivenReward]
-
-
-def load_function(name: str, where: str) -> Callable[..., Any]:
-    """`path/to/file.py:function` or `package.module:function`."""
-    source, _, attribute = name.rpartition(":")
-    if not source:
-        raise InputError(f"{name!r} names no function.", where=where, fix="Write file.py:function or package.module:function.")
-    if source.endswith(".py"):
-        path = Path(source).expanduser()
-        if not path.is_file():
-            raise InputError(f"no such file: {path}", where=where, fix="Paths are relative to where you run the command.")
-        spec = importlib.util.spec_from_file_location(f"reinforge_user_{path.stem}", path.resolve())
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(source)
-        except ModuleNotFoundError as error:
-            raise InputError(f"cannot import {source}: {error}", where=where, fix="Install it, or put it on PYTHONPATH.") from error
-    if not callable(getattr(module, attribute, None)):
-        raise InputError(
-            f"{source} has no function {attribute!r}.",
-            where=where,
-            fix=f"It has: {', '.join(n for n in dir(module) if not n.startswith('_'))[:200]}.",
-        )
-    return getattr(module, attribute)
 
 
 def describe_rewards(given: GivenRewards, declared: Sequence[RewardConfig] = ()) -> tuple[list[RewardConfig], dict[str, Function]]:
@@ -92,7 +65,7 @@ def build_rewards(
     """Reward models are loaded to `device`; None: not at all, where only the names and options are of interest. `functions` are those that came from Python, by the names that `describe_rewards` gave them. Two of one name get a number."""
     functions = functions or {}
     built = [
-        FunctionReward(cfg.name, functions[cfg.name], cfg.weight, cfg.options) if cfg.name in functions else _from_config(cfg, f"rewards.{i}.name", device)
+        placed(cfg, cfg.name, functions[cfg.name], f"rewards.{i}") if cfg.name in functions else _from_config(cfg, f"rewards.{i}.name", device)
         for i, cfg in enumerate(rewards)
     ]  # fmt: skip
     seen: dict[str, int] = {}
@@ -113,18 +86,40 @@ def _from_config(cfg: RewardConfig, where: str, device: str | None) -> FunctionR
 
         scorer = model_reward(cfg.options, where.replace("name", "options"))
         return FunctionReward(cfg.name, scorer if device is None else scorer.load(device), cfg.weight, pure=True)
+    if cfg.name == "code":
+        from reinforge.rewards.code import code_reward
+
+        judged = code_reward(cfg.options, where.replace("name", "options"))
+        opened = judged if device is None else judged.open()
+        return FunctionReward(cfg.name, opened, cfg.weight, notes=opened.notes)
+    if cfg.name == "math":
+        return _math(cfg, where)
+    if cfg.name in ("judge", "http"):
+        from reinforge.rewards.remote import remote_reward
+
+        asked = remote_reward(cast(Any, cfg.name), cfg.options, cfg.timeout, where.replace("name", "options"))
+        return FunctionReward(cfg.name, asked, cfg.weight)
     if cfg.name in FUNCTIONS:
-        reward = FunctionReward(cfg.name, FUNCTIONS[cfg.name], cfg.weight, cfg.options, pure=True)
-        unknown = set(cfg.options) - set(inspect.signature(reward.function).parameters)
+        parameters = inspect.signature(FUNCTIONS[cfg.name]).parameters
+        unknown = set(cfg.options) - set(parameters)
         if unknown:
             raise InputError(f"{cfg.name} has no option {', '.join(sorted(unknown))}.", where=where.replace("name", "options"),
-                             fix=f"It has: {', '.join(list(inspect.signature(reward.function).parameters)[1:])}.")  # fmt: skip
-        return reward
+                             fix=f"It has: {', '.join(list(parameters)[1:])}.")  # fmt: skip
+        return placed(cfg, cfg.name, FUNCTIONS[cfg.name], where.removesuffix(".name"), ours=True)
     if ":" not in cfg.name:
         near = get_close_matches(cfg.name, BUILTIN, n=1)
         raise InputError(f"unknown reward {cfg.name!r}.", where=where,
                          fix=(f"Did you mean {near[0]}? " if near else "") + f"Built in: {', '.join(BUILTIN)}; or write file.py:function, or give the function to reinforge.train.")  # fmt: skip
-    return FunctionReward(cfg.name.rpartition(":")[2], load_function(cfg.name, where), cfg.weight, cfg.options)
+    return placed(cfg, cfg.name.rpartition(":")[2], load_function(cfg.name, where), where.removesuffix(".name"))
+
+
+def _math(cfg: RewardConfig, where: str) -> FunctionReward:
+    from reinforge.rewards.math import TARGET, math_reward
+
+    if find_spec("math_verify") is None:
+        raise InputError("the reward math needs math-verify, which is not installed.", where=where, fix="pip install 'reinforge[math]'")
+    made = math_reward(cfg.options, where.replace("name", "options"), lambda: pool_for(cfg, TARGET, preload=("math_verify",)))
+    return FunctionReward(cfg.name, made, cfg.weight)
 
 
 def total(components: dict[str, float | None], weights: dict[str, float]) -> float | None:

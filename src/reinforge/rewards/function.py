@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
+from reinforge.rewards.outcome import Outcome, checked
+from reinforge.rewards.pool import Pool
 from reinforge.rewards.running import Rule
+
+TIMED_OUT = object()
+_NO_TURNS: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
 
 @dataclass
 class FunctionReward:
-    """Calls `function` with one list per column it asks for. A plain function that is not ours runs in a thread of its own,
-    so that a slow one overlaps generation; an async function is awaited."""
+    """Calls `function` with one list per column it asks for: in a killable process of `pool`, or else here. Here a plain function
+    that is not ours runs in a thread of its own, so that a slow one overlaps generation; an async function is awaited."""
 
     name: str
     function: Callable[..., Any]
@@ -28,9 +33,13 @@ class FunctionReward:
     gate: str | None = None  # the reward that must pass, or this one counts 0
     gate_at: float | None = None  # ... with at least this; None: above 0
     rule: Rule = field(default_factory=Rule)  # how it counts: centred, scaled, clipped
+    pool: Pool | None = None
+    each: bool = False  # ask for one completion at a time: one that hangs does not take the others of its group with it
+    timeout: float | None = None  # seconds for a call that is not in a pool, which has its own; None: for ever
+    notes: list[str] = field(default_factory=list)  # what the user should know about how it runs
 
     def __post_init__(self) -> None:
-        self._thread = None if self.pure else ThreadPoolExecutor(1, thread_name_prefix=f"reward-{self.name}")
+        self._lane, self._turns = Lane(self.name), _NO_TURNS
         parameters: Mapping[str, inspect.Parameter] = {}
         try:
             parameters = inspect.signature(self.function).parameters
@@ -42,6 +51,39 @@ class FunctionReward:
 
     async def score(self, rows: Sequence[Row], completions: Sequence[str]) -> list[float | None]:
         """One score per completion, each finite or None. Raises InputError when the function is not usable on these rows."""
+        return (await self.outcome(rows, completions)).scores
+
+    async def outcome(self, rows: Sequence[Row], completions: Sequence[str]) -> Outcome:
+        """The scores, and how many of them are missing because of the clock or a crash."""
+        if self.each and len(rows) > 1:
+            return Outcome.joined(await _together([self._one([r], [c]) for r, c in zip(rows, completions, strict=True)]))
+        return await self._one(rows, completions)
+
+    async def _one(self, rows: Sequence[Row], completions: Sequence[str]) -> Outcome:
+        given, count = self._given(rows, completions), len(completions)
+        if self.pool is not None:
+            return await self.pool.call(self.name, given, count)
+        result = self.function(**given) if self.pure else await self._called(given)
+        if result is TIMED_OUT:
+            return Outcome([None] * count, timeouts=count)
+        return result if isinstance(result, Outcome) else Outcome(checked(self.name, result, count))
+
+    async def _called(self, given: dict[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(getattr(self.function, "__call__", None)):  # noqa: B004
+            return await _within(self.timeout, self.function(**given))
+        async with self._turn():  # the clock starts when the thread is free
+            result = await _within(self.timeout, self._lane.run(lambda: self.function(**given)))
+            if result is TIMED_OUT:  # a thread cannot be stopped: it is left behind, and the next call gets another
+                self._lane = Lane(self.name)
+        return await _within(self.timeout, result) if inspect.isawaitable(result) else result
+
+    def _turn(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._turns is None or self._turns[0] is not loop:
+            self._turns = (loop, asyncio.Semaphore(1))
+        return self._turns[1]
+
+    def _given(self, rows: Sequence[Row], completions: Sequence[str]) -> dict[str, Any]:
         available: dict[str, Any] = {"prompts": [r.prompt for r in rows], "completions": list(completions)}
         for column in {name: None for r in rows for name in r.columns}:
             available.setdefault(column, [r.columns.get(column) for r in rows])
@@ -49,34 +91,67 @@ class FunctionReward:
         if missing:
             raise InputError(f"reward {self.name} needs {', '.join(sorted(missing))}, which the rows do not have (columns: {', '.join(sorted(available))}).",
                              where="rewards", fix="Map a column with data.columns, or give it as rewards.options.")  # fmt: skip
-        given = {k: v for k, v in available.items() if self._takes_all or k in self._takes} | dict(self.options)
-        if inspect.iscoroutinefunction(self.function):
-            result = await self.function(**given)
-        elif self._thread is None:
-            result = self.function(**given)
-        else:
-            result = await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self.function(**given))
-            if inspect.isawaitable(result):
-                result = await result
-        return self._checked(result, len(completions))
+        return {k: v for k, v in available.items() if self._takes_all or k in self._takes} | dict(self.options)
 
-    def _checked(self, result: Any, count: int) -> list[float | None]:
-        if hasattr(result, "tolist"):
-            result = result.tolist()
-        if not isinstance(result, (list, tuple)) or len(result) != count:
-            got = f"{len(result)} values" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"
-            raise InputError(
-                f"reward {self.name} returned {got} for {count} completions.",
-                where="rewards",
-                fix="Return a list with one number or None per completion.",
-            )
-        out: list[float | None] = []
-        for value in result:
-            if value is not None and (isinstance(value, (str, bytes)) or not math.isfinite(float(value))):
-                raise InputError(
-                    f"reward {self.name} returned {value!r}.",
-                    where="rewards",
-                    fix="Return finite numbers, or None for a completion that cannot be scored.",
-                )
-            out.append(None if value is None else float(value))
-        return out
+
+async def _within(seconds: float | None, work: Awaitable[Any]) -> Any:
+    """Its result, or TIMED_OUT. A TimeoutError of its own passes through: that is an error, not our clock."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return TIMED_OUT
+
+
+async def _together(asked: Sequence[Awaitable[Outcome]]) -> list[Outcome]:
+    """All at once; if one raises, the others are cancelled."""
+    tasks = [asyncio.ensure_future(a) for a in asked]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class Lane:
+    """A thread that calls one thing after the other. It does not keep the program from ending."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._calls,), name=f"reward-{self.name}", daemon=True).start()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def call() -> None:
+            try:
+                result, error = function(), None
+            except BaseException as raised:
+                result, error = None, raised
+            try:
+                loop.call_soon_threadsafe(_settle, done, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits
+                pass
+
+        self._calls.put(call)
+        return await done
+
+
+def _work(calls: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        calls.get()()
+
+
+def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(RuntimeError(f"the reward raised {error!r}") if isinstance(error, StopIteration) else error)

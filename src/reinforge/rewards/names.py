@@ -2,4 +2,7 @@
 
 from __future__ import annotations
 
-BUILTIN: tuple[str, ...] = ("exact_match", "exact_number", "regex", "reasoning_gym", "model")
+BUILTIN: tuple[str, ...] = (
+    "exact_match", "exact_number", "number", "choice", "regex", "reasoning_gym", "tags", "tag_count", "cosine_length", "repetition", "language",
+    "math", "judge", "http", "model", "code",
+)  # fmt: skip

@@ -11,6 +11,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 MAX_DIGITS = 40  # a longer "number" is nonsense, and big integers are an attack on the parser
+_CODE = re.compile(r"__|\b(?:exec|eval|open|compile|getattr|setattr|delattr|globals|locals|vars|input|breakpoint|exit|quit|print|help)\s*\(")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?![\d])", re.ASCII)
 
 
@@ -71,13 +72,91 @@ def reasoning_gym(completions: Sequence[str], entry: Sequence[Any], extract: str
         if extract is not None:
             found = re.findall(extract, completion[-20_000:], re.DOTALL)
             text = found[-1].strip() if found else None
+        if text is not None and (len(text) > 20_000 or _CODE.search(text)):  # some scorers `eval` what they are given
+            scores.append(0.0)
+            continue
         scores.append(float(get_score_answer_fn(item["metadata"]["source_dataset"])(text, item)))
     return scores
+
+
+_VALUE = re.compile(r"(?<![\w.])([-+]?)(\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?(?:\s*/\s*(\d{1,40}))?\s*(\\?%)?(?![\w])", re.ASCII)
+
+
+def last_value(text: str) -> Decimal | None:
+    """Like `last_number`, and reads 1e-3, 3/4 and 50% too; None when there is no number, it is too long, or it divides by 0.
+
+    >>> last_value("about 3/4"), last_value("so 50%"), last_value("1.5e3"), last_value("1/0")
+    (Decimal('0.75'), Decimal('0.5'), Decimal('1500'), None)
+    """
+    found = list(_VALUE.finditer(text[-10_000:].replace("\u2212", "-")))
+    if not found:
+        return None
+    sign, digits, exponent, below, percent = found[-1].groups()
+    if len(digits) > MAX_DIGITS or (below is not None and int(below) == 0):
+        return None
+    value = Decimal(sign + digits.replace(",", "").rstrip(".")) / Decimal(below or 1) / (100 if percent else 1)
+    return value.scaleb(int(exponent or 0)).normalize() if exponent or percent or below else value
+
+
+def number(completions: Sequence[str], answer: Sequence[Any], tolerance: float = 0.0, relative: float = 0.0, **_: Any) -> list[float | None]:
+    """1 if the last number is the answer's, within `tolerance` + `relative` x |answer|. Fractions, percents and 1e-3 are numbers."""
+    scores: list[float | None] = []
+    for completion, gold in zip(completions, answer, strict=True):
+        want, got = last_value(str(gold)), last_value(completion)
+        if want is None:
+            scores.append(None)
+            continue
+        allowed = Decimal(str(tolerance)) + Decimal(str(relative)) * abs(want)
+        scores.append(float(got is not None and abs(got - want) <= allowed))
+    return scores
+
+
+_CHOICE = r"[(\[{*\s]*([A-Ja-j])[)\]}*.\s]*"
+_STATED = re.compile(r"(?:answer|choice|option)\s*(?:is|=|:)\s*" + _CHOICE + r"(?![\w'])", re.IGNORECASE)
+_BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Ja-j])\)?\s*\}?\s*\}")
+_ALONE = re.compile(_CHOICE + r"(?:[:.)].{0,200})?", re.DOTALL)
+_LETTER = re.compile(r"(?<![A-Za-z'])\(?([A-J])\)?(?![A-Za-z'])")
+
+
+def chosen(text: str) -> str | None:
+    """The letter that a completion settles on: the last boxed one, the last that is stated as the answer, or the only one that
+    stands alone on a line, the last. None if there is none, or several."""
+    text = text[-10_000:].strip()
+    if boxed := _BOXED.findall(text):
+        return boxed[-1].upper()
+    if stated := list(_STATED.finditer(text)):
+        line = text[stated[-1].start() :].split("\n")[0]
+        return stated[-1].group(1).upper() if len(set(_LETTER.findall(line))) <= 1 else None
+    alone = [m for line in text.split("\n") if len(line) < 300 and (m := _ALONE.fullmatch(line.strip()))]
+    named = {m.group(1).upper() for m in alone} | {letter for m in alone for letter in _LETTER.findall(m.string)}
+    return alone[-1].group(1).upper() if alone and text.endswith(alone[-1].string) and len(named) == 1 else None
+
+
+def choice(completions: Sequence[str], answer: Sequence[Any], choices: Sequence[Any] | None = None, **_: Any) -> list[float | None]:
+    """1 if the completion settles on the right letter. The answer is a letter, a place in `choices` (0 is A), or one of its texts."""
+    scores: list[float | None] = []
+    for i, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
+        options = [str(c).strip() for c in choices[i]] if choices is not None and choices[i] is not None else []
+        wanted = _right_letter(gold, options)
+        scores.append(None if wanted is None else float(chosen(completion) == wanted))
+    return scores
+
+
+def _right_letter(gold: Any, options: Sequence[str]) -> str | None:
+    if isinstance(gold, int) and not isinstance(gold, bool):
+        return chr(ord("A") + gold) if 0 <= gold < 10 else None
+    text = str(gold).strip()
+    if text in options:
+        return chr(ord("A") + options.index(text))
+    letter = re.fullmatch(r"\(?([A-Ja-j])\)?\.?", text)
+    return letter.group(1).upper() if letter else None
 
 
 FUNCTIONS: dict[str, Callable[..., list[float | None]]] = {
     "exact_match": exact_match,
     "exact_number": exact_number,
+    "number": number,
+    "choice": choice,
     "regex": regex,
     "reasoning_gym": reasoning_gym,
 }

@@ -2,14 +2,14 @@
 
 A judge or a user's function may answer differently when asked again, and which of many rollouts is done first may change. A step
 that was cut and is done again reads the answers here, so it trains on the same groups with the same rewards. Scores are bound to
-the exact tokens that were scored, a choice to the groups it was made among.
+the exact tokens that were scored, a choice to the groups it was made among, an environment's answers to the actions they follow.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ def tokens_hash(completions: Sequence[Sequence[int]]) -> str:
 
 
 class Journal:
-    """Append-only JSONL of (group, tokens hash, scores) and of (submitted groups, those that were done first). Without a path it
-    remembers nothing."""
+    """Append-only JSONL of (group, tokens hash, scores), of (submitted groups, those that were done first), and of episodes. Without
+    a path it remembers nothing."""
 
     def __init__(self, path: Path | None):
         self.path = path
         self._entries: dict[tuple[str, str], Scores] = {}
+        self._faults: dict[tuple[str, str], dict[str, int]] = {}
         self._choices: dict[tuple[str, ...], list[str]] = {}
+        self._episodes: dict[str, dict[str, Any]] = {}
         self._torn = False  # the file ends in the middle of a line, which the next entry must not continue
         if path is not None and path.exists():
             text = path.read_text()
@@ -39,17 +41,25 @@ class Journal:
                     continue
                 if "submitted" in entry:
                     self._choices[tuple(entry["submitted"])] = entry["first"]
+                elif "episode" in entry:
+                    self._episodes[entry["episode"]] = entry["record"]
                 else:
                     self._entries[entry["group"], entry["tokens"]] = entry["scores"]
+                    self._faults[entry["group"], entry["tokens"]] = entry.get("faults", {})
 
     def find(self, group: str, tokens: str) -> Scores | None:
         return self._entries.get((group, tokens))
 
-    def write(self, group: str, tokens: str, scores: Scores) -> None:
+    def faults(self, group: str, tokens: str) -> dict[str, int]:
+        """Which of the scores were missing, and why: timeouts and crashes happened only once."""
+        return dict(self._faults.get((group, tokens), {}))
+
+    def write(self, group: str, tokens: str, scores: Scores, faults: Mapping[str, int] | None = None) -> None:
         if self.path is None or not scores:
             return
         self._entries[group, tokens] = scores
-        self._append(self.path, {"group": group, "tokens": tokens, "scores": scores})
+        self._faults[group, tokens] = dict(faults or {})
+        self._append(self.path, {"group": group, "tokens": tokens, "scores": scores, **({"faults": faults} if faults else {})})
 
     def find_choice(self, submitted: Sequence[str]) -> list[str] | None:
         """Which of these groups a step took before it was cut."""
@@ -61,6 +71,16 @@ class Journal:
         self._choices[tuple(submitted)] = list(first)
         self._append(self.path, {"submitted": list(submitted), "first": list(first)})
 
+    def find_episode(self, uid: str) -> dict[str, Any] | None:
+        """What an environment answered in an episode, or how the episode failed."""
+        return self._episodes.get(uid)
+
+    def write_episode(self, uid: str, record: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        self._episodes[uid] = record
+        self._append(self.path, {"episode": uid, "record": record})
+
     def _append(self, path: Path, entry: dict[str, Any]) -> None:
         with path.open("a") as file:
             file.write("\n" * self._torn + json.dumps(entry) + "\n")
@@ -69,7 +89,9 @@ class Journal:
     def clear(self) -> None:
         """A checkpoint covers everything so far."""
         self._entries.clear()
+        self._faults.clear()
         self._choices.clear()
+        self._episodes.clear()
         self._torn = False
         if self.path is not None:
             self.path.unlink(missing_ok=True)

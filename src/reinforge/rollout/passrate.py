@@ -56,7 +56,7 @@ class PassRates:
     def observe(self, groups: Iterable[Group], step: int) -> None:
         """Takes in the groups of one step, each a visit. Unscored samples say nothing."""
         for group in groups:
-            scores = [self.success(s.reward) for s in group.samples if s.reward is not None]
+            scores = [self.success(s.reward) for s in group.episodes if s.reward is not None]
             i = self.index[group.row.id]
             if scores:
                 self.attempts[i] += len(scores)

@@ -38,7 +38,7 @@ class Kept:
 def informative(group: Group) -> float:
     """The population variance of the group's rewards: p (1 - p) of a pass/fail reward, largest where half of the samples pass.
     Up to their scale it is also the variance of the advantages."""
-    rewards = [s.reward for s in group.samples if s.reward is not None]
+    rewards = [s.reward for s in group.episodes if s.reward is not None]
     if not rewards:
         return 0.0
     mean = sum(rewards) / len(rewards)

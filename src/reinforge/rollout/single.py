@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,15 +11,13 @@ import torch
 
 from reinforge.core.arrays import floats, ints
 from reinforge.core.engine import Completion, Engine, Sampling
-from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.core.seeds import seed_of
-from reinforge.rewards.build import total
-from reinforge.rewards.combine import gated, gates_of
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.running import Running
-from reinforge.rollout.journal import Journal, Scores, tokens_hash
+from reinforge.rollout.journal import Journal, Scores
 from reinforge.rollout.race import race
+from reinforge.rollout.scoring import Scorer
 
 Scored = tuple[list[Completion], list[str], Scores]  # completions, their texts and scores
 
@@ -31,22 +30,22 @@ class SingleTurn:
                  shape: Callable[[int], float] | None = None, on_error: str = "raise", greedy_baseline: bool = False,
                  running: Running | None = None):  # fmt: skip
         self.engine, self.encode, self.decode = engine, encode, decode
-        self.rewards, self.sampling, self.n, self.seed, self.purpose = list(rewards), sampling, n, seed, purpose
-        self.weights = {r.name: r.weight for r in rewards}
-        self.gates = gates_of(rewards)
-        self.journal = journal or Journal(None)
-        self.running = running  # how components count in the total, where that depends on earlier steps
-        self.shape = shape  # response length -> extra reward (soft overlong punishment)
-        self.on_error = on_error
+        self.sampling, self.n, self.seed, self.purpose = sampling, n, seed, purpose
+        self.scorer = Scorer(rewards, journal=journal, on_error=on_error, shape=shape)
+        self.scorer.running = running
         self.greedy_baseline = greedy_baseline  # one more completion per prompt, greedy: its reward is every sample's baseline (remax)
-        self.errors: list[str] = []  # rewards that failed and were tolerated, for the log
+
+    @property
+    def errors(self) -> list[str]:
+        """Rewards that failed and were tolerated, for the log."""
+        return self.scorer.errors
 
     async def __call__(self, row: Row, group: str) -> Group:
         prompt = self.encode(row)
         drawn = self._complete(row, group, prompt, self.sampling, seed_of(self.seed, self.purpose, group), self.n)
         if not self.greedy_baseline:
             completions, texts, scores = await drawn
-            return Group(row, self._samples(group, prompt, completions, scores), texts)
+            return Group(row, self._samples(group, prompt, completions, scores), texts, faults=self.scorer.faults(group))
         greedy = self._complete(
             row, f"{group}#greedy", prompt, replace(self.sampling, temperature=0.0), seed_of(self.seed, "baseline", group), 1
         )
@@ -60,48 +59,20 @@ class SingleTurn:
         (completions, texts, scores), ([likeliest], _, its_scores) = done[0], done[1]
         baseline = self._total(likeliest, its_scores, 0)[1]
         samples = [s.with_(baseline=baseline) for s in self._samples(group, prompt, completions, scores)]
-        return Group(row, samples, texts, extra_tokens=len(likeliest.tokens))
+        faults = Counter(self.scorer.faults(group)) + Counter(self.scorer.faults(f"{group}#greedy"))
+        return Group(row, samples, texts, extra_tokens=len(likeliest.tokens), faults=faults)
 
     async def _complete(self, row: Row, name: str, prompt: list[int], sampling: Sampling, key: int, n: int) -> Scored:
         completions = await self.engine.generate(prompt, sampling, key=key, n=n)
         texts = [self.decode(c.tokens) for c in completions]
-        return completions, texts, await self._score(row, name, completions, texts)
+        return completions, texts, await self.scorer.score([row] * len(texts), name, [c.tokens for c in completions], texts)
 
     def _samples(self, group: str, prompt: list[int], completions: list[Completion], scores: Scores) -> list[Sample]:
         return [_sample(f"{group}#{i}", group, prompt, c, *self._total(c, scores, i)) for i, c in enumerate(completions)]
 
     def _total(self, completion: Completion, scores: Scores, i: int) -> tuple[dict[str, float | None], float | None]:
         """The components and the weighted total of completion i."""
-        components = gated({name: values[i] for name, values in scores.items()}, self.gates)
-        reward = total(components if self.running is None else self.running(components), self.weights)
-        if self.shape is not None and reward is not None:
-            components["overlong"] = self.shape(len(completion.tokens))
-            reward += components["overlong"] or 0.0
-        return components, reward
-
-    async def _score(self, row: Row, group: str, completions: list[Completion], texts: list[str]) -> Scores:
-        tokens = tokens_hash([c.tokens for c in completions])
-        known = self.journal.find(group, tokens) or {}
-        scores: Scores = {}
-        asked: Scores = {}
-        for reward in self.rewards:
-            if reward.name in known:
-                scores[reward.name] = known[reward.name]
-                continue
-            try:
-                scores[reward.name] = await reward.score([row] * len(texts), texts)
-            except Exception as error:
-                if self.on_error == "raise":
-                    if isinstance(error, InputError):
-                        raise
-                    raise InputError(f"reward {reward.name} raised {type(error).__name__}: {error}", where=f"row {row.id}",
-                                     fix="Fix the function, or set rollout.on_reward_error=unscored to go on without these samples.") from error  # fmt: skip
-                self.errors.append(f"{reward.name} on row {row.id}: {type(error).__name__}: {error}")
-                scores[reward.name] = [None] * len(texts)
-            if not reward.pure:
-                asked[reward.name] = scores[reward.name]
-        self.journal.write(group, tokens, asked)
-        return scores
+        return self.scorer.total({name: values[i] for name, values in scores.items()}, len(completion.tokens))
 
 
 def _sample(

@@ -39,9 +39,13 @@ def tokens_in(groups: Sequence[Group]) -> int:
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the group's rewards differ, so that it can teach anything."""
-    rewards = {s.reward for s in group.samples if s.reward is not None}
-    return len(rewards) > 1
+    """Whether the group's rewards differ, those of single turns included, so that it can teach anything."""
+    totals: dict[str, float] = {}
+    for s in group.samples:
+        if s.reward is not None:
+            turns = 0.0 if s.token_rewards is None else float(s.token_rewards.double().sum())
+            totals[s.episode] = totals.get(s.episode, s.reward) + turns
+    return len(set(totals.values())) > 1
 
 
 class Source:
@@ -123,9 +127,9 @@ class Source:
 def harvest_metrics(harvest: Harvest, weights: dict[str, float]) -> dict[str, float]:
     """What the rollouts of a step looked like: rewards, lengths, how they ended, which groups can teach."""
     everything = [*harvest.groups, *harvest.discarded]
-    samples = [s for g in everything for s in g.samples]
+    samples = [s for g in everything for s in g.episodes]
     rewards = [s.reward for s in samples if s.reward is not None]
-    lengths = [s.n_trained for s in samples]
+    lengths = [n for g in everything for n in _lengths(g)]
     mean = sum(rewards) / len(rewards) if rewards else float("nan")
     out = {
         "reward/mean": mean,
@@ -143,8 +147,21 @@ def harvest_metrics(harvest: Harvest, weights: dict[str, float]) -> dict[str, fl
     }
     if harvest.cancelled:
         out["groups/cancelled"] = harvest.cancelled
+    for kind in sorted({kind for g in everything for kind in g.faults}):
+        out[f"reward/{kind}"] = sum(g.faults.get(kind, 0) for g in everything)
     for name in [*weights, *(["overlong"] if any("overlong" in s.rewards for s in samples) else [])]:
         scored = [v for s in samples if (v := s.rewards.get(name)) is not None]
         if scored:
             out[f"reward/{name}"] = sum(scored) / len(scored)
+    for name in sorted({name for g in everything for name in g.metrics}):
+        values = [g.metrics[name] for g in everything if name in g.metrics]
+        out[name] = sum(values) / len(values)
     return out | harvest.report
+
+
+def _lengths(group: Group) -> list[int]:
+    """Sampled tokens of each episode, whichever rows they are in."""
+    lengths: dict[str, int] = {}
+    for s in group.samples:
+        lengths[s.episode] = lengths.get(s.episode, 0) + s.n_trained
+    return list(lengths.values())

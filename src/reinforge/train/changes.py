@@ -17,6 +17,7 @@ from reinforge.watch.runs import flatten, read_json
 MAY_CHANGE = (
     "train.steps", "train.epochs", "train.tokens_per_microbatch", "eval.", "run.log.", "run.checkpoint.", "run.resume", "run.dir", "run.max_seconds",
     "rollout.kv_gib", "rollout.max_batch", "rollout.on_reward_error", "model.device", "train.optimizer.offload",
+    "train.backend", "train.ranks",
 )  # fmt: skip
 Changes = dict[str, list[Any]]  # dotted key: [old value, new value]
 

@@ -66,7 +66,7 @@ class RLTrainer:
             await self.engine.update(self.backend.weights(), self._version())
             metrics |= harvest_metrics(harvest, self.reward_weights)
             metrics |= self._count(batches, metrics)
-            self.running.observe(s for g in [*harvest.groups, *harvest.discarded] for s in g.samples)
+            self.running.observe(s for g in [*harvest.groups, *harvest.discarded] for s in g.episodes)
             await run.end_step(metrics, harvest.groups)
 
     def _settle_engine(self) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reinforge.core.backend import Backend, Loss
-from reinforge.core.batch import Totals, pack
+from reinforge.core.batch import Totals
+from reinforge.core.prepare import prepared
 from reinforge.core.sample import Sample
 from reinforge.data.cursor import Cursor
 from reinforge.train.session import Session
@@ -14,13 +15,13 @@ from reinforge.train.session import Session
 
 @dataclass
 class SupervisedTrainer:
-    """`row(i)` gives the training row i; rows are tokenised once and kept."""
+    """`row(i)` gives the samples of unit i (one text, or the two answers of a pair); rows are tokenised once and kept."""
 
     session: Session
     cursor: Cursor
     backend: Backend
     loss: Loss
-    row: Callable[[int], Sample]
+    row: Callable[[int], Sequence[Sample]]
     rows_per_step: int
 
     async def run(self) -> None:
@@ -28,10 +29,10 @@ class SupervisedTrainer:
         await run.begin()
         while run.going():
             with run.phase("prepare"):
-                samples: Sequence[Sample] = [self.row(i) for i in self.cursor.take(self.rows_per_step)]
-                batches = pack(samples, self.backend.budget, unit=self.loss.unit, share=self.backend.share)
+                samples = [sample for i in self.cursor.take(self.rows_per_step) for sample in self.row(i)]
+            with run.phase("annotate"):
+                batches = prepared(self.backend, self.loss, samples)
             with run.phase("train"):
-                self.backend.annotate(batches, self.loss.needs)
                 metrics = self.backend.forward_backward(batches, self.loss, Totals.of(batches))
                 metrics |= self.backend.step()
             trained, processed = sum(b.n_trained for b in batches), sum(b.n_tokens for b in batches)

@@ -132,7 +132,6 @@ class NativeEngine:
                 out[1:] = self.model.logprobs(batch, temperature=1.0)[0].cpu()
         return out
 
-    @torch.no_grad()
     async def likeliest(
         self, tokens: Sequence[int], start: int, *, k: int, temperature: float = 1.0
     ) -> tuple[list[float], list[list[tuple[int, float]]]]:
@@ -142,7 +141,9 @@ class NativeEngine:
         batch = Batch.pack([Sample.from_tokens("likeliest", list(tokens), [i >= start for i in range(len(tokens))])]).to(self.model.device)
         own: list[float] = []
         top: list[list[tuple[int, float]]] = []
-        if batch.n_trained:
+        if not batch.n_trained:
+            return own, top
+        with torch.no_grad():
             rows = self.model.states(batch).index_select(0, batch.sources)
             size = chunk_rows(len(rows), self.model.head.weight.shape[0], rows.device)
             for hidden, targets in zip(rows.split(size), batch.tokens[batch.targets].split(size), strict=True):

@@ -1,0 +1,62 @@
+"""`train.backend: fsdp` becomes ranks and backends on them. What is loaded, is loaded by every rank for itself, into host memory."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from reinforge.backends.fsdp import FsdpBackend
+from reinforge.backends.local import LocalBackend
+from reinforge.backends.ranks import Ranks, current, rank_here, serve
+from reinforge.config.schema import AdapterConfig, Config, ModelConfig
+from reinforge.core.errors import InputError
+from reinforge.models.causal import CausalModel
+from reinforge.models.load import load_model, load_scalar, pick_device, pick_dtype
+from reinforge.models.packed import PackedModel
+
+AnyBackend = LocalBackend | FsdpBackend
+
+
+def open_ranks(cfg: Config) -> AbstractContextManager[Any]:
+    """The processes that the config asks for, for as long as the block lasts. Ranks other than 0 serve, and never return from here."""
+    if cfg.train.backend != "fsdp":
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise InputError(f"torchrun started {os.environ['WORLD_SIZE']} processes, and this run has one.", where="train.backend",
+                             fix="Set train.backend=fsdp, or start it without torchrun.")  # fmt: skip
+        return nullcontext()
+    if rank_here() > 0:
+        serve()
+    return Ranks.open(cfg.train.ranks, pick_device(cfg.model.device).type)
+
+
+def ranks_of(cfg: Config) -> Ranks | None:
+    """The open ranks, where the config trains on them; None where one process does it, as in an evaluation."""
+    return current() if cfg.train.backend == "fsdp" else None
+
+
+def hosted(cfg: ModelConfig) -> ModelConfig:
+    """The model in host memory, in the precision that it will have on the device."""
+    dtype = str(pick_dtype(cfg.dtype, pick_device(cfg.device))).removeprefix("torch.")
+    return cfg.model_copy(update={"device": "cpu", "dtype": dtype, "compile": False})
+
+
+def load_policy(cfg: ModelConfig, adapter: AdapterConfig | None, seed: int, scalar: bool, value_head: bool) -> PackedModel:
+    """What every rank loads before it is cut."""
+    if scalar:
+        return load_scalar(cfg, fresh=True)
+    model = load_model(cfg, adapter, seed=seed)
+    if value_head:
+        model.add_value_head()
+    return model
+
+
+def compiles(cfg: ModelConfig) -> bool:
+    return cfg.compile and pick_device(cfg.device).type == "cuda"
+
+
+def onto_device(model: CausalModel, cfg: ModelConfig) -> None:
+    """The host's copy becomes the one that rank 0 generates with."""
+    model.module.to(pick_device(cfg.device))
+    if compiles(cfg):
+        model.compile_layers()

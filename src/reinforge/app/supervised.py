@@ -1,0 +1,144 @@
+"""Runs on given rows: SFT, preferences, reward models, distillation from text. A family is what a row becomes and how held-out rows are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reinforge.algorithms.algorithm import Algorithm
+from reinforge.algorithms.preference import PairLoss
+from reinforge.algorithms.reward import RewardLoss
+from reinforge.algorithms.unpaired import UnpairedLoss
+from reinforge.app.predict import needs_of, predict_run
+from reinforge.app.teacher import keep_best, make_teachers
+from reinforge.app.workshop import Evaluate, Given, Workshop, averaged, total_steps
+from reinforge.app.sharded import AnyBackend
+from reinforge.config.schema import Config
+from reinforge.core.backend import Part
+from reinforge.core.batch import Batch
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Row
+from reinforge.data import units as kinds
+from reinforge.data.units import Unit, Units
+from reinforge.evals.heldout import heldout_loss
+from reinforge.evals.rows import heldout_rows, heldout_scores
+from reinforge.models.adapters import is_adapted
+from reinforge.train.precompute import Streams, with_streams
+from reinforge.train.session import Session, ViewLike
+from reinforge.train.supervised import SupervisedTrainer
+
+REWARD_UNITS: dict[str, Units] = {
+    "margin": partial(kinds.compared, gap=True), "scaled": partial(kinds.compared, gap=True), "regression": kinds.graded, "process": kinds.steps,
+}  # fmt: skip
+
+
+def units_of(algorithm: Algorithm) -> Units:
+    """What a row of the data becomes for this algorithm."""
+    loss: Any = algorithm.loss
+    if algorithm.family == "reward":
+        return REWARD_UNITS.get(algorithm.name, kinds.compared)
+    if algorithm.family == "preference":
+        if not isinstance(loss, PairLoss):
+            return kinds.judged
+        return partial(kinds.pairs, scores=any(row.takes == "gap" for row in loss.rows.values()))
+    return kinds.texts
+
+
+@dataclass
+class Prepared:
+    """The units of a run: `rows` are those of the data that are left, one per unit."""
+
+    units: list[Unit]
+    rows: list[Row]
+
+
+def make_units(shop: Workshop, rows: Sequence[Row]) -> Prepared:
+    """The units of all rows, after the length policy."""
+    make, limit = units_of(shop.algorithm), shop.cfg.data.max_length or shop.context
+    made = [(row, unit) for row in rows for unit in make(shop.renderer, row)]
+    kept, counts = kinds.fit(shop.cfg.data, [unit for _, unit in made], limit)
+    shop.report(counts, limit)
+    by_uid = {unit[0].uid: row for row, unit in made}
+    return Prepared(kept, [by_uid[unit[0].uid] for unit in kept])
+
+
+def make_backend(shop: Workshop, steps: int) -> AnyBackend:
+    """With a reference where one is needed at training time."""
+    cfg, reference = shop.cfg, "reference" in shop.algorithm.needs
+    if reference and cfg.train.precompute_reference and not is_adapted(shop.model.module):
+        return shop.backend(steps, 1.0, compare=False)
+    if reference and (moves := shop.reference()).kind != "frozen" and moves.every > steps:
+        shop.view.message(f"algorithm.kl.reference: it moves every {moves.every} steps, and the run has {steps}: it will never move")
+    return shop.backend(steps, 1.0, teachers=make_teachers(shop, [*shop.train_rows, *shop.eval_rows]))
+
+
+def make_evaluate(shop: Workshop, backend: AnyBackend, units: Sequence[Unit]) -> Evaluate | None:
+    """Held-out rows by the loss, and by generation where there are rewards to score it with."""
+    if not units:
+        return None
+    algorithm, generation = shop.algorithm, shop.heldout() if shop.rewards else None
+
+    async def evaluate() -> dict[str, float]:
+        if algorithm.family == "supervised":
+            found = heldout_loss(backend, [sample for unit in units for sample in unit], backend.budget)
+        else:
+            found = heldout_rows(backend, algorithm.loss, units)
+        if isinstance(algorithm.loss, RewardLoss) and algorithm.loss.unit == 2:
+            found |= heldout_scores(backend, units)
+        if generation is not None:
+            await shop.engine.update(backend.weights(), backend.steps)
+            if "eval/accuracy" in found:  # that of answers that are given
+                found["eval/pair_accuracy"] = found.pop("eval/accuracy")
+            found |= await generation()
+        return found
+
+    return averaged(evaluate, backend, shop.engine if generation is not None else None)
+
+
+def heldout_of(shop: Workshop, load: Callable[[], None]) -> Evaluate | None:
+    """The evaluation of a run's model outside the run. The reference is what the model is before `load` puts a checkpoint's weights in."""
+    shop.cfg = shop.cfg.model_copy(update={"train": shop.cfg.train.model_copy(update={"ema": None, "precompute_reference": False})})
+    backend = make_backend(shop, 1)
+    load()
+    return make_evaluate(shop, backend, make_units(shop, shop.eval_rows).units if shop.eval_rows else [])
+
+
+def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTrainer:
+    shop = Workshop(cfg, given, view)
+    cfg, loss = shop.cfg, shop.algorithm.loss
+    train, held_out = make_units(shop, shop.train_rows), make_units(shop, shop.eval_rows) if shop.eval_rows else Prepared([], [])
+    steps = total_steps(cfg, len(train.units))
+    backend = make_backend(shop, steps)
+    cursor = shop.cursor(train.units, train.rows)
+    units = [train.units, held_out.units]
+    if cfg.train.precompute_reference:
+        units = halves(keep_reference(shop, backend, [*units[0], *units[1]]), len(units[0]))
+    if cfg.teacher is not None and cfg.teacher.precompute:
+        units = halves(keep_best(shop, backend, [*units[0], *units[1]]), len(units[0]))
+    evaluate = make_evaluate(shop, backend, units[1])
+    parts: dict[str, Part] = {"loss": loss} if isinstance(loss, UnpairedLoss) else {}  # it has a running mean
+    session = Session(cfg, backend, cursor, steps, view, evaluate, parts={**backend.parts(), **parts})
+    session.prediction = predict_run(cfg, backend, [sum(len(s.tokens) for s in unit) for unit in train.units], needs_of(cfg))
+    return SupervisedTrainer(session, cursor, backend, loss, units[0].__getitem__, cfg.train.prompts_per_step)
+
+
+def halves(units: list[Unit], n: int) -> list[list[Unit]]:
+    return [units[:n], units[n:]]
+
+
+def keep_reference(shop: Workshop, backend: AnyBackend, units: Sequence[Unit]) -> list[Unit]:
+    """The units with the reference's log-probs. The weights are still those of the model that was loaded, also in a run that is to be
+    continued: its checkpoint is read later."""
+    if "reference" not in shop.algorithm.needs:
+        raise InputError(f"{shop.algorithm.name} has no reference.", where="train.precompute_reference", fix="Remove it.")
+    stream = "reference" if backend.reference is not None else "old"
+    name = f"{shop.cfg.model.path}@{shop.cfg.model.revision}"
+
+    def ask(batch: Batch) -> Streams:
+        backend.annotate([batch], frozenset({stream}))
+        return {"reference": batch.streams[stream]}
+
+    return with_streams(units, Path(shop.cfg.run.dir) / "reference.safetensors", name, backend.budget, ask)

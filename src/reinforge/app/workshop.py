@@ -1,0 +1,221 @@
+"""What the runs of all families have in common, built once from a config: rows, algorithm, model, renderer, engine, backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+from reinforge.app.algorithm import algorithm_of
+from reinforge.app.envs import env_weights, episode_tokens, eval_rollout
+from reinforge.app.sampling import replayable
+from reinforge.app.sharded import AnyBackend, compiles, hosted, load_policy, onto_device, ranks_of
+from reinforge.backends.fsdp import FsdpBackend
+from reinforge.backends.local import LocalBackend
+from reinforge.backends.teacher import Teachers
+from reinforge.config.algorithm import ReferenceConfig
+from reinforge.config.schema import AdapterConfig, Config, DataConfig
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Group, Row
+from reinforge.core.seeds import seed_of
+from reinforge.data.chat import Renderer, apply_length
+from reinforge.data.cursor import Cursor
+from reinforge.data.mixture import MixtureCursor
+from reinforge.data.sources import MIXTURE, PYTHON, fingerprint, hold_out, load_rows, overlap, rows_from
+from reinforge.engines.native import NativeEngine
+from reinforge.evals.heldout import HeldOut
+from reinforge.models.causal import CausalModel
+from reinforge.models.load import context_length, stop_tokens
+from reinforge.models.packed import PackedModel
+from reinforge.rewards.build import GivenRewards, build_rewards, describe_rewards
+from reinforge.rewards.function import FunctionReward
+from reinforge.train.session import ViewLike
+
+Evaluate = Callable[[], Awaitable[dict[str, float]]]
+
+
+@dataclass
+class Given:
+    """What a Python caller passes as objects instead of names. None = take it from the config."""
+
+    data: Iterable[Any] | None = None
+    eval_data: Iterable[Any] | None = None
+    rewards: GivenRewards | None = None  # in place of the config's
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # behind names that the config's rewards have
+    model: CausalModel | None = None
+
+    def described(self, cfg: Config) -> tuple[Config, Mapping[str, Callable[..., Any]]]:
+        """The config with what was given in place of its own, so that the run's record tells the truth; and the reward functions."""
+        rewards, functions = (cfg.rewards, self.functions) if self.rewards is None else describe_rewards(self.rewards, cfg.rewards)
+        evaluation = cfg.data.eval.model_copy(update={} if self.eval_data is None else {"source": PYTHON})
+        data = cfg.data.model_copy(update={"eval": evaluation, **({} if self.data is None else {"source": PYTHON})})
+        return cfg.model_copy(update={"data": data, "rewards": rewards}), functions
+
+
+def load_data(cfg: DataConfig, given: Given) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows, each from the config or from Python objects, never sharing a prompt."""
+    for key, source, objects in (("data.source", cfg.source, given.data), ("data.eval.source", cfg.eval.source, given.eval_data)):
+        if source == PYTHON and objects is None:
+            raise InputError("these rows were given as Python objects, which are not kept.", where=key,
+                             fix=f"Pass them to reinforge.train again, or write them to a file and set {key} to it.")  # fmt: skip
+        if source not in (None, PYTHON) and objects is not None and key == "data.eval.source":
+            raise InputError(f"eval_data is given, and {key} is {source} too.", where=key, fix="Give one of them.")
+    mapping: dict[str, Any] = {"columns": cfg.columns, "system": cfg.system, "template": cfg.template}
+    rows = load_rows(cfg) if given.data is None else rows_from(given.data, **mapping, where=cfg.where, limit=cfg.limit, name="data")
+    if given.eval_data is None:
+        train, held_out = hold_out(cfg if given.data is None else cfg.model_copy(update={"source": PYTHON}), rows)
+    else:
+        size = cfg.eval.size
+        train, held_out = rows, rows_from(given.eval_data, **mapping, where=cfg.eval.where, limit=size or None, name="eval_data")
+        if len(held_out) < size:
+            raise InputError(
+                f"asks for {size} rows, but eval_data has {len(held_out)}.", where="data.eval.size", fix="Ask for fewer, or 0 for all."
+            )
+    shared = overlap(train, held_out)
+    if shared:
+        raise InputError(f"{len(shared)} evaluation rows are also training rows, e.g. {shared[0][1].id}: {str(shared[0][1].prompt)[:80]!r}.",
+                         where="data.eval", fix="Hold them out with data.eval.size, or filter with data.where and data.eval.where.")  # fmt: skip
+    return train, held_out
+
+
+def total_steps(cfg: Config, rows: int) -> int:
+    if cfg.train.steps is not None:
+        return cfg.train.steps
+    assert cfg.train.epochs is not None
+    return max(1, math.ceil(cfg.train.epochs * rows / cfg.train.prompts_per_step))
+
+
+@dataclass
+class Workshop:
+    """What SFT and RL runs have in common, built once from a config."""
+
+    cfg: Config
+    given: Given
+    view: ViewLike
+
+    def __post_init__(self) -> None:
+        self.train_rows, self.eval_rows = load_data(self.cfg.data, self.given)
+        self.cfg, functions = self.given.described(self.cfg)
+        cfg = self.cfg
+        device = cfg.model.device if self.given.model is None else str(self.given.model.device)
+        self.rewards: list[FunctionReward] = build_rewards(cfg.rewards, functions, device)
+        self.weights = {**env_weights(cfg.env), **{r.name: r.weight for r in self.rewards}}
+        self.algorithm = algorithm_of(replayable(cfg), cfg.rollout.max_new_tokens, self.weights)
+        self.ranks = ranks_of(cfg)
+        if self.ranks is not None and self.given.model is not None:
+            raise InputError("the other ranks cannot load a model that was given as an object.", where="train.backend", fix="Give its path.")
+        self.model: PackedModel = self.given.model or self._load()
+        self.renderer = Renderer(self.model.tokenizer, cfg.data)
+        self.context = (
+            context_length(cfg.model) if self.given.model is None else int(getattr(self.model.config, "max_position_embeddings", 1 << 20))
+        )
+        self.longest = 0  # the longest sequence that generation may reach, known once prompts are encoded
+        self.best = sum(max(0.0, w) for w in self.weights.values())  # the largest total reward of scores in [0, 1]
+        for note in (*self.algorithm.notes, *(note for reward in self.rewards for note in reward.notes)):
+            self.view.message(note)
+
+    def _load(self) -> PackedModel:
+        """A causal LM, or the model that is to become a reward model."""
+        return load_policy(self.cfg.model if self.ranks is None else hosted(self.cfg.model), *self._loading(), False)
+
+    def _loading(self) -> tuple[AdapterConfig | None, int, bool]:
+        return self.cfg.adapter, seed_of(self.cfg.run.seed, "adapter") % 2**31, self.algorithm.family == "reward"
+
+    @property
+    def policy(self) -> CausalModel:
+        assert isinstance(self.model, CausalModel), f"a {type(self.model).__name__} generates nothing"
+        return self.model
+
+    @cached_property
+    def engine(self) -> NativeEngine:
+        """Made on first use, after the prompts are encoded: then it knows how large its cache must be."""
+        if self.ranks is not None:
+            onto_device(self.policy, self.cfg.model)
+        stops = {*stop_tokens(self.policy), *self.renderer.stop_tokens}
+        cfg = self.cfg.rollout
+        return NativeEngine(
+            self.policy,
+            stop_tokens=stops,
+            max_batch=cfg.max_batch,
+            kv_gib=cfg.kv_gib,
+            context=self.context,
+            longest=self.longest,
+            prefix_cache=cfg.prefix_cache,
+        )
+
+    def backend(self, steps: int, temperature: float, *, paired: bool = False, teachers: Teachers | None = None,
+                compare: bool = True) -> AnyBackend:  # fmt: skip
+        """`compare`: with the reference, where the algorithm has one."""
+        wanted = compare and "reference" in self.algorithm.needs | self.algorithm.loss.needs
+        settings: dict[str, Any] = {"total_steps": steps, "temperature": temperature, "reference": self.reference() if wanted else False,
+                                    "paired": paired, "seed": self.cfg.run.seed, "teachers": teachers}  # fmt: skip
+        if self.ranks is None:
+            return LocalBackend(self.model, self.cfg.train, **settings)
+        make = partial(load_policy, hosted(self.cfg.model), *self._loading(), self.model.value_head is not None)
+        return FsdpBackend(self.ranks, make, self.cfg.train, full=self.model, compiled=compiles(self.cfg.model), **settings)
+
+    def reference(self) -> ReferenceConfig:
+        """As the config says, or where that says nothing, as the algorithm does (tr_dpo)."""
+        asked = self.cfg.algorithm.kl.reference
+        return ReferenceConfig(**self.algorithm.options.reference) if asked == ReferenceConfig() else asked
+
+    def cursor(self, rows: Sequence[Any], ids: Sequence[Row]) -> Cursor:
+        seed, data, mark = self.cfg.run.seed, self.cfg.data, fingerprint(ids)
+        if not data.mixture:
+            return Cursor(len(rows), seed, data.shuffle, fingerprint=mark)
+        places: dict[str, list[int]] = {item.name or item.source: [] for item in data.mixture}
+        for i, row in enumerate(ids):
+            places[row.columns[MIXTURE]].append(i)
+        weights = {item.name or item.source: item.weight for item in data.mixture}
+        sized = {name: float(len(places[name])) if weight is None else weight for name, weight in weights.items()}
+        return MixtureCursor(places, sized, seed, data.shuffle, fingerprint=mark)
+
+    def prompts(self, rows: Sequence[Row], max_new_tokens: int) -> list[tuple[Row, list[int]]]:
+        """Rows with their prompt ids, after the length policy."""
+        if max_new_tokens >= self.context:
+            raise InputError(f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's context of {self.context}.",
+                             where="rollout.max_new_tokens", fix="Lower it.")  # fmt: skip
+        limit = self.cfg.data.max_length or self.context - max_new_tokens
+        kept, counts = apply_length(self.cfg.data, [(row, self.renderer.prompt(row)) for row in rows], limit)
+        self.report(counts, limit)
+        self.longest = max(self.longest, *(len(ids) + max_new_tokens for _, ids in kept))
+        if self.cfg.env is not None:
+            self.longest = episode_tokens(self.cfg, self.context)
+        return kept
+
+    def report(self, counts: dict[str, int], limit: int) -> None:
+        for name, count in counts.items():
+            if count and name != "rows":
+                self.view.message(f"data: {count} rows {name} (longer than {limit} tokens)")
+
+    def heldout(self, on_groups: Callable[[list[Group]], None] | None = None) -> HeldOut | None:
+        """The generation part of evaluation, if there are held-out rows and something to score them with."""
+        if not self.eval_rows or not self.weights:
+            return None
+        cfg = self.cfg
+        new_tokens = cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens
+        prompts = {row.id: ids for row, ids in self.prompts(self.eval_rows, new_tokens)}
+        rows = [row for row in self.eval_rows if row.id in prompts]
+        rollout = eval_rollout(self, prompts, new_tokens)
+        return HeldOut(rollout, rows, cfg.eval.samples, self.best, on_groups)
+
+
+def averaged(evaluate: Evaluate | None, backend: AnyBackend, engine: NativeEngine | None) -> Evaluate | None:
+    """The evaluation with the average of the weights in place, where the run keeps one (train.ema). `engine`: where it generates."""
+    if evaluate is None or backend.ema is None:
+        return evaluate
+    ema = backend.ema
+
+    async def run() -> dict[str, float]:
+        try:
+            with ema.swapped():
+                if engine is not None:
+                    await engine.update(backend.weights(), backend.steps)
+                return await evaluate()
+        finally:
+            if engine is not None:
+                await engine.update(backend.weights(), backend.steps)
+
+    return run

@@ -1,0 +1,217 @@
+"""Several processes, weights cut into as many pieces (FSDP2). This is rank 0's side: it deals the packs of a batch out and adds up.
+
+The gradient is that of a single process within rounding: losses are divided by `Totals`, counted over the whole batch before it was dealt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reinforge.backends.local import refuse_other_model
+from reinforge.backends.memory import Facts
+from reinforge.backends.microbatch import annotate_nothing, combine
+from reinforge.backends.ranks import Ranks
+from reinforge.backends.recovery import fitted
+from reinforge.backends.shard import ShardBackend, parameter_of
+from reinforge.config.schema import TrainConfig
+from reinforge.core.backend import Loss, Metrics, Part, State
+from reinforge.core.batch import Batch, Totals, cut, rejoin
+from reinforge.core.weights import Weights
+from reinforge.models.packed import PackedModel
+
+BUCKET = 256 << 20  # bytes of a state that are sent at once
+
+
+class FsdpBackend:
+    """`make` loads the model: on every rank, whole and on the host. `full` is the model that rank 0 generates with; its module gets the
+    weights when they are asked for. `settings` are those of `LocalBackend`."""
+
+    def __init__(self, ranks: Ranks, make: Callable[[], PackedModel], cfg: TrainConfig, *, full: PackedModel | None = None,
+                 compiled: bool = False, **settings: Any):  # fmt: skip
+        self.ranks, self.cfg, self.full = ranks, cfg, full
+        self.id = ranks.make(ShardBackend, [(make, cfg, settings, compiled)] * ranks.size)
+        self.shard: ShardBackend = ranks.own.objects[self.id]
+        self._call("limit", min(self._call("__getattribute__", "budget")))
+        self.share, self.model, self.teachers = self.shard.share, self.shard.model, self.shard.teachers
+        self.reference = Follower(self, "reference") if self.shard.reference is not None else None
+        self.ema = Follower(self, "ema") if self.shard.ema is not None else None
+        self._stale = True  # whether `full` may have other weights
+
+    @property
+    def steps(self) -> int:
+        return self.shard.steps
+
+    @property
+    def budget(self) -> int:
+        return self.shard.budget
+
+    def facts(self) -> Facts:
+        return self.shard.facts()
+
+    def parts(self) -> dict[str, Part]:
+        moving = self.shard.reference is not None and self.shard.reference.moving
+        found = {"reference": self.reference if moving else None, "ema": self.ema}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def close(self) -> None:
+        """Frees what the ranks hold of this model."""
+        self.ranks.drop(self.id)
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """The same on every rank."""
+        return self.ranks.call(self.id, method, [args] * self.ranks.size)
+
+    # ---- training ----
+
+    def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
+        if not batches or not needs:
+            return
+        cuts = even([fitted([batch], self.budget) for batch in batches], self.ranks.size)
+        packs = [part for parts in cuts for part in parts if part.n_tokens]
+        for nothing in (part for parts in cuts for part in parts if not part.n_tokens):
+            annotate_nothing(nothing, needs)
+        hands = deal([p.n_tokens for p in packs], self.ranks.size)
+        found = self.ranks.call(self.id, "annotate_packs", [([(packs[i], counts) for i, counts in hand], needs) for hand in hands])
+        for hand, streams in zip(hands, found, strict=True):
+            for i, (named, bootstrap) in zip([i for i, counts in hand if counts], streams, strict=True):
+                packs[i].streams |= named
+                packs[i].bootstrap = bootstrap
+        for batch, parts in zip(batches, cuts, strict=True):
+            rejoin(batch, parts)
+
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+        return self._pass("train_packs", batches, loss, totals)
+
+    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+        """What the loss says of the batches, without a gradient."""
+        return self._pass("evaluate_packs", batches, loss, totals)
+
+    def _pass(self, method: str, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+        whole = [[part] for part in fitted([b for b in batches if b.n_trained], self.budget, loss.unit)]
+        packs = [part for parts in even(whole, self.ranks.size, loss.unit) for part in parts if part.n_trained]
+        if not packs:
+            return {}
+        hands = deal([p.n_tokens for p in packs], self.ranks.size)
+        found = self.ranks.call(self.id, method, [([(packs[i], counts) for i, counts in hand], loss, totals) for hand in hands])
+        return combine([{name: torch.tensor(value, dtype=torch.float64) for name, value in part.items()} for part in found])
+
+    def step(self) -> Metrics:
+        self._stale = True
+        metrics: Metrics = self._call("step")[0]
+        return metrics
+
+    # ---- weights and state ----
+
+    def weights(self) -> Weights:
+        """The module that rank 0 generates with, up to date: gathered one parameter at a time."""
+        assert self.full is not None, "this backend was made without a module to generate with"
+        if self._stale:
+            own = dict(self.full.module.named_parameters())
+            targets = {name: own[name] for name in self.shard.optimizer.parameters}
+            self.ranks.call(self.id, "publish", [(targets,), *[(None,)] * (self.ranks.size - 1)])
+            self._stale = False
+        return Weights("shared", module=self.full.module)
+
+    def state(self) -> State:
+        """Whole tensors, as the state of one process is: a run continues with any number of ranks, or with none."""
+        state: State = self._call("gathered")[0]
+        return state
+
+    def load(self, state: State) -> None:
+        saved = {name.removeprefix("model/"): t for name, t in state.tensors.items() if name.startswith("model/")}
+        refuse_other_model(saved, {name: shape for name, (shape, _) in self.shard.shapes.items()})
+        own = {name: t for name, t in state.tensors.items() if name.startswith(("model/", "optimizer/"))}
+        self.send(State(own, state.meta))
+
+    def send(self, state: State, part: str = "") -> None:
+        """Gives every rank its pieces, a bucket at a time, and lets it load them."""
+        self._stale = True
+        bucket: list[dict[str, Tensor]] = [{} for _ in range(self.ranks.size)]
+        room = BUCKET
+        for key, tensor in state.tensors.items():
+            room -= tensor.numel() * tensor.element_size()
+            for pieces, piece in zip(bucket, self._pieces(parameter_of(key), tensor), strict=True):
+                pieces[key] = piece.clone()
+            if room <= 0:
+                self.ranks.call(self.id, "receive", [(pieces,) for pieces in bucket])
+                bucket, room = [{} for _ in range(self.ranks.size)], BUCKET
+        self.ranks.call(self.id, "receive", [(pieces,) for pieces in bucket])
+        self._call("load_received", part, state.meta)
+
+    def _pieces(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """A tensor as the ranks hold it: cut along its first dimension, the last ones with less or nothing."""
+        if tensor.ndim == 0 or name in self.shard.optimizer.whole:
+            return [tensor] * self.ranks.size
+        found = list(tensor.chunk(self.ranks.size))
+        return found + [tensor[:0]] * (self.ranks.size - len(found))
+
+
+class Follower:
+    """What follows the weights on every rank (an average, a moving reference), as a part of the run."""
+
+    def __init__(self, backend: FsdpBackend, name: str):
+        self.backend, self.name = backend, name
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, the model computes with the average. See `Average.swapped`."""
+        self._swap(True)
+        try:
+            yield
+        finally:
+            self._swap(False)
+
+    def _swap(self, into: bool) -> None:
+        self.backend._stale = True
+        self.backend._call("swap", self.name, into)
+
+    def state(self) -> State:
+        state: State = self.backend._call("gathered", self.name)[0]
+        return state
+
+    def load(self, state: State) -> None:
+        self.backend.send(state, self.name)
+
+
+def deal(sizes: Sequence[int], ranks: int) -> list[list[tuple[int, bool]]]:
+    """For each rank the packs it computes, in order, and whether they count. All ranks get equally many: who would get none computes
+    the smallest one for nothing. Ranks work in step, so packs of like size go side by side, the larger to whoever has done less.
+
+    >>> deal([10, 30, 20], 2)
+    [[(1, True), (0, True)], [(2, True), (0, False)]]
+    """
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    hands: list[list[tuple[int, bool]]] = [[] for _ in range(ranks)]
+    done = [0] * ranks
+    for a in range(0, len(order), ranks):
+        free = sorted(range(ranks), key=lambda rank: (done[rank], rank))
+        for place, rank in enumerate(free):
+            i = order[a + place] if a + place < len(order) else order[-1]
+            hands[rank].append((i, a + place < len(order)))
+            done[rank] += sizes[i]
+    return hands
+
+
+def even(cuts: Sequence[Sequence[Batch]], ranks: int, unit: int = 1) -> list[list[Batch]]:
+    """The parts of every batch, the largest cut in two until the ranks can share them equally, or until nothing can be cut."""
+    parts = [list(own) for own in cuts]
+    wanted = -(-sum(map(len, parts)) // ranks) * ranks
+    whole: set[int] = set()  # ids of packs that are one unit
+    while sum(map(len, parts)) < wanted:
+        able = [(i, j) for i, own in enumerate(parts) for j, p in enumerate(own) if id(p) not in whole]
+        if not able:
+            break
+        i, j = max(able, key=lambda place: parts[place[0]][place[1]].n_tokens)
+        pack = parts[i][j]
+        tries = (cut(pack, -(-pack.n_tokens * eighths // 8), unit=unit) for eighths in (4, 5, 6, 7))  # near the middle, as units allow
+        halves = next((found for found in tries if len(found) == 2), None)
+        if halves is None:
+            whole.add(id(pack))
+        else:
+            parts[i][j : j + 1] = halves
+    return parts

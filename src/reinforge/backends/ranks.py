@@ -1,0 +1,302 @@
+"""Several processes, one of which drives. Rank 0 runs the loop and calls; the others serve: they wait for a command, run their part of
+it beside rank 0's, and answer.
+
+`Ranks.open(n)` starts the others as processes of this machine; under torchrun they are there already and call `serve`. Every rank is
+in a collective at the same moment, so an exception in one of them leaves the others waiting: the rank leaves its story in the store
+and ends, and rank 0 tells who it was.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from reinforge.backends.wire import pack, unpack
+from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy
+
+IDLE = timedelta(days=30)  # how long a rank waits for a command: rollouts take what they take
+WORK = timedelta(minutes=30)  # how long a rank waits for another in the middle of a pass
+EVIDENCE_SECONDS = 10.0  # for the reason of a lost connection to arrive
+BLOCKED_SECONDS = 30.0  # in a collective with a rank that is dead, before the process ends the hard way
+PARENT = "REINFORGE_PARENT"  # pid of the rank 0 that started this process
+
+_open: Ranks | None = None
+
+
+def current() -> Ranks | None:
+    """The ranks that are open."""
+    return _open
+
+
+def launched() -> bool:
+    """Whether torchrun (or something like it) started this process as one of several."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def rank_here() -> int:
+    return int(os.environ["RANK"]) if launched() else 0
+
+
+class Member:
+    """One rank's end of the connection: where it computes, and the two groups. `control` carries commands, on the CPU."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, kind: str):
+        self.store, self.rank, self.size = store, rank, size
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        self.device = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
+        if kind == "cuda":
+            torch.cuda.set_device(self.device)
+        transport = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(transport, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=WORK)
+        self.control = dist.new_group(backend="gloo", timeout=IDLE)
+        self.objects: dict[int, Any] = {}
+
+    def run(self, kind: str, target: int, name: Any, args: tuple[Any, ...]) -> Any:
+        """`make`: name(member, *args) becomes object `target`; `call`: its method, or a function of it; `drop` forgets it."""
+        if kind == "make":
+            self.objects[target] = name(self, *args)
+            return None
+        if kind == "drop":
+            self.objects.pop(target, None)
+            return None
+        return name(self.objects[target], *args) if callable(name) else getattr(self.objects[target], name)(*args)
+
+
+class Ranks:
+    """All ranks, seen from rank 0. `call` runs a method of an object that every rank has, each with arguments of its own."""
+
+    def __init__(self, size: int, kind: str):
+        self.size, self.kind = size, kind
+        self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self.broken: str | None = None  # why nothing can be asked any more
+        self._since: float | None = None  # when the call in progress began
+        self._made = 0
+        self._ended = threading.Event()
+        if launched():
+            store = next(iter(dist.rendezvous("env://")))[0]
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WORK)
+            self.children = {rank: _spawn(rank, size, kind, store.port) for rank in range(1, size)}
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        store.set("kind", kind)
+        with self._guarded():
+            self.own = Member(store, 0, size, kind)
+
+    # ---- begin and end ----
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, size: int | None, kind: str) -> Iterator[Ranks]:
+        """The ranks that are open already, or new ones that end with the block. Those of torchrun end with the process."""
+        global _open
+        if _open is not None and _open.broken is None:
+            _matches(size, _open.size)
+            yield _open
+            return
+        ranks = cls(_size(size, kind), kind)
+        _open = ranks
+        if launched():
+            atexit.register(ranks.close)
+            yield ranks
+            return
+        try:
+            yield ranks
+        finally:
+            _open = None
+            ranks.close()
+
+    def close(self) -> None:
+        """Ends the other ranks: by a word where they listen, by force where they do not."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if self.broken is None:
+            with contextlib.suppress(RuntimeError):
+                self._send([pack(("stop", 0, None, ()))] * self.size)
+        until = time.monotonic() + 10.0
+        for child in self.children.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if self.broken is None:
+                    child.wait(max(0.1, until - time.monotonic()))
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        if dist.is_initialized() and (self.broken is None or self.kind == "cpu"):
+            dist.destroy_process_group()
+
+    # ---- commands ----
+
+    def make(self, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> int:
+        """An object on every rank: factory(member, *its arguments). Returns its number."""
+        self._made += 1
+        self._all("make", self._made, factory, args)
+        return self._made
+
+    def call(self, target: int, method: str | Callable[..., Any], args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """What the method of each rank's object returned, in the order of ranks. Rank 0's arguments and result are not copied."""
+        return self._all("call", target, method, args if args is not None else [()] * self.size)
+
+    def drop(self, target: int) -> None:
+        if self.broken is None and not self._ended.is_set():
+            self._all("drop", target, None, [()] * self.size)
+
+    def _all(self, kind: str, target: int, name: Any, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        assert len(args) == self.size
+        self._check()
+        messages = [b"", *(pack((kind, target, name, own)) for own in args[1:])]  # what cannot be sent is refused before anybody waits
+        with self._guarded():
+            self._send(messages)
+            mine = self.own.run(kind, target, name, args[0])
+            found: list[Any] = [None] * self.size
+            dist.gather_object(b"", found, dst=0, group=self.own.control)
+        return [mine, *(unpack(answer) for answer in found[1:])]
+
+    def _send(self, messages: list[bytes]) -> None:
+        dist.scatter_object_list([None], messages, src=0, group=self.own.control)
+
+    # ---- faults ----
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Whatever is raised inside leaves the ranks out of step: from then on nothing can be asked."""
+        self._since = time.monotonic()
+        try:
+            yield
+        except ReinforgeError as error:
+            self.broken = str(error)
+            raise
+        except RuntimeError as error:
+            self.broken = str(error).splitlines()[0] if str(error) else type(error).__name__
+            told = None if isinstance(error, torch.OutOfMemoryError) else self._evidence()
+            if told is None:
+                raise
+            self.broken = told
+            raise StoppedByPolicy(told) from error
+        except BaseException as error:
+            self.broken = repr(error)
+            raise
+        finally:
+            self._since = None
+
+    def _check(self) -> None:
+        if dead := self._dead():
+            self.broken = self.broken or dead
+        if self.broken is not None:
+            raise StoppedByPolicy(self.broken)
+
+    def _evidence(self) -> str | None:
+        """Who is the reason of a failed collective: what a rank said before it ended, or which one is gone."""
+        until = time.monotonic() + EVIDENCE_SECONDS
+        while time.monotonic() < until:
+            for rank in range(1, self.size):
+                if hasattr(self, "own") and self.own.store.check([f"error/{rank}"]):
+                    return f"rank {rank} failed: {self.own.store.get(f'error/{rank}').decode()}"
+            if dead := self._dead():
+                return dead
+            time.sleep(0.1)
+        return None
+
+    def _dead(self) -> str | None:
+        for rank, child in self.children.items():
+            if (code := child.poll()) is not None and not self._ended.is_set():
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                return f"rank {rank} (pid {child.pid}) {how}. The newest checkpoint is intact: the same command continues from it."
+        return None
+
+    def _watch(self) -> None:
+        """A collective with a rank that is gone may never return (NCCL): then this ends the process."""
+        blocked: float | None = None
+        while not self._ended.wait(0.5):
+            blocked = (blocked or time.monotonic()) if self._since is not None and self._dead() else None
+            if blocked is not None and time.monotonic() - blocked > BLOCKED_SECONDS:
+                print(f"error: {self._dead()}", file=sys.stderr, flush=True)
+                for child in self.children.values():
+                    child.kill()
+                os._exit(StoppedByPolicy.exit_code)
+
+
+def _size(size: int | None, kind: str) -> int:
+    if launched():
+        world = int(os.environ["WORLD_SIZE"])
+        _matches(size, world)
+        return world
+    gpus = torch.cuda.device_count() if kind == "cuda" else 0
+    if size is None and kind != "cuda":
+        raise InputError("how many processes are to train on the CPU is not said.", where="train.ranks", fix="Set it, e.g. train.ranks=2.")
+    if kind == "cuda" and size is not None and size > gpus:
+        raise InputError(f"{size} ranks need a GPU each, and there are {gpus}.", where="train.ranks", fix=f"Set it to at most {gpus}.")
+    return size if size is not None else gpus
+
+
+def _matches(asked: int | None, there: int) -> None:
+    if asked is not None and asked != there:
+        raise InputError(f"{asked} ranks are asked for, and {there} were started.", where="train.ranks",
+                         fix="Leave it out under torchrun: --nproc_per_node says it.")  # fmt: skip
+
+
+def _spawn(rank: int, size: int, kind: str, port: int) -> subprocess.Popen[bytes]:
+    """A process that serves as `rank`. It finds modules where this one does, and shares the cores with the others."""
+    threads = max(1, torch.get_num_threads() // size)
+    env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+           PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}  # fmt: skip
+    return subprocess.Popen([sys.executable, "-c", "from reinforge.backends.ranks import serve; serve()"], env=env, stdin=subprocess.DEVNULL)
+
+
+def serve() -> NoReturn:
+    """The life of a rank other than 0. A signal that is meant for the run reaches rank 0, which saves and then says stop."""
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.SIG_IGN)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if parent := os.environ.get(PARENT):
+        threading.Thread(target=_follow, args=(int(parent),), daemon=True).start()
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=WORK)
+    else:
+        store = next(iter(dist.rendezvous("env://")))[0]
+    member, code = None, 0
+    try:
+        member = Member(store, rank, size, store.get("kind").decode())
+        while _serve_one(member):
+            pass
+    except BaseException as error:
+        code = 1
+        lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # another rank is gone: not this one's story
+        if not lost:
+            told = str(error) if isinstance(error, ReinforgeError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):
+                store.set(f"error/{rank}", told.strip()[:2000] or type(error).__name__)
+            if not isinstance(error, ReinforgeError):
+                traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # groups of a broken run do not end in an orderly way
+
+
+def _serve_one(member: Member) -> bool:
+    message: list[Any] = [None]
+    dist.scatter_object_list(message, None, src=0, group=member.control)
+    kind, target, name, args = unpack(message[0])
+    if kind == "stop":
+        return False
+    answer = member.run(kind, target, name, args)
+    dist.gather_object(pack(answer), None, dst=0, group=member.control)
+    return True
+
+
+def _follow(parent: int) -> None:
+    """A rank does not outlive the one that started it, however that one ended."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

@@ -1,0 +1,26 @@
+"""What goes into an episode, and how one ends. No torch here: environments that run in another interpreter import this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Stop(StrEnum):
+    """Why a completion ended. Truncation is decided by this, never by looking at the last token."""
+
+    EOS = "eos"  # a stop token or stop string
+    LENGTH = "length"  # the token limit: truncated
+    ENVIRONMENT = "environment"  # the environment ended the episode
+    ERROR = "error"  # cancelled or failed: never trained
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a data set. `id` is stable across epochs, shuffles and resumes."""
+
+    id: str
+    prompt: str | list[dict[str, Any]]  # text, or chat messages
+    columns: Mapping[str, Any] = field(default_factory=dict)  # everything else: answer, tools, metadata

@@ -1,0 +1,100 @@
+"""A conversation as ids that only grow: token in, token out.
+
+What the model sampled stays as it was sampled. Only new messages are tokenised: the chat template renders the whole conversation,
+and what it adds after the end of the model's turn is encoded and appended. A template that rewrites what was said before (strips
+earlier thinking) cannot be followed that way; then the conversation begins again from the template's own text, and says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reinforge.data.chat import Renderer
+from reinforge.data.templates import Rendered
+
+SPACE = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    ids: list[int]  # to be appended; where `fresh`, the whole context
+    fresh: bool = False  # the template rewrote what came before
+
+
+class Dialogue:
+    """`begin` gives the first prompt, `go_on` what follows each answer. Without a chat template messages are plain text, one a line."""
+
+    def __init__(self, renderer: Renderer, where: str):
+        self.renderer, self.where = renderer, where
+        self.template = renderer.template
+        self.messages: list[dict[str, Any]] = []
+        self.tools: list[Any] | None = None
+        self._prompt = ""  # the template's text up to the header of the model's turn
+
+    def begin(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
+        self.messages, self.tools = list(messages), tools
+        if not self.renderer.chat:
+            return self.renderer.bos + self.template.plain(_lines(messages))
+        rendered = self._render(self.messages, generation_prompt=True)
+        self._prompt = rendered.text
+        return self._encode_all(rendered)
+
+    def go_on(self, sampled: Sequence[int], answer: dict[str, Any], new: list[dict[str, Any]]) -> Added:
+        """What the context gets after the model's turn `sampled`, which as a message is `answer`, and before its next one."""
+        history, prompt = self.messages, self._prompt
+        self.messages = [*history, answer, *new]
+        if not self.renderer.chat:
+            return Added(self.template.plain(f"\n{_lines(new)}\n"))
+        whole = self._render(self.messages, generation_prompt=True)
+        before = self._render([*history, answer], generation_prompt=False)
+        self._prompt = whole.text
+        end = self._turn_end(before, len(prompt), answer)
+        kept = before.text.startswith(prompt) and whole.text[:end] == before.text[:end]
+        if not kept or _squeezed(str(answer.get("content") or "")) not in _squeezed(before.text[len(prompt) : end]):
+            return Added(self._encode_all(whole), fresh=True)
+        ids, closing = self._encode_since(whole, end), self._encode_since(before, end)
+        ends = {*self.template.controls(closing[:1]), *self.template.controls(ids[:1])}
+        return Added(ids[1:] if sampled and ids and sampled[-1] in ends and ids[0] in ends else ids)
+
+    def _turn_end(self, before: Rendered, start: int, answer: dict[str, Any]) -> int:
+        """Where in the text the template's own end of the answer begins: its last control tokens, or what follows the content."""
+        controls = [m.span() for m in self.template.special.finditer(before.text, start) if not _inside(m.span(), before.literals)]
+        if controls and not before.text[controls[-1][1] :].strip():
+            end = controls[-1][0]
+            for a, b in reversed(controls[:-1]):
+                if before.text[b:end].strip():
+                    break
+                end = a
+            return end
+        content = str(answer.get("content") or "").strip()
+        found = before.text.rfind(content, start) if content else -1
+        return found + len(content) if found >= 0 else len(before.text)
+
+    def _render(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> Rendered:
+        return self.template.render(messages, self.tools, generation_prompt=generation_prompt, where=self.where)
+
+    def _encode_since(self, rendered: Rendered, start: int) -> list[int]:
+        """Ids of the text after a cut, as they are in the whole where the cut leaves the ids before it alone: some tokenizers begin
+        every text with a space."""
+        prefix, ids = (self.template.encode(r, self.where) for r in (rendered.until(start), rendered))
+        return ids[len(prefix) :] if ids[: len(prefix)] == prefix else self.template.encode(rendered.since(start), self.where)
+
+    def _encode_all(self, rendered: Rendered) -> list[int]:
+        ids = self.template.encode(rendered, self.where)
+        bos = self.renderer.bos
+        return bos + ids if ids[:1] != bos else ids
+
+
+def _lines(messages: list[dict[str, Any]]) -> str:
+    return "\n".join(str(m.get("content") or "") for m in messages)
+
+
+def _squeezed(text: str) -> str:
+    return SPACE.sub("", text)
+
+
+def _inside(span: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bool:
+    return any(a < span[1] and span[0] < b for a, b in spans)

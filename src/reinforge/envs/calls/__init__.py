@@ -1,0 +1,32 @@
+"""Tool calls as models write them: one format per family, found by what its chat template writes."""
+
+from __future__ import annotations
+
+from reinforge.core.errors import InputError
+from reinforge.envs.calls.base import Format as Format
+from reinforge.envs.calls.base import Parsed as Parsed
+from reinforge.envs.calls.deepseek import DeepSeek
+from reinforge.envs.calls.harmony import Harmony
+from reinforge.envs.calls.hermes import Hermes
+from reinforge.envs.calls.llama import LlamaJson
+from reinforge.envs.calls.mistral import Mistral
+from reinforge.envs.calls.pythonic import LLAMA_PYTHONIC, PYTHONIC
+from reinforge.envs.calls.xml import GLM, QWEN_XML
+
+_ALL: tuple[Format, ...] = (Hermes(), LlamaJson(), LLAMA_PYTHONIC, Mistral(), PYTHONIC, Harmony(), DeepSeek(), QWEN_XML, GLM)
+FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
+SIGNS = (("<|channel|>", "harmony"), ("<｜tool▁call", "deepseek"), ("[TOOL_CALLS]", "mistral"), ("<function=", "qwen_xml"), ("<arg_key>", "glm"),
+         ("<tool_call>", "hermes"), ("<|python_start|>", "llama_pythonic"), ("<|python_tag|>", "llama_json"), ('"parameters": ', "llama_json"))  # fmt: skip
+
+
+def detect(template: str | None) -> str | None:
+    """The format that a chat template writes; None where it writes none that we know."""
+    return next((name for sign, name in SIGNS if template and sign in template), None)
+
+
+def format_of(wanted: str, template: str | None) -> Format:
+    """`auto`: as the template; a template that says nothing gets hermes, the commonest."""
+    name = (detect(template) or "hermes") if wanted == "auto" else wanted
+    if name not in FORMATS:
+        raise InputError(f"there is no format of tool calls {wanted!r}.", where="env.calls", fix=f"There are: auto, {', '.join(FORMATS)}.")
+    return FORMATS[name]

@@ -1,0 +1,53 @@
+"""gpt-oss (harmony): messages with channels. A call is a message to a recipient:
+`<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>`; the answer is the channel `final`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from reinforge.core.env import Call
+from reinforge.envs.calls.base import Malformed, Parsed, dumps, json_of, object_of, tool_response
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = re.compile(r"<\|(?:end|call|return)\|>")
+TO = re.compile(r"\bto=([\w.-]+)")
+
+
+class Harmony:
+    name, marks, text_arguments = "harmony", (CHANNEL, START), False
+
+    def parse(self, text: str) -> Parsed:
+        """
+        >>> Harmony().parse('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}').calls
+        (Call(name='add', arguments={'a': 1}, id=''),)
+        """
+        if CHANNEL not in text and MESSAGE not in text:
+            return Parsed(text)
+        final: list[str] = []
+        calls: list[Call] = []
+        errors: list[str] = []
+        for part in re.split(re.escape(START) + "|" + ENDS.pattern, text):
+            header, mark, body = part.partition(MESSAGE)
+            to = TO.search(header)
+            if to is None:
+                if mark and "analysis" not in header:
+                    final.append(body)
+                elif not mark and header.strip() and CHANNEL in header:
+                    errors.append(f"a message has no {MESSAGE}")
+                continue
+            name = to.group(1).removeprefix("functions.")
+            try:
+                if not mark:
+                    raise Malformed(f"the call of {name} has no {MESSAGE} and no arguments")
+                calls.append(Call(name, object_of(json_of(body, f"the arguments of {name}") if body.strip() else {}, name)))
+            except Malformed as error:
+                errors.append(str(error))
+        return Parsed("".join(final).strip(), tuple(calls), tuple(errors))
+
+    def render(self, calls: Sequence[Call]) -> str:
+        written = [f"{CHANNEL}commentary to=functions.{c.name} <|constrain|>json{MESSAGE}{dumps(dict(c.arguments))}" for c in calls]
+        return f"<|call|>{START}assistant".join(written)
+
+    def result(self, name: str, content: str) -> str:
+        return tool_response(name, content)

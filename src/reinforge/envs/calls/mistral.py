@@ -1,0 +1,67 @@
+"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and since 2025 `[TOOL_CALLS]name[ARGS]{...}`, repeated for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from reinforge.core.env import Call
+from reinforge.envs.calls.base import Malformed, Parsed, call_of, dumps, function, json_prefix, object_of, shown
+
+MARK, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class Mistral:
+    name, marks, text_arguments = "mistral", (MARK,), False
+
+    def parse(self, text: str) -> Parsed:
+        """
+        >>> Mistral().parse('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]').calls
+        (Call(name='add', arguments={'a': 1}, id=''),)
+        """
+        content, mark, rest = text.partition(MARK)
+        if not mark:
+            return Parsed(text)
+        calls: list[Call] = []
+        try:
+            while mark:
+                if rest.lstrip().startswith(("[", "{")) and not rest.lstrip().startswith(ID):
+                    value, rest = json_prefix(rest, "the list of calls")
+                    calls += [_with_id(item) for item in (value if isinstance(value, list) else [value])]
+                else:
+                    call, rest = _named(rest)
+                    calls.append(call)
+                between, mark, rest = rest.partition(MARK)
+                if between.strip():
+                    raise Malformed(f"after the calls comes {shown(between.strip())}")
+            if not calls:
+                raise Malformed("the list of calls is empty")
+        except Malformed as error:
+            return Parsed(content.strip(), tuple(calls), (str(error),))
+        return Parsed(content.strip(), tuple(calls))
+
+    def render(self, calls: Sequence[Call]) -> str:
+        return MARK + dumps([function(c) for c in calls])
+
+    def result(self, name: str, content: str) -> str:
+        return f"[TOOL_RESULTS]{dumps({'content': content})}[/TOOL_RESULTS]"
+
+
+def _named(rest: str) -> tuple[Call, str]:
+    name, args, body = rest.partition(ARGS)
+    if not args:
+        brace = rest.find("{")
+        if brace < 0:
+            raise Malformed(f"after {MARK} comes {shown(rest.strip())}, neither a JSON list of calls nor a name with arguments")
+        name, body = rest[:brace], rest[brace:]
+    name, _, id = name.partition(ID)
+    value, rest = json_prefix(body, f"the arguments of {name.strip()}")
+    if not name.strip():
+        raise Malformed("the call has no name")
+    return Call(name.strip(), object_of(value, name.strip()), id.strip()), rest
+
+
+def _with_id(item: Any) -> Call:
+    call = call_of(item)
+    return replace(call, id=item["id"]) if isinstance(item.get("id"), str) else call

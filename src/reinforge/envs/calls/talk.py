@@ -1,0 +1,66 @@
+"""Messages with tools, for any chat template: through its own place for them, or as text where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reinforge.core.env import Action, Message, Observation
+from reinforge.envs.calls.base import Format, Parsed, dumps, schema
+
+
+@dataclass(frozen=True)
+class Talk:
+    """`native`: the template has a place for tools and a role for their answers. Without a format calls are text like any other."""
+
+    format: Format | None = None
+    native: bool = False
+
+    @property
+    def reads(self) -> bool:
+        return self.format is not None
+
+    def read(self, text: str) -> Parsed:
+        return Parsed(text) if self.format is None else self.format.parse(text)
+
+    def opened(self, observation: Observation) -> Observation:
+        """The first observation as the template can take it."""
+        tools = observation.tools
+        if not tools or self.native:
+            return Observation(self.heard(observation.messages), tools or None)
+        assert self.format is not None, "an environment with tools needs a format of calls"
+        text = described(tools, self.format)
+        messages = self.heard(observation.messages)
+        if messages and messages[0].get("role") == "system":
+            return Observation([{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]])
+        return Observation([{"role": "system", "content": text}, *messages])
+
+    def heard(self, messages: list[Message]) -> list[Message]:
+        """New messages; answers of tools become the user's where the template has no role for them."""
+        if self.native or self.format is None:
+            return messages
+        return [
+            {"role": "user", "content": self.format.result(str(m.get("name") or ""), str(m.get("content") or ""))} if m.get("role") == "tool" else m
+            for m in messages
+        ]
+
+    def said(self, text: str, action: Action) -> Message:
+        """The model's turn as a message: with tool calls where the template knows them and all could be read."""
+        if not action.calls or action.errors or not self.native or self.format is None:
+            return {"role": "assistant", "content": text}
+        as_text = self.format.text_arguments
+
+        def one(name: str, arguments: Mapping[str, Any], id: str) -> dict[str, Any]:
+            return {"type": "function", "id": id, "function": {"name": name, "arguments": dumps(dict(arguments)) if as_text else dict(arguments)}}
+
+        return {"role": "assistant", "content": action.content, "tool_calls": [one(c.name, c.arguments, c.id) for c in action.calls]}
+
+
+def described(tools: list[dict[str, Any]], format: Format) -> str:
+    """The tools, and how to call them, in words."""
+    from reinforge.core.env import Call
+
+    listed = "\n".join(dumps(schema(tool)) for tool in tools)
+    example = format.render([Call("name_of_the_tool", {"argument": "value"})])
+    return f"You may call these tools:\n{listed}\nTo call one, write:\n{example}"

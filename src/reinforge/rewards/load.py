@@ -1,0 +1,51 @@
+"""A function by its name, and the name by which another process finds a function. No torch here: workers import this."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from reinforge.core.errors import InputError
+
+
+def load_function(name: str, where: str) -> Callable[..., Any]:
+    """`path/to/file.py:function` or `package.module:function`."""
+    source, _, attribute = name.rpartition(":")
+    if not source:
+        raise InputError(f"{name!r} names no function.", where=where, fix="Write file.py:function or package.module:function.")
+    if source.endswith(".py"):
+        path = Path(source).expanduser()
+        if not path.is_file():
+            raise InputError(f"no such file: {path}", where=where, fix="Paths are relative to where you run the command.")
+        spec = importlib.util.spec_from_file_location(f"reinforge_user_{path.stem}", path.resolve())
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            raise InputError(f"cannot import {source}: {error}", where=where, fix="Install it, or put it on PYTHONPATH.") from error
+    if not callable(getattr(module, attribute, None)):
+        raise InputError(
+            f"{source} has no function {attribute!r}.",
+            where=where,
+            fix=f"It has: {', '.join(n for n in dir(module) if not n.startswith('_'))[:200]}.",
+        )
+    return getattr(module, attribute)
+
+
+def importable(function: Any) -> str | None:
+    """`module:function` if another process finds this very function there; None for closures, lambdas, objects, and what stands in
+    the main script, which importing would run again."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if not module or module == "__main__" or not name.isidentifier():
+        return None
+    home = sys.modules.get(module)
+    if getattr(home, name, None) is not function or getattr(home, "__spec__", None) is None:
+        return None
+    return f"{module}:{name}"

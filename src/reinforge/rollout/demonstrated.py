@@ -1,0 +1,29 @@
+"""Rollouts of which some are the data's own answers instead of the policy's (GKD, 2306.13649)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reinforge.core.env import Rollout
+from reinforge.core.sample import Group, Row, Sample
+from reinforge.core.seeds import seed_of
+
+
+@dataclass
+class Demonstrated:
+    """With probability `share` a prompt is answered by the policy, otherwise by the answer in the data. The coin is a function of
+    the run's seed and the group, so a step that is done again draws the same."""
+
+    rollout: Rollout
+    answers: Mapping[str, Sample]  # by row id
+    share: float
+    seed: int
+
+    async def __call__(self, row: Row, group: str) -> Group:
+        if (seed_of(self.seed, "demonstrated", group) >> 10) / 2**53 < self.share:
+            return await self.rollout(row, group)
+        uid = f"{group}#0"
+        return Group(
+            row, [self.answers[row.id].with_(uid=uid, group=group, episode=uid, reward=0.0)], [str(row.columns.get("completion", ""))]
+        )

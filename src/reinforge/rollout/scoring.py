@@ -1,0 +1,80 @@
+"""Scores texts of one prompt with all rewards, remembers what cannot be asked again, and adds the components up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Row
+from reinforge.rewards.build import total
+from reinforge.rewards.combine import gated, gates_of
+from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.running import Running
+from reinforge.rollout.journal import Journal, Scores, tokens_hash
+
+Components = dict[str, float | None]
+
+
+class Scorer:
+    """`weights`: of components that come from elsewhere (an environment), beside those of the rewards. `on_error` is `raise`, or
+    `unscored`: a reward that fails leaves None and a line in `errors`."""
+
+    def __init__(self, rewards: Sequence[FunctionReward], *, journal: Journal | None = None, on_error: str = "raise",
+                 shape: Callable[[int], float] | None = None, weights: Mapping[str, float] | None = None):  # fmt: skip
+        self.rewards = list(rewards)
+        self.weights = {**(weights or {}), **{r.name: r.weight for r in rewards}}
+        self.gates = gates_of(rewards)
+        self.journal = journal or Journal(None)
+        self.running: Running | None = None  # how components count in the total, where that depends on earlier steps
+        self.shape = shape  # response length -> extra reward (soft overlong punishment)
+        self.on_error = on_error
+        self.errors: list[str] = []  # rewards that failed and were tolerated, for the log
+        self._faults: dict[str, dict[str, int]] = {}
+
+    async def score(self, rows: Sequence[Row], group: str, tokens: Sequence[Sequence[int]], texts: Sequence[str]) -> Scores:
+        """All texts of a group at once: a reward may compare them. `rows` are one row, or the same with columns of their own."""
+        bound = tokens_hash(tokens)
+        known = self.journal.find(group, bound) or {}
+        faults = self.journal.faults(group, bound)
+        scores: Scores = {}
+        asked: Scores = {}
+        for reward in self.rewards:
+            if reward.name in known:
+                scores[reward.name] = known[reward.name]
+                continue
+            try:
+                outcome = await reward.outcome(rows, texts)
+                scores[reward.name] = outcome.scores
+                for kind in ("timeouts", "crashes"):
+                    if count := getattr(outcome, kind):
+                        faults[kind] = faults.get(kind, 0) + count
+            except Exception as error:
+                where = f"row {rows[0].id}" if rows else "rewards"
+                if self.on_error == "raise":
+                    if isinstance(error, InputError):
+                        raise
+                    raise InputError(f"reward {reward.name} raised {type(error).__name__}: {error}", where=where,
+                                     fix="Fix the function, or set rollout.on_reward_error=unscored to go on without these samples.") from error  # fmt: skip
+                self.errors.append(f"{reward.name} on {where}: {type(error).__name__}: {error}")
+                scores[reward.name] = [None] * len(texts)
+            if not reward.pure:
+                asked[reward.name] = scores[reward.name]
+        self.journal.write(group, bound, asked, faults)
+        if faults:
+            self._faults[group] = faults
+        return scores
+
+    def faults(self, group: str) -> dict[str, int]:
+        """Scores of a group that are missing because a reward hung or died, by kind. To be asked once."""
+        return self._faults.pop(group, {})
+
+    def total(self, components: Mapping[str, float | None], length: int) -> tuple[Components, float | None]:
+        """The components, gated, and their weighted total. `length`: sampled tokens that the overlong punishment looks at."""
+        counted = gated(components, self.gates)
+        reward = total(counted if self.running is None else self.running(counted), self.weights)
+        if not self.weights:  # there is nothing to score: what is learned comes from elsewhere (a teacher)
+            reward = 0.0
+        if self.shape is not None and reward is not None:
+            counted["overlong"] = self.shape(length)
+            reward += counted["overlong"] or 0.0
+        return counted, reward

@@ -1,0 +1,143 @@
+"""How programs are contained on this machine, and what to say where they cannot be.
+
+`namespaces` is our own launcher (launcher.py); `bubblewrap` lets that program make the namespaces and the root. Both end in the same
+uid, limits and system call filter. What works is tried, once per process, by running a program.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from reinforge.core.errors import InputError
+from reinforge.sandbox.program import MIB, WORK, Limits, interpreter
+from reinforge.sandbox.seccomp import bpf_filter
+
+Backend = Literal["auto", "bubblewrap", "namespaces"]
+LAUNCHER = Path(__file__).with_name("launcher.py")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+TEXTS = (("/etc/passwd", f"sandbox:x:1000:1000::{WORK}:/bin/sh\n"), ("/etc/group", "sandbox:x:1000:\n"), ("/etc/hosts", "127.0.0.1 localhost\n"))
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "TMPDIR": WORK, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "USER": "sandbox"}
+FIX = (
+    "Install bubblewrap, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0; in a container: --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN), "
+    "or use a remote sandbox (url), or accept the risk with allow_unsafe: true."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    mode: Literal["own", "bwrap", "bare", "remote"]
+    url: str | None = None  # of a remote sandbox
+
+    @property
+    def unsafe(self) -> bool:
+        return self.mode == "bare"
+
+
+@cache
+def layout(packages: tuple[str, ...] = ()) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+    """(Source, path) of what is shown read only, and symbolic links (target, name) to make."""
+    links = tuple((os.readlink(p), p) for p in SYSTEM if os.path.islink(p))
+    folders = [p for p in SYSTEM if os.path.isdir(p) and not os.path.islink(p)]
+    home = str(Path(interpreter()).parent.parent)
+    if not _below(home, folders):
+        folders.append(home)
+    for package in packages:
+        if not os.path.isdir(package) or not os.path.isabs(package):
+            raise InputError(f"{package} is no folder.", where="packages", fix="Give absolute paths of folders with Python packages.")
+    folders += [p for p in packages if not _below(p, folders)]
+    files = [p for p in (*SETTINGS, *DEVICES) if os.path.exists(p)]
+    return tuple((os.path.realpath(p), p) for p in (*folders, *files)), (*links, (WORK, "/dev/shm"), ("/proc/self/fd", "/dev/fd"))
+
+
+def _below(path: str, folders: Sequence[str]) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
+def job_of(isolation: Isolation, argv: Sequence[str], files: dict[str, bytes], limits: Limits, work: str, node: bool) -> dict[str, Any]:
+    """What the launcher is told. Node reserves address space by the gigabyte: there only what it uses is limited."""
+    binds, links = layout(limits.packages)
+    memory = limits.memory_mb * MIB
+    return {
+        "mode": isolation.mode,
+        "argv": list(argv),
+        "env": sorted((ENVIRONMENT | {"HOME": work, "TMPDIR": work, "REINFORGE_RUN": str(os.getpid())}).items()),  # whose it is, for `ps e`
+        "content": sorted(files.items()),
+        "binds": list(binds),
+        "links": list(links),
+        "texts": list(TEXTS),
+        "work": work,
+        "filter": bpf_filter(),
+        "limits": {
+            "cpu": limits.cpu_seconds or int(limits.seconds) + 2,
+            "space": None if node else memory,
+            "memory": memory,
+            "disk": limits.disk_mb * MIB,
+            "files": limits.files,
+            "descriptors": limits.descriptors,
+            "processes": None if isolation.unsafe else limits.processes,
+        },
+    }
+
+
+def arguments(isolation: Isolation, limits: Limits, info_fd: int, fds: Sequence[int]) -> list[str]:
+    """The command that is started outside: our launcher, or bubblewrap with the launcher in it."""
+    launch = [interpreter(), "-I", "-S", "-B"]
+    if isolation.mode != "bwrap":
+        return [*launch, str(LAUNCHER), *map(str, fds)]
+    binds, links = layout(limits.packages)
+    flags = ["--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--as-pid-1"]
+    flags += ["--new-session", "--hostname", "sandbox"] if os.getuid() == 0 else ["--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
+    for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):  # for the launcher, which gives them up
+        flags += ["--cap-add", capability]
+    for folder in sorted({str(p) for _, path in binds for p in list(Path(path).parents)[:-1]}):
+        flags += ["--perms", "0755", "--dir", folder]  # it would make them with 0700
+    for source, path in binds:
+        flags += ["--dev-bind" if path.startswith("/dev/") else "--ro-bind", source, path]
+    flags += ["--ro-bind", str(LAUNCHER), "/launcher.py", "--dir", "/tmp", "--proc", "/proc"]
+    for target, name in links:
+        flags += ["--symlink", target, name]
+    bwrap = shutil.which("bwrap")
+    assert bwrap is not None
+    return [bwrap, "--info-fd", str(info_fd), *flags, "--remount-ro", "/", "--", *launch, "/launcher.py", *map(str, fds)]
+
+
+@cache
+def missing(mode: Literal["own", "bwrap"]) -> str | None:
+    """Why this way does not work here, in words; None if it does."""
+    from reinforge.sandbox.process import Process
+
+    if sys.platform != "linux":
+        return f"{sys.platform} has no namespaces"
+    if bpf_filter() is None:
+        return f"no system call filter for {os.uname().machine} (seccomp)"
+    if mode == "bwrap" and shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    with Process(Isolation(mode), [interpreter(), "-I", "-S", "-B", "-c", "print(1+1)"], {}, Limits(seconds=20)) as process:
+        result = process.finish()
+    return None if result.status == "ok" and result.stdout == b"2\n" else result.reason or f"a trial run ended with {result.status}"
+
+
+def choose(backend: Backend = "auto", allow_unsafe: bool = False) -> Isolation:
+    """The way to contain programs here. Raises InputError, which names what is missing, unless that was accepted beforehand."""
+    modes: dict[str, Sequence[Literal["own", "bwrap"]]] = {"auto": ("bwrap", "own"), "bubblewrap": ("bwrap",), "namespaces": ("own",)}
+    if backend not in modes:
+        raise InputError(f"unknown sandbox {backend!r}.", where="backend", fix=f"There are: {', '.join(modes)}.")
+    reasons = []
+    for mode in modes[backend]:
+        reason = missing(mode)
+        if reason is None:
+            return Isolation(mode)
+        reasons.append(f"{'bubblewrap' if mode == 'bwrap' else 'namespaces'}: {reason}")
+    if allow_unsafe:
+        return Isolation("bare")
+    raise InputError(f"code cannot be contained here ({'; '.join(reasons)}).", where="sandbox", fix=FIX)

@@ -1,0 +1,322 @@
+"""Runs as a script of its own, between us and a program: makes the namespaces, the root and the limits, starts it, waits for it.
+
+Two processes. The outer one stays outside and waits. The inner one is process 1 of the new pid namespace: when it ends, for
+whatever reason, the kernel kills everything else in there, so nothing outlives a run. It cannot be reached from the program: signals
+to process 1 from inside are dropped by the kernel, it is not dumpable, and what it holds is no secret (the program, its limits).
+
+Only the standard library and no package around it: it starts once per run. The job comes by `marshal` from our own process, over
+the pipe `control`, whose end of file means that nobody waits any more. Lines on the pipe `report`: `pid N` (process 1, as seen from
+outside), `started`, `exit STATUS CPU RSS`, `memory`, or `error WORDS`. A `go` byte is waited for after `pid`, so that whoever is to
+kill process 1 holds a handle on it before anything foreign runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import marshal
+import os
+import resource
+import select
+import signal
+import sys
+from typing import Any
+
+CLONE_ALL = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000  # mnt cgroup uts ipc user pid net
+CLONE_NEWUSER = 0x10000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+SYS_MOUNT_SETATTR = 442
+AT_RECURSIVE, AT_FDCWD = 0x8000, -100
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 22, 24, 38, 47
+INSIDE = 1000  # uid and gid of the program, as it sees them
+OUTSIDE = 65534  # what they are outside when we are root
+TICK_MS = 40  # how often memory is looked at
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Failed(Exception):
+    """A primitive of the containment is missing; the text names it."""
+
+
+def must(name: str, *arguments: Any) -> int:
+    value = getattr(libc, name)(*arguments)
+    if value < 0:
+        raise Failed(f"{name}: {os.strerror(ctypes.get_errno())}")
+    return value
+
+
+def read_exactly(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = os.read(fd, size - len(data))
+        if not piece:
+            os._exit(1)
+        data += piece
+    return data
+
+
+def close_all_but(*keep: int) -> None:
+    low = 0
+    for fd in sorted(keep):
+        if low < fd:  # an empty range from 0 would close everything
+            os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, 1 << 20)
+
+
+def write_file(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def new_namespaces() -> None:
+    """As root the program gets a uid that is not root's outside either (its number of processes could not be limited otherwise);
+    a second process, which stayed where root is root, has to write that map."""
+    uid, gid = os.getuid(), os.getgid()
+    if uid == 0:
+        r, w = os.pipe()
+        me, writer = os.getpid(), os.fork()
+        if writer == 0:
+            os.read(r, 1)
+            for kind in ("uid", "gid"):
+                write_file(f"/proc/{me}/{kind}_map", f"0 0 1\n{INSIDE} {OUTSIDE} 1\n")
+            os._exit(0)
+        try:
+            must("unshare", CLONE_ALL)
+        finally:
+            os.write(w, b"1")
+            status = os.waitpid(writer, 0)[1]
+        os.close(r)
+        os.close(w)
+        if status:
+            raise Failed("cannot map uids (uid_map)")
+    else:
+        must("unshare", CLONE_ALL)
+        write_file("/proc/self/setgroups", "deny")
+        write_file("/proc/self/uid_map", f"{INSIDE} {uid} 1\n")
+        write_file("/proc/self/gid_map", f"{INSIDE} {gid} 1\n")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    encoded = (source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode() or None)
+    if libc.mount(*encoded) < 0:
+        raise Failed(f"mount {target}: {os.strerror(ctypes.get_errno())}")
+
+
+def read_only(path: str, nodev: int = MS_NODEV) -> None:
+    """Everything mounted at and below `path`; flags are added to what is there, never taken away."""
+    attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | nodev, 0, 0, 0)
+    number, where = ctypes.c_long(SYS_MOUNT_SETATTR), path.encode()
+    if libc.syscall(number, AT_FDCWD, where, AT_RECURSIVE, ctypes.byref(attributes), ctypes.c_size_t(32)) < 0:
+        raise Failed(f"mount_setattr (Linux 5.12): {os.strerror(ctypes.get_errno())}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    if libc.syscall(ctypes.c_long(SYS_PIVOT_ROOT[os.uname().machine]), new.encode(), old.encode()) < 0:
+        raise Failed(f"pivot_root: {os.strerror(ctypes.get_errno())}")
+
+
+def mount_work(job: dict[str, Any], target: str) -> None:
+    limits = job["limits"]
+    owner = OUTSIDE if job["mode"] == "bwrap" and os.getuid() == 0 else INSIDE
+    size = f"size={limits['disk']},nr_inodes={limits['files']},mode=0700,uid={owner},gid={owner}"
+    mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, size)
+
+
+def new_root(job: dict[str, Any]) -> None:
+    """A root of its own: system folders read only, five devices, a fresh /proc, one writable folder, nothing else of the host."""
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
+    os.mkdir("/tmp/old")
+    os.mkdir("/tmp/new")
+    pivot_root("/tmp", "/tmp/old")
+    os.chdir("/")
+    mount("tmpfs", "/new", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
+    for source, path in job["binds"]:
+        target = "/new" + path
+        if os.path.isdir("/old" + source):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+        mount("/old" + source, target, None, MS_BIND | MS_REC)
+        read_only(target, 0 if path.startswith("/dev/") else MS_NODEV)
+    for path, text in job["texts"]:
+        os.makedirs(os.path.dirname("/new" + path), exist_ok=True)
+        with open("/new" + path, "w") as file:
+            file.write(text)
+    for target, name in job["links"]:
+        os.symlink(target, "/new" + name)
+    for folder in ("/new/proc", "/new/tmp"):
+        os.mkdir(folder)
+    try:
+        mount("proc", "/new/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
+    except Failed:  # the host's is masked, as in most containers: then there is none, which is less and not more
+        pass
+    mount_work(job, "/new/tmp")
+    mount("none", "/new", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    os.chdir("/new")
+    pivot_root(".", ".")
+    must("umount2", b".", MNT_DETACH)
+    os.chdir("/")
+    must("sethostname", b"sandbox", 7)
+
+
+def own_user_namespace() -> None:
+    """Bubblewrap started as root leaves us root: change to an ordinary uid, whose processes are counted for this run alone."""
+    os.setgroups([])
+    os.setresgid(OUTSIDE, OUTSIDE, OUTSIDE)
+    os.setresuid(OUTSIDE, OUTSIDE, OUTSIDE)
+    must("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # our own /proc entries belong to root otherwise
+    must("unshare", CLONE_NEWUSER)
+    write_file("/proc/self/setgroups", "deny")
+    write_file("/proc/self/uid_map", f"{INSIDE} {OUTSIDE} 1\n")
+    write_file("/proc/self/gid_map", f"{INSIDE} {OUTSIDE} 1\n")
+
+
+def drop(job: dict[str, Any]) -> None:
+    """Become an ordinary user for good: no capability now, none after exec, none by a set-uid file."""
+    if job["mode"] != "bare":
+        for capability in range(64):
+            if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+                break
+        libc.prctl(PR_CAP_AMBIENT, 4, 0, 0, 0)
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setresgid(INSIDE, INSIDE, INSIDE)
+            os.setresuid(INSIDE, INSIDE, INSIDE)
+        must("capset", ctypes.byref((ctypes.c_uint32 * 2)(0x20080522, 0)), ctypes.byref((ctypes.c_uint32 * 6)()))
+    limits, r = job["limits"], resource
+    for kind, value in ((r.RLIMIT_CPU, limits["cpu"]), (r.RLIMIT_AS, limits["space"]), (r.RLIMIT_FSIZE, limits["disk"]),
+                        (r.RLIMIT_NOFILE, limits["descriptors"]), (r.RLIMIT_NPROC, limits["processes"]), (r.RLIMIT_MEMLOCK, 1 << 16),
+                        (r.RLIMIT_CORE, 1), (r.RLIMIT_MSGQUEUE, 0), (r.RLIMIT_RTPRIO, 0), (r.RLIMIT_NICE, 0)):  # fmt: skip
+        if value is not None:  # a core size of 1, unlike 0, also keeps a core handler of the host from being started
+            hard = r.getrlimit(kind)[1]
+            value = value if hard == r.RLIM_INFINITY else min(value, hard)
+            r.setrlimit(kind, (value, value + 1 if kind == r.RLIMIT_CPU and value < hard else value))
+    must("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if job["filter"]:
+        code = ctypes.create_string_buffer(job["filter"], len(job["filter"]))
+        program = (ctypes.c_uint64 * 2)(len(job["filter"]) // 8, ctypes.addressof(code))
+        must("prctl", PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
+
+
+def start(job: dict[str, Any], report: int, channel: list[int]) -> None:
+    """In the child: put its files down, give up everything, become the program."""
+    stage = "files"
+    try:
+        if job["mode"] != "bare":
+            os.setsid()
+        os.chdir(job["work"])
+        os.umask(0o022)
+        for name, data in job["content"]:
+            os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+            with open(name, "wb") as file:
+                file.write(data)
+        os.umask(0o077)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec keeps that
+            signal.signal(number, signal.SIG_DFL)
+        for target, fd in enumerate(channel, 3):
+            os.dup2(fd, target)
+        close_all_but(*range(3 + len(channel)), report)
+        stage = "privileges"
+        drop(job)
+        stage = "exec"
+        os.write(report, b"started\n")
+        os.execve(job["argv"][0], job["argv"], dict(job["env"]))
+    except BaseException as error:
+        os.write(report, f"error {stage}: {error}\n".encode()[:500])
+    os._exit(127)
+
+
+def memory_used(job: dict[str, Any]) -> int:
+    """Anonymous memory of all processes in here, and the files."""
+    if job["mode"] == "bare":
+        return 0
+    files = os.statvfs(job["work"])
+    total = (files.f_blocks - files.f_bfree) * files.f_frsize
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            try:
+                with open(f"/proc/{name}/statm", "rb") as file:
+                    fields = file.read().split()
+                total += (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+            except (OSError, IndexError):
+                pass  # it has just ended
+    return total
+
+
+def inner(job: dict[str, Any], control: int, report: int, channel: list[int]) -> None:
+    """Process 1: make the root, start the program, reap whatever dies, watch memory, and end when the program does."""
+    if job["mode"] == "own":
+        new_root(job)
+    elif job["mode"] == "bwrap":
+        mount_work(job, "/tmp")
+        if os.getuid() == 0:
+            own_user_namespace()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # signals without a handler never reach process 1 from inside
+    must("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+    must("prctl", PR_SET_PDEATHSIG, 9, 0, 0, 0)  # after the change of uid, which clears it
+    if read_exactly(control, 1) != b"g":
+        os._exit(1)
+    main = os.fork()
+    if main == 0:
+        start(job, report, channel)
+    for fd in (0, 1, 2, *channel):
+        os.close(fd)
+    ended, poll = os.pidfd_open(main), select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(control, select.POLLIN)  # nothing more is ever sent: this is its end of file
+    while True:
+        ready = [fd for fd, _ in poll.poll(TICK_MS)]
+        if control in ready:
+            break
+        while True:
+            try:
+                pid, status, used = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == main:
+                os.write(report, f"exit {status} {used.ru_utime + used.ru_stime:.3f} {used.ru_maxrss}\n".encode())
+                return
+            if pid == 0:
+                break
+        if job["limits"]["memory"] and memory_used(job) > job["limits"]["memory"]:
+            os.write(report, b"memory\n")
+            break
+
+
+def main() -> None:
+    handed = [int(argument) for argument in sys.argv[1:]]
+    control, report, *channel = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in handed)  # out of the program's numbers
+    close_all_but(0, 1, 2, control, report, *channel)
+    job = marshal.loads(read_exactly(control, int.from_bytes(read_exactly(control, 8), "little")))
+    try:
+        if job["mode"] != "own":
+            if job["mode"] == "bare":
+                os.write(report, f"pid {os.getpid()}\n".encode())
+            inner(job, control, report, channel)
+            os._exit(0)
+        must("prctl", PR_SET_PDEATHSIG, 9, 0, 0, 0)
+        new_namespaces()
+        first = os.fork()
+        if first == 0:
+            inner(job, control, report, channel)
+            os._exit(0)
+        os.write(report, f"pid {first}\n".encode())
+        close_all_but()
+        os.waitpid(first, 0)
+        os._exit(0)
+    except BaseException as error:
+        os.write(report, f"error {type(error).__name__}: {error}\n".encode()[:500])
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Contained runs on this machine: `run` and `run_sync` for one program, `Pool` for many with a bound on how many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from reinforge.core.errors import InputError
+from reinforge.sandbox.isolation import Backend, Isolation, choose
+from reinforge.sandbox.process import Process
+from reinforge.sandbox.program import Limits, Program, Result, command, interpreter
+from reinforge.sandbox.remote import run_remote
+
+P = ParamSpec("P")
+T = TypeVar("T")
+HERE = Path(__file__).parent
+DEFAULT = Limits()
+
+
+def run_sync(program: Program, limits: Limits = DEFAULT, isolation: Isolation | None = None, cancel: threading.Event | None = None) -> Result:
+    """Run one program to its end, or to one of its limits. A machine that cannot contain it gives `refused`, and runs nothing."""
+    try:
+        isolation = isolation or choose()
+        if isolation.url is not None:
+            return run_remote(isolation.url, program, limits)
+        argv, files = command(program, limits)
+        stdin = program.stdin if isinstance(program.stdin, bytes) else program.stdin.encode("utf-8", "surrogatepass")
+        with Process(isolation, argv, files, limits, stdin, node=program.language == "node", cancel=cancel) as process:
+            return process.finish()
+    except (InputError, OSError) as error:  # cannot be contained; no processes or descriptors left
+        return Result("refused", reason=str(error))
+
+
+def drive(isolation: Isolation, module: str, limits: Limits, files: dict[str, bytes], cancel: threading.Event | None) -> Process:
+    """Start one of our drivers (solution.py, asserts.py) inside, with a channel to it."""
+    ours = {f"reinforge/sandbox/{name}.py": (HERE / f"{name}.py").read_bytes() for name in ("plain", module)}
+    start = f"import sys; sys.path.insert(0, '.'); from reinforge.sandbox import {module} as m; sys.path[:1] = {list(limits.packages)!r}; m.main()"
+    argv = [interpreter(), "-I", "-B", "-X", "utf8", "-c", start]
+    return Process(isolation, argv, files | ours, limits, channel=True, cancel=cancel)
+
+
+class Pool:
+    """At most `size` contained runs at once; more wait for their turn. Cancelling a call kills its run."""
+
+    def __init__(self, size: int | None = None, *, backend: Backend = "auto", allow_unsafe: bool = False, url: str | None = None):
+        self.isolation = Isolation("remote", url) if url else choose(backend, allow_unsafe)
+        self._threads = ThreadPoolExecutor(size or os.cpu_count() or 1, thread_name_prefix="sandbox")
+
+    async def call(self, function: Callable[Concatenate[Isolation, threading.Event, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`function(isolation, cancel, ...)` in a thread of the pool."""
+        cancel = threading.Event()
+        future = asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(self.isolation, cancel, *args, **kwargs))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            cancel.set()
+            raise
+
+    async def run(self, program: Program, limits: Limits = DEFAULT) -> Result:
+        return await self.call(lambda isolation, cancel: run_sync(program, limits, isolation, cancel))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+async def run(program: Program, limits: Limits = DEFAULT, *, backend: Backend = "auto", allow_unsafe: bool = False) -> Result:
+    """One program, without holding the event loop up. A machine that cannot contain it gives `refused`."""
+    cancel = threading.Event()
+    try:
+        isolation = await asyncio.to_thread(choose, backend, allow_unsafe)
+        return await asyncio.to_thread(run_sync, program, limits, isolation, cancel)
+    except InputError as error:
+        return Result("refused", reason=str(error))
+    except asyncio.CancelledError:
+        cancel.set()
+        raise

@@ -1,0 +1,10 @@
+"""A reward with a signal in nearly every group, in a module of its own: the processes that compute it import nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def odd(completions: list[str], **_: Any) -> list[float]:
+    """The share of odd characters."""
+    return [sum(ord(ch) % 2 for ch in c) / max(1, len(c)) for c in completions]
