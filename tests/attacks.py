@@ -23,7 +23,12 @@ class Attack:
 def tries(name: str, code: str, ends: tuple[str, ...] = (OK, CRASHED), **kw: float) -> Attack:
     """Python that must raise somewhere before it can print ESCAPED."""
     body = "\n".join("    " + line for line in code.strip().splitlines())
-    return Attack(name, f"import os, sys, ctypes\ntry:\n{body}\n    print('ESCAPED')\nexcept (OSError, ValueError) as e:\n    print('held', e)\n", ends, **kw)
+    return Attack(
+        name,
+        f"import os, sys, ctypes\ntry:\n{body}\n    print('ESCAPED')\nexcept (OSError, ValueError) as e:\n    print('held', e)\n",
+        ends,
+        **kw,
+    )
 
 
 SYSCALL = "libc = ctypes.CDLL(None, use_errno=True)\nif libc.syscall(%s) < 0:\n    raise OSError(ctypes.get_errno(), 'refused')"

@@ -26,9 +26,9 @@ def containment(mode: Literal["own", "bwrap"]) -> Isolation:
     pytest.skip(f"cannot contain programs by {mode}: {reason}")
 
 
-def left_behind() -> list[str]:
-    """Processes that carry our mark, and children of this process that are launchers, dead or alive."""
-    mark, found = f"REINFORGE_RUN={os.getpid()}\0".encode(), []
+def left_behind(run: int | None = None) -> list[str]:
+    """Processes that carry the mark of a run (this process), and children of this process that are launchers, dead or alive."""
+    mark, found = f"REINFORGE_RUN={run or os.getpid()}\0".encode(), []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from odd_reward import odd
 from reinforge.app.api import RunResult, train_config
 from reinforge.app.build import Given
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
-from odd_reward import odd
 from toys import SilentView
 
 DATA = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(16)]

@@ -14,10 +14,8 @@ from reinforge.core.engine import Sampling
 from reinforge.core.env import Action, Observation, Step
 from reinforge.core.sample import Row
 from reinforge.data.chat import Renderer
-from reinforge.data.templates import takes_tools
 from reinforge.engines.fake import FakeEngine
-from reinforge.envs.calls import FORMATS
-from reinforge.envs.calls.talk import Talk
+from reinforge.envs.calls import talk_of
 from reinforge.rollout.episode import Limits, Player
 from reinforge.rollout.episodes import Episodes
 from reinforge.rollout.journal import Journal
@@ -33,6 +31,10 @@ FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# writes an empty thought before the last answer only, as Qwen3 does
+UNDECIDED = CHATML.replace("{{ m.content }}", "{{ '<think></think>' if m.role == 'assistant' and loop.last else '' }}{{ m.content }}")
+# ends no turn: the next one begins, and ends it (GLM)
+ENDLESS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def make_renderer(template: str | None = CHATML) -> Renderer:
@@ -74,8 +76,16 @@ class Saying(FakeEngine):
 
 def make_episodes(engine: Any, renderer: Renderer, make: Callable[[Row], Any], *, n: int = 1, limits: Limits | None = None, journal: Journal | None = None,
                   on_error: str = "unscored", scorer: Scorer | None = None, new_tokens: int = 200, seed: int = 0, **more: Any) -> Episodes:  # fmt: skip
-    talk = Talk(FORMATS["hermes"], renderer.chat and takes_tools(renderer.template))
-    player = Player(engine, renderer, talk, make, limits or Limits(4000, 8), seed, journal=journal or Journal(None), on_error=on_error)
+    player = Player(
+        engine,
+        renderer,
+        talk_of("auto", renderer),
+        make,
+        limits or Limits(4000, 8),
+        seed,
+        journal=journal or Journal(None),
+        on_error=on_error,
+    )
     return Episodes(player, scorer or Scorer([], weights={"env": 1.0}, journal=journal), Sampling(new_tokens), n=n, **more)
 
 

@@ -159,7 +159,7 @@ def test_dependencies_are_honest() -> None:
     """Everything imported is declared (runtime, an extra, or a dependency of one that is), and everything declared is used."""
     brought = {"triton", "sympy", "pandas", "pyarrow", "huggingface_hub"}  # by torch, torch, datasets, datasets, transformers
     used = {i.module.split(".")[0] for m in modules() for i in imports(m)} - sys.stdlib_module_names - {"reinforge"} - ADAPTERS.keys()
-    allowed = declared("tensorboard", "wandb", "mlflow", "trackio", "gguf", "tasks", "serve", "math") | brought
+    allowed = declared("tensorboard", "wandb", "mlflow", "trackio", "gguf", "qlora", "tasks", "serve", "math") | brought
     assert used <= allowed, f"imported but not declared: {sorted(used - allowed)}"
     indirect = {"numpy"}  # Tensor.numpy() needs it, and torch does not bring it
     unused = declared() - used - indirect

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
+import platform
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attacks import CHEATS, CONTAINED, RIGHT, Attack
-from sandboxes import WAYS, containment, descriptors, left_behind
 
+from attacks import CHEATS, CONTAINED, RIGHT, Attack
 from reinforge.rewards.code import CodeReward
 from reinforge.sandbox import Limits, Program, run_sync
 from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls, judge_stdin
+from sandboxes import WAYS, containment, descriptors, left_behind
 
 LIMITS = Limits(memory_mb=256)
 RULES = Rules(Limits(seconds=1.5, memory_mb=256), total_seconds=3.0)
@@ -46,6 +50,8 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
 def test_contained(attack: Attack, isolation: Isolation, secret: tuple[str, Path]) -> None:
     if attack.language == "node" and not os.path.exists("/usr/bin/node") or attack.language == "c" and not os.path.exists("/usr/bin/gcc"):
         pytest.skip(f"no {attack.language} here")
+    if platform.machine() != "x86_64" and ("syscall(" in attack.code or "0x80" in attack.code):
+        pytest.skip("the numbers are those of x86_64")
     before, start = descriptors(), time.monotonic()
     limits = Limits(seconds=attack.seconds, memory_mb=256)
     result = run_sync(Program(attack.code.replace("PATH", str(secret[1])), attack.language), limits, isolation)
@@ -61,13 +67,22 @@ def test_the_program_sees_little(isolation: Isolation) -> None:
     code = "import os; print(os.getuid(), os.listdir('.'), sorted(os.environ), os.listdir('/dev'), os.path.exists('/etc/shadow'), os.path.exists('/sys'))"
     out = run_sync(Program(code), LIMITS, isolation).stdout.decode()
     assert out.startswith("1000 ['main.py'] ['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'REINFORGE_RUN', 'TMPDIR', 'USER'] [")
-    assert sorted(eval(out.split("] ")[2] + "]")) == ["fd", "full", "null", "random", "shm", "urandom", "zero"]
+    assert sorted(ast.literal_eval(out.split("] ")[2] + "]")) == ["fd", "full", "null", "random", "shm", "urandom", "zero"]
     assert out.endswith("False False\n")
     status = run_sync(Program("print(open('/proc/self/status').read())"), LIMITS, isolation).stdout.decode()
     fields = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
     assert [fields[k] for k in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")] == ["0" * 16] * 5
     assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
-    assert run_sync(Program("import os; print(os.listdir('/sys/class/net') if os.path.exists('/sys') else open('/proc/net/dev').read().count(':'))"), LIMITS, isolation).stdout == b"1\n"
+    assert (
+        run_sync(
+            Program(
+                "import os; print(os.listdir('/sys/class/net') if os.path.exists('/sys') else open('/proc/net/dev').read().count(':'))"
+            ),
+            LIMITS,
+            isolation,
+        ).stdout
+        == b"1\n"
+    )
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
@@ -103,9 +118,29 @@ def add(a, b):
     assert verdict.passed == 1, verdict
 
 
+def test_when_the_trainer_is_killed_its_programs_die_too(isolation: Isolation) -> None:
+    code = f"""
+from reinforge.sandbox import Limits, Program, run_sync
+from reinforge.sandbox.isolation import Isolation
+run_sync(Program("import os, time\\nif os.fork() == 0: os.setsid()\\ntime.sleep(60)"), Limits(seconds=60), Isolation({isolation.mode!r}))
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    until = time.monotonic() + 60
+    while len(left_behind(trainer.pid)) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    trainer.kill()
+    trainer.wait()
+    until = time.monotonic() + 10
+    while left_behind(trainer.pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left_behind(trainer.pid) == []
+
+
 def test_two_hundred_runs_a_tenth_of_them_hostile(isolation: Isolation) -> None:
     """Honest samples get what they get alone; nothing stays: no process, no file, no descriptor."""
-    hostile = [c for c in CHEATS.values()] + [f"def add(a, b):\n    exec({a.code!r})" for a in CONTAINED if a.language == "python" and a.seconds == 0.7]
+    hostile = [c for c in CHEATS.values()] + [
+        f"def add(a, b):\n    exec({a.code!r})" for a in CONTAINED if a.language == "python" and a.seconds == 0.7
+    ]
     rng = random.Random(7)
     backend = "bubblewrap" if isolation.mode == "bwrap" else "namespaces"
     completions, expected = [], []

@@ -325,3 +325,14 @@ def test_a_run_out_of_memory_goes_on_and_says_so(make: Callable[..., Config], mo
     assert store_meta["budget"] == events[0]["new_budget"]
     names = [n for n in weights["plain"] if n.startswith("model/")]
     assert relative({n: weights["short"][n] for n in names}, {n: weights["plain"][n] for n in names}) < 1e-4
+
+
+def test_a_pack_of_rows_without_anything_to_train_takes_no_room_and_no_pass() -> None:
+    """With shared prompts such rows are left out: alone, or after a row that is longer than the budget, they must not be computed."""
+    rows = [s.with_(trained=torch.zeros_like(s.trained)) for s in make_samples((5, 9))]
+    backend = make_backend()
+    (nothing,) = pack(rows, 64, share=True)
+    backend.annotate([nothing], frozenset({"old"}))
+    assert nothing.n_tokens == 0 and nothing.streams["old"].shape == (0,)
+    long = make_samples((20,))[0].with_(group="other")
+    assert [b.n_tokens for b in pack([long, *rows], 4, share=True)] == [20]

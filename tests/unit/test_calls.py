@@ -96,7 +96,7 @@ def test_an_answer_is_no_call(name: str, text: str) -> None:
 def test_the_mistral_id_and_the_harmony_answer() -> None:
     assert FORMATS["mistral"].parse('[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}').calls[0].id == "abcdefghi"
     said = FORMATS["harmony"].parse("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Four.")
-    assert said.content == "Four." and said.calls == ()
+    assert (said.content, said.thinking, said.calls) == ("Four.", "hm", ())
 
 
 TEXT = st.text(st.characters(min_codepoint=97, max_codepoint=122), min_size=1, max_size=6)
@@ -107,10 +107,35 @@ VALUE = st.one_of(st.integers(-99, 99), st.booleans(), st.lists(st.integers(0, 9
 @settings(max_examples=40, deadline=None)
 @given(calls=st.lists(st.tuples(TEXT, st.dictionaries(TEXT, VALUE, max_size=3)), min_size=1, max_size=3))
 def test_what_is_written_is_read_back(name: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
-    keywords = {"if", "in", "is", "or", "as", "and", "not", "for", "def", "del", "try", "from", "pass", "else", "elif", "with", "while", "class", "async"}
+    keywords = {
+        "if",
+        "in",
+        "is",
+        "or",
+        "as",
+        "and",
+        "not",
+        "for",
+        "def",
+        "del",
+        "try",
+        "from",
+        "pass",
+        "else",
+        "elif",
+        "with",
+        "while",
+        "class",
+        "async",
+    }
     made = [Call(f"f_{n}", {f"k_{k}": v for k, v in a.items() if k not in keywords}) for n, a in calls]
     parsed = FORMATS[name].parse(FORMATS[name].render(made))
     assert list(parsed.calls) == made and parsed.errors == () and parsed.content == ""
+
+
+def test_harmony_thinks_in_a_channel_of_its_own() -> None:
+    talk = Talk(FORMATS["harmony"], native=True)
+    assert talk.said("Four.", Action("Four.", [], "Four.", thinking="hm")) == {"role": "assistant", "content": "Four.", "thinking": "hm"}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -124,7 +149,7 @@ def test_nothing_raises(name: str, pieces: list[str]) -> None:
 
 def test_formats_are_found_by_their_templates() -> None:
     signs = {"hermes": "{{ '<tool_call>' }}", "mistral": "[TOOL_CALLS]", "llama_json": "<|python_tag|>", "llama_pythonic": "<|python_start|>",
-             "harmony": "<|channel|>final", "deepseek": "<｜tool▁calls▁begin｜>", "qwen_xml": "<tool_call><function=", "glm": "<tool_call>x<arg_key>"}  # fmt: skip
+             "harmony": "<|channel|>final", "deepseek": "<｜tool▁calls▁begin｜>", "qwen_xml": "<tool_call><function=", "glm": "<tool_call>x<arg_key>", "lfm2": "<|tool_call_start|>["}  # fmt: skip
     assert {detect(text) for text in signs.values()} == signs.keys() and all(detect(text) == name for name, text in signs.items())
     assert detect("{{ messages }}") is None and format_of("auto", None).name == "hermes" and format_of("glm", signs["hermes"]).name == "glm"
     assert tuple(FORMATS) == names.FORMATS
@@ -140,16 +165,20 @@ def test_a_template_without_tools_hears_of_them_in_words() -> None:
     opened = talk.opened(Observation([{"role": "user", "content": "2+2?"}], [TOOL]))
     assert opened.tools is None and [m["role"] for m in opened.messages] == ["system", "user"]
     assert '"name": "add"' in opened.messages[0]["content"] and "<tool_call>" in opened.messages[0]["content"]
-    assert talk.heard([{"role": "tool", "name": "add", "content": "4"}]) == [{"role": "user", "content": "<tool_response>\n4\n</tool_response>"}]
-    action = Action("x", [], "", [Call("add", {"a": 1}, "i")])
+    assert talk.heard([{"role": "tool", "name": "add", "content": "4"}]) == [
+        {"role": "user", "content": "<tool_response>\n4\n</tool_response>"}
+    ]
+    action = Action("x", [], "", calls=[Call("add", {"a": 1}, "i")])
     assert talk.said("x", action) == {"role": "assistant", "content": "x"}
 
 
 def test_a_template_with_tools_gets_calls_as_it_wants_them() -> None:
-    action = Action("x", [], "thought", [Call("add", {"a": 1}, "i")])
+    action = Action("x", [], "thought", calls=[Call("add", {"a": 1}, "i")])
     native = Talk(FORMATS["hermes"], native=True)
     assert native.opened(Observation([], [TOOL])).tools == [TOOL]
     assert native.said("x", action)["tool_calls"] == [{"type": "function", "id": "i", "function": {"name": "add", "arguments": {"a": 1}}}]
     as_text = Talk(FORMATS["deepseek"], native=True).said("x", action)
     assert as_text["tool_calls"][0]["function"]["arguments"] == '{"a": 1}' and as_text["content"] == "thought"
-    assert "tool_calls" not in native.said("x", Action("x", [], "", [Call("f", {})], ["bad"])), "what could not be read whole stays text"
+    assert "tool_calls" not in native.said("x", Action("x", [], "", calls=[Call("f", {})], errors=["bad"])), (
+        "what could not be read whole stays text"
+    )

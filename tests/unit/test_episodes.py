@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.rollouts import AdvantageOptions, Rollouts
+from reinforge.algorithms.rollouts import Rollouts
 from reinforge.algorithms.table import build
 from reinforge.backends.local import LocalBackend
 from reinforge.core.batch import Batch, Totals, pack
@@ -32,7 +32,7 @@ from reinforge.rollout.scoring import Scorer
 from reinforge.rollout.single import SingleTurn
 from reinforge.rollout.source import Harvest, harvest_metrics, has_signal
 from toys import gradients, make_module, relative, run, train_config, true_logprobs
-from turns import FORGETFUL, Blocking, Echo, Misbehaving, Saying, end_of, make_episodes, make_renderer, spelled
+from turns import ENDLESS, FORGETFUL, UNDECIDED, Blocking, Echo, Misbehaving, Saying, end_of, make_episodes, make_renderer, spelled
 
 ROW = Row("r", "What is 12*34?", {"answer": "408"})
 CALLS = ['Let me see.<tool_call>{"name": "calculator", "arguments": {"expression": "12*34"}}</tool_call>',
@@ -75,6 +75,26 @@ def test_the_context_is_what_the_template_renders() -> None:
         ids += sampled + dialogue.go_on(sampled, {"role": "assistant", "content": answer}, [{"role": "user", "content": new}]).ids
     assert ids == renderer.prompt(Row("x", dialogue.messages))
     assert ids.count(end_of(renderer)) == 5, "what users spell stays text"
+
+
+def test_a_last_turn_that_looks_different_is_no_rewriting() -> None:
+    """The template writes more into the last answer than into earlier ones: nothing that was sampled changes."""
+    renderer = make_renderer(UNDECIDED)
+    group = run(make_episodes(Saying(renderer, ["a", "b", "c"]), renderer, lambda row: Echo(3))(ROW, "g"))
+    text = renderer.tokenizer.decode(group.samples[0].tokens.tolist())
+    assert len(group.samples) == 1 and "think" not in text and text.count("<|im_end|>") == text.count("<|im_start|>") == 6
+
+
+def test_a_turn_may_end_where_the_next_begins() -> None:
+    """The model stops by sampling the header of the next turn, which is then not written a second time."""
+    renderer = make_renderer(ENDLESS)
+    start = int(renderer.tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    engine = Saying(renderer, [[*spelled(renderer, "hi", end=False), start]])
+    engine.stop_tokens = frozenset({start})
+    group = run(make_episodes(engine, renderer, lambda row: Echo(2))(ROW, "g"))
+    text = renderer.tokenizer.decode(group.samples[0].tokens.tolist())
+    assert text == "<|im_start|>user\nWhat is 12*34?<|im_start|>assistant\nhi<|im_start|>user\ngo on<|im_start|>assistant\nhi<|im_start|>"
+    assert group.samples[0].n_trained == 6
 
 
 @pytest.mark.parametrize("last", ["cut", "eos"])
@@ -133,10 +153,14 @@ def test_one_turn_is_the_single_turn_rollout() -> None:
         return FunctionReward("length", length, 0.5, pure=True)
 
     single = SingleTurn(Saying(renderer, ["four"]), renderer.prompt, renderer.decode, [make_reward()], Sampling(50), n=2, seed=0)
-    many = make_episodes(Saying(renderer, ["four"]), renderer, lambda row: SingleTurnEnv(), n=2, scorer=Scorer([make_reward()], weights={"env": 1.0}))
+    many = make_episodes(
+        Saying(renderer, ["four"]), renderer, lambda row: SingleTurnEnv(), n=2, scorer=Scorer([make_reward()], weights={"env": 1.0})
+    )
     one, other = run(single(ROW, "g")), run(many(ROW, "g"))
     for a, b in zip(one.samples, other.samples, strict=True):
-        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.trained, b.trained) and torch.equal(a.logprobs, b.logprobs) and a.uid == b.uid
+        assert (
+            torch.equal(a.tokens, b.tokens) and torch.equal(a.trained, b.trained) and torch.equal(a.logprobs, b.logprobs) and a.uid == b.uid
+        )
         assert a.reward == b.reward == 2.0 and b.rewards == {"env": None, "length": 4.0}
     assert one.texts == other.texts == ["four", "four"]
     assert seen[1][0] == [{"role": "user", "content": ROW.prompt}, {"role": "assistant", "content": "four"}]
@@ -149,8 +173,17 @@ def test_rewards_of_turns_are_at_their_last_tokens() -> None:
     group = run(make_episodes(engine, renderer, lambda row: Echo(3, [0.25, None, 1.0]), scorer=scorer)(ROW, "g"))
     [sample] = group.samples
     at = len(engine.said[0][0]) + len(engine.said[0][1]) - 1
-    assert sample.token_rewards is not None and sample.token_rewards.nonzero()[:, 0].tolist() == [at] and float(sample.token_rewards[at]) == 0.5
-    assert sample.reward == 2.0 and sample.rewards == {"env": 1.0} and group.metrics["env/return"] == 1.25 and group.metrics["env/heard"] == 3.0
+    assert (
+        sample.token_rewards is not None
+        and sample.token_rewards.nonzero()[:, 0].tolist() == [at]
+        and float(sample.token_rewards[at]) == 0.5
+    )
+    assert (
+        sample.reward == 2.0
+        and sample.rewards == {"env": 1.0}
+        and group.metrics["env/return"] == 1.25
+        and group.metrics["env/heard"] == 3.0
+    )
     assert float(Rollouts.of([Batch.pack([sample])]).totals[0]) == 2.5
 
 
@@ -201,13 +234,14 @@ def test_forked_rows_count_once_in_group_statistics() -> None:
     found = []
     for [group] in (forks, plain):
         batch = Batch.pack(group.samples)
-        algorithm = build("grpo")
-        advantages = algorithm.advantage(Rollouts.of([batch]), AdvantageOptions())
-        assert isinstance(advantages, torch.Tensor)
+        build("grpo").advantages([batch])
+        advantages = batch.streams["advantages"]
         found.append({s.episode: float(advantages[batch.sequence == i][0]) for i, s in enumerate(batch.samples)})
         assert has_signal(group)
         metrics = harvest_metrics(Harvest([group]), {"env": 1.0})
-        assert metrics["reward/mean"] == pytest.approx(1 / 3) and metrics["response/length"] == pytest.approx(sum(s.n_trained for s in group.samples) / 3)
+        assert metrics["reward/mean"] == pytest.approx(1 / 3) and metrics["response/length"] == pytest.approx(
+            sum(s.n_trained for s in group.samples) / 3
+        )
     assert found[0] == pytest.approx(found[1]) and found[0]["g#0"] == pytest.approx(2 / 3**0.5, rel=1e-3)
 
 
@@ -252,7 +286,7 @@ def test_no_gradient_comes_from_what_the_environment_said() -> None:
     expected = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     backend = LocalBackend(model, train_config(), total_steps=1)
     batches = pack(samples, 10_000)
-    backend.forward_backward(batches, build("grpo", reduce="token").loss, Totals.of(batches))
+    backend.forward_backward(batches, build("grpo", reduce="token_mean").loss, Totals.of(batches))
     found = gradients(backend)
     assert relative({k: found[k] for k in expected}, expected) < 1e-4
 
@@ -260,7 +294,10 @@ def test_no_gradient_comes_from_what_the_environment_said() -> None:
 # ---- failures ----
 
 
-@pytest.mark.parametrize("how,at,kind", [("sleeps", 1, "timeout"), ("sleeps", -1, "timeout"), ("raises", 1, "error"), ("raises", -1, "error"), ("lies", 0, "error")])
+@pytest.mark.parametrize(
+    "how,at,kind",
+    [("sleeps", 1, "timeout"), ("sleeps", -1, "timeout"), ("raises", 1, "error"), ("raises", -1, "error"), ("lies", 0, "error")],
+)
 def test_an_environment_that_misbehaves_leaves_the_episode_unscored(how: str, at: int, kind: str) -> None:
     renderer = make_renderer()
     turn = iter(range(100))
@@ -268,7 +305,11 @@ def test_an_environment_that_misbehaves_leaves_the_episode_unscored(how: str, at
     episodes = make_episodes(Saying(renderer, ["x"]), renderer, lambda row: Misbehaving(how, at, rewards=[0, 0, 1]) if next(turn) == 0 else Echo(3, [0, 0, 1]), n=3,
                              limits=Limits(4000, 8, turn_seconds=0.2), tell=told.append)  # fmt: skip
     group = run(episodes(ROW, "g"))
-    assert [s.reward for s in group.samples] == [None, 1.0, 1.0] and group.samples[0].stop is Stop.ERROR and group.samples[0].rewards == {"env": None}
+    assert (
+        [s.reward for s in group.samples] == [None, 1.0, 1.0]
+        and group.samples[0].stop is Stop.ERROR
+        and group.samples[0].rewards == {"env": None}
+    )
     assert episodes.counts[f"failed_{kind}"] == 1 and group.metrics["env/failed"] == pytest.approx(1 / 3) and len(told) == 1
     assert group.metrics["env/timeouts"] == pytest.approx(1 / 3 if kind == "timeout" else 0.0)
     Batch.pack(group.samples)
@@ -334,7 +375,9 @@ def test_a_timeout_is_journalled_and_a_redone_step_reads_it(tmp_path: Path) -> N
     path = tmp_path / "journal.jsonl"
 
     def play(make: Any, journal: Journal) -> Group:
-        return run(make_episodes(Saying(renderer, ["x", "yy", "z"]), renderer, make, n=2, limits=Limits(4000, 8, 0.2), journal=journal)(ROW, "g"))
+        return run(
+            make_episodes(Saying(renderer, ["x", "yy", "z"]), renderer, make, n=2, limits=Limits(4000, 8, 0.2), journal=journal)(ROW, "g")
+        )
 
     slow = iter([True, False])
     first = play(lambda row: Misbehaving("sleeps" if next(slow) else "", 1), Journal(path))
@@ -343,7 +386,11 @@ def test_a_timeout_is_journalled_and_a_redone_step_reads_it(tmp_path: Path) -> N
     again = play(lambda row: Echo(3), Journal(path))  # would be fast enough now
     assert [s.reward for s in again.samples] == [s.reward for s in first.samples] == [None, 0.0]
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(first.samples, again.samples, strict=True))
-    other = run(make_episodes(Saying(renderer, ["w"]), renderer, lambda row: Echo(3), n=2, limits=Limits(4000, 8, 0.2), journal=Journal(path))(ROW, "g"))
+    other = run(
+        make_episodes(Saying(renderer, ["w"]), renderer, lambda row: Echo(3), n=2, limits=Limits(4000, 8, 0.2), journal=Journal(path))(
+            ROW, "g"
+        )
+    )
     assert [s.reward for s in other.samples] == [0.0, 0.0], "it is bound to the tokens that were sampled"
 
 
@@ -391,7 +438,7 @@ def test_compare_sees_all_episodes_of_a_prompt_and_is_journalled(tmp_path: Path)
     journal = Journal(tmp_path / "j.jsonl")
     for _ in range(2):
         texts = iter(["a", "bbb", "cc"])
-        episodes = make_episodes(Saying(renderer, lambda turn, index: next(texts)), renderer, lambda row: Echo(1, [0.5]), n=3, compare=longest,
+        episodes = make_episodes(Saying(renderer, lambda turn, index, texts=texts: next(texts)), renderer, lambda row: Echo(1, [0.5]), n=3, compare=longest,
                                  scorer=Scorer([], weights={"env": 1.0, "compare": 2.0}, journal=journal), journal=journal)  # fmt: skip
         group = run(episodes(ROW, "g"))
         assert [s.reward for s in group.samples] == [0.5, 2.5, 0.5] and group.samples[1].rewards == {"env": 0.5, "compare": 1.0}

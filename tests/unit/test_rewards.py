@@ -15,9 +15,9 @@ from reinforge.config.schema import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards, load_function, total
+from reinforge.rewards.builtin import FUNCTIONS
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.names import BUILTIN
-from reinforge.rewards.builtin import FUNCTIONS
 from reinforge.rewards.verifiable import exact_match, exact_number, last_number, regex
 from toys import run
 

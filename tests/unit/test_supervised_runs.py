@@ -90,7 +90,7 @@ def test_a_mixture_of_files(model: str, tmp_path: Path) -> None:
     }  # fmt: skip
     whole, cut = (config(model, tmp_path / run, "sft", steps=5, data=data) for run in ("whole", "cut"))
     trainer = build(whole, SilentView(), Given())
-    seen = Counter(trainer.row(i)[0].uid.partition(":")[0] for i in trainer.cursor.take(30))  # type: ignore[union-attr]
+    seen = Counter(trainer.row(i)[0].uid.partition(":")[0] for i in trainer.chooser.cursor.take(30))  # type: ignore[union-attr]
     assert seen == {"good": 10, "odd": 20}
     for cfg, steps in ((whole, 5), (cut, 2), (cut, 5)):
         from reinforge.app.api import train_config

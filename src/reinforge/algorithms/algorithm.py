@@ -17,6 +17,7 @@ from reinforge.algorithms.surrogates import Surrogate
 from reinforge.algorithms.terms import Terms
 from reinforge.core.backend import Loss, Metrics, State
 from reinforge.core.batch import Batch
+from reinforge.core.sample import Group, Sample
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,9 @@ class Algorithm:
     terms: Terms = field(default_factory=Terms)
     needs: frozenset[str] = frozenset()  # streams that must be there before `advantages`: old, reference, values, entropy; and "baseline"
     notes: tuple[str, ...] = ()  # what a user should know about these settings
+    pick: Callable[[Group], list[Sample]] | None = None  # what is trained of a group's answers, unit after unit; None: all of them
+    opponent: float | None = None  # half of the answers are sampled from pi^(1-c) reference^c with this c; None: there is no opponent
+    given: bool = False  # the data's answer is wanted beside the sampled ones, which are all the opponent's (self-play)
 
     @property
     def dynamic_sampling(self) -> bool:

@@ -39,8 +39,14 @@ def _other(family: str, loss: str, paper: str, builder: str = "", **options: Any
     return Row(family, {"loss": loss}, paper, {}, options, builder=builder)
 
 
+def _online(loss: str, pick: str, paper: str, *, reference: Mapping[str, Any] | None = None, **options: Any) -> Row:
+    """A loss over answers that the policy (or an opponent) samples; `pick` says which of a prompt's answers are trained, and how."""
+    return Row("preference", {"loss": loss, "pick": pick}, paper, {"reference": reference} if reference else {}, options, builder="online")
+
+
 MPO: dict[str, float] = {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}  # the paper's weights
 MOVING: dict[str, Any] = {"kind": "ema", "decay": 0.4, "every": 512}  # TR-DPO's alpha 0.6, as TRL does it
+SPIN: dict[str, Any] = {"kind": "sync", "every": 100}  # an iteration of self-play; the opponent is the policy at its start
 GSPO_CLIP: dict[str, Any] = {"clip_low": 3e-4, "clip_high": 4e-4}  # at 0.2 the mean ratio of a sequence practically never clips
 NO_CLIP: dict[str, Any] = {"clip_low": 1.0, "clip_high": 1e9}  # kl_cov: the penalty is the trust region
 SAMPLER: dict[str, Any] = {"old": "engine"}  # ratios are meant against the policy that sampled
@@ -117,6 +123,14 @@ TABLE: dict[str, Row] = {
     "kto": _other("preference", "kto", "2402.01306", "unpaired"),
     "bco": _other("preference", "bco", "2404.04656", "unpaired"),
     "apo_zero_unpaired": _other("preference", "apo_zero_unpaired", "2408.06266", "unpaired"),
+    # pairs (or the best) of what the policy samples
+    "online_dpo": _online("sigmoid", "best_and_worst", "2402.04792"),
+    "xpo": _online("xpo", "contest", "2405.21046", mixture=1.0),
+    "nash_md": _online("nash_md", "win_rates", "2312.00886", mixture=0.125),
+    "spin": _online("sigmoid", "self_play", "2401.01335", reference=SPIN),
+    "best_of_n": _online("nll", "keep_best", "2112.09332", keep=1, threshold=0.0),
+    "raft": _online("nll", "keep_best", "2304.06767", keep=1, threshold=None),
+    "rejection_sampling": _online("nll", "keep_best", "2308.01825", keep=None, threshold=0.0),
     # reward models
     "bradley_terry": _other("reward", "bradley_terry", "2204.05862"),
     "margin": _other("reward", "margin", "2307.09288"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm, Options
@@ -10,6 +11,8 @@ from reinforge.algorithms.bind import Binder, settings_of
 from reinforge.algorithms.catalogue import Row
 from reinforge.algorithms.distillation import DIVERGENCES, DistillationLoss
 from reinforge.algorithms.loss import NLLLoss
+from reinforge.algorithms.online import NashLoss
+from reinforge.algorithms.picks import PICKS
 from reinforge.algorithms.preference import PairLoss
 from reinforge.algorithms.reduce import REDUCERS
 from reinforge.algorithms.reward import RewardLoss
@@ -46,6 +49,42 @@ def unpaired(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algor
     if o.losses:
         raise InputError(f"{name} judges single answers; several losses are for pairs.", where="algorithm.losses", fix="Remove it.")
     return _algorithm(name, row, o, UnpairedLoss(row.parts["loss"], **_settings(row, o)))
+
+
+def online(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algorithm:
+    """Preferences over what is sampled. `mixture` (of rows that have one) says who the opponent is: 0 the policy, 1 the reference."""
+    settings, function = _settings(row, o), PICKS[row.parts["pick"]]
+    pick = partial(function, **{key: settings.pop(key) for key in settings_of(function) if key in settings})
+    mixture = settings.pop("mixture") if "mixture" in row.options else 1.0 if name == "spin" else None
+    if mixture is not None and not (isinstance(mixture, int | float) and 0 < mixture <= 1):
+        raise InputError(f"{mixture!r} is no share of the reference.", where="algorithm.options.mixture", fix="Give one above 0, up to 1.")
+    loss = _online_loss(name, row, o, settings)
+    return Algorithm(name, row.family, row.paper, loss, o, needs=loss.needs, pick=pick, opponent=mixture, given=name == "spin",
+                     notes=_online_notes(name, o))  # fmt: skip
+
+
+def _online_loss(name: str, row: Row, o: Options, settings: dict[str, Any]) -> Loss:
+    kind = row.parts["loss"]
+    if kind in ("nll", "nash_md"):
+        odd = sorted({*settings, *(["losses"] if o.losses else [])} - ({"beta"} if kind == "nash_md" else set()))
+        if odd:
+            raise InputError(f"{name} has no setting {odd[0]!r}.", where="algorithm", fix=f"It has: {', '.join(row.options)}.")
+        return NLLLoss(Binder({}).part(REDUCERS, o.reduce, "algorithm.reduce")) if kind == "nll" else NashLoss(**settings)
+    loss = PairLoss(dict(o.losses) or kind, **settings)
+    if loss.ranked or (name == "xpo" and "xpo" not in loss.rows):
+        why = "ranks the pairs of a whole data set's batch" if loss.ranked else "leaves the exploration term of xpo out"
+        raise InputError(
+            f"{next(iter(loss.rows))} {why}.", where="algorithm.losses", fix="Use a loss that looks at one pair, e.g. sigmoid."
+        )
+    return loss
+
+
+def _online_notes(name: str, o: Options) -> tuple[str, ...]:
+    if name == "nash_md" and o.updates > 1:
+        return (
+            "algorithm.epochs, algorithm.minibatches: nash_md has no ratio, so the second update of a batch is off-policy and not corrected.",
+        )
+    return ()
 
 
 def distillation(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algorithm:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from reinforge.algorithms.preference_losses import Result, sigmoid
+from reinforge.algorithms.rows import last, sums
+from reinforge.core.backend import TrainedTokens
+from reinforge.core.batch import Totals
 
 
 def xpo(
@@ -38,3 +41,23 @@ def geometric_mixture(policy: Tensor, reference: Tensor, *, coefficient: float =
     """[..., V] normalised log-probs of pi^(1-c) mu^c from two tensors of logits: the opponent that Nash-MD samples from."""
     assert policy.shape == reference.shape
     return torch.log_softmax((1 - coefficient) * policy.log_softmax(-1) + coefficient * reference.log_softmax(-1), -1)
+
+
+class NashLoss:
+    """Nash-MD as a backend calls it: the mean over the policy's answers. Streams: `reference`, and `wins`, constant over an answer."""
+
+    unit = 1
+    entropy = False
+    entropy_gradient = False
+
+    def __init__(self, *, beta: float = 0.1):
+        self.beta = beta
+        self.needs = frozenset({"reference"})
+
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = len(tokens.lengths)
+        policy = sums(tokens.logprobs, tokens.sequence, rows)
+        reference = sums(tokens.streams["reference"].to(policy.dtype), tokens.sequence, rows)
+        parts, watched = nash_md(policy, reference, last(tokens.streams["wins"], tokens.lengths), beta=self.beta)
+        loss = parts.sum() / max(1, totals.sequences)
+        return loss, {"preference/loss": loss.detach(), **{f"nash/{k}": v.sum() / max(1, totals.sequences) for k, v in watched.items()}}

@@ -93,6 +93,7 @@ BUILDERS: dict[str, Callable[[str, Row, Options, Mapping[str, Any]], Algorithm]]
     "supervised": families.supervised,
     "preference": families.preference,
     "unpaired": families.unpaired,
+    "online": families.online,
     "reward": families.reward,
     "distillation": families.distillation,
     "gkd": families.distillation,

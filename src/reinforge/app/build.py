@@ -3,12 +3,11 @@ but its own section's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from reinforge.algorithms.catalogue import TABLE
 from reinforge.app.critic import make_critic
 from reinforge.app.envs import response_tokens, training_rollout
+from reinforge.app.online import joined
 from reinforge.app.predict import predict_run
 from reinforge.app.sampling import make_source
 from reinforge.app.supervised import build_supervised
@@ -18,10 +17,7 @@ from reinforge.app.workshop import Workshop as Workshop
 from reinforge.app.workshop import averaged, total_steps
 from reinforge.app.workshop import load_data as load_data
 from reinforge.config.schema import Config
-from reinforge.core.env import Rollout
-from reinforge.core.sample import Row
 from reinforge.rewards.running import Running
-from reinforge.rollout.demonstrated import Demonstrated
 from reinforge.rollout.journal import Journal
 from reinforge.train.rl import RLTrainer
 from reinforge.train.session import Session, ViewLike
@@ -45,22 +41,14 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
     journal = Journal(Path(cfg.run.dir) / "journal.jsonl")
     rollout = training_rollout(shop, encoded, journal)
     running = rollout.scorer.running = Running.of(shop.rewards)
-    source, parts = make_source(cfg, shop.algorithm, rows, cursor, demonstrated(shop, rows, rollout), journal, shop.best)
+    everybody, engine = joined(shop, rows, rollout, backend)
+    source, parts = make_source(cfg, shop.algorithm, rows, cursor, everybody, journal, shop.best, [len(encoded[row.id]) for row in rows])
     parts |= ({"rewards": running} if running.rules else {}) | ({"critic": critic} if critic is not None else {})
     session = Session(cfg, backend, cursor, steps, view, averaged(evaluate, backend, shop.engine), journal.clear,
                       {"algorithm": shop.algorithm, **backend.parts(), **parts})  # fmt: skip
     session.prediction = predict_run(cfg, backend, [len(ids) for ids in encoded.values()], shop.algorithm.needs)
-    return RLTrainer(session, source, backend, shop.engine, shop.algorithm, response_tokens(cfg, shop.context), shop.weights,
+    return RLTrainer(session, source, backend, engine, shop.algorithm, response_tokens(cfg, shop.context), shop.weights,
                      cfg.algorithm.epochs, cfg.algorithm.minibatches, critic, running, cfg.train.skip_idle)  # fmt: skip
-
-
-def demonstrated(shop: Workshop, rows: Sequence[Row], rollout: Rollout) -> Rollout:
-    """gkd: only a share of the answers is sampled, the others are the data's."""
-    if shop.algorithm.name != "gkd":
-        return rollout
-    share = float({**TABLE["gkd"].options, **shop.cfg.algorithm.options}["share"])
-    answers = {row.id: shop.renderer.training_row(row) for row in rows} if share < 1 else {}
-    return Demonstrated(rollout, answers, share, shop.cfg.run.seed)
 
 
 def build(cfg: Config, view: ViewLike, given: Given | None = None) -> RLTrainer | SupervisedTrainer:

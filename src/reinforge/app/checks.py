@@ -132,6 +132,7 @@ def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report
     from reinforge.app.algorithm import algorithm_of
     from reinforge.app.supervised import units_of
     from reinforge.data.chat import Renderer
+    from reinforge.data.units import texts
     from reinforge.models.load import context_length, load_tokenizer
 
     try:
@@ -156,6 +157,9 @@ def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report
         if kind == "training":
             report.summary["row_tokens" if given else "prompt_tokens"] = {**quantiles(lengths), "limit": limit, "checked": len(rows)}
         check_lengths(config, kind, rows, lengths, limit, report)
+    if config.algorithm.name == "spin":  # it plays against the data's answers
+        for row in train:
+            _length(renderer, row, texts)
     for name, count in renderer.counts.items():
         if count:
             report.warn("data", f"{count} of {len(train) + len(held_out)} checked rows: {UNUSUAL.get(name, name)}.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reinforge.app import commands_model, commands_runs
+from reinforge.app import commands_check, commands_model, commands_runs
 from reinforge.app.show import console, print_mapping, print_table
 from reinforge.core.errors import EXIT_BAD_INPUT, InputError, ReinforgeError
 from reinforge.version import __version__
@@ -131,28 +131,6 @@ def plan(
 
 
 @app.command()
-def check(
-    config: Annotated[
-        Path | None, typer.Argument(help="Check with this configuration's model; default: a tiny one made on the spot.")
-    ] = None,
-) -> None:
-    """Prove that the pipeline can learn: train on a trivial reward and see it rise.
-
-    [bold]Examples[/bold]
-
-      reinforge check
-
-      reinforge check recipes/chain_sum.yaml
-    """
-    from reinforge.config.load import load_config
-
-    loaded = load_config(config) if config else None
-    from reinforge.app.check import check as run_check
-
-    print_mapping(run_check(loaded))
-
-
-@app.command()
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="The reference page instead of the JSON schema.")] = False,
 ) -> None:
@@ -208,6 +186,7 @@ def demo(
 
 commands_model.register(app)
 app.add_typer(commands_runs.app, name="runs")
+app.add_typer(commands_check.app, name="check")
 
 
 def _train_pipeline(pipeline: Pipeline, force: Sequence[str]) -> None:

@@ -90,6 +90,7 @@ def export(
 def tiny(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must not exist or be empty.")],
     seed: Annotated[int, typer.Option(help="Of the weights and of the demonstrations.")] = 0,
+    context: Annotated[int, typer.Option(min=64, help="Tokens that it can read; games need more than sums.")] = 256,
 ) -> None:
     """Make the small model that recipes/algorithms start from: 0.1 M parameters that half know how to add. Takes seconds.
 
@@ -103,4 +104,4 @@ def tiny(
         raise InputError(f"{out} exists and is not empty.", where="OUT", fix="Choose another directory, or use the model that is there.")
     from reinforge.app.tiny import make_taught_model
 
-    print(make_taught_model(out, seed=seed))
+    print(make_taught_model(out, seed=seed, context=context))

@@ -7,15 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reinforge.algorithms.shaping import overlong_penalty
+from reinforge.app.agents import AGENT, make_agents
 from reinforge.config.env import EnvConfig
 from reinforge.config.schema import Config
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.data.chat import Renderer
-from reinforge.data.templates import takes_tools
 from reinforge.envs.build import Mixture, entry_of
-from reinforge.envs.calls import format_of
-from reinforge.envs.calls.talk import Talk
+from reinforge.envs.calls import talk_of
 from reinforge.rewards.build import load_function
 from reinforge.rollout.episode import Limits, Player
 from reinforge.rollout.episodes import COMPARE, ENV, Episodes
@@ -43,6 +41,10 @@ def training_rollout(shop: Workshop, encoded: Encoded, journal: Journal) -> Sing
     if cfg.env is not None:
         scorer = Scorer(shop.rewards, journal=journal, on_error=cfg.rollout.on_reward_error, shape=shape, weights=env_weights(cfg.env))
         return make_episodes(shop, cfg.env, scorer, sampling, n=n, purpose="sample", journal=journal, greedy=greedy)
+    if cfg.agent is not None:
+        scorer = Scorer(shop.rewards, journal=journal, on_error=cfg.rollout.on_reward_error, shape=shape, weights={AGENT: cfg.agent.weight})
+        tokens = episode_tokens(cfg, shop.context)
+        return make_agents(shop, cfg.agent, scorer, sampling, tokens, n=n, purpose="sample", journal=journal, greedy=greedy)
     return SingleTurn(shop.engine, lambda row: encoded[row.id], shop.renderer.decode, shop.rewards, sampling, n=n, seed=cfg.run.seed, journal=journal,
                       shape=shape, on_error=cfg.rollout.on_reward_error, greedy_baseline=greedy)  # fmt: skip
 
@@ -53,6 +55,9 @@ def eval_rollout(shop: Workshop, encoded: Encoded, new_tokens: int) -> SingleTur
     if cfg.env is not None:
         scorer = Scorer(shop.rewards, on_error=cfg.rollout.on_reward_error, weights=env_weights(cfg.env))
         return make_episodes(shop, cfg.env, scorer, sampling, n=cfg.eval.samples, purpose="eval")
+    if cfg.agent is not None:
+        scorer = Scorer(shop.rewards, on_error=cfg.rollout.on_reward_error, weights={AGENT: cfg.agent.weight})
+        return make_agents(shop, cfg.agent, scorer, sampling, episode_tokens(cfg, shop.context), n=cfg.eval.samples, purpose="eval")
     return SingleTurn(shop.engine, lambda row: encoded[row.id], shop.renderer.decode, shop.rewards, sampling, n=cfg.eval.samples, seed=cfg.run.seed,
                       purpose="eval", on_error=cfg.rollout.on_reward_error)  # fmt: skip
 
@@ -60,7 +65,7 @@ def eval_rollout(shop: Workshop, encoded: Encoded, new_tokens: int) -> SingleTur
 def make_episodes(shop: Workshop, cfg: EnvConfig, scorer: Scorer, sampling: Sampling, *, n: int, purpose: str, journal: Journal | None = None,
                   greedy: bool = False) -> Episodes:  # fmt: skip
     limits = Limits(episode_tokens(shop.cfg, shop.context), cfg.max_turns, cfg.turn_seconds, cfg.episode_seconds)
-    player = Player(shop.engine, shop.renderer, talk_of(cfg, shop.renderer), mixture_of(cfg, shop.cfg.run.seed), limits, shop.cfg.run.seed, purpose,
+    player = Player(shop.engine, shop.renderer, talk_of(cfg.calls, shop.renderer), mixture_of(cfg, shop.cfg.run.seed), limits, shop.cfg.run.seed, purpose,
                     journal or Journal(None), cfg.on_error)  # fmt: skip
     compare = load_function(cfg.compare, "env.compare") if cfg.compare else None
     return Episodes(player, scorer, sampling, n=n, concurrent=cfg.concurrent, compare=compare, greedy_baseline=greedy, tell=shop.view.message)
@@ -71,21 +76,17 @@ def mixture_of(cfg: EnvConfig, seed: int) -> Mixture:
     return Mixture([entry_of(e.name, e.options, weight=e.weight, where=where.format(i), python=e.python) for i, e in enumerate(cfg.entries)], seed)
 
 
-def talk_of(cfg: EnvConfig, renderer: Renderer) -> Talk:
-    template = renderer.template.source() if renderer.chat else None
-    return Talk(format_of(cfg.calls, template), renderer.chat and takes_tools(renderer.template))
-
-
 def episode_tokens(cfg: Config, context: int) -> int:
     """The most tokens that an episode may have."""
-    wanted = cfg.env.max_tokens if cfg.env is not None else None
+    section = cfg.env if cfg.env is not None else cfg.agent
+    wanted = section.max_tokens if section is not None else None
     if wanted is not None and wanted > context:
-        raise InputError(f"{wanted} tokens are more than the model's context of {context}.", where="env.max_tokens", fix="Lower it.")
+        where = "env.max_tokens" if cfg.env is not None else "agent.max_tokens"
+        raise InputError(f"{wanted} tokens are more than the model's context of {context}.", where=where, fix="Lower it.")
     return wanted or context
 
 
 def response_tokens(cfg: Config, context: int) -> int:
     """The most tokens that a sample may be trained on."""
-    if cfg.env is None:
-        return cfg.rollout.max_new_tokens
-    return min(cfg.rollout.max_new_tokens * cfg.env.max_turns, episode_tokens(cfg, context))
+    turns = cfg.env.max_turns if cfg.env is not None else cfg.agent.max_calls if cfg.agent is not None else None
+    return cfg.rollout.max_new_tokens if turns is None else min(cfg.rollout.max_new_tokens * turns, episode_tokens(cfg, context))

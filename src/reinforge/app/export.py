@@ -14,8 +14,10 @@ from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.data.chat import Renderer
+from reinforge.models.adapters import merged
 from reinforge.models.causal import CausalModel
-from reinforge.models.load import load_model, load_scalar, stop_tokens
+from reinforge.models.load import load_model, load_scalar, stop_tokens, without_quantization
+from reinforge.models.scalar import ScalarModel
 
 
 def export(
@@ -46,12 +48,14 @@ def _write_model(config: Config, run: Path, out: Path, checkpoint: str, merge: b
     load_weights(model, run, checkpoint)
     module: Any = model.module
     if merge and config.adapter is not None:
-        module = module.merge_and_unload()
+        module = merged(module)
     adapter = config.adapter is not None and not merge
     model.causal.set_attn_implementation("sdpa")
     _end_of_turn(model, config)
     if adapter:
         _known_base(module, config.model.path)
+    elif config.adapter is not None and config.adapter.kind == "qlora":
+        module = without_quantization(module, model.dtype)
     module.save_pretrained(out)
     if adapter:  # peft writes the adapter alone
         model.causal.generation_config.save_pretrained(out)
@@ -60,9 +64,11 @@ def _write_model(config: Config, run: Path, out: Path, checkpoint: str, merge: b
 
 
 def _write_scores(config: Config, run: Path, out: Path, checkpoint: str, merge: bool) -> Form:
-    """A reward model: a sequence-classification checkpoint with one label."""
-    model = load_scalar(config.model.model_copy(update={"compile": False}), fresh=True)
+    """A reward model: a sequence-classification checkpoint with one label; its adapter is always merged."""
+    model = load_scalar(config.model.model_copy(update={"compile": False}), config.adapter, fresh=True)
     load_weights(model, run, checkpoint)
+    if config.adapter is not None:
+        model = ScalarModel(merged(model.module), model.tokenizer)
     model.save(out)
     return "reward model"
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from reinforge.core.sample import Row
 
 GOLD_ROWS = 8
+UNTRIED = ("model", "judge", "http")  # weights are not loaded and servers not asked for a check
 
 
 def sample(rows: Sequence[Row], limit: int) -> list[Row]:
@@ -36,8 +37,8 @@ def check_rewards(config: Config, rows: list[Row], report: Report) -> None:
     from reinforge.rewards.build import build_rewards
 
     rewards = build_rewards(config.rewards)
-    if all(cfg.name == "model" for cfg in config.rewards):
-        return  # nothing that could be tried without loading weights
+    if all(cfg.name in UNTRIED for cfg in config.rewards):
+        return  # nothing that could be tried without loading weights or asking a server
     gold = [row for row in sample(rows, GOLD_ROWS) if row.columns.get("answer") is not None]
     if gold:
         asyncio.run(_score_gold(config, rewards, gold, report))
@@ -52,7 +53,7 @@ async def _score_gold(config: Config, rewards: Sequence[Any], rows: list[Row], r
     scores: dict[str, Any] = {}
     report.summary["rewards"] = scores
     for i, reward in enumerate(rewards):
-        if config.rewards[i].name == "model":  # its weights are not loaded for a check
+        if config.rewards[i].name in UNTRIED:
             continue
         key = f"rewards.{i} ({reward.name})"
         scores[reward.name] = {}

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.train.changes import check_changes
 
+KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "qlora": "QLoRA (base in NF4)"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -62,6 +64,8 @@ def preflight(config: Config) -> Report:
     if config.data.eval.source is not None:
         _check_source("data.eval.source", config.data.eval.source, config.data.eval.options, report)
     _check_rewards(config, report)
+    _check_env(config, report)
+    _check_agent(config, report)
     _check_parts(config, report)
     _check_exact(config, report)
     _check_run_dir(config, report)
@@ -80,6 +84,19 @@ def _check_exact(config: Config, report: Report) -> None:
         report.warn("algorithm.correction.name", "model.exact leaves no mismatch: every weight will be 1.", "Leave one of them out.")
     if config.algorithm.old == "recompute":
         report.warn("algorithm.old", "model.exact: the pass will find what sampling reported, to the bit.", "Use engine: it costs nothing.")
+
+
+def _check_agent(config: Config, report: Report) -> None:
+    agent = config.agent
+    if agent is None:
+        return
+    if agent.name is not None and ".py:" in agent.name:
+        _check_function("agent.name", agent.name, report)
+    if agent.command and shutil.which(agent.command[0]) is None and agent.command[0] != "python":
+        report.refuse("agent.command", f"there is no program {agent.command[0]}.", "Give its path, or install it.")
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        report.refuse("agent", f"agents need {', '.join(missing)}, which is not installed.", "pip install 'reinforge[serve]'")
 
 
 def _check_parts(config: Config, report: Report) -> None:
@@ -104,7 +121,7 @@ def _step_summary(config: Config) -> dict[str, Any]:
     targets = adapter and (adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets))
     summary: dict[str, Any] = {
         "model": config.model.path,
-        "trained": f"LoRA of rank {adapter.rank} on {targets}" if adapter else "all weights",
+        "trained": f"{KINDS[adapter.kind]} of rank {adapter.rank} on {targets}" if adapter else "all weights",
         "algorithm": config.algorithm.name,
         "samples_per_step": samples,
         "optimizer_steps_per_step": config.algorithm.epochs * config.algorithm.minibatches if rl else 1,
@@ -203,6 +220,30 @@ def _check_rewards(config: Config, report: Report) -> None:
         seen.add(reward.name)
     if config.rewards and all(r.weight == 0 for r in config.rewards):
         report.warn("rewards", "every weight is 0: the total reward is always 0 and nothing is learned.")
+
+
+def _check_env(config: Config, report: Report) -> None:
+    """Environments and formats that there are; and somebody who says what an episode is worth."""
+    if config.env is None:
+        return
+    from reinforge.envs.names import BUILTIN, FOREIGN, FORMATS, UNSCORED
+
+    for i, entry in enumerate(config.env.entries):
+        key = f"env.mix.{i}.name" if config.env.mix else "env.name"
+        library, _, rest = entry.name.partition(":")
+        own = rest if library in FOREIGN else entry.name  # what may be the user's
+        if entry.python is not None and shutil.which(Path(entry.python).expanduser()) is None:
+            report.refuse(key.replace("name", "python"), f"{entry.python} is no program that can be run.", "Give the path of a Python interpreter.")
+        if ".py:" in own or own.endswith(".py"):
+            _check_function(key, own, report)
+        elif ":" not in entry.name and entry.name not in BUILTIN:
+            report.refuse(key, f"there is no environment {entry.name!r}.", _nearest(entry.name, BUILTIN) + " Your own: `file.py:Class`.")
+        elif entry.name in UNSCORED and not config.rewards and not config.env.compare:
+            report.refuse("rewards", f"the environment {entry.name} says nothing about what an answer is worth.", "Add rewards, e.g. [{name: exact_number}].")
+    if config.env.calls not in ("auto", *FORMATS):
+        report.refuse("env.calls", f"there is no format of tool calls {config.env.calls!r}.", _nearest(config.env.calls, ("auto", *FORMATS)))
+    if config.env.compare and ".py:" in config.env.compare:
+        _check_function("env.compare", config.env.compare, report)
 
 
 def _check_function(key: str, name: str, report: Report) -> None:

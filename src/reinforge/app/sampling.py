@@ -28,8 +28,8 @@ def replayable(cfg: Config) -> AlgorithmConfig:
 
 
 def make_source(cfg: Config, algorithm: Algorithm, rows: Sequence[Row], cursor: Cursor, rollout: Rollout, journal: Journal,
-                best: float) -> tuple[Source, dict[str, Part]]:  # fmt: skip
-    """The source, and those of its parts that belong in a checkpoint. `best` is the largest possible total reward."""
+                best: float, lengths: Sequence[int] = ()) -> tuple[Source, dict[str, Part]]:  # fmt: skip
+    """The source, and those of its parts that belong in a checkpoint. `best` is the largest possible total reward, `lengths` are of the rows."""
     sampling, parts = cfg.sampling, dict[str, Part]()
     rates = replay = None
     if sampling.tracks:
@@ -45,19 +45,21 @@ def make_source(cfg: Config, algorithm: Algorithm, rows: Sequence[Row], cursor: 
         parts["replay"] = replay
     source = Source(
         rows, cursor, rollout, cfg.train.prompts_per_step, dynamic=algorithm.dynamic_sampling, max_refills=cfg.algorithm.max_refills,
-        chooser=Chooser(cursor, cfg.run.seed, policies(cfg, rows, rates)), over_provision=sampling.over_provision, journal=journal,
+        chooser=Chooser(cursor, cfg.run.seed, policies(cfg, rows, rates, lengths)), over_provision=sampling.over_provision, journal=journal,
         passrates=rates, replay=replay,
     )  # fmt: skip
     return source, parts
 
 
-def policies(cfg: Config, rows: Sequence[Row], rates: PassRates | None) -> list[Policy]:
-    """What decides, besides the cursor, which rows a step takes."""
+def policies(cfg: Config, rows: Sequence[Row], rates: PassRates | None, lengths: Sequence[int] = ()) -> list[Policy]:
+    """What decides, besides the cursor, which rows a step takes. `lengths`: tokens of each."""
     found: list[Policy] = []
     curriculum = cfg.sampling.curriculum
     if curriculum is not None:
         ramp = Ramp(curriculum.start, curriculum.end, curriculum.steps, least=cfg.train.prompts_per_step)
-        if curriculum.column is not None:
+        if curriculum.length:
+            found.append(Declared([float(n) for n in lengths], ramp))
+        elif curriculum.column is not None:
             found.append(Declared(difficulties(rows, curriculum.column), ramp))
         else:
             assert rates is not None

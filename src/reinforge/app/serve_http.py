@@ -13,7 +13,7 @@ import socket
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -25,14 +25,28 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reinforge.app.serve import is_loopback
-from reinforge.app.serve_requests import ApiError, ChatRequest, CompletionRequest, ScoreRequest, parsed
+from reinforge.app.serve_engine import Piece
+from reinforge.app.serve_replies import Replies
+from reinforge.app.serve_requests import CALLER, ApiError, ChatRequest, CompletionRequest, ScoreRequest, parsed
 from reinforge.app.serve_reward import Scorer
-from reinforge.app.serve_service import Service
 from reinforge.core.errors import InputError
 
 T = TypeVar("T")
 BODY_SECONDS = 60.0  # for a request to arrive as a whole
 Handler = Callable[[bytes], Coroutine[Any, Any, Response]]
+Key = str | Callable[[str], bool] | None  # what clients must show, or a judge of it
+
+
+class Answering(Protocol):
+    """What answers completions."""
+
+    name: str
+    context: int
+    any_name: bool  # answers whatever model is asked for
+
+    async def chat(self, request: ChatRequest) -> tuple[Replies, AsyncGenerator[Piece, None]]: ...
+
+    async def complete(self, request: CompletionRequest) -> tuple[Replies, AsyncGenerator[Piece, None]]: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,7 @@ class Limits:
 class Guard:
     """Host, Origin and key, before anything else is looked at. /health answers without a key and says nothing."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, local: bool):
+    def __init__(self, app: ASGIApp, *, api_key: Key, local: bool):
         self.app, self.api_key, self.local = app, api_key, local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,9 +76,17 @@ class Guard:
         if origin is not None and origin.partition("://")[2] != host:
             return ApiError(403, "this server does not answer other sites' pages", kind="permission_error")
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if self.api_key is not None and request.url.path != "/health" and not hmac.compare_digest(given.encode(), self.api_key.encode()):
+        CALLER.set(given)
+        if self.api_key is not None and request.url.path != "/health" and not self._knows(given):
             return ApiError(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")
         return None
+
+    def _knows(self, given: str) -> bool:
+        return (
+            hmac.compare_digest(given.encode(), self.api_key.encode())
+            if isinstance(self.api_key, str)
+            else self.api_key is None or self.api_key(given)
+        )
 
 
 def _hostname(host: str) -> str:
@@ -77,7 +99,7 @@ def _hostname(host: str) -> str:
 class Door:
     """The endpoints. Counts who is inside, and watches for those who leave before their answer."""
 
-    def __init__(self, service: Service | None, scorer: Scorer | None, limits: Limits):
+    def __init__(self, service: Answering | None, scorer: Scorer | None, limits: Limits):
         self.service, self.scorer, self.limits = service, scorer, limits
         self.inside = 0
 
@@ -133,7 +155,7 @@ class Door:
         return {**card, "max_model_len": self.service.context} if self.service is not None else card
 
     def _known(self, name: str | None) -> None:
-        if name is not None and name != self.name:
+        if name is not None and name != self.name and not (self.service is not None and self.service.any_name):
             raise ApiError(404, f"there is no model {name!r} here, only {self.name!r}", param="model", code="model_not_found")
 
     def _entered(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -243,7 +265,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
 
 
-def make_app(service: Service | None, scorer: Scorer | None, *, limits: Limits, api_key: str | None, local: bool) -> ASGIApp:
+def make_app(service: Answering | None, scorer: Scorer | None, *, limits: Limits, api_key: Key, local: bool) -> ASGIApp:
     door = Door(service, scorer, limits)
     app = Starlette(routes=door.routes(), exception_handlers={ApiError: _failed, HTTPException: _failed})
     return Guard(app, api_key=api_key, local=local)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
@@ -13,6 +14,7 @@ from reinforge.core.errors import InputError
 MOST_TOP = 20  # likeliest tokens per place
 MOST_SEQUENCES = 512  # of one request: prompts x n
 COOLEST = 1e-3  # a lower temperature than this is 0
+CALLER: ContextVar[str] = ContextVar("CALLER", default="")  # the API key of the request that is being answered
 
 
 class ApiError(Exception):

@@ -24,6 +24,8 @@ from reinforge.engines.native.engine import BLOCK
 class Service:
     """One model, ready to answer. `max_new_tokens` is what a request gets that names no limit."""
 
+    any_name = False
+
     def __init__(self, engine: NativeEngine, *, name: str, max_new_tokens: int = 512):
         tokenizer = engine.model.tokenizer
         self.name, self.max_new_tokens = name, max_new_tokens

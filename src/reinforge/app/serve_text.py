@@ -88,6 +88,7 @@ class Text:
 class Call:
     name: str
     arguments: str  # JSON text
+    id: str = ""  # empty: any will do
 
 
 class ToolText:
@@ -119,7 +120,7 @@ def parse_calls(text: str) -> list[Call] | None:
     else. None where anything is malformed: it is then text like any other.
 
     >>> parse_calls('<tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>')
-    [Call(name='add', arguments='{"a": 1}')]
+    [Call(name='add', arguments='{"a": 1}', id='')]
     """
     parsed = Hermes().parse(text)
     if parsed.content.strip() or parsed.errors:

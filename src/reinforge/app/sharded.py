@@ -44,7 +44,7 @@ def hosted(cfg: ModelConfig) -> ModelConfig:
 def load_policy(cfg: ModelConfig, adapter: AdapterConfig | None, seed: int, scalar: bool, value_head: bool) -> PackedModel:
     """What every rank loads before it is cut."""
     if scalar:
-        return load_scalar(cfg, fresh=True)
+        return load_scalar(cfg, adapter, fresh=True, seed=seed)
     model = load_model(cfg, adapter, seed=seed)
     if value_head:
         model.add_value_head()

@@ -13,9 +13,10 @@ from reinforge.algorithms.preference import PairLoss
 from reinforge.algorithms.reward import RewardLoss
 from reinforge.algorithms.unpaired import UnpairedLoss
 from reinforge.app.predict import needs_of, predict_run
+from reinforge.app.sampling import policies
+from reinforge.app.sharded import AnyBackend
 from reinforge.app.teacher import keep_best, make_teachers
 from reinforge.app.workshop import Evaluate, Given, Workshop, averaged, total_steps
-from reinforge.app.sharded import AnyBackend
 from reinforge.config.schema import Config
 from reinforge.core.backend import Part
 from reinforge.core.batch import Batch
@@ -26,6 +27,7 @@ from reinforge.data.units import Unit, Units
 from reinforge.evals.heldout import heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
 from reinforge.models.adapters import is_adapted
+from reinforge.rollout.choose import Chooser
 from reinforge.train.precompute import Streams, with_streams
 from reinforge.train.session import Session, ViewLike
 from reinforge.train.supervised import SupervisedTrainer
@@ -122,7 +124,8 @@ def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTra
     parts: dict[str, Part] = {"loss": loss} if isinstance(loss, UnpairedLoss) else {}  # it has a running mean
     session = Session(cfg, backend, cursor, steps, view, evaluate, parts={**backend.parts(), **parts})
     session.prediction = predict_run(cfg, backend, [sum(len(s.tokens) for s in unit) for unit in train.units], needs_of(cfg))
-    return SupervisedTrainer(session, cursor, backend, loss, units[0].__getitem__, cfg.train.prompts_per_step)
+    chooser = Chooser(cursor, cfg.run.seed, policies(cfg, train.rows, None, [max(len(s.tokens) for s in unit) for unit in train.units]))
+    return SupervisedTrainer(session, chooser, backend, loss, units[0].__getitem__, cfg.train.prompts_per_step)
 
 
 def halves(units: list[Unit], n: int) -> list[list[Unit]]:

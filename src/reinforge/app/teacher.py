@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.algorithms.distillation import DistillationLoss
-from reinforge.app.workshop import Workshop
 from reinforge.app.sharded import AnyBackend
+from reinforge.app.workshop import Workshop
 from reinforge.backends.teacher import IDS, LOGPROBS, Teachers
 from reinforge.config.schema import ModelConfig, OtherTeacherConfig, TeacherConfig
 from reinforge.core.batch import Batch

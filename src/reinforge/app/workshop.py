@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+from reinforge.app.agents import AGENT
 from reinforge.app.algorithm import algorithm_of
 from reinforge.app.envs import env_weights, episode_tokens, eval_rollout
 from reinforge.app.sampling import replayable
@@ -63,12 +64,14 @@ def load_data(cfg: DataConfig, given: Given) -> tuple[list[Row], list[Row]]:
         if source not in (None, PYTHON) and objects is not None and key == "data.eval.source":
             raise InputError(f"eval_data is given, and {key} is {source} too.", where=key, fix="Give one of them.")
     mapping: dict[str, Any] = {"columns": cfg.columns, "system": cfg.system, "template": cfg.template}
-    rows = load_rows(cfg) if given.data is None else rows_from(given.data, **mapping, where=cfg.where, limit=cfg.limit, name="data")
+    rows = load_rows(cfg) if given.data is None else rows_from(given.data, **mapping, fixed=cfg.fixed, where=cfg.where, limit=cfg.limit, name="data")
     if given.eval_data is None:
         train, held_out = hold_out(cfg if given.data is None else cfg.model_copy(update={"source": PYTHON}), rows)
     else:
         size = cfg.eval.size
-        train, held_out = rows, rows_from(given.eval_data, **mapping, where=cfg.eval.where, limit=size or None, name="eval_data")
+        train, held_out = rows, rows_from(
+            given.eval_data, **mapping, fixed={**cfg.fixed, **cfg.eval.fixed}, where=cfg.eval.where, limit=size or None, name="eval_data"
+        )
         if len(held_out) < size:
             raise InputError(
                 f"asks for {size} rows, but eval_data has {len(held_out)}.", where="data.eval.size", fix="Ask for fewer, or 0 for all."
@@ -101,7 +104,7 @@ class Workshop:
         cfg = self.cfg
         device = cfg.model.device if self.given.model is None else str(self.given.model.device)
         self.rewards: list[FunctionReward] = build_rewards(cfg.rewards, functions, device)
-        self.weights = {**env_weights(cfg.env), **{r.name: r.weight for r in self.rewards}}
+        self.weights = {**env_weights(cfg.env), **({AGENT: cfg.agent.weight} if cfg.agent is not None else {}), **{r.name: r.weight for r in self.rewards}}
         self.algorithm = algorithm_of(replayable(cfg), cfg.rollout.max_new_tokens, self.weights)
         self.ranks = ranks_of(cfg)
         if self.ranks is not None and self.given.model is not None:
@@ -181,7 +184,7 @@ class Workshop:
         kept, counts = apply_length(self.cfg.data, [(row, self.renderer.prompt(row)) for row in rows], limit)
         self.report(counts, limit)
         self.longest = max(self.longest, *(len(ids) + max_new_tokens for _, ids in kept))
-        if self.cfg.env is not None:
+        if self.cfg.env is not None or self.cfg.agent is not None:
             self.longest = episode_tokens(self.cfg, self.context)
         return kept
 

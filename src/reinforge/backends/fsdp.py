@@ -37,6 +37,7 @@ class FsdpBackend:
         self.id = ranks.make(ShardBackend, [(make, cfg, settings, compiled)] * ranks.size)
         self.shard: ShardBackend = ranks.own.objects[self.id]
         self._call("limit", min(self._call("__getattribute__", "budget")))
+        self.budget = self.shard.budget
         self.share, self.model, self.teachers = self.shard.share, self.shard.model, self.shard.teachers
         self.reference = Follower(self, "reference") if self.shard.reference is not None else None
         self.ema = Follower(self, "ema") if self.shard.ema is not None else None
@@ -45,10 +46,6 @@ class FsdpBackend:
     @property
     def steps(self) -> int:
         return self.shard.steps
-
-    @property
-    def budget(self) -> int:
-        return self.shard.budget
 
     def facts(self) -> Facts:
         return self.shard.facts()
@@ -127,6 +124,7 @@ class FsdpBackend:
         refuse_other_model(saved, {name: shape for name, (shape, _) in self.shard.shapes.items()})
         own = {name: t for name, t in state.tensors.items() if name.startswith(("model/", "optimizer/"))}
         self.send(State(own, state.meta))
+        self.budget = self.shard.budget
 
     def send(self, state: State, part: str = "") -> None:
         """Gives every rank its pieces, a bucket at a time, and lets it load them."""

@@ -28,7 +28,7 @@ class MasterAdamW:
     over once per step, and the new weights come back."""
 
     def __init__(self, module: nn.Module, cfg: OptimizerConfig):
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}  # offload: gradients on the device; otherwise they are the masters' own
         self.offload = cfg.offload

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -91,9 +93,14 @@ class Ranks:
             store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WORK)
             self.children = {rank: _spawn(rank, size, kind, store.port) for rank in range(1, size)}
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        self._store = store
         store.set("kind", kind)
+
+    @cached_property
+    def own(self) -> Member:
+        """Rank 0's own end. Made with the first command: while the others start, rank 0 reads its data."""
         with self._guarded():
-            self.own = Member(store, 0, size, kind)
+            return Member(self._store, 0, self.size, self.kind)
 
     # ---- begin and end ----
 
@@ -123,13 +130,13 @@ class Ranks:
         if self._ended.is_set():
             return
         self._ended.set()
-        if self.broken is None:
+        if self.broken is None and "own" in vars(self):
             with contextlib.suppress(RuntimeError):
                 self._send([pack(("stop", 0, None, ()))] * self.size)
         until = time.monotonic() + 10.0
         for child in self.children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if self.broken is None:
+                if self.broken is None and "own" in vars(self):
                     child.wait(max(0.1, until - time.monotonic()))
             if child.poll() is None:
                 child.kill()
@@ -156,12 +163,13 @@ class Ranks:
     def _all(self, kind: str, target: int, name: Any, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         assert len(args) == self.size
         self._check()
+        own = self.own
         messages = [b"", *(pack((kind, target, name, own)) for own in args[1:])]  # what cannot be sent is refused before anybody waits
         with self._guarded():
             self._send(messages)
-            mine = self.own.run(kind, target, name, args[0])
+            mine = own.run(kind, target, name, args[0])
             found: list[Any] = [None] * self.size
-            dist.gather_object(b"", found, dst=0, group=self.own.control)
+            dist.gather_object(b"", found, dst=0, group=own.control)
         return [mine, *(unpack(answer) for answer in found[1:])]
 
     def _send(self, messages: list[bytes]) -> None:
@@ -202,8 +210,8 @@ class Ranks:
         until = time.monotonic() + EVIDENCE_SECONDS
         while time.monotonic() < until:
             for rank in range(1, self.size):
-                if hasattr(self, "own") and self.own.store.check([f"error/{rank}"]):
-                    return f"rank {rank} failed: {self.own.store.get(f'error/{rank}').decode()}"
+                if self._store.check([f"error/{rank}"]):
+                    return f"rank {rank} failed: {self._store.get(f'error/{rank}').decode()}"
             if dead := self._dead():
                 return dead
             time.sleep(0.1)
@@ -252,7 +260,9 @@ def _spawn(rank: int, size: int, kind: str, port: int) -> subprocess.Popen[bytes
     threads = max(1, torch.get_num_threads() // size)
     env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
            PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}  # fmt: skip
-    return subprocess.Popen([sys.executable, "-c", "from reinforge.backends.ranks import serve; serve()"], env=env, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-c", "from reinforge.backends.ranks import serve; serve()"], env=env, stdin=subprocess.DEVNULL
+    )
 
 
 def serve() -> NoReturn:
@@ -260,13 +270,16 @@ def serve() -> NoReturn:
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.SIG_IGN)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if parent := os.environ.get(PARENT):
-        threading.Thread(target=_follow, args=(int(parent),), daemon=True).start()
+    parent = os.environ.get(PARENT)  # or torchrun's agent
+    threading.Thread(target=_follow, args=(int(parent) if parent else os.getppid(),), daemon=True).start()
+    if parent:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=WORK)
     else:
         store = next(iter(dist.rendezvous("env://")))[0]
-    member, code = None, 0
+    code = 0
     try:
+        importlib.import_module("reinforge.models.load")  # what takes long, while rank 0 does other things
+        importlib.import_module("transformers.modeling_utils")
         member = Member(store, rank, size, store.get("kind").decode())
         while _serve_one(member):
             pass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -39,10 +41,17 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         """[M] of the trained tokens."""
+        with self.active() as model:
+            return model.logprobs(batch, temperature=temperature)[0]
+
+    @contextmanager
+    def active(self) -> Iterator[CausalModel]:
+        """Inside, the model that is yielded computes as the reference: the copy, or the policy's own module with another adapter or none."""
         if self.copy is not None:
-            return self.copy.logprobs(batch, temperature=temperature)[0]
+            yield self.copy
+            return
         with adapter_off(self.model.module) if self.average is None else self.average.swapped():
-            return self.model.logprobs(batch, temperature=temperature)[0]
+            yield self.model
 
     def after_step(self) -> None:
         """Moves the reference after every `every`-th optimizer step."""

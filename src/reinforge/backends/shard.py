@@ -1,7 +1,4 @@
-"""What one rank holds of a model whose weights are cut into as many pieces as there are ranks (FSDP2, `fully_shard`), and its half of every pass.
-
-A piece is float32 and is its own master: a pass gathers the weights layer by layer, in the model's precision, and gradients come back
-summed over ranks in float32. What the optimizer, the averages and the checkpoint see are plain tensors, the pieces themselves.
+"""One rank's part of a backend: what it holds of a model that is cut into pieces, and its share of every pass.
 
 Every method here is run by all ranks at once: a rank with nothing to do computes a pack of another and throws it away.
 """
@@ -16,20 +13,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.memory import KEEP, Facts, budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import CPU_BUDGET, combine
-from reinforge.backends.optimizer import MasterAdamW, host_copy
+from reinforge.backends.pieces import ShardedAdamW, ShardedReference, shard
 from reinforge.backends.ranks import Member
 from reinforge.backends.reference import Reference
 from reinforge.config.algorithm import ReferenceConfig
-from reinforge.config.schema import OptimizerConfig, TrainConfig
+from reinforge.config.schema import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
@@ -38,123 +33,6 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
 Dealt = Sequence[tuple[Batch, bool]]  # packs of one rank, and whether they count
-
-
-class Root(nn.Module):
-    """Runs a piece of work inside a module, because gathering hangs on a module's call: our forward calls trunk and head by themselves."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, work: Callable[[], Any]) -> Any:
-        return work()
-
-
-def shard(model: PackedModel, mesh: DeviceMesh, device: torch.device) -> FSDPModule:
-    """Cuts the model in place, layer by layer, so that no more than one whole layer is on the device at once. A value head is small
-    and must not be rounded: it stays whole on every rank."""
-    dtype = model.dtype
-    whole = set() if model.value_head is None else set(model.value_head.parameters())
-    for p in whole:
-        p.data = p.data.to(device)
-    policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32, cast_forward_inputs=False)
-    root = Root(model.module)
-    for part in (*model.layers, root):
-        for p in part.parameters():
-            if p.requires_grad and not isinstance(p, DTensor) and p not in whole:
-                p.data = p.data.float()
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=part is not root, ignored_params=whole)
-    for part in root.modules():
-        if isinstance(part, FSDPModule):  # losses are divided by global counts, so gradients are added and not averaged
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-    assert isinstance(root, FSDPModule)
-    return root
-
-
-class ShardedAdamW(MasterAdamW):
-    """AdamW on the pieces. `parameters` are plain float32 tensors that share their memory with what is sharded; what is `whole` is the
-    same on every rank and counts once."""
-
-    def __init__(self, module: nn.Module, cfg: OptimizerConfig, stored: Mapping[str, torch.dtype], rank: int):
-        self.sharded = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.whole = {name for name, p in self.sharded.items() if not isinstance(p, DTensor)}
-        self.stored, self.rank = stored, rank  # stored: in which precision a checkpoint holds the weights
-        self.parameters = {name: p._local_tensor if isinstance(p, DTensor) else p.data for name, p in self.sharded.items()}
-        self.offload, self.sums = cfg.offload, {}
-        self.masters = {name: host_copy(p) for name, p in self.parameters.items()} if cfg.offload else dict(self.parameters)
-        self._start(cfg)
-
-    def collect(self) -> None:
-        """Puts the gradients that a pass left where the optimizer looks for them. Those of whole parameters are summed here."""
-        for name, p in self.sharded.items():
-            if p.grad is None:
-                continue
-            if name in self.whole:
-                dist.all_reduce(p.grad)
-            piece = p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad
-            if name in self.sums:
-                self.sums[name].add_(piece)
-            else:
-                self.sums[name] = piece
-            p.grad = None
-        if not self.offload:
-            for name, total in self.sums.items():
-                self.masters[name].grad = total
-
-    def gradient_norm(self) -> Tensor:
-        """Over all pieces of all ranks."""
-        grads = {name: self.sums[name] for name in self.masters if name in self.sums and (name not in self.whole or self.rank == 0)}
-        norms = [n.double() for n in torch._foreach_norm(list(grads.values()))] if grads else []
-        device = next(iter(self.parameters.values())).device
-        total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
-        dist.all_reduce(total)
-        return total.sqrt().float()
-
-    def zero(self) -> None:
-        super().zero()
-        for p in self.sharded.values():
-            p.grad = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        masters = {f"{name}/master": master for name, master in self.masters.items() if self.stored[name] != torch.float32}
-        return {**super().tensors(), **masters}
-
-    @torch.no_grad()
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        for name, p in self.parameters.items():
-            if f"{name}/master" in tensors:
-                p.copy_(tensors[f"{name}/master"])
-        super().load(tensors)
-
-
-class ShardedReference(Reference):
-    """The frozen copy is cut as the model is; it was made before that."""
-
-    def __init__(self, model: CausalModel, optimizer: ShardedAdamW, cfg: ReferenceConfig, copied: CausalModel | None, root: FSDPModule | None):
-        self.root, self._made = root, copied
-        super().__init__(model, optimizer, cfg)
-
-    def _copied(self) -> CausalModel:
-        assert self._made is not None
-        return self._made
-
-    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        if self.root is None:
-            return super().logprobs(batch, temperature)
-        with torch.no_grad():
-            found: Tensor = self.root(partial(super().logprobs, batch, temperature))
-        self.root.reshard()
-        return found
-
-    @torch.no_grad()
-    def _refresh(self) -> None:
-        if self.copy is None or self.average is None:
-            return
-        for name, p in self.copy.module.named_parameters():
-            if name in self.average.values:
-                p._local_tensor.copy_(self.average.values[name])
 
 
 class ShardBackend(LocalBackend):

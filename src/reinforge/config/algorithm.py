@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, FiniteFloat
 
 from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
-from reinforge.config.families import KEYS, ON_POLICY, ROW_KEYS, family_of
+from reinforge.config.families import BEST, KEYS, ON_POLICY, ONLINE, ONLINE_KEYS, OPPOSED, ROW_KEYS, family_of
 
 # What works with one sample per prompt. The others compare the samples of a prompt, and one has nothing to be compared with.
 SINGLE_SAMPLE_ALGORITHMS = ("reinforce", "ppo", "reinforce_pp", "remax", "vapo")
@@ -134,29 +134,30 @@ class AlgorithmConfig(Section):
     @property
     def rl(self) -> bool:
         """Whether the policy samples what it is trained on."""
-        return self.family == "policy_gradient" or self.name in ON_POLICY
+        return self.family == "policy_gradient" or self.name in ON_POLICY + ONLINE
 
     @property
     def wants_rewards(self) -> bool:
         """Whether there is nothing to learn from without rewards."""
-        return self.family == "policy_gradient"
+        return self.family == "policy_gradient" or (self.name in ONLINE and self.name != "spin")
 
     def foreign_keys(self) -> list[str]:
         """Keys that were changed and that this family does not read."""
         changed = [
             name for name, field in type(self).model_fields.items() if not field.is_required() and getattr(self, name) != field.default
         ]
-        if self.rl:
+        if self.rl and self.name not in ONLINE:
             return [name for name in changed if name in ROW_KEYS]
         if "kl" in KEYS[self.family] and self.kl != KLConfig(reference=self.kl.reference):
             return ["kl"]  # the reference is all that is read of it
-        return [name for name in changed if name not in {"group_size", "options"} | KEYS[self.family]]
+        own = (frozenset({"reduce"}) if self.name in BEST else KEYS[self.family]) | (ONLINE_KEYS if self.name in ONLINE else frozenset())
+        return [name for name in changed if name not in {"group_size", "options"} | own]
 
     @property
     def compares_samples(self) -> bool:
         """Whether the advantage compares the samples of a prompt, so that one sample alone teaches nothing."""
         if self.family != "policy_gradient":
-            return False
+            return self.name in ("online_dpo", *OPPOSED)
         if self.advantage is not None:
             return ":" not in self.advantage and self.advantage not in SINGLE_SAMPLE_ADVANTAGES
         return self.name not in SINGLE_SAMPLE_ALGORITHMS

@@ -9,11 +9,14 @@ PREFERENCE = (
     "ld_dpo", "f_dpo",
 )  # fmt: skip
 UNPAIRED = ("kto", "bco", "apo_zero_unpaired")
+BEST = ("best_of_n", "raft", "rejection_sampling")  # likelihood of the best that was sampled
+OPPOSED = ("xpo", "nash_md")  # half of the answers are an opponent's
+ONLINE = ("online_dpo", *OPPOSED, "spin", *BEST)  # preferences over what is sampled
 REWARD = ("bradley_terry", "margin", "scaled", "logexp", "centred", "regression", "process")
 DISTILLATION = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "topk", "uld")
 ON_POLICY = ("gkd", "opd", "minillm")  # distillation on what the student itself samples
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "supervised": SUPERVISED, "preference": PREFERENCE + UNPAIRED, "reward": REWARD, "distillation": DISTILLATION + ON_POLICY,
+    "supervised": SUPERVISED, "preference": PREFERENCE + UNPAIRED + ONLINE, "reward": REWARD, "distillation": DISTILLATION + ON_POLICY,
 }  # fmt: skip
 
 # Keys of the section `algorithm` that a family reads beside name, group_size and options. Policy gradients read all but these others.
@@ -23,6 +26,8 @@ KEYS: dict[str, frozenset[str]] = {
     "reward": frozenset(),
     "distillation": frozenset({"reduce"}),
 }
+# and those that a preference over sampled answers reads beside them
+ONLINE_KEYS = frozenset({"epochs", "minibatches", "overlong", "overlong_buffer", "dynamic_sampling", "max_refills"})
 ROW_KEYS = frozenset({"beta", "label_smoothing", "losses"})  # mean nothing where the policy samples
 
 

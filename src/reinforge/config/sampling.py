@@ -10,9 +10,10 @@ from reinforge.config.base import Count, Fraction, Section
 
 
 class CurriculumConfig(Section):
-    """Easy rows first: the allowed quantile of difficulty grows linearly from start to end in the first steps."""
+    """Easy rows first, in RL and on given rows: the allowed quantile of difficulty grows linearly from start to end in the first steps."""
 
     column: str | None = Field(None, description="The rows' difficulty, a number. Without it: 1 - the estimated pass rate.")
+    length: bool = Field(False, description="Difficulty is the number of tokens of the row (RL: of its prompt): short ones first.")
     start: Fraction = Field(0.0, description="The quantile in the first step. As many rows as a step needs are always allowed.")
     end: Fraction = Field(1.0, description="The quantile at the end of the ramp.")
     steps: Count = Field(description="Length of the ramp in steps.")
@@ -21,6 +22,8 @@ class CurriculumConfig(Section):
     def _grows(self) -> CurriculumConfig:
         if self.start > self.end:
             raise ValueError(f"sampling.curriculum: start {self.start} is above end {self.end}")
+        if self.length and self.column is not None:
+            raise ValueError("sampling.curriculum: difficulty is the length or a column, not both")
         return self
 
 
@@ -75,4 +78,5 @@ class SamplingConfig(Section):
     @property
     def tracks(self) -> bool:
         """Whether pass rates are kept."""
-        return self.pass_rates or self.prefer == "teachable" or (self.curriculum is not None and self.curriculum.column is None)
+        learned = self.curriculum is not None and self.curriculum.column is None and not self.curriculum.length
+        return self.pass_rates or self.prefer == "teachable" or learned

@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
+from reinforge.config.agent import AgentConfig
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
-from reinforge.config.mixture import MixtureConfig
 from reinforge.config.env import EnvConfig
+from reinforge.config.families import ONLINE, OPPOSED
+from reinforge.config.mixture import MixtureConfig
+from reinforge.config.rewards import RewardConfig as RewardConfig
 from reinforge.config.sampling import SamplingConfig
 from reinforge.config.teacher import OtherTeacherConfig as OtherTeacherConfig
 from reinforge.config.teacher import TeacherConfig
@@ -49,9 +52,12 @@ class ModelConfig(Section):
 
 
 class AdapterConfig(Section):
-    kind: Literal["lora"] = Field("lora", description="The kind of adapter.")
+    kind: Literal["lora", "rslora", "dora", "qlora"] = Field(
+        "lora",
+        description="lora. rslora: scaled by alpha / sqrt(rank). dora: direction and length apart. qlora: lora on a base in 4 bits (NF4; needs bitsandbytes).",
+    )
     rank: Count = Field(16, description="Rank of the two factors.")
-    alpha: Positive | None = Field(None, description="Scale is alpha / rank; default 2 x rank.")
+    alpha: Positive | None = Field(None, description="Scale is alpha / rank (rslora: / sqrt(rank)); default 2 x rank.")
     targets: Literal["all-linear"] | list[str] = Field("all-linear", description="Module names to adapt.")
     path: str | None = Field(None, description="Continue from this saved adapter.")
 
@@ -61,6 +67,7 @@ class EvalDataConfig(Section):
     size: Natural = Field(0, description="Held-out rows; 0 = all of `source`, or none when there is no source.")
     options: dict[str, Any] = Field({}, description="Options of the source; default: those of the training source.")
     where: dict[str, Any] = Field({}, description="Keep only rows whose columns equal these values.")
+    fixed: dict[str, str | int | float] = Field({}, description="As data.fixed, for evaluation rows: the attributes that are wanted.")
 
 
 class DataConfig(Section):
@@ -73,7 +80,10 @@ class DataConfig(Section):
     columns: dict[str, str] = Field({}, description="Our name: their name, e.g. {prompt: question, answer: solution}.")
     where: dict[str, Any] = Field({}, description="Keep only rows whose columns equal these values.")
     system: str | None = Field(None, description="System message put before every prompt.")
-    template: str | None = Field(None, description="Prompt text with {column} places, e.g. 'Q: {question}\\nA:'.")
+    template: str | None = Field(None, description="Prompt text with {column} places, e.g. 'Q: {question}\\nA:'. Rounded: {score:.1f}.")
+    fixed: dict[str, str | int | float] = Field(
+        {}, description="Columns with the same value in every row, e.g. {quality: 4}: what the template is to ask for (SteerLM)."
+    )
     chat: Literal["auto", "always", "never"] = Field(
         "auto", description="Render prompts with the chat template. auto: if the tokenizer has one."
     )
@@ -95,37 +105,6 @@ class DataConfig(Section):
         names = [item.name or item.source for item in self.mixture]
         if len(set(names)) < len(names):
             raise ValueError("data.mixture: two sources have the same name; give them different ones with `name`")
-        return self
-
-
-class RewardConfig(Section):
-    name: str = Field(description="A built-in reward, `file.py:function`, or `package.module:function`.")
-    weight: FiniteFloat = Field(1.0, description="Factor in the total reward. Negative makes it a penalty.")
-    options: dict[str, Any] = Field({}, description="Keyword arguments of the reward.")
-    center: Literal["running"] | None = Field(
-        None, description="running: subtract the mean of this reward over all earlier steps. Its metric stays as scored."
-    )
-    scale: Literal["running"] | None = Field(None, description="running: divide by the standard deviation over all earlier steps.")
-    clip: tuple[FiniteFloat, FiniteFloat] | None = Field(None, description="[lowest, highest] that it may count, after center and scale.")
-    gate: str | None = Field(None, description="Another reward that must be above 0, or this one counts 0, e.g. format before correctness.")
-    gate_at: FiniteFloat | None = Field(None, description="The gate passes at this value or more, instead of above 0.")
-    kind: Literal["trl", "verl"] | None = Field(
-        None, description="The function was written for this library: trl (messages for chats), verl (compute_score; found by its parameters)."
-    )
-    timeout: Positive = Field(30.0, description="Seconds for one call; then its process is killed and its samples are unscored, never 0.")
-    workers: Count | None = Field(None, description="Processes that compute this reward; default: one per core, up to 4.")
-    in_process: bool | None = Field(
-        None, description="true: call it in the trainer's process, where nothing can stop it. Default: only fast built-ins, async functions and closures."
-    )
-    memory_gib: Positive | None = Field(
-        4.0, description="What a process may take beside what importing took; null: no limit, needed if it uses a GPU."
-    )
-    fresh: bool = Field(False, description="A new process for every call: nothing that one call did is there for the next.")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RewardConfig:
-        if self.clip is not None and self.clip[0] >= self.clip[1]:
-            raise ValueError(f"clip: {list(self.clip)} leaves nothing between its ends; write [lowest, highest]")
         return self
 
 
@@ -293,6 +272,7 @@ class Config(Section):
     data: DataConfig
     rewards: list[RewardConfig] = []
     env: EnvConfig | None = None
+    agent: AgentConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     sampling: SamplingConfig = SamplingConfig()
     train: TrainConfig
@@ -304,18 +284,24 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         rl = self.algorithm.rl
-        if self.algorithm.wants_rewards and not self.rewards and self.env is None:
-            raise ValueError(f"rewards: algorithm {self.algorithm.name} needs at least one reward, or an environment (env)")
+        if self.algorithm.wants_rewards and not self.rewards and self.env is None and self.agent is None:
+            raise ValueError(f"rewards: algorithm {self.algorithm.name} needs at least one reward, an environment (env) or an agent")
+        if self.agent is not None and (self.env is not None or not rl):
+            raise ValueError("agent: not beside env" if rl else f"agent: {self.algorithm.name} samples nothing; remove it")
         if rl and (self.rollout.top_p < 1 or self.rollout.top_k or self.rollout.min_p):
             raise ValueError(
                 "rollout: top_p, top_k and min_p change the sampling distribution and would bias the policy gradient; "
                 "set them under eval, or remove them"
             )
         if rl and self.algorithm.group_size == 1 and self.algorithm.compares_samples:
-            raise ValueError("algorithm.group_size: a group of 1 has no spread, every advantage would be 0; use at least 2")
+            what = "every advantage would be 0" if self.algorithm.family == "policy_gradient" else "there is nothing to compare"
+            raise ValueError(f"algorithm.group_size: a group of 1 has no spread, {what}; use at least 2")
         if self.train.backend == "fsdp" and self.model.exact:
             raise ValueError("model.exact: it is proved for one process; set train.backend=local, or leave it out")
+        if self.train.backend == "fsdp" and self.adapter is not None and self.adapter.kind == "qlora":
+            raise ValueError("adapter.kind: a base in 4 bits is for one process; set train.backend=local, or use lora")
         self._check_family()
+        self._check_online()
         self._check_sampling(rl)
         self._check_critic()
         return self
@@ -328,9 +314,10 @@ class Config(Section):
             raise ValueError(f"algorithm.{foreign[0]}: {algorithm.name} ({algorithm.family}) does not read it; remove it{hint}")
         precomputed = self.train.precompute_reference
         if precomputed and (
-            algorithm.family != "preference" or algorithm.kl.reference.kind != "frozen" or algorithm.name in ("kto", "tr_dpo")
+            algorithm.family != "preference" or algorithm.kl.reference.kind != "frozen" or algorithm.name in ("kto", "tr_dpo", *ONLINE)
         ):
-            why = "compares with answers that change with the batch" if algorithm.name == "kto" else "has no frozen reference"
+            changing = algorithm.name in ("kto", *ONLINE)
+            why = "compares with answers that change with the batch" if changing else "has no frozen reference"
             raise ValueError(f"train.precompute_reference: {algorithm.name} {why}; remove it")
         if (algorithm.family == "distillation") != (self.teacher is not None):
             raise ValueError(
@@ -343,9 +330,23 @@ class Config(Section):
             raise ValueError(f"train.neftune: noise is for supervised fine-tuning, not for {algorithm.name}; remove it")
         if algorithm.family in ("preference", "reward") and self.data.loss_on == "all":
             raise ValueError(f"data.loss_on: {algorithm.name} needs to know which tokens are the answer; use assistant or completion")
-        if algorithm.family == "reward" and (self.adapter is not None or self.rewards):
-            key = "adapter" if self.adapter is not None else "rewards"
-            raise ValueError(f"{key}: a reward model is trained whole and generates nothing; remove the section")
+        if algorithm.family == "reward" and self.rewards:
+            raise ValueError("rewards: a reward model generates nothing; remove the section")
+        if algorithm.family == "reward" and self.adapter is not None and (self.adapter.kind == "qlora" or self.adapter.path):
+            key = "kind: qlora" if self.adapter.kind == "qlora" else "path"
+            raise ValueError(f"adapter.{key}: a reward model is trained with a fresh lora, rslora or dora, or whole")
+
+    def _check_online(self) -> None:
+        """Preferences over what is sampled."""
+        algorithm = self.algorithm
+        if algorithm.name in OPPOSED and algorithm.group_size % 2:
+            raise ValueError(f"algorithm.group_size: half of the answers are the opponent's in {algorithm.name}; use an even number")
+        if algorithm.name in (*OPPOSED, "spin") and self.env is not None:
+            raise ValueError(f"env: {algorithm.name} answers prompts with an opponent's words too, in one turn; use online_dpo")
+        if algorithm.name in ONLINE and self.sampling.replay is not None:
+            raise ValueError(f"sampling.replay: {algorithm.name} trains on fresh answers only; remove it")
+        if algorithm.name in ONLINE and self.critic is not None:
+            raise ValueError(f"critic: {algorithm.name} reads no values; remove the section")
 
     def _check_critic(self) -> None:
         algorithm, critic = self.algorithm, self.critic
@@ -365,8 +366,8 @@ class Config(Section):
 
     def _check_sampling(self, rl: bool) -> None:
         """What the section `sampling` asks of the others."""
-        if not rl and self.sampling != SamplingConfig():
-            raise ValueError(f"sampling: {self.algorithm.name} samples nothing; leave the section out")
+        if not rl and (self.sampling != SamplingConfig(curriculum=self.sampling.curriculum) or self.sampling.tracks):
+            raise ValueError(f"sampling: {self.algorithm.name} samples nothing; a curriculum by column or length is all that it can have")
         replay, algorithm = self.sampling.replay, self.algorithm
         if replay is None:
             return

@@ -44,6 +44,7 @@ class Action:
     stop: Stop = Stop.EOS  # LENGTH: the turn was cut
     seed: int = 0  # for chance in the environment: a function of (run seed, purpose, sample, turn)
     deadline: float | None = None  # on the monotonic clock: by then the step must be done, or the episode has failed
+    thinking: str = ""  # where the model has a channel for it; elsewhere it is part of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,9 @@ class Step:
     reward: float | None = None  # of this turn; with `done` it is the final reward
     done: bool = False
     truncated: bool = False  # done because of a limit, not by itself
-    metrics: Mapping[str, float] = field(default_factory=dict)  # means over episodes are logged as env/<name>; the newest value of a name counts
+    metrics: Mapping[str, float] = field(
+        default_factory=dict
+    )  # means over episodes are logged as env/<name>; the newest value of a name counts
 
 
 class Env(Protocol):

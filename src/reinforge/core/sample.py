@@ -79,6 +79,7 @@ class Group:
     extra_tokens: int = 0  # sampled beside the samples and never trained (a greedy baseline)
     faults: Mapping[str, int] = field(default_factory=dict)  # scores that are missing because a reward hung or died: timeouts, crashes
     metrics: Mapping[str, float] = field(default_factory=dict)  # means over its episodes of what an environment reports
+    given: Sample | None = None  # the data's own answer, where the algorithm trains on it too (self-play)
 
     @property
     def episodes(self) -> list[Sample]:

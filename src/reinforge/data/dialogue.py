@@ -51,27 +51,35 @@ class Dialogue:
         whole = self._render(self.messages, generation_prompt=True)
         before = self._render([*history, answer], generation_prompt=False)
         self._prompt = whole.text
-        end = self._turn_end(before, len(prompt), answer)
-        kept = before.text.startswith(prompt) and whole.text[:end] == before.text[:end]
-        if not kept or _squeezed(str(answer.get("content") or "")) not in _squeezed(before.text[len(prompt) : end]):
+        closing = self._closing(before, len(prompt))
+        end = before.text.rfind(closing) if closing else _content_end(before.text, len(prompt), answer)
+        if whole.text[:end] != before.text[:end]:  # the template writes this turn differently once it is not the last
+            end = self._end_in(whole, history, answer, new, closing)
+        said = _squeezed(whole.text[len(prompt) : end])
+        lost = [part for part in ("content", "thinking") if _squeezed(str(answer.get(part) or "")) not in said]
+        if not whole.text.startswith(prompt) or lost:
             return Added(self._encode_all(whole), fresh=True)
-        ids, closing = self._encode_since(whole, end), self._encode_since(before, end)
-        ends = {*self.template.controls(closing[:1]), *self.template.controls(ids[:1])}
+        ids = self._encode_since(whole, end)
+        ends = {*self.template.controls(ids[:1]), *(self.template.encode(Rendered(closing), self.where) if closing else [])}
         return Added(ids[1:] if sampled and ids and sampled[-1] in ends and ids[0] in ends else ids)
 
-    def _turn_end(self, before: Rendered, start: int, answer: dict[str, Any]) -> int:
-        """Where in the text the template's own end of the answer begins: its last control tokens, or what follows the content."""
-        controls = [m.span() for m in self.template.special.finditer(before.text, start) if not _inside(m.span(), before.literals)]
-        if controls and not before.text[controls[-1][1] :].strip():
-            end = controls[-1][0]
-            for a, b in reversed(controls[:-1]):
-                if before.text[b:end].strip():
-                    break
-                end = a
-            return end
-        content = str(answer.get("content") or "").strip()
-        found = before.text.rfind(content, start) if content else -1
-        return found + len(content) if found >= 0 else len(before.text)
+    def _closing(self, before: Rendered, start: int) -> str:
+        """The control token with which the template ends the answer, the last of `before`; empty where it writes none."""
+        controls = [m for m in self.template.special.finditer(before.text, start) if not _inside(m.span(), before.literals)]
+        return controls[-1].group() if controls and not before.text[controls[-1].end() :].strip() else ""
+
+    def _end_in(
+        self, whole: Rendered, history: list[dict[str, Any]], answer: dict[str, Any], new: list[dict[str, Any]], closing: str
+    ) -> int:
+        """Where the answer ends in the whole, found by rendering another answer in its place: what follows is the same."""
+        other = self._render([*history, {**answer, "content": "\u2060"}, *new], generation_prompt=True).text
+        n = next(
+            (i for i, (a, b) in enumerate(zip(reversed(whole.text), reversed(other), strict=False)) if a != b),
+            min(len(whole.text), len(other)),
+        )
+        start = len(whole.text) - n
+        found = whole.text.find(closing, start) if closing else start
+        return found if found >= 0 else start
 
     def _render(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> Rendered:
         return self.template.render(messages, self.tools, generation_prompt=generation_prompt, where=self.where)
@@ -90,6 +98,12 @@ class Dialogue:
 
 def _lines(messages: list[dict[str, Any]]) -> str:
     return "\n".join(str(m.get("content") or "") for m in messages)
+
+
+def _content_end(text: str, start: int, answer: dict[str, Any]) -> int:
+    content = str(answer.get("content") or "").strip()
+    found = text.rfind(content, start) if content else -1
+    return found + len(content) if found >= 0 else len(text)
 
 
 def _squeezed(text: str) -> str:

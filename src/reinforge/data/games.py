@@ -19,12 +19,16 @@ class GameOptions(Section):
 
     size: Count = Field(1000, description="Games.")
     seed: int = Field(0, description="The number of the first game.")
-    prompt: str | None = Field(None, description="Text of every prompt. {game} is the game's number and must be in it; the environment fills in the rest.")
+    prompt: str | None = Field(
+        None, description="Text of every prompt. {game} is the game's number and must be in it; the environment fills in the rest."
+    )
 
 
 def parse(name: str, options: dict[str, Any]) -> GameOptions:
     if name not in PROMPTS and "prompt" not in options:
-        raise InputError(f"there is no game {name!r}", where=f"games:{name}", fix=f"There are: {', '.join(PROMPTS)}; or give options.prompt.")
+        raise InputError(
+            f"there is no game {name!r}", where=f"games:{name}", fix=f"There are: {', '.join(PROMPTS)}; or give options.prompt."
+        )
     try:
         parsed = GameOptions.model_validate(options)
     except ValidationError as error:

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from reinforge.core.errors import InputError
 from reinforge.data import arithmetic, games
 
 Record = tuple[str, dict[str, Any]]
-GENERATED = ("arithmetic", "games", "reasoning_gym")
+GENERATED = ("arithmetic", "games", "reasoning_gym", "episodes")  # episodes: rows for environments that bring their own tasks
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
@@ -62,8 +63,10 @@ def read(source: str, *, split: str = "train", options: dict[str, Any] | None = 
         return _reasoning_gym(name, options)
     if kind == "hub":
         return _hub(source, split, options)
+    if kind == "episodes" and not options:
+        return ((f"{source} {i}", {"id": str(i), "prompt": f"episode {i}"}) for i in count())
     if options:
-        raise InputError(f"a file has no options, but there are {', '.join(options)}", where="data.options", fix="Remove them.")
+        raise InputError(f"{'episodes' if kind == 'episodes' else 'a file'} has no options, but there are {', '.join(options)}", where="data.options", fix="Remove them.")
     path = Path(source).expanduser()
     if not path.is_file():
         raise InputError("there is no such file", where=f"data.source {source}", fix=f"Paths are relative to {Path.cwd()}.")
@@ -82,6 +85,10 @@ def size_of(source: str, options: dict[str, Any]) -> int | None:
         if not isinstance(size, int) or size < 1:
             raise InputError(f"size is {size!r}, not a positive number", where=f"{source} options.size")
         return size
+    if kind == "episodes":
+        if not name.isdecimal() or int(name) < 1:
+            raise InputError(f"{name!r} is no number of rows", where=f"data.source {source}", fix="Write for example episodes:256.")
+        return int(name)
     return None
 
 

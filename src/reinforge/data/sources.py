@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import string
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +28,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked for, in this order
 MIXTURE = "mixture"  # data.source where there are several; also the column that says which one a row is of
 PYTHON = "python"  # data.source of rows that came as Python objects
+DECIMALS = re.compile(r"\.\d+f")  # what may stand behind a column's name in a template
 TRIES = 20  # generated problems looked at per evaluation row that is wanted, besides one per training row
 
 
@@ -34,7 +37,7 @@ def load_rows(cfg: DataConfig) -> list[Row]:
     if cfg.source == MIXTURE:
         return _not_empty(list(islice(_mixed(cfg), cfg.limit)), "data.mixture", cfg.where)
     records = read(cfg.source, split=cfg.split, options=cfg.options)
-    rows = _rows(islice(records, size_of(cfg.source, cfg.options)), cfg.columns, cfg.where, cfg.system, cfg.template)
+    rows = _rows(islice(records, size_of(cfg.source, cfg.options)), cfg.columns, cfg.where, cfg.system, cfg.template, cfg.fixed)
     return _not_empty(list(islice(rows, cfg.limit)), f"data.source {cfg.source}", cfg.where)
 
 
@@ -51,7 +54,7 @@ def _mixed(cfg: DataConfig) -> Iterator[Row]:
 
 def rows_from(
     items: Iterable[Any], *, columns: Mapping[str, str] | None = None, where: Mapping[str, Any] | None = None,
-    system: str | None = None, template: str | None = None, limit: int | None = None, name: str = "rows",
+    system: str | None = None, template: str | None = None, fixed: Mapping[str, Any] | None = None, limit: int | None = None, name: str = "rows",
 ) -> list[Row]:  # fmt: skip
     """Rows from a list, an iterable or a `datasets.Dataset` of dicts (or of prompt strings)."""
 
@@ -62,7 +65,8 @@ def rows_from(
                 raise InputError(f"is {type(item).__name__}, not a dict or a string", where=f"{name} row {i}")
             yield f"{name} row {i}", dict(record)
 
-    return _not_empty(list(islice(_rows(records(), columns or {}, where or {}, system, template), limit)), name, where or {})
+    rows = _rows(records(), columns or {}, where or {}, system, template, fixed or {})
+    return _not_empty(list(islice(rows, limit)), name, where or {})
 
 
 def fingerprint(rows: Sequence[Row]) -> str:
@@ -87,9 +91,10 @@ def _not_empty(rows: list[Row], where: str, condition: Mapping[str, Any]) -> lis
 
 
 def _rows(
-    records: Iterable[Record], columns: Mapping[str, str], where: Mapping[str, Any], system: str | None, template: str | None
-) -> Iterator[Row]:
-    """Rows one by one. Their ids: the id or uid column, which must be unique; otherwise a hash of the contents, and the
+    records: Iterable[Record], columns: Mapping[str, str], where: Mapping[str, Any], system: str | None, template: str | None,
+    fixed: Mapping[str, Any],
+) -> Iterator[Row]:  # fmt: skip
+    """Rows one by one; `fixed` columns have that value in all of them. Their ids: the id or uid column, which must be unique; otherwise a hash of the contents, and the
     how-many-eth it is of equal rows."""
     from reinforge.core.sample import Row
 
@@ -99,7 +104,7 @@ def _rows(
         view = {**raw, **{ours: _column(raw, theirs, place) for ours, theirs in columns.items()}}
         if not all(_equal(_column(view, name, place), value) for name, value in where.items()):
             continue
-        view = with_prompt(view, place)
+        view = with_prompt({**view, **fixed}, place)
         moved = set(columns.values()) - set(columns)
         prompt, rest = _prompt({k: v for k, v in view.items() if k not in moved}, view, template, system, place)
         key = next((name for name in ("id", "uid") if rest.get(name) is not None), None)
@@ -192,10 +197,10 @@ def _with_system(prompt: str | list[dict[str, Any]], system: str | None, place: 
 
 
 def fill(template: str, record: Mapping[str, Any], place: str) -> str:
-    """`template` with each {column} replaced by the row's value; {{ and }} are braces.
+    """`template` with each {column} replaced by the row's value; {{ and }} are braces. Numbers may be rounded: {score:.1f}.
 
-    >>> fill("Q: {q}\\nA:", {"q": "1+1"}, "row 0")
-    'Q: 1+1\\nA:'
+    >>> fill("Q: {q}\\nA:", {"q": "1+1"}, "row 0"), fill("<{s:.0f}>", {"s": 3.6}, "row 0")
+    ('Q: 1+1\\nA:', '<4>')
     """
     text = ""
     try:
@@ -206,14 +211,16 @@ def fill(template: str, record: Mapping[str, Any], place: str) -> str:
         text += literal
         if name is None:
             continue
-        if not name or spec or conversion:
+        if not name or conversion or (spec and not DECIMALS.fullmatch(spec)):
             raise InputError(
                 f"{{{name}...}} is not a {{column}} place", where="data.template", fix="Write {{ and }} for braces that are not places."
             )
         value = _column(record, name, place)
         if not isinstance(value, str | int | float):
             raise InputError(f"column {name!r} is {type(value).__name__}, and data.template needs text or a number", where=place)
-        text += str(value)
+        if spec and (isinstance(value, str) or not math.isfinite(value)):
+            raise InputError(f"column {name!r} is {value!r}, and {{{name}:{spec}}} in data.template needs a number", where=place)
+        text += format(value, spec) if spec else str(value)
     return check_text(text, place, "the filled data.template")
 
 
@@ -247,12 +254,22 @@ def hold_out(cfg: DataConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
     generated = _kind(wanted.source or cfg.source) in GENERATED
     if generated:
         return rows, _generated(cfg, rows)
+    if wanted.source is None and wanted.fixed:
+        raise InputError("rows that are split off have their prompts already.", where="data.eval.fixed", fix="Give data.eval.source.")
     if wanted.source is None:
         return _split_off(rows, wanted.size, wanted.where)
     kind = kind_of(wanted.source)
     options = wanted.options or (cfg.options if kind == _kind(cfg.source) else {})
     rows_eval = load_rows(
-        cfg.model_copy(update={"source": wanted.source, "options": options, "where": wanted.where, "limit": wanted.size or None})
+        cfg.model_copy(
+            update={
+                "source": wanted.source,
+                "options": options,
+                "where": wanted.where,
+                "limit": wanted.size or None,
+                "fixed": {**cfg.fixed, **wanted.fixed},
+            }
+        )
     )
     if len(rows_eval) < wanted.size:
         raise InputError(
@@ -308,7 +325,7 @@ def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
     asked = {prompt_text(row) for row in train}
     kept: list[Row] = []
     records = islice(read(source, options=options), len(train) + size * TRIES)
-    for row in _rows(records, cfg.columns, where, cfg.system, cfg.template):
+    for row in _rows(records, cfg.columns, where, cfg.system, cfg.template, {**cfg.fixed, **wanted.fixed}):
         if len(kept) == size:
             break
         if (text := prompt_text(row)) not in asked:

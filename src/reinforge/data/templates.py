@@ -207,6 +207,12 @@ def check_prefix(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     }
 
 
+def takes_system(template: Template) -> bool:
+    """Whether the template has a place for a system message."""
+    messages = [{"role": "system", "content": "omega"}, {"role": "user", "content": "alpha"}]
+    return _accepts(lambda: template.render(messages, None, generation_prompt=True, where="chat template").text)
+
+
 def takes_tools(template: Template) -> bool:
     """Whether the template has a place for tools, and for what they answer."""
     tool = {"type": "function", "function": {"name": "omega", "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}}}

@@ -22,7 +22,11 @@ def make_client(base_url: str, api_key: str, *, asynchronous: bool, small: bool 
         return AsyncClient(base_url, api_key) if asynchronous else Client(base_url, api_key)
     openai = importlib.import_module("openai")
     common: dict[str, Any] = {"base_url": base_url, "api_key": api_key, "max_retries": 0, "timeout": None}
-    plain = {"verify": False, "trust_env": False, "timeout": None}  # loopback: reading certificates would take a hundred times as long as the rest
+    plain = {
+        "verify": False,
+        "trust_env": False,
+        "timeout": None,
+    }  # loopback: reading certificates would take a hundred times as long as the rest
     if asynchronous:
         return openai.AsyncOpenAI(**common, http_client=openai.DefaultAsyncHttpxClient(**plain))
     return openai.OpenAI(**common, http_client=openai.DefaultHttpxClient(**plain))

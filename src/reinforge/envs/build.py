@@ -45,7 +45,11 @@ class Mixture:
         if wanted is not None:
             found = next((e for e in self.entries if e.name == wanted), None)
             if found is None:
-                raise InputError(f"asks for the environment {wanted!r}.", where=f"row {row.id}", fix=f"There are: {', '.join(e.name for e in self.entries)}.")
+                raise InputError(
+                    f"asks for the environment {wanted!r}.",
+                    where=f"row {row.id}",
+                    fix=f"There are: {', '.join(e.name for e in self.entries)}.",
+                )
             return found
         if len(self.entries) == 1:
             return self.entries[0]
@@ -94,5 +98,9 @@ def as_make(env: MakeEnv | Mixture | Callable[[], Env]) -> MakeEnv:
     """Whatever Python gives as an environment: a class or function without arguments, or one that wants the row."""
     if isinstance(env, Mixture):
         return env
-    wants = [p for p in inspect.signature(env).parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    wants = [
+        p
+        for p in inspect.signature(env).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return env if wants else lambda row: env()  # type: ignore[call-arg, return-value]

@@ -17,4 +17,5 @@ FOREIGN = {  # `name:what` is an environment of another library
     "nemo_rl": "reinforge.envs.adapters.nemo_rl:NemoRlEnv",
     "tinker": "reinforge.envs.adapters.tinker:TinkerEnv",
 }
-FORMATS = ("hermes", "llama_json", "llama_pythonic", "mistral", "pythonic", "harmony", "deepseek", "qwen_xml", "glm")
+FORMATS = ("hermes", "llama_json", "llama_pythonic", "mistral", "pythonic", "harmony", "deepseek", "qwen_xml", "glm", "lfm2")
+UNSCORED = ("single", "tools")  # environments that give no reward of their own

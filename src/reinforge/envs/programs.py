@@ -57,8 +57,7 @@ class FunctionAgent:
 
     @property
     def asynchronous(self) -> bool:
-        called = getattr(self.function, "__call__", None)  # an object with an async __call__
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
 
     def _call(self, address: Address, row: dict[str, Any]) -> Any:
         client = make_client(address.base_url, address.api_key, asynchronous=False)

@@ -57,7 +57,13 @@ def _value(node: ast.expr) -> Any:
         if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int) and abs(right) * left.bit_length() > BITS:
             raise OverflowError("the result is too large")
         return _bounded(BINARY[type(node.op)](left, right))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords and len(node.args) <= 8:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in FUNCTIONS
+        and not node.keywords
+        and len(node.args) <= 8
+    ):
         try:
             return _bounded(FUNCTIONS[node.func.id](*(_value(a) for a in node.args)))
         except TypeError as error:
@@ -81,7 +87,9 @@ class Search:
         root = Path(path).expanduser()
         files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in suffixes and p.is_file())
         if not files:
-            raise InputError(f"there are no text files in {path}.", where="search", fix=f"Give a file, or a folder with {', '.join(suffixes)} files.")
+            raise InputError(
+                f"there are no text files in {path}.", where="search", fix=f"Give a file, or a folder with {', '.join(suffixes)} files."
+            )
         self.results, self.characters = results, characters
         parts = [(f.name, part.strip()) for f in files for part in re.split(r"\n\s*\n", f.read_text("utf-8", errors="replace"))]
         self.parts = [(name, part) for name, part in parts if part]

@@ -111,9 +111,13 @@ def as_tool(given: Given, options: dict[str, dict[str, Any]]) -> Tool:
         return tool(given)
     found = shipped(given, options.get(given, {}))
     if found is None and ":" not in given:
-        raise InputError(f"there is no tool {given!r}.", where="env.options.tools", fix="Shipped are calculator, search and python; your own: file.py:function.")
+        raise InputError(
+            f"there is no tool {given!r}.",
+            where="env.options.tools",
+            fix="Shipped are calculator, search and python; your own: file.py:function.",
+        )
     return found or tool(load_function(given, "env.options.tools"))
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -17,7 +17,16 @@ from reinforge.core.errors import InputError
 Schema = dict[str, Any]
 SIMPLE: dict[Any, Schema] = {str: {"type": "string"}, int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"},
                              type(None): {"type": "null"}, Any: {}, list: {"type": "array"}, dict: {"type": "object"}}  # fmt: skip
-NAMES = {"string": "text", "integer": "a whole number", "number": "a number", "boolean": "true or false", "array": "a list", "object": "an object", "null": "null"}
+NAMES = {
+    "string": "text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+KINDS: dict[str, tuple[type, ...]] = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,), "object": (dict,), "null": (type(None),)}  # fmt: skip
 SECTION = re.compile(r"^\s*(args|arguments|parameters|returns|raises|example|examples)\s*:\s*$", re.IGNORECASE)
 ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
@@ -66,12 +75,14 @@ def tool(function: Callable[..., Any], *, name: str | None = None, pure: bool = 
     >>> tool(add).parameters["properties"], tool(add).parameters["required"]
     ({'a': {'type': 'integer'}, 'b': {'type': 'integer', 'default': 0}}, ['a'])
     """
-    label = name or getattr(function, "__name__", type(function).__name__)
+    label: str = name or str(getattr(function, "__name__", type(function).__name__))
     called = function if inspect.isroutine(function) else function.__call__  # type: ignore[operator]
     try:
         hints = typing.get_type_hints(called)
     except NameError as error:
-        raise InputError(f"the type hints of {label} cannot be read: {error}.", where=f"tool {label}", fix="Import what they name.") from None
+        raise InputError(
+            f"the type hints of {label} cannot be read: {error}.", where=f"tool {label}", fix="Import what they name."
+        ) from None
     description, documented = _described(inspect.getdoc(called) or "")
     properties: Schema = {}
     required: list[str] = []
@@ -105,7 +116,11 @@ def schema_of(hint: Any, where: str) -> Schema:
         return {"type": "object", **({"additionalProperties": schema_of(inner[1], where)} if len(inner) == 2 else {})}
     if typing.is_typeddict(hint):
         hints = typing.get_type_hints(hint)
-        return {"type": "object", "properties": {k: schema_of(v, where) for k, v in hints.items()}, "required": sorted(hint.__required_keys__)}
+        return {
+            "type": "object",
+            "properties": {k: schema_of(v, where) for k, v in hints.items()},
+            "required": sorted(hint.__required_keys__),
+        }
     raise InputError(f"{hint!r} is no type that JSON has.", where=where, fix="Use str, int, float, bool, list, dict, Literal or Optional.")
 
 
@@ -147,7 +162,7 @@ def _number(text: str) -> Any:
 def _is(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
-    return isinstance(value, {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict, "null": type(None)}[kind])
+    return isinstance(value, KINDS[kind])
 
 
 def _said(value: Any) -> str:

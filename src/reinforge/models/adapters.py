@@ -1,4 +1,8 @@
-"""LoRA through peft. The reference model is the same module with its adapter off; nothing is merged or copied."""
+"""LoRA and its kin through peft. The reference model is the same module with its adapter off; nothing is merged or copied.
+
+lora: W + s B A with s = alpha / rank (2106.09685). rslora: s = alpha / sqrt(rank) (2312.03732). dora: direction and length of each output are
+trained apart (2402.09353). qlora: lora on a base in 4 bits, NF4 with double quantisation (2305.14314); the base is quantised as it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,16 @@ from reinforge.config.schema import AdapterConfig
 from reinforge.core.errors import InputError
 
 
-def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int) -> Any:
-    """Wraps the module. Adapter weights are float32 (they are small and learn at small rates) and initialised by `seed`."""
+def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None = None) -> Any:
+    """Wraps the module. Adapter weights are float32 (they are small and learn at small rates) and initialised by `seed`. `head` names a layer
+    (of a reward model) that has no adapter and is trained whole."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if cfg.path:
         wrapped = PeftModel.from_pretrained(module, cfg.path, is_trainable=True)
     else:
-        lora = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha or 2 * cfg.rank, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+        lora = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha or 2 * cfg.rank, lora_dropout=0.0, bias="none", task_type=None if head else "CAUSAL_LM",
+                          use_dora=cfg.kind == "dora", use_rslora=cfg.kind == "rslora", exclude_modules=[head] if head else None,
                           target_modules=cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets))  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -31,8 +37,63 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int) -> Any:
                 raise InputError(
                     str(error).splitlines()[0], where="adapter.targets", fix="Use all-linear, or names that occur in the model."
                 ) from error
+    if head:
+        getattr(wrapped.get_base_model(), head).requires_grad_(True)
     make_lean(wrapped)
     return wrapped
+
+
+def quantization(dtype: torch.dtype) -> Any:
+    """How transformers is to load a base in NF4. The 4-bit weights are computed with in the model's own precision `dtype`."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise InputError(
+            "QLoRA needs bitsandbytes, which is not installed.", where="adapter.kind", fix="pip install 'reinforge[qlora]'"
+        ) from None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+
+
+def keep_unpacked(module: Any) -> None:
+    """On some CPUs bitsandbytes repacks a layer for inference, in place and in bfloat16, at its first forward in evaluation mode; what
+    was repacked passes no gradient on. Our modules are always in evaluation mode, so it must not."""
+    for layer in module.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+
+
+@torch.no_grad()
+def merged(module: Any) -> Any:
+    """The plain model with the adapter in its weights. A quantised base becomes what it stood for: the 4-bit weights written out, then the
+    adapter added. Rounding the sum to 4 bits again would lose much of what was learned."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in list(module.named_modules()):
+        base = layer.base_layer if isinstance(layer, LoraLayer) else layer
+        if type(base).__name__ != "Linear4bit" or name.endswith(".base_layer"):
+            continue
+        weight = _written_out(base)
+        if isinstance(layer, LoraLayer) and not layer.merged:
+            weight += sum(layer.get_delta_weight(adapter).to(weight.dtype) for adapter in layer.active_adapters)
+        plain = torch.nn.Linear(
+            base.in_features, base.out_features, bias=base.bias is not None, device=weight.device, dtype=base.compute_dtype
+        )
+        plain.weight.copy_(weight)
+        if base.bias is not None:
+            plain.bias.copy_(base.bias)
+        parent, _, last = name.rpartition(".")
+        setattr(module.get_submodule(parent), last, plain)
+    return module.merge_and_unload()
+
+
+def _written_out(layer: Any) -> Tensor:
+    """[out, in] float32."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight: Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return weight.float()
 
 
 def make_lean(module: Any) -> None:

@@ -85,21 +85,30 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path") -> Any:
-    """The transformers model of an Auto class, on its device, with every weight from the checkpoint."""
+def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path", *, quantize: bool = False) -> Any:
+    """The transformers model of an Auto class, on its device, with every weight from the checkpoint. `quantize`: to NF4 (QLoRA)."""
     from transformers.utils import logging as transformers_logging
 
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
     transformers_logging.disable_progress_bar()  # the terminal belongs to our own view
     source, kwargs = _source(cfg, where)
+    if quantize:
+        from reinforge.models.adapters import keep_unpacked, quantization
+
+        if "gguf_file" in kwargs:
+            raise InputError("a GGUF file is quantised in its own way.", where="adapter.kind", fix="Use lora, or the original model.")
+        kwargs |= {"quantization_config": quantization(dtype), "device_map": {"": device}}
     module, info = _fetch("model", cfg, lambda: kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **kwargs), where)
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(f"{cfg.path} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]}; they would be random.", where=where,
                          fix="Give a complete model (not a base model without its head, an adapter, or a part of a sharded model).")  # fmt: skip
     if "gguf_file" in kwargs:
-        module = _without_quantization(module, dtype)
+        module = without_quantization(module, dtype)
+    if quantize:
+        keep_unpacked(module)
+        return module.eval()
     return module.to(device).eval()
 
 
@@ -113,7 +122,7 @@ def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: 
     from reinforge.models.exact_proof import prove
 
     tokenizer = load_tokenizer(cfg)
-    module = _load_module(cfg, AutoModelForCausalLM)
+    module = _load_module(cfg, AutoModelForCausalLM, quantize=adapter is not None and adapter.kind == "qlora")
     CausalModel(module, tokenizer).verify()
     if adapter is not None:
         module = add_adapter(module, adapter, seed=seed)
@@ -130,12 +139,15 @@ def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: 
     return model
 
 
-def load_scalar(cfg: ModelConfig, *, where: str = "model.path", fresh: bool = False) -> ScalarModel:
+def load_scalar(
+    cfg: ModelConfig, adapter: AdapterConfig | None = None, *, where: str = "model.path", fresh: bool = False, seed: int = 0
+) -> ScalarModel:
     """A critic or reward model, checked against transformers' own forward: a sequence classifier with one label, or, with `fresh`,
-    also a causal LM, which gets a head that starts at 0."""
+    also a causal LM, which gets a head that starts at 0. With an adapter the head is trained whole."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from reinforge.models.scalar import ScalarModel
+    from reinforge.models.adapters import add_adapter
+    from reinforge.models.scalar import HEAD, ScalarModel
 
     names = load_config(cfg, where).architectures or []
     classifier = any(name.endswith("ForSequenceClassification") for name in names)
@@ -148,15 +160,19 @@ def load_scalar(cfg: ModelConfig, *, where: str = "model.path", fresh: bool = Fa
     else:
         model = ScalarModel.on_trunk(_load_module(cfg, AutoModelForCausalLM, where), tokenizer, where=where)
     model.verify()
+    if adapter is not None:
+        model = ScalarModel(add_adapter(model.module, adapter, seed=seed, head=HEAD), tokenizer, where=where)
     if cfg.compile and model.device.type == "cuda":
         model.compile_layers()
+    if cfg.gradient_checkpointing and adapter is not None:
+        model.plain.enable_input_require_grads()
     if cfg.gradient_checkpointing:
         model.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     return model
 
 
-def _without_quantization(module: Any, dtype: torch.dtype) -> Any:
-    """A GGUF file loads dequantised but still says that it is quantised, and then cannot be saved: make a plain one."""
+def without_quantization(module: Any, dtype: torch.dtype) -> Any:
+    """What is dequantised (a GGUF file, a merged QLoRA) but still says that it is quantised cannot be saved: make a plain one."""
     config = type(module.config).from_dict({k: v for k, v in module.config.to_dict().items() if k != "quantization_config"})
     plain = type(module)._from_config(config, dtype=dtype)
     plain.load_state_dict(module.state_dict())

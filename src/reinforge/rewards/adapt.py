@@ -53,8 +53,17 @@ def _verl(function: Callable[..., Any]) -> Callable[..., Any]:
     def reward(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float | None]:
         scores: list[float | None] = []
         for i, text in enumerate(completions):
-            row = {name: values[i] if isinstance(values, list) and len(values) == len(completions) else values for name, values in columns.items()}
-            given = {"data_source": row.pop("data_source", None), "solution_str": text, "ground_truth": _truth(row), "extra_info": row.pop("extra_info", None), **row}
+            row = {
+                name: values[i] if isinstance(values, list) and len(values) == len(completions) else values
+                for name, values in columns.items()
+            }
+            given = {
+                "data_source": row.pop("data_source", None),
+                "solution_str": text,
+                "ground_truth": _truth(row),
+                "extra_info": row.pop("extra_info", None),
+                **row,
+            }
             result = function(**{k: v for k, v in given.items() if takes_all or k in own})
             scores.append(result["score"] if isinstance(result, dict) else result)
         return scores

@@ -73,11 +73,17 @@ def parse_tests(given: Any, entry: str | None = None, kind: Kind | None = None, 
     cases = [_pair(test, where) for test in given]
     kind = kind or ("stdin" if all(isinstance(a, str) and isinstance(b, str) for a, b in cases) else "calls")
     if kind == "stdin":
-        return Tests("stdin", [("\n".join(a) if isinstance(a, list) else str(a), "\n".join(b) if isinstance(b, list) else str(b)) for a, b in cases])
+        return Tests(
+            "stdin", [("\n".join(a) if isinstance(a, list) else str(a), "\n".join(b) if isinstance(b, list) else str(b)) for a, b in cases]
+        )
     if not entry:
-        raise InputError("tests call a function, and nothing says which.", where=where, fix="Add a column entry_point, or the option entry_point.")
+        raise InputError(
+            "tests call a function, and nothing says which.", where=where, fix="Add a column entry_point, or the option entry_point."
+        )
     if not all(isinstance(args, list | tuple) for args, _ in cases):
-        raise InputError("the arguments of a call are a list.", where=where, fix="Write [[args, expected]], e.g. [[[1, 2], 3]] for f(1, 2) == 3.")
+        raise InputError(
+            "the arguments of a call are a list.", where=where, fix="Write [[args, expected]], e.g. [[[1, 2], 3]] for f(1, 2) == 3."
+        )
     return Tests("calls", cases, entry)
 
 
@@ -116,7 +122,9 @@ class CodeReward:
 
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:
-            raise InputError(f"unknown language {self.language!r}.", where=f"{self.where}.language", fix=f"There are: {', '.join(LANGUAGES)}.")
+            raise InputError(
+                f"unknown language {self.language!r}.", where=f"{self.where}.language", fix=f"There are: {', '.join(LANGUAGES)}."
+            )
         if self.kind not in (None, "stdin", "calls", "asserts"):
             raise InputError(f"{self.kind!r} is no kind of tests.", where=f"{self.where}.kind", fix="There are: stdin, calls, asserts.")
         limits = Limits(seconds=self.timeout, memory_mb=self.memory_mb, packages=tuple(self.packages))
@@ -137,7 +145,10 @@ class CodeReward:
             raise InputError(f"reward code needs the column {self.tests}, which the rows do not have.", where=self.where,
                              fix="Map a column with data.columns, or name it in options.tests.")  # fmt: skip
         entries = columns.get("entry_point") or [None] * len(completions)
-        parsed = [None if t is None else parse_tests(t, self.entry_point or e, self.kind, self.tests) for t, e in zip(columns[self.tests], entries, strict=True)]
+        parsed = [
+            None if t is None else parse_tests(t, self.entry_point or e, self.kind, self.tests)
+            for t, e in zip(columns[self.tests], entries, strict=True)
+        ]
         tasks = [asyncio.ensure_future(self.verdict(text, tests)) for text, tests in zip(completions, parsed, strict=True)]
         try:
             verdicts = await asyncio.gather(*tasks)
@@ -170,7 +181,11 @@ class CodeReward:
         if tests.kind == "stdin":
             return await self.pool.call(judge_stdin, Program(code, self.language), tests.cases, rules)
         if self.language != "python":
-            raise InputError(f"tests of kind {tests.kind} are for Python.", where=f"{self.where}.language", fix="Other languages have tests by stdin and stdout.")
+            raise InputError(
+                f"tests of kind {tests.kind} are for Python.",
+                where=f"{self.where}.language",
+                fix="Other languages have tests by stdin and stdout.",
+            )
         if tests.kind == "calls":
             assert tests.entry is not None
             return await self.pool.call(judge_calls, code, tests.entry, tests.cases, rules)
@@ -193,5 +208,9 @@ def code_reward(options: Mapping[str, Any], where: str = "rewards") -> CodeRewar
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, n=1)
-            raise InputError(f"code has no option {name}.", where=where, fix=(f"Did you mean {near[0]}? " if near else "") + f"It has: {', '.join(known)}.")
+            raise InputError(
+                f"code has no option {name}.",
+                where=where,
+                fix=(f"Did you mean {near[0]}? " if near else "") + f"It has: {', '.join(known)}.",
+            )
     return CodeReward(**options, where=where)

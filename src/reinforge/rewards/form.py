@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -59,14 +59,19 @@ def cosine_length(
 ) -> list[float | None]:
     """Cosine length reward (2502.03373): r(n) = r_L + (r_0 - r_L)(1 + cos(πn/L))/2 with its own [r_0, r_L] for right and wrong
     answers, n and L in characters, and `exceed` from L on. Right ones are better short; wrong ones are worse short."""
-    judge = {"exact_number": exact_number, "exact_match": exact_match}.get(correct)
+    judges: dict[str, Callable[..., list[float | None]]] = {"exact_number": exact_number, "exact_match": exact_match}
+    judge = judges.get(correct)
     if judge is None:
-        raise InputError(f"{correct!r} does not tell right from wrong.", where="rewards.options.correct", fix="There are: exact_number, exact_match.")
+        raise InputError(
+            f"{correct!r} does not tell right from wrong.", where="rewards.options.correct", fix="There are: exact_number, exact_match."
+        )
     out: list[float | None] = []
     for text, verdict in zip(completions, judge(completions, answer), strict=True):
         first, last = right if verdict else wrong
         n = len(text)
-        out.append(None if verdict is None else exceed if n >= max_length else last + (first - last) * (1 + math.cos(math.pi * n / max_length)) / 2)
+        out.append(
+            None if verdict is None else exceed if n >= max_length else last + (first - last) * (1 + math.cos(math.pi * n / max_length)) / 2
+        )
     return out
 
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from math import prod
 from typing import Any
 
 from reinforge.core.errors import InputError
@@ -32,7 +31,10 @@ _INLINE = re.compile(r"\$\$(.{1,400}?)\$\$|\$([^$\n]{1,400})\$|\\\((.{1,400}?)\\
 _NUMBER = re.compile(r"(?<![\w.^])[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?(?:\s*\\?%)?", re.ASCII)
 _PLAIN = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|[-+]?\.\d+", re.ASCII)
 _RATIONAL = re.compile(r"[-+]?(?:[\d.,]+|\\[dt]?frac\{\d+\}\{\d+\}|\d+/\d+)", re.ASCII)
-_COMPUTES = re.compile(r"(?<=[\w)}!])\s*(?:[-+*÷]|\\(?:cdot|times|div|pm|mp)\b(?!\s*10\s*\^))|!|\\(?:sum|prod|int|lim|binom|choose|log|ln|sin|cos|tan|max|min|gcd)(?![A-Za-z])")
+_CHAINED = re.compile(r"(?:\^|\*\*)[{(\s]*(\d{1,9})[\s})]*[)}\]]\s*(?=(?:\^|\*\*)[{(\s]*(\d{1,9}))")
+_COMPUTES = re.compile(
+    r"(?<=[\w)}!])\s*(?:[-+*÷]|\\(?:cdot|times|div|pm|mp)\b(?!\s*10\s*\^))|!|\\(?:sum|prod|int|lim|binom|choose|log|ln|sin|cos|tan|max|min|gcd)(?![A-Za-z])"
+)
 
 
 def boxed(text: str) -> str | None:
@@ -80,9 +82,9 @@ def too_large(answer: str) -> bool:
     if _depth(answer) > DEPTH or _tower(answer) > TOWER:
         return True
     powers = [int(n) for n in re.findall(r"(?:\^|\*\*)\s*[{(\s]*[-+]?(\d{1,9})", answer)]
-    of_powers = [int(n) for n in re.findall(r"[)}\]]\s*(?:\^|\*\*)\s*[{(\s]*[-+]?(\d{1,9})", answer)]  # ((10^9)^9)^9
+    chained = [int(a) * int(b) // 10 for a, b in _CHAINED.findall(answer)]  # (10^9)^9
     factorials = [int(n) for n in re.findall(r"(\d{1,9})[\s)}]*!", answer)]
-    largest = max([*powers, prod(max(1, n) for n in of_powers) // 10 if len(of_powers) > 1 else 0], default=0)
+    largest = max([*powers, *chained], default=0)
     return largest > EXPONENT or any(n > FACTORIAL for n in factorials) or answer.count("!") > 3
 
 
@@ -138,7 +140,7 @@ def restates(answer: str, gold: str, prompt: str) -> bool:
     return _RATIONAL.fullmatch(wanted) is not None or tight in re.sub(r"\s", "", prompt)
 
 
-def decided(completion: str, gold: str | None, prompt: str, *, boxed_only: bool = False) -> float | None | tuple[str, str]:
+def decided(completion: str, gold: str | None, prompt: str, *, boxed_only: bool = False) -> float | tuple[str, str] | None:
     """The score where a rule decides it; otherwise the two answers to compare."""
     if gold is None or too_large(gold):
         return None

@@ -26,8 +26,11 @@ def placed(cfg: RewardConfig, name: str, function: Callable[..., Any], where: st
     kind = cfg.kind or (None if ours else kind_of(function))
     foreign = CALLS_OTHERS.get(name, ()) if ours else ()
     target = None if cfg.in_process else _target(cfg.name, function)
-    here = cfg.in_process if cfg.in_process is not None else (ours and not foreign) or not _wants_a_process(function, target)
-    reward = FunctionReward(name, adapted(function, kind), cfg.weight, cfg.options, pure=ours and here and not foreign, timeout=cfg.timeout, each=bool(foreign))
+    by_default = not foreign if ours else not _wants_a_process(function, target)
+    here = by_default if cfg.in_process is None else cfg.in_process
+    reward = FunctionReward(
+        name, adapted(function, kind), cfg.weight, cfg.options, pure=ours and here and not foreign, timeout=cfg.timeout, each=bool(foreign)
+    )
     if not here:
         if target is None:
             raise InputError(f"{name} is a closure, or stands in the main script: no other process can find it.", where=f"{where}.in_process",

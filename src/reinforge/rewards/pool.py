@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import json
 import math
+import secrets
 import socket
 import subprocess
 import sys
@@ -104,6 +105,7 @@ class Pool:
         self._template: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._idle: deque[Worker] = deque()
+        self._busy = 0
         self._room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self.start()
 
@@ -113,7 +115,9 @@ class Pool:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         memory = None if spec.memory_gib is None else int(spec.memory_gib * 2**30)
         said = json.dumps({"target": spec.target, "kind": spec.kind, "memory": memory, "path": sys.path, "preload": spec.preload})
-        self._template = subprocess.Popen([sys.executable, "-c", BOOT, str(theirs.fileno()), said], pass_fds=(theirs.fileno(),), start_new_session=True)
+        self._template = subprocess.Popen(
+            [sys.executable, "-c", BOOT, str(theirs.fileno()), said], pass_fds=(theirs.fileno(),), start_new_session=True
+        )
         theirs.close()
         self._control = ours
 
@@ -126,7 +130,7 @@ class Pool:
 
     async def call(self, name: str, given: Mapping[str, Any], count: int) -> Outcome:
         """The scores of `count` completions. Raises what the reward raised."""
-        request = {"name": name, "given": _plain(name, given), "count": count}
+        request = {"name": name, "given": _plain(name, given), "count": count, "nonce": secrets.token_hex(8)}
         async with self._slot():
             worker = await self._worker()
             reply = None
@@ -136,6 +140,7 @@ class Pool:
                 return Outcome([None] * count, crashes=count)
             finally:  # also when we are cancelled: a worker in the middle of a call is of no use
                 worker.calls += 1
+                self._busy -= 1
                 if reply is not None and not self.spec.fresh and worker.calls < CALLS:
                     self._idle.append(worker)
                 else:
@@ -146,6 +151,7 @@ class Pool:
     async def _ask(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any] | None:
         """The reply, or None if there was none in time."""
         worker.buffer.clear()
+        reply: dict[str, Any] | None
         try:
             async with asyncio.timeout(self.spec.timeout):
                 await worker.send(request)
@@ -154,8 +160,8 @@ class Pool:
             reply = worker.at_hand()
         except OSError as error:
             raise Crashed from error
-        if reply is not None and reply.get("raised") == "MemoryError":
-            raise Crashed
+        if reply is not None and (reply.get("nonce") != request["nonce"] or reply.get("raised") == "MemoryError"):
+            raise Crashed  # an answer to nothing that was asked: somebody else wrote it
         return reply
 
     def _slot(self) -> asyncio.Semaphore:
@@ -167,17 +173,22 @@ class Pool:
     async def _worker(self) -> Worker:
         """One that has said hello. A template process that died is started again."""
         for _ in range(TRIES):
-            if not self._idle:
-                self._idle.extend(self._order() for _ in range(self.spec.workers))
+            self._idle.extend(self._order() for _ in range(self.spec.workers - self._busy - len(self._idle)))
             worker = self._idle.popleft()
+            self._busy += 1
             try:
                 if worker.pid == 0:
                     await self._greet(worker)
+                return worker
             except (Crashed, OSError):  # with its template
+                self._busy -= 1
                 worker.channel.close()
-                continue
-            return worker
-        raise InputError(f"the process of {self.spec.target} died {TRIES} times before it could start.", where="rewards", fix="Does importing it exit?")
+            except BaseException:
+                self._busy -= 1
+                raise
+        raise InputError(
+            f"the process of {self.spec.target} died {TRIES} times before it could start.", where="rewards", fix="Does importing it exit?"
+        )
 
     async def _greet(self, worker: Worker) -> None:
         try:
@@ -185,7 +196,9 @@ class Pool:
                 hello = await worker.receive()
         except TimeoutError:
             self.close()
-            raise InputError(f"{self.spec.target} could not be imported in {START:g} s.", where="rewards", fix="Does importing it wait for something?") from None
+            raise InputError(
+                f"{self.spec.target} could not be imported in {START:g} s.", where="rewards", fix="Does importing it wait for something?"
+            ) from None
         except asyncio.CancelledError:
             self._idle.append(worker)  # nobody has used it
             raise
@@ -244,7 +257,11 @@ def _outcome(name: str, reply: dict[str, Any], count: int) -> Outcome:
         what, where, fix = reply["input_error"]
         raise InputError(str(what), where=where, fix=fix)
     scores = reply.get("scores")
-    if not isinstance(scores, list) or len(scores) != count or not all(s is None or (type(s) is float and math.isfinite(s)) for s in scores):
+    if (
+        not isinstance(scores, list)
+        or len(scores) != count
+        or not all(s is None or (type(s) is float and math.isfinite(s)) for s in scores)
+    ):
         return Outcome([None] * count, crashes=count)
     return Outcome(scores)
 

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,7 +106,7 @@ class JudgeReward:
     async def _judged(self, prompt: Any, completions: Sequence[str]) -> Outcome:
         scores: list[float | None] = [None] * len(completions)
         for attempt in range(self.tries):
-            judge = Judge(lambda text, attempt=attempt: self._ask(text, attempt), mode=self.mode, template=self.template)
+            judge = Judge(partial(self._ask, attempt), mode=self.mode, template=self.template)
             try:
                 scores = await judge(prompt, completions)
             except TooSlow:
@@ -115,7 +116,7 @@ class JudgeReward:
         top = HIGHEST if self.mode == "score" else 1.0
         return Outcome([None if s is None else s / top for s in scores])
 
-    async def _ask(self, text: str, attempt: int) -> str:
+    async def _ask(self, attempt: int, text: str) -> str:
         server = self.asker.server
         asked = json.dumps([server.url, server.model, self.sampling.max_new_tokens, self.sampling.temperature, attempt, text])
         key = hashlib.sha256(asked.encode()).hexdigest()
@@ -136,7 +137,9 @@ class HttpReward:
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> Outcome:
         missing = [name for name in self.columns if name not in columns]
         if missing:
-            raise InputError(f"the rows have no column {', '.join(missing)}.", where=f"{self.asker.where}.columns", fix="Map it with data.columns.")
+            raise InputError(
+                f"the rows have no column {', '.join(missing)}.", where=f"{self.asker.where}.columns", fix="Map it with data.columns."
+            )
         body: dict[str, Any] = {"prompts": list(prompts), "completions": list(completions)}
         if self.columns:
             body["columns"] = {name: columns[name] for name in self.columns}
@@ -187,7 +190,9 @@ def remote_reward(name: Literal["judge", "http"], options: Mapping[str, Any], ti
         template = path.read_text()
     Judge(_nobody, mode=mode, template=template)  # a prompt without its places is refused here
     replies = Replies(Path(options["cache"]).expanduser() if options.get("cache") else None)
-    return JudgeReward(asker, mode, template, replies, Sampling(int(options.get("max_tokens", 1024)), float(options.get("temperature", 0.0))))
+    return JudgeReward(
+        asker, mode, template, replies, Sampling(int(options.get("max_tokens", 1024)), float(options.get("temperature", 0.0)))
+    )
 
 
 async def _nobody(text: str) -> str:

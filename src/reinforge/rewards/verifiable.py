@@ -11,7 +11,9 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 MAX_DIGITS = 40  # a longer "number" is nonsense, and big integers are an attack on the parser
-_CODE = re.compile(r"__|\b(?:exec|eval|open|compile|getattr|setattr|delattr|globals|locals|vars|input|breakpoint|exit|quit|print|help)\s*\(")
+_CODE = re.compile(
+    r"__|\b(?:exec|eval|open|compile|getattr|setattr|delattr|globals|locals|vars|input|breakpoint|exit|quit|print|help)\s*\("
+)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?![\d])", re.ASCII)
 
 
@@ -98,7 +100,9 @@ def last_value(text: str) -> Decimal | None:
     return value.scaleb(int(exponent or 0)).normalize() if exponent or percent or below else value
 
 
-def number(completions: Sequence[str], answer: Sequence[Any], tolerance: float = 0.0, relative: float = 0.0, **_: Any) -> list[float | None]:
+def number(
+    completions: Sequence[str], answer: Sequence[Any], tolerance: float = 0.0, relative: float = 0.0, **_: Any
+) -> list[float | None]:
     """1 if the last number is the answer's, within `tolerance` + `relative` x |answer|. Fractions, percents and 1e-3 are numbers."""
     scores: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):

@@ -115,7 +115,7 @@ def serve(channel: socket.socket, function: Callable[..., Any] | str, spec: dict
         while not isinstance(function, str):
             request = receive(channel)
             printed.left = PRINTED
-            channel.sendall(packed(answer(function, request)))
+            channel.sendall(packed({**answer(function, request), "nonce": request["nonce"]}))
     except BaseException:  # the other end is gone, or memory is: nobody to tell
         pass
     os._exit(0)

@@ -190,12 +190,14 @@ class Player:
         """The model's turn as the environment sees it, and as a message for the chat template."""
         text = self.renderer.decode(completion.tokens)
         parsed = self.talk.read(self._spelled(completion)) if self.talk.reads else Parsed(text)
+        if parsed.thinking is not None:
+            text = parsed.content  # the answer alone
         calls = [replace(call, id=call.id or _id(episode.uid, episode.turns, k)) for k, call in enumerate(parsed.calls)]
         turn, most = episode.turns, self.limits.max_turns
         action = Action(
             text, list(completion.tokens), parsed.content if calls or parsed.errors else text, calls, parsed.errors, turn=turn,
             last=most is not None and turn + 1 >= most, stop=completion.stop,
-            seed=seed_of(self.seed, self.purpose, episode.uid, turn, "env"), deadline=deadline(self.limits.turn_seconds),
+            seed=seed_of(self.seed, self.purpose, episode.uid, turn, "env"), deadline=deadline(self.limits.turn_seconds), thinking=parsed.thinking or "",
         )  # fmt: skip
         episode.text, episode.turns, episode.last_tokens = text, turn + 1, len(completion.tokens)
         episode.calls += len(calls)

@@ -13,6 +13,7 @@ from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.core.threads import in_thread
+from reinforge.rollout.agents import AgentPlayer
 from reinforge.rollout.episode import Episode, Player, Track
 from reinforge.rollout.journal import Scores, tokens_hash
 from reinforge.rollout.race import race
@@ -33,10 +34,11 @@ class Episodes:
     its own. An episode that failed is unscored.
     """
 
-    def __init__(self, player: Player, scorer: Scorer, sampling: Sampling, *, n: int, concurrent: int = 256, compare: Compare | None = None,
-                 greedy_baseline: bool = False, tell: Callable[[str], None] | None = None):  # fmt: skip
+    def __init__(self, player: Player | AgentPlayer, scorer: Scorer, sampling: Sampling, *, n: int, concurrent: int = 256, compare: Compare | None = None,
+                 greedy_baseline: bool = False, tell: Callable[[str], None] | None = None, component: str = ENV):  # fmt: skip
         self.player, self.scorer, self.sampling, self.n = player, scorer, sampling, n
         self.concurrent, self.compare, self.greedy_baseline = concurrent, compare, greedy_baseline
+        self.component = component  # the name of the player's own reward, and of its metrics
         self.tell = tell  # hears why the first episodes failed
         self.counts: Counter[str] = Counter()  # since the beginning: episodes, failures by kind, rows that rewriting added
         self.errors: list[str] = []  # why episodes failed, for the log
@@ -97,7 +99,7 @@ class Episodes:
             components, reward = self._total(episode, scored, scores)
             for k, track in enumerate(episode.tracks or [self._empty()]):
                 uid = episode.uid if k == 0 else f"{episode.uid}.{k}"
-                weight = self.scorer.weights.get(ENV, 1.0)
+                weight = self.scorer.weights.get(self.component, 1.0)
                 samples.append(track.sample(uid, group, episode.uid, weight, rewards=components, reward=reward, stop=episode.stop))
                 texts.append(self.player.renderer.decode(track.tokens[track.prompt :]))
         return samples, texts
@@ -110,12 +112,13 @@ class Episodes:
 
     def _total(self, episode: Episode, scored: Sequence[Episode], scores: Scores) -> tuple[Components, float | None]:
         if episode.failed is not None:
-            return {name: None for name in (ENV, *scores)}, None
+            return {name: None for name in (self.component, *scores)}, None
         i = next(k for k, e in enumerate(scored) if e is episode)
         components: Components = {name: values[i] for name, values in scores.items()}
-        if ENV in self.scorer.weights:
-            silent = 0.0 if episode.rewarded or not components else None  # it had nothing to add, or alone decides: that is 0
-            components = {ENV: silent if episode.reward is None else episode.reward, **components}
+        if self.component in self.scorer.weights:
+            alone = self.component == ENV and not components  # an agent that gives no reward was not scored by it
+            silent = 0.0 if episode.rewarded or alone else None  # it had nothing to add, or alone decides: that is 0
+            components = {self.component: silent if episode.reward is None else episode.reward, **components}
         return self.scorer.total(components, episode.last_tokens)
 
     async def _compared(self, row: Row, group: str, episodes: Sequence[Episode], tokens: list[list[int]]) -> list[float | None]:
@@ -142,14 +145,17 @@ class Episodes:
 
         fine = [e for e in episodes if e.failed is None]
         out = {
-            "env/turns": mean([e.turns for e in episodes]), "env/failed": mean([e.failed is not None for e in episodes]),
-            "env/timeouts": mean([e.failed is not None and e.failed.kind == "timeout" for e in episodes]),
-            "env/rewritten": mean([max(0, len(e.tracks) - 1) for e in episodes]),
+            f"{self.component}/turns": mean([e.turns for e in episodes]), f"{self.component}/failed": mean([e.failed is not None for e in episodes]),
+            f"{self.component}/timeouts": mean([e.failed is not None and e.failed.kind == "timeout" for e in episodes]),
+            f"{self.component}/rewritten": mean([max(0, len(e.tracks) - 1) for e in episodes]),
         }  # fmt: skip
         if fine:
-            out["env/return"] = mean([e.returns for e in fine])
+            out[f"{self.component}/return"] = mean([e.returns for e in fine])
         if any(e.calls or e.malformed for e in episodes):
-            out |= {"env/calls": mean([e.calls for e in episodes]), "env/malformed_calls": mean([e.malformed for e in episodes])}
+            out |= {
+                f"{self.component}/calls": mean([e.calls for e in episodes]),
+                f"{self.component}/malformed_calls": mean([e.malformed for e in episodes]),
+            }
         for name in sorted({name for e in fine for name in e.metrics}):
-            out[f"env/{name}"] = mean([e.metrics[name] for e in fine if name in e.metrics])
+            out[f"{self.component}/{name}"] = mean([e.metrics[name] for e in fine if name in e.metrics])
         return out

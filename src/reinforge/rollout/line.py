@@ -51,9 +51,11 @@ class Said:
     """An answer as the agent hears it."""
 
     completion: Completion
-    content: str
+    text: str  # of the answer, its tool calls included
+    content: str  # without them
     calls: Sequence[Call] = ()
     errors: Sequence[str] = ()  # calls that could not be read; they stay in the content
+    thinking: str = ""  # what the model wrote in another channel; the agent does not hear it
 
 
 @dataclass
@@ -139,8 +141,10 @@ class Line:
         for completion in await self._generate(prompt, asked):
             heard = self._read(completion, asked, bool(tools))
             said.append(heard)
-            action = Action(heard.content, list(completion.tokens), heard.content, heard.calls, heard.errors)
-            answer = talk.said(self._visible(completion, asked), action)
+            action = Action(
+                heard.text, list(completion.tokens), heard.content, calls=heard.calls, errors=heard.errors, thinking=heard.thinking
+            )
+            answer = talk.said(heard.text, action)
             self._keep(Turn(parent, given, completion, dialogue, [*messages, as_message(heard)], tools, answer), heard)
         return prompt, said
 
@@ -160,7 +164,7 @@ class Line:
             raise Refused("prompt: empty, there is nothing to continue", param="prompt")
         said = []
         for completion in await self._generate(ids, asked):
-            heard = Said(completion, self._visible(completion, asked))
+            heard = Said(completion, text := self._visible(completion, asked), text)
             said.append(heard)
             open_end = isinstance(prompt, str) and completion.tokens[-1] not in renderer.template.special_ids
             self._keep(Turn(parent, given, completion, text=f"{prompt}{renderer.decode(completion.tokens)}" if open_end else None), heard)
@@ -179,19 +183,21 @@ class Line:
             return message
         calls = [Call(c["function"]["name"], c["function"].get("arguments") or {}, str(c.get("id") or "")) for c in message["tool_calls"]]
         if talk.native:
-            return talk.said("", Action("", [], str(message.get("content") or ""), calls))
+            return talk.said("", Action("", [], str(message.get("content") or ""), calls=calls))
         return {"role": "assistant", "content": f"{message.get('content') or ''}{talk.format.render(calls)}"}
 
     # ---- answers ----
 
     def _read(self, completion: Completion, asked: Asked, tools: bool) -> Said:
         text, talk = self._visible(completion, asked), self.model.talk
-        parsed = talk.read(self._spelled(completion)) if tools and talk.reads else Parsed(text)
-        if parsed.errors or not parsed.calls:
-            return Said(completion, text, errors=parsed.errors)
-        place = len(self.recording.turns)
-        return Said(completion, parsed.content,
-                    [replace(c, id=c.id or f"{seed_of(self.uid, place, k) % 16**9:09x}") for k, c in enumerate(parsed.calls)])  # fmt: skip
+        parsed = talk.read(self._spelled(completion)) if talk.reads else Parsed(text)
+        text = text if parsed.thinking is None else parsed.content
+        thinking = parsed.thinking or ""
+        if not tools or parsed.errors or not parsed.calls:
+            return Said(completion, text, text, errors=parsed.errors if tools else (), thinking=thinking)
+        name = tokens_hash([completion.tokens])
+        calls = [replace(c, id=c.id or f"{seed_of(self.uid, name, k) % 16**9:09x}") for k, c in enumerate(parsed.calls)]
+        return Said(completion, text, parsed.content, calls, thinking=thinking)
 
     def _visible(self, completion: Completion, asked: Asked) -> str:
         """The text up to a stop string."""
@@ -217,7 +223,9 @@ class Line:
             raise Refused(f"an episode has at most {most} answers of the model (agent.max_calls)", code="too_many_calls")
         if asked.temperature is not None and asked.temperature != self.sampling.temperature:
             if model.temperature == "refuse":
-                raise Refused(f"temperature: {self.sampling.temperature:g} is what is trained; ask for that, or leave it out", param="temperature")
+                raise Refused(
+                    f"temperature: {self.sampling.temperature:g} is what is trained; ask for that, or leave it out", param="temperature"
+                )
             self.counts["overridden"] += asked.n
         limit = min(self.sampling.max_new_tokens, room)
         wanted = limit if asked.max_tokens is None else min(asked.max_tokens, limit)

@@ -62,6 +62,12 @@ class SingleTurn:
         faults = Counter(self.scorer.faults(group)) + Counter(self.scorer.faults(f"{group}#greedy"))
         return Group(row, samples, texts, extra_tokens=len(likeliest.tokens), faults=faults)
 
+    async def scored(self, row: Row, group: str, prompt: list[int], completions: list[Completion]) -> Group:
+        """The group that these completions are, whoever wrote them."""
+        texts = [self.decode(c.tokens) for c in completions]
+        scores = await self.scorer.score([row] * len(texts), group, [c.tokens for c in completions], texts)
+        return Group(row, self._samples(group, prompt, completions, scores), texts, faults=self.scorer.faults(group))
+
     async def _complete(self, row: Row, name: str, prompt: list[int], sampling: Sampling, key: int, n: int) -> Scored:
         completions = await self.engine.generate(prompt, sampling, key=key, n=n)
         texts = [self.decode(c.tokens) for c in completions]

@@ -145,6 +145,8 @@ def harvest_metrics(harvest: Harvest, weights: dict[str, float]) -> dict[str, fl
         "tokens/discarded": tokens_in(harvest.discarded),
         "tokens/replayed": sum(s.n_trained for g in harvest.replayed for s in g.samples),
     }
+    if any(g.given is not None for g in harvest.groups):  # the data's answers, each once for every sampled one it is compared with
+        out["tokens/given"] = sum(g.given.n_trained * len(g.samples) for g in harvest.groups if g.given is not None)
     if harvest.cancelled:
         out["groups/cancelled"] = harvest.cancelled
     for kind in sorted({kind for g in everything for kind in g.faults}):

@@ -81,7 +81,13 @@ def unknown_names(code: str) -> set[str]:
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
                 read.add(name)
-            case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+            case (
+                ast.Name(id=name)
+                | ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+                | ast.arg(arg=name)
+            ):
                 bound.add(name)
             case ast.Import(names=names) | ast.ImportFrom(names=names):
                 bound |= {(n.asname or n.name).partition(".")[0] for n in names}

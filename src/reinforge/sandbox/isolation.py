@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reinforge.core.errors import InputError
-from reinforge.sandbox.program import MIB, WORK, Limits, interpreter
+from reinforge.sandbox.program import MIB, WORK, Limits, interpreter, package_paths
 from reinforge.sandbox.seccomp import bpf_filter
 
 Backend = Literal["auto", "bubblewrap", "namespaces"]
@@ -24,8 +24,19 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-TEXTS = (("/etc/passwd", f"sandbox:x:1000:1000::{WORK}:/bin/sh\n"), ("/etc/group", "sandbox:x:1000:\n"), ("/etc/hosts", "127.0.0.1 localhost\n"))
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "TMPDIR": WORK, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "USER": "sandbox"}
+TEXTS = (
+    ("/etc/passwd", f"sandbox:x:1000:1000::{WORK}:/bin/sh\n"),
+    ("/etc/group", "sandbox:x:1000:\n"),
+    ("/etc/hosts", "127.0.0.1 localhost\n"),
+)
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": WORK,
+    "TMPDIR": WORK,
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "USER": "sandbox",
+}
 FIX = (
     "Install bubblewrap, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
     "kernel.apparmor_restrict_unprivileged_userns=0; in a container: --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN), "
@@ -52,11 +63,15 @@ def layout(packages: tuple[str, ...] = ()) -> tuple[tuple[tuple[str, str], ...],
     if not _below(home, folders):
         folders.append(home)
     for package in packages:
-        if not os.path.isdir(package) or not os.path.isabs(package):
-            raise InputError(f"{package} is no folder.", where="packages", fix="Give absolute paths of folders with Python packages.")
-    folders += [p for p in packages if not _below(p, folders)]
+        if not os.path.isdir(package) or not os.stat(package).st_mode & 0o005:
+            raise InputError(
+                f"{package} is no folder that everybody may read.",
+                where="packages",
+                fix="Name folders with Python packages; chmod o+rX them.",
+            )
     files = [p for p in (*SETTINGS, *DEVICES) if os.path.exists(p)]
-    return tuple((os.path.realpath(p), p) for p in (*folders, *files)), (*links, (WORK, "/dev/shm"), ("/proc/self/fd", "/dev/fd"))
+    shown = [*((p, p) for p in folders + files), *zip(packages, package_paths(packages), strict=True)]
+    return tuple((os.path.realpath(source), path) for source, path in shown), (*links, (WORK, "/dev/shm"), ("/proc/self/fd", "/dev/fd"))
 
 
 def _below(path: str, folders: Sequence[str]) -> bool:
@@ -96,7 +111,11 @@ def arguments(isolation: Isolation, limits: Limits, info_fd: int, fds: Sequence[
         return [*launch, str(LAUNCHER), *map(str, fds)]
     binds, links = layout(limits.packages)
     flags = ["--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--as-pid-1"]
-    flags += ["--new-session", "--hostname", "sandbox"] if os.getuid() == 0 else ["--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
+    flags += (
+        ["--new-session", "--hostname", "sandbox"]
+        if os.getuid() == 0
+        else ["--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
+    )
     for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):  # for the launcher, which gives them up
         flags += ["--cap-add", capability]
     for folder in sorted({str(p) for _, path in binds for p in list(Path(path).parents)[:-1]}):

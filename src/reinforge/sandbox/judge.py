@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reinforge.sandbox.isolation import Isolation
-from reinforge.sandbox.local import drive, run_sync
+from reinforge.sandbox.local import DEFAULT, drive, run_sync
 from reinforge.sandbox.plain import LARGEST, decode, dumps, encode, loads
 from reinforge.sandbox.process import Process
 from reinforge.sandbox.program import Limits, Program, Result
@@ -41,7 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    limits: Limits = Limits()  # `seconds` is for each test
+    limits: Limits = DEFAULT  # `seconds` is for each test
     total_seconds: float = 60.0  # for all tests of one solution
     tolerance: float = 0.0  # for numbers, absolute and relative
     stop_at_failure: bool = False  # all or nothing: the rest need not be tried
@@ -90,7 +90,9 @@ def same_value(got: Any, expected: Any, tolerance: float = 0.0) -> bool:
 # -- programs that read and print
 
 
-def judge_stdin(isolation: Isolation, cancel: threading.Event | None, program: Program, tests: Sequence[tuple[str, str]], rules: Rules) -> Verdict:
+def judge_stdin(
+    isolation: Isolation, cancel: threading.Event | None, program: Program, tests: Sequence[tuple[str, str]], rules: Rules
+) -> Verdict:
     """Each test is a process of its own. After the first that runs out of time the rest count as failed."""
     passed, status, reason = 0, "judged", ""
     until = time.monotonic() + rules.total_seconds

@@ -13,7 +13,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from reinforge.core.errors import InputError
 from reinforge.sandbox.isolation import Backend, Isolation, choose
 from reinforge.sandbox.process import Process
-from reinforge.sandbox.program import Limits, Program, Result, command, interpreter
+from reinforge.sandbox.program import Limits, Program, Result, command, interpreter, package_paths
 from reinforge.sandbox.remote import run_remote
 
 P = ParamSpec("P")
@@ -22,7 +22,9 @@ HERE = Path(__file__).parent
 DEFAULT = Limits()
 
 
-def run_sync(program: Program, limits: Limits = DEFAULT, isolation: Isolation | None = None, cancel: threading.Event | None = None) -> Result:
+def run_sync(
+    program: Program, limits: Limits = DEFAULT, isolation: Isolation | None = None, cancel: threading.Event | None = None
+) -> Result:
     """Run one program to its end, or to one of its limits. A machine that cannot contain it gives `refused`, and runs nothing."""
     try:
         isolation = isolation or choose()
@@ -39,7 +41,7 @@ def run_sync(program: Program, limits: Limits = DEFAULT, isolation: Isolation | 
 def drive(isolation: Isolation, module: str, limits: Limits, files: dict[str, bytes], cancel: threading.Event | None) -> Process:
     """Start one of our drivers (solution.py, asserts.py) inside, with a channel to it."""
     ours = {f"reinforge/sandbox/{name}.py": (HERE / f"{name}.py").read_bytes() for name in ("plain", module)}
-    start = f"import sys; sys.path.insert(0, '.'); from reinforge.sandbox import {module} as m; sys.path[:1] = {list(limits.packages)!r}; m.main()"
+    start = f"import sys; sys.path.insert(0, '.'); from reinforge.sandbox import {module} as m; sys.path[:1] = {package_paths(limits.packages)!r}; m.main()"
     argv = [interpreter(), "-I", "-B", "-X", "utf8", "-c", start]
     return Process(isolation, argv, files | ours, limits, channel=True, cancel=cancel)
 

@@ -9,13 +9,24 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from types import GeneratorType
 from typing import Any
 
 DEEPEST = 100
 LARGEST = 1 << 20  # characters of one line
 ITEMS = 100_000  # taken from an iterator
-KEYS = 10_000  # of one dict or set: whoever chooses them can make them all collide, which costs their number squared
-ITERATORS = (type(iter([])), type(x for x in ()), range, map, filter, zip, enumerate, reversed, type({}.keys()), type({}.values()), type({}.items()))
+KEYS = 100_000  # of one dict or set
+SAME_HASH = 100  # how many of them may have one hash: whoever makes all collide lets us pay their number squared
+ITERATORS: Any = (
+    range,
+    map,
+    filter,
+    zip,
+    enumerate,
+    reversed,
+    GeneratorType,
+    *map(type, (iter([]), {}.keys(), {}.values(), {}.items())),
+)
 
 
 class Opaque:
@@ -84,13 +95,27 @@ def decode(said: Any, depth: int = 0) -> Any:
         if kind == "complex":
             return complex(float(content[0]), float(content[1]))
         if kind == "dict":
-            return {decode(k, depth + 1): decode(v, depth + 1) for k, v in content}
+            pairs = [(decode(k, depth + 1), decode(v, depth + 1)) for k, v in content]
+            spread([k for k, _ in pairs])
+            return dict(pairs)
         items = [decode(item, depth + 1) for item in content]
-        if kind in ("tuple", "set", "iterator"):
-            return {"tuple": tuple, "set": set, "iterator": iter}[kind](items)
+        if kind == "set":
+            spread(items)
+            return set(items)
+        if kind == "tuple":
+            return tuple(items)
+        if kind == "iterator":
+            return iter(items)
     except (TypeError, IndexError) as error:  # unhashable, too few
         raise ValueError(str(error)) from error
     raise ValueError(f"no such type {str(kind)[:40]!r}")
+
+
+def spread(keys: list[Any]) -> None:
+    """ValueError if too many have the same hash."""
+    hashes = sorted(map(hash, keys))
+    if any(a == b for a, b in zip(hashes, hashes[SAME_HASH:], strict=False)):
+        raise ValueError("keys that collide")
 
 
 def dumps(message: dict[str, Any]) -> bytes:

@@ -76,6 +76,11 @@ def interpreter() -> str:
     return str(Path(getattr(sys, "_base_executable", None) or sys.executable).resolve())
 
 
+def package_paths(packages: tuple[str, ...]) -> list[str]:
+    """Where a program sees those folders."""
+    return [f"/packages/{i}" for i in range(len(packages))]
+
+
 def command(program: Program, limits: Limits) -> tuple[list[str], dict[str, bytes]]:
     """The argument vector and all files of a program; the vector's first entry is an absolute path."""
     files = {name: _bytes(text) for name, text in program.files.items()}
@@ -83,7 +88,7 @@ def command(program: Program, limits: Limits) -> tuple[list[str], dict[str, byte
         case "python":
             files["main.py"] = _bytes(program.code)
             if limits.packages:
-                start = f"import sys,runpy; sys.path+={list(limits.packages)!r}; sys.argv=['main.py']; runpy.run_path('main.py',run_name='__main__')"
+                start = f"import sys,runpy; sys.path+={package_paths(limits.packages)!r}; sys.argv=['main.py']; runpy.run_path('main.py',run_name='__main__')"
                 return [interpreter(), "-I", "-B", "-X", "utf8", "-c", start], files
             return [interpreter(), "-I", "-B", "-X", "utf8", "main.py"], files
         case "bash":

@@ -74,5 +74,7 @@ sys.modules["reinforge.sandbox.solution"].serve(sys.stdin.buffer, 1, "solution_t
 """
     nonces = [secrets.token_hex(8) for _ in range(len(arguments) + 1)]
     lines = [dumps({"nonce": nonces[0]})]
-    lines += [dumps({"nonce": n, "call": name, "args": encode(list(a)), "kwargs": encode({})}) for n, a in zip(nonces[1:], arguments, strict=True)]
+    lines += [
+        dumps({"nonce": n, "call": name, "args": encode(list(a)), "kwargs": encode({})}) for n, a in zip(nonces[1:], arguments, strict=True)
+    ]
     return Program(start, stdin=b"\n".join(lines) + b"\n"), nonces

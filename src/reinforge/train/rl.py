@@ -84,6 +84,8 @@ class RLTrainer:
     def _pack(self, groups: list[Group]) -> list[list[Batch]]:
         """Whole groups into `minibatches` parts of like size, each packed by the token budget."""
         samples = [[trainable(s, self.algorithm.overlong) for s in g.samples] for g in groups]
+        if (pick := self.algorithm.pick) is not None:
+            samples = [kept for g, own in zip(groups, samples, strict=True) if (kept := pick(replace(g, samples=own)))]
         parts = [samples[i :: self.minibatches] for i in range(self.minibatches)]
         return [
             pack([s for group in part for s in group], self.backend.budget, unit=self.algorithm.loss.unit, share=self.backend.share)
@@ -116,14 +118,16 @@ class RLTrainer:
         return {**value.finish(corrections.finish(metrics)), **self.backend.step()}
 
     def _count(self, batches: list[Batch], metrics: Metrics) -> Metrics:
-        """Sampled and replayed tokens are trained or dropped, and the books balance."""
+        """Sampled, replayed and given tokens are trained or dropped, and the books balance."""
         trained = sum(b.n_trained for b in batches)
         sampled = int(metrics["tokens/sampled"])
         counters = self.session.counters
         counters["tokens_sampled"] = counters.get("tokens_sampled", 0) + sampled
         counters["tokens_trained"] = counters.get("tokens_trained", 0) + trained
         processed = metrics.get("tokens/processed", 0.0) * self.minibatches  # a mean over optimizer steps
-        return {"tokens/trained": trained, "tokens/dropped": sampled + int(metrics["tokens/replayed"]) - trained, "tokens/processed": processed}
+        unused = sampled + int(metrics["tokens/replayed"] + metrics.get("tokens/given", 0)) - trained
+        units = {"batch/units": sum(len(b.samples) for b in batches) / self.algorithm.loss.unit} if self.algorithm.pick is not None else {}
+        return {"tokens/trained": trained, "tokens/dropped": unused, "tokens/processed": processed, **units}
 
 
 def trainable(sample: Sample, overlong: str) -> Sample:

@@ -9,7 +9,7 @@ from reinforge.core.backend import Backend, Loss
 from reinforge.core.batch import Totals
 from reinforge.core.prepare import prepared
 from reinforge.core.sample import Sample
-from reinforge.data.cursor import Cursor
+from reinforge.rollout.choose import Chooser
 from reinforge.train.session import Session
 
 
@@ -18,7 +18,7 @@ class SupervisedTrainer:
     """`row(i)` gives the samples of unit i (one text, or the two answers of a pair); rows are tokenised once and kept."""
 
     session: Session
-    cursor: Cursor
+    chooser: Chooser
     backend: Backend
     loss: Loss
     row: Callable[[int], Sequence[Sample]]
@@ -29,7 +29,7 @@ class SupervisedTrainer:
         await run.begin()
         while run.going():
             with run.phase("prepare"):
-                samples = [sample for i in self.cursor.take(self.rows_per_step) for sample in self.row(i)]
+                samples = [sample for c in self.chooser.take(self.rows_per_step, run.step) for sample in self.row(c.row)]
             with run.phase("annotate"):
                 batches = prepared(self.backend, self.loss, samples)
             with run.phase("train"):
@@ -38,5 +38,5 @@ class SupervisedTrainer:
             trained, processed = sum(b.n_trained for b in batches), sum(b.n_tokens for b in batches)
             run.counters["updates"] = run.counters.get("updates", 0) + 1
             run.counters["tokens_trained"] = run.counters.get("tokens_trained", 0) + trained
-            metrics |= {"tokens/trained": trained, "tokens/processed": processed}
+            metrics |= {"tokens/trained": trained, "tokens/processed": processed, **self.chooser.report(run.step)}
             await run.end_step(metrics)

@@ -47,7 +47,9 @@ class Bridge:
         self._control: socket.socket | None = None
         self.python = os.path.expanduser(self.python)
         if not os.access(self.python, os.X_OK):
-            raise InputError(f"{self.python} is no program that can be run.", where=f"{self.where}.python", fix="Give the path of a Python interpreter.")
+            raise InputError(
+                f"{self.python} is no program that can be run.", where=f"{self.where}.python", fix="Give the path of a Python interpreter."
+            )
 
     def __call__(self, **_: Any) -> BridgedEnv:
         return BridgedEnv(self)
@@ -92,7 +94,9 @@ class Bridge:
                                  fix="What it wrote to standard error says why. It must be Python 3.11 or later.")  # fmt: skip
             said += part
         if error := json.loads(said).get("error"):
-            raise InputError(f"{self.target} in {self.python}: {error}", where=self.where, fix="Install what is missing there, or correct the options.")
+            raise InputError(
+                f"{self.target} in {self.python}: {error}", where=self.where, fix="Install what is missing there, or correct the options."
+            )
 
 
 class BridgedEnv:
@@ -104,14 +108,15 @@ class BridgedEnv:
         self.bridge = bridge
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None
-        self.worker = -1  # a file descriptor that means this process and no other, whatever becomes of its number
+        self.pid, self.worker = 0, -1  # `worker` is a file descriptor that means this process and no other, whatever becomes of its number
         self.waiting = False
 
     async def reset(self, row: Row, seed: int) -> Observation:
         ours = await asyncio.to_thread(self.bridge.worker)
         self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=LINE)
         hello = await self._line()
-        self.worker = os.pidfd_open(hello["pid"])
+        self.pid = hello["pid"]
+        self.worker = os.pidfd_open(self.pid)
         found = await self._ask("reset", {"row": {"id": row.id, "prompt": row.prompt, "columns": dict(row.columns)}, "seed": seed})
         return Observation(**found)
 
@@ -131,7 +136,8 @@ class BridgedEnv:
         finally:
             if self.worker >= 0:
                 try:
-                    signal.pidfd_send_signal(self.worker, signal.SIGKILL)
+                    signal.pidfd_send_signal(self.worker, 0)  # it is there still, so that its number is its own
+                    os.killpg(self.pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass  # it ended by itself
                 os.close(self.worker)

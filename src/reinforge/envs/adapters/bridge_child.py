@@ -48,6 +48,7 @@ def main(control: socket.socket, spec: dict[str, Any]) -> None:
         if os.fork() == 0:
             ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
             if os.getppid() == parent:
+                os.setsid()  # whatever it starts goes with it
                 control.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an environment may have processes of its own
                 work(socket.socket(fileno=fd), make)
@@ -116,7 +117,9 @@ def plain(result: Any) -> dict[str, Any] | None:
 
 if __name__ == "__main__":
     here = str(Path(__file__).resolve().parent)
-    sys.path[:] = [p for p in sys.path if not p or str(Path(p).resolve()) != here]  # modules there have the names of the libraries they adapt
+    sys.path[:] = [
+        p for p in sys.path if not p or str(Path(p).resolve()) != here
+    ]  # modules there have the names of the libraries they adapt
     described = json.loads(sys.argv[2])
     bring_package(described["package"])
     main(socket.socket(fileno=int(sys.argv[1])), described)

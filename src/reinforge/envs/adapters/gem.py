@@ -12,10 +12,11 @@ from reinforge.envs.adapters.common import first, library, number, numbers, said
 
 
 class GemEnv:
-    """`game`: keyword arguments of the environment. Its prefix and suffix are written around what it says after each turn."""
+    """`game`: keyword arguments of the environment. `boxed`: a turn without \\boxed{} is put into one as a whole. Its
+    prefix and suffix are written around what it says after each turn."""
 
-    def __init__(self, id: str, *, game: dict[str, Any] | None = None):
-        self.id, self.game = id, game or {}
+    def __init__(self, id: str, *, game: dict[str, Any] | None = None, boxed: bool = False):
+        self.id, self.game, self.boxed = id, game or {}, boxed
         self.env: Any = None
         self.chance = Chance(0)
         self.prepare(id)
@@ -37,8 +38,9 @@ class GemEnv:
         return first(row, str(text))
 
     def step(self, action: Action) -> Step:
+        said_by_model = action.text if not self.boxed or "\\boxed" in action.text else f"\\boxed{{{action.text.strip()}}}"
         with self.chance:
-            text, reward, terminated, truncated, info = self.env.step(action.text)
+            text, reward, terminated, truncated, info = self.env.step(said_by_model)
         done = bool(terminated or truncated)
         worth = number(reward, "the environment's reward")
         if done:

@@ -1,6 +1,6 @@
 """Gymnasium environments that can be played in text: `gymnasium:FrozenLake-v1`, or any that your module registers.
 
-What is shown: an observation that is text, or the environment's `ansi` rendering, or the observation written out. What is read: for a
+What is shown: an observation that is text, or the environment's `ansi` rendering (what it colours is in brackets), or the observation written out. What is read: for a
 Text space the whole turn, for a Discrete space the last number or, with `actions`, the last of these words.
 """
 
@@ -14,7 +14,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.envs.adapters.common import first, library, number, numbers, said
 
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+MARKED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)  # what a rendering marks with a colour
 INTEGER = re.compile(r"-?\d+")
 
 
@@ -45,7 +45,9 @@ class GymEnv:
             raise InputError(f"{self.id} has the action space {space}, which is not said in words.", where="env.name",
                              fix="Text and Discrete spaces can be played; wrap others.")  # fmt: skip
         if self.actions is not None and type(space).__name__ == "Discrete" and len(self.actions) != int(space.n):
-            raise InputError(f"{self.id} has {space.n} actions, not {len(self.actions)}.", where="env.options.actions", fix="Name them all, in order.")
+            raise InputError(
+                f"{self.id} has {space.n} actions, not {len(self.actions)}.", where="env.options.actions", fix="Name them all, in order."
+            )
         found, _ = self.env.reset(seed=seed % 2**32)
         return first(row, "\n\n".join(t for t in (self.intro, self._shown(found)) if t))
 
@@ -83,7 +85,7 @@ class GymEnv:
         if isinstance(found, str):
             return found
         if self.env.render_mode == "ansi":
-            return COLOURS.sub("", str(self.env.render())).strip()
+            return MARKED.sub(r"[\1]", str(self.env.render())).strip()
         return str(found.tolist() if hasattr(found, "tolist") else found)
 
 

@@ -39,7 +39,11 @@ class NemoRlEnv:
             result = await result
         observations, metadata, stops, rewards, ended = tuple(result)[:5]
         if stops is not None and stops[0]:
-            raise InputError(f"asks for the stop strings {stops[0]} in one turn.", where="env", fix="Set rollout.stop for all turns, and return None here.")
+            raise InputError(
+                f"asks for the stop strings {stops[0]} in one turn.",
+                where="env",
+                fix="Set rollout.stop for all turns, and return None here.",
+            )
         self.metadata = metadata[0]
         heard = {"role": observations[0].get("role") or "user", "content": observations[0]["content"]}
         heard["role"] = "user" if heard["role"] == "environment" else heard["role"]  # a role that chat templates do not have

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -19,9 +20,9 @@ from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.envs.adapters.common import first, library, number, numbers, said
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 FIXED = ("done", "reward", "metadata")  # of every observation and action
-_SERVERS: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}  # what was started here -> its address
+_SERVERS: dict[str, tuple[str, subprocess.Popen[bytes], int]] = {}  # app -> its address, its process, and whose child that is
 _LOCK = threading.Lock()
 
 
@@ -43,8 +44,9 @@ class OpenEnvEnv:
         if id.startswith(("http://", "https://", "ws://", "wss://")):
             return id
         with _LOCK:
-            if id not in _SERVERS or _SERVERS[id][1].poll() is not None:
-                _SERVERS[id] = _start(id)
+            known = _SERVERS.get(id)
+            if known is None or (known[2] == os.getpid() and known[1].poll() is not None):
+                _SERVERS[id] = (*_start(id), os.getpid())
             return _SERVERS[id][0]
 
     async def reset(self, row: Row, seed: int) -> Observation:
@@ -95,7 +97,19 @@ def _start(app: str) -> tuple[str, subprocess.Popen[bytes]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "uvicorn", f"{source}:{name}", "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning", *where]
+    command = [
+        sys.executable,
+        "-m",
+        "uvicorn",
+        f"{source}:{name}",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--log-level",
+        "warning",
+        *where,
+    ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     atexit.register(process.kill)
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
@@ -110,7 +124,9 @@ def _start(app: str) -> tuple[str, subprocess.Popen[bytes]]:
 
 
 def _schema(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url.replace("ws", "http", 1) + "/schema" if url.startswith("ws") else url + "/schema", timeout=10.0) as response:
+    with urllib.request.urlopen(
+        url.replace("ws", "http", 1) + "/schema" if url.startswith("ws") else url + "/schema", timeout=10.0
+    ) as response:
         return dict(json.load(response))
 
 

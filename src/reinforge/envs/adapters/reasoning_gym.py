@@ -50,7 +50,9 @@ class ReasoningGymEnv:
             text = found[-1].strip() if found else None
         score = float(gym.get_score_answer_fn(self.entry["metadata"]["source_dataset"])(text, self.entry))
         if score >= 1.0 or self.used >= self.attempts or action.last:
-            return Step(None, score - self.cost * (self.used - 1), done=True, metrics={"solved": float(score >= 1.0), "attempts": self.used})
+            return Step(
+                None, score - self.cost * (self.used - 1), done=True, metrics={"solved": float(score >= 1.0), "attempts": self.used}
+            )
         return Step(Observation([said("That is not right. Try again.")]))
 
     def close(self) -> None: ...

@@ -32,7 +32,7 @@ class TextArenaEnv:
         self.player = 0
         self.env: Any = None
         self.chance = Chance(0)
-        self.seen: dict[int, list[str]] = {}  # by player: what was not yet shown to them
+        self.seen: dict[int, list[tuple[str, bool]]] = {}  # by player: what was not yet shown to them, and whether it is a board
         self.prepare(id)
 
     @staticmethod
@@ -51,7 +51,9 @@ class TextArenaEnv:
             players = self._begin(seed % 2**32)
         self.player = random.Random(seed).randrange(players) if self.seat == "random" else int(self.seat)
         if not 0 <= self.player < players:
-            raise InputError(f"{self.id} has {players} players, no seat {self.player}.", where="env.options.player", fix="Seats are 0, 1, ...")
+            raise InputError(
+                f"{self.id} has {players} players, no seat {self.player}.", where="env.options.player", fix="Seats are 0, 1, ..."
+            )
         done = self._others(seed)
         assert not done, "the game was over before the model's first turn"
         return first(row, self._shown(self.player))
@@ -62,10 +64,10 @@ class TextArenaEnv:
             done, _ = self.env.step(text)
         done = done or self._others(action.seed)
         if not done:
-            return Step(Observation([said(self._shown(self.player))]))
+            return Step(Observation([said(self._shown(self.player))]), truncated=action.last, metrics={"won": 0.0} if action.last else {})
         rewards, info = self.env.close()
         reward = number(rewards[self.player], "the game's reward")
-        metrics = {"won": float(reward > 0), "invalid": float(bool(info[self.player].get("invalid_move")))}
+        metrics = {"won": float(reward >= 1), "invalid": float(bool(info[self.player].get("invalid_move")))}
         others = [bool(info[p].get("invalid_move")) for p in rewards if p != self.player]
         return Step(None, reward, done=True, metrics=metrics | ({"opponent_invalid": float(any(others))} if others else {}))
 
@@ -106,9 +108,11 @@ class TextArenaEnv:
         names = self.env.state.role_mapping
         for sender, text, kind in found:
             if sender != player or kind.name != "PLAYER_ACTION":
-                self.seen[player].append(text if sender == -1 else f"[{names.get(sender, f'Player {sender}')}] {text}")
+                words = text if sender == -1 else f"[{names.get(sender, f'Player {sender}')}] {text}"
+                self.seen[player].append((words, kind.name == "GAME_BOARD"))
         return int(player)
 
     def _shown(self, player: int) -> str:
-        text, self.seen[player] = "\n".join(self.seen[player]), []
-        return text
+        found, self.seen[player] = self.seen[player], []
+        boards = [i for i, (_, board) in enumerate(found) if board]
+        return "\n".join(text for i, (text, board) in enumerate(found) if not board or i == boards[-1])  # older boards say nothing new

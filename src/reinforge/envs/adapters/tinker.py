@@ -28,8 +28,10 @@ class TinkerEnv:
         extra = {"seed": seed} if "seed" in wanted else {}
         made = self.function(row, **extra, **self.make)
         self.env = await made if inspect.isawaitable(made) else made
-        prompt, _ = await self.env.initial_observation()
-        return Observation([], tokens=ids_of(prompt))
+        opening = await self.env.initial_observation()
+        if not isinstance(opening, tuple):
+            raise ValueError(f"the environment has no first prompt, but a {type(opening).__name__}")
+        return Observation([], tokens=ids_of(opening[0]))
 
     async def step(self, action: Action) -> Step:
         result = await self.env.step(list(action.tokens))

@@ -34,7 +34,9 @@ class TrlEnv:
 
     async def reset(self, row: Row, seed: int) -> Observation:
         self.env, self.row = self.factory(**self.make), row
-        names = [n for n, _ in inspect.getmembers(type(self.env), predicate=inspect.isfunction) if n not in NOT_TOOLS and not n.startswith("_")]
+        names = [
+            n for n, _ in inspect.getmembers(type(self.env), predicate=inspect.isfunction) if n not in NOT_TOOLS and not n.startswith("_")
+        ]
         self.tools = {name: tool(getattr(self.env, name)) for name in names}
         prompt = row_messages(row)
         added = await _done(self.env.reset(**{"prompt": prompt, **row.columns}))
@@ -77,7 +79,12 @@ class TrlEnv:
         scores: list[Any] = []
         if hasattr(self.env, "get_reward"):
             scores.append(await _done(self.env.get_reward()))
-        given = {"prompts": [row_messages(self.row)], "completions": [self.messages], "environments": [self.env], **{k: [v] for k, v in self.row.columns.items()}}
+        given = {
+            "prompts": [row_messages(self.row)],
+            "completions": [self.messages],
+            "environments": [self.env],
+            **{k: [v] for k, v in self.row.columns.items()},
+        }
         for function in self.rewards:
             wanted = inspect.signature(function).parameters
             takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from reinforge.core.errors import InputError
+from reinforge.data.chat import Renderer
+from reinforge.data.templates import takes_system, takes_tools
 from reinforge.envs.calls.base import Format as Format
 from reinforge.envs.calls.base import Parsed as Parsed
 from reinforge.envs.calls.deepseek import DeepSeek
@@ -10,18 +12,29 @@ from reinforge.envs.calls.harmony import Harmony
 from reinforge.envs.calls.hermes import Hermes
 from reinforge.envs.calls.llama import LlamaJson
 from reinforge.envs.calls.mistral import Mistral
-from reinforge.envs.calls.pythonic import LLAMA_PYTHONIC, PYTHONIC
+from reinforge.envs.calls.pythonic import LFM2, LLAMA_PYTHONIC, PYTHONIC
+from reinforge.envs.calls.talk import Talk
 from reinforge.envs.calls.xml import GLM, QWEN_XML
 
-_ALL: tuple[Format, ...] = (Hermes(), LlamaJson(), LLAMA_PYTHONIC, Mistral(), PYTHONIC, Harmony(), DeepSeek(), QWEN_XML, GLM)
+_ALL: tuple[Format, ...] = (Hermes(), LlamaJson(), LLAMA_PYTHONIC, Mistral(), PYTHONIC, Harmony(), DeepSeek(), QWEN_XML, GLM, LFM2)
 FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 SIGNS = (("<|channel|>", "harmony"), ("<｜tool▁call", "deepseek"), ("[TOOL_CALLS]", "mistral"), ("<function=", "qwen_xml"), ("<arg_key>", "glm"),
-         ("<tool_call>", "hermes"), ("<|python_start|>", "llama_pythonic"), ("<|python_tag|>", "llama_json"), ('"parameters": ', "llama_json"))  # fmt: skip
+         ("<tool_call>", "hermes"), ("<|tool_call_start|>", "lfm2"), ("<|python_start|>", "llama_pythonic"), ("<|python_tag|>", "llama_json"), ('"parameters": ', "llama_json"))  # fmt: skip
 
 
 def detect(template: str | None) -> str | None:
     """The format that a chat template writes; None where it writes none that we know."""
     return next((name for sign, name in SIGNS if template and sign in template), None)
+
+
+def talk_of(wanted: str, renderer: Renderer) -> Talk:
+    """How conversations with tools are had through this chat template. `auto` with a template that has tools but writes calls in
+    no way that we know leaves the format open: the first environment with tools is refused."""
+    if not renderer.chat:
+        return Talk(format_of(wanted, None))
+    source, native = renderer.template.source(), takes_tools(renderer.template)
+    unknown = wanted == "auto" and native and detect(source) is None
+    return Talk(None if unknown else format_of(wanted, source), native, takes_system(renderer.template))
 
 
 def format_of(wanted: str, template: str | None) -> Format:

@@ -18,12 +18,22 @@ class Parsed:
     content: str  # the text without the calls
     calls: tuple[Call, ...] = ()
     errors: tuple[str, ...] = ()  # what is wrong with those that could not be read
+    thinking: str | None = None  # where the format has a channel for it; `content` is then the answer alone
 
 
 class Format(Protocol):
-    name: str
-    marks: tuple[str, ...]  # each begins a call
-    text_arguments: bool  # the family's chat templates want arguments as JSON text
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Each begins a call."""
+        ...
+
+    @property
+    def text_arguments(self) -> bool:
+        """Whether the family's chat templates want arguments as JSON text."""
+        ...
 
     def parse(self, text: str) -> Parsed:
         """Reads a whole turn, control tokens spelled out, the stop token left away."""
@@ -48,7 +58,7 @@ def call_of(value: Any, *, name: str = "name", arguments: Sequence[str] = ("argu
         raise Malformed(f"a call must be a JSON object with a name and arguments, not {_kind(value)}")
     if not isinstance(value.get(name), str) or not value[name]:
         raise Malformed(f'the call has no "{name}"')
-    given = next((value[key] for key in arguments if key in value), {})
+    given: Any = next((value[key] for key in arguments if key in value), {})
     return Call(value[name], object_of(given, value[name]))
 
 

@@ -25,14 +25,15 @@ class Harmony:
         if CHANNEL not in text and MESSAGE not in text:
             return Parsed(text)
         final: list[str] = []
+        thinking: list[str] = []
         calls: list[Call] = []
         errors: list[str] = []
         for part in re.split(re.escape(START) + "|" + ENDS.pattern, text):
             header, mark, body = part.partition(MESSAGE)
             to = TO.search(header)
             if to is None:
-                if mark and "analysis" not in header:
-                    final.append(body)
+                if mark:
+                    (thinking if "analysis" in header else final).append(body)
                 elif not mark and header.strip() and CHANNEL in header:
                     errors.append(f"a message has no {MESSAGE}")
                 continue
@@ -43,7 +44,7 @@ class Harmony:
                 calls.append(Call(name, object_of(json_of(body, f"the arguments of {name}") if body.strip() else {}, name)))
             except Malformed as error:
                 errors.append(str(error))
-        return Parsed("".join(final).strip(), tuple(calls), tuple(errors))
+        return Parsed("".join(final).strip(), tuple(calls), tuple(errors), "\n".join(thinking).strip())
 
     def render(self, calls: Sequence[Call]) -> str:
         written = [f"{CHANNEL}commentary to=functions.{c.name} <|constrain|>json{MESSAGE}{dumps(dict(c.arguments))}" for c in calls]

@@ -92,4 +92,5 @@ def _constants(node: ast.expr) -> ast.expr:
 
 
 PYTHONIC = Pythonic()
+LFM2 = Pythonic("lfm2", (("<|tool_call_start|>", "<|tool_call_end|>"),))
 LLAMA_PYTHONIC = Pythonic("llama_pythonic", (("<|python_start|>", "<|python_end|>"), ("<|python_tag|>", "")))

@@ -1,0 +1,141 @@
+"""What containment costs per run, and whether it holds: attacks contained / tried, and a thousand judged samples of which a tenth are hostile.
+
+    python benchmarks/sandbox.py [--runs 1000] [--timed 200] [--backend namespaces|bubblewrap|all] [--out FILE]
+
+`overhead_ms` is a contained `print(1)` in Python less the same in a plain subprocess, one after the other on an otherwise idle pool;
+`call_ms` a judged solution with three calls. The attacks are those of tests/attacks.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from attacks import CHEATS, CONTAINED, RIGHT
+from reinforge.rewards.code import CodeReward
+from reinforge.sandbox import Limits, Program, run_sync
+from reinforge.sandbox.isolation import Isolation, choose
+from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
+from reinforge.sandbox.program import interpreter
+from sandboxes import descriptors, left_behind
+
+CALLS = [([2, 3], 5), ([10, -4], 6), ([0.5, 0.25], 0.75)]
+ASSERTS = ["assert add(2, 3) == 5", "assert add(10, -4) == 6", "assert add(0.5, 0.25) == 0.75"]
+
+
+def timed(count: int, work: Callable[[], Any]) -> list[float]:
+    out = []
+    for _ in range(count):
+        start = time.perf_counter()
+        work()
+        out.append((time.perf_counter() - start) * 1e3)
+    return sorted(out)
+
+
+def spent() -> float:
+    """Milliseconds of processor time of all children that have ended, which a busy machine does not change much."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (used.ru_utime + used.ru_stime) * 1e3
+
+
+def told(times: list[float], less: float = 0.0) -> dict[str, float]:
+    return {"median": round(statistics.median(times) - less, 1), "p99": round(times[int(0.99 * len(times))] - less, 1)}
+
+
+def costs(isolation: Isolation, count: int) -> dict[str, Any]:
+    start = spent()
+    plain = timed(count, lambda: subprocess.run([interpreter(), "-I", "-B", "-c", "print(1)"], capture_output=True, check=True))
+    middle = spent()
+    boxed = timed(count, lambda: run_sync(Program("print(1)"), Limits(), isolation))
+    end = spent()
+    calls = timed(count // 2, lambda: judge_calls(isolation, None, RIGHT, "add", CALLS, Rules()))
+    base = statistics.median(plain)
+    return {
+        "plain_ms": told(plain),
+        "run_ms": told(boxed),
+        "overhead_ms": told(boxed, base),
+        "overhead_cpu_ms": round((end + start - 2 * middle) / count, 1),
+        "call_ms": told(calls),
+    }
+
+
+def contained(isolation: Isolation) -> dict[str, Any]:
+    held, escaped = 0, []
+    for attack in CONTAINED:
+        result = run_sync(Program(attack.code, attack.language), Limits(seconds=attack.seconds, memory_mb=256), isolation)
+        fine = result.status in attack.ends and b"ESCAPED" not in result.stdout and not left_behind()
+        held += fine
+        escaped += [] if fine else [attack.name]
+    rules = Rules(Limits(seconds=1.5, memory_mb=256), 3.0)
+    for name, code in CHEATS.items():
+        verdicts = [judge_calls(isolation, None, code, "add", CALLS, rules), judge_asserts(isolation, None, code, ASSERTS, "add", rules)]
+        fine = all(v.passed == 0 and not v.failed_here for v in verdicts)
+        held += fine
+        escaped += [] if fine else [name]
+    return {"tried": len(CONTAINED) + len(CHEATS), "contained": held, "not_contained": escaped}
+
+
+def mixed(backend: Any, runs: int, workers: int) -> dict[str, Any]:
+    """Honest samples, right and wrong, with a tenth that is hostile: their rewards, and what is left when all is over."""
+    hostile = list(CHEATS.values()) + [
+        f"def add(a, b):\n    exec({a.code!r})" for a in CONTAINED if a.language == "python" and a.seconds < 1
+    ]
+    rng = random.Random(1)
+    completions, expected = [], []
+    for i in range(runs):
+        right = rng.random() < 0.5
+        completions.append(rng.choice(hostile) if i % 10 == 3 else RIGHT if right else "def add(a, b): return a - b")
+        expected.append(0.0 if i % 10 == 3 else float(right))
+    before = descriptors()
+    reward = CodeReward(entry_point="add", timeout=3.0, total_timeout=5.0, memory_mb=256, workers=workers, backend=backend)
+    start = time.perf_counter()
+    outcome = asyncio.run(reward(completions, tests=[[[a, v] for a, v in CALLS]] * runs))
+    seconds = time.perf_counter() - start
+    assert reward.pool is not None
+    reward.pool.close()
+    wrong = [i for i, (got, want) in enumerate(zip(outcome.scores, expected, strict=True)) if got != want]
+    return {"runs": runs, "hostile": sum(i % 10 == 3 for i in range(runs)), "rewards_changed": len(wrong), "unscored": outcome.scores.count(None), "seconds": round(seconds, 1),
+            "runs_per_second": round(runs / seconds, 1), "orphans": len(left_behind()), "leaked_descriptors": descriptors() - before, "ends": dict(reward.counts)}  # fmt: skip
+
+
+def main() -> None:
+    """Exits with 1 if an attack was not contained, a reward changed, or something was left behind."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--timed", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--backend", choices=("namespaces", "bubblewrap", "all"), default="all")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    report: dict[str, Any] = {
+        "machine": f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
+    }
+    holds = True
+    for backend in ("namespaces", "bubblewrap") if given.backend == "all" else (given.backend,):
+        isolation = choose(backend)
+        report[backend] = costs(isolation, given.timed) | contained(isolation) | {"mixed": mixed(backend, given.runs, given.workers)}
+        print(backend, json.dumps(report[backend]), flush=True)
+        after = report[backend]["mixed"]
+        holds &= not report[backend]["not_contained"] and not any(
+            after[k] for k in ("rewards_changed", "unscored", "orphans", "leaked_descriptors")
+        )
+    if given.out:
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+    sys.exit(0 if holds else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Two engines that live and sleep together: the policy's, and that of an opponent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from reinforge.core.engine import Completion, Engine, Sampling
+from reinforge.core.weights import Weights
+
+PREFIX = "opponent_"  # of the second one's state
+
+
+class Both:
+    """An `Engine`: it answers with the first and keeps the second in step. Who wants the second's answers asks it itself."""
+
+    def __init__(self, first: Engine, second: Engine):
+        self.first, self.second = first, second
+        self.capabilities = first.capabilities
+
+    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
+        return await self.first.generate(tokens, params, key=key, n=n)
+
+    async def score(self, tokens: Sequence[int]) -> Tensor:
+        return await self.first.score(tokens)
+
+    async def update(self, weights: Weights, version: int) -> None:
+        await asyncio.gather(self.first.update(weights, version), self.second.update(weights, version))
+
+    async def sleep(self) -> None:
+        await asyncio.gather(self.first.sleep(), self.second.sleep())
+
+    async def wake(self) -> None:
+        await asyncio.gather(self.first.wake(), self.second.wake())
+
+    def state(self) -> dict[str, int]:
+        return {**self.first.state(), **{PREFIX + name: value for name, value in self.second.state().items()}}
+
+    def load(self, state: dict[str, int]) -> None:
+        self.first.load({name: value for name, value in state.items() if not name.startswith(PREFIX)})
+        self.second.load({name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)})

@@ -1,0 +1,141 @@
+"""The reward `code`: from a completion and a column of tests to a number, 0 for what is the solution's fault and None for what is ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from attacks import CHEATS, RIGHT
+from reinforge.config.schema import RewardConfig
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Row
+from reinforge.rewards.build import build_rewards
+from reinforge.rewards.code import UNSAFE, CodeReward, code_reward, extract, parse_tests
+from reinforge.sandbox import isolation as isolations
+from sandboxes import containment
+
+WRONG = "def add(a, b):\n    return a - b"
+HALF = "def add(a, b):\n    return a + b if b else 1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def contained() -> None:
+    containment("own")
+
+
+def fenced(code: str) -> str:
+    return f"First I tried\n```python\nbroken(\n```\nbut this is better:\n```python\n{code}\n```\nIt works."
+
+
+def scores(completions: list[str], tests: Any, columns: dict[str, Any] | None = None, **options: Any) -> list[float | None]:
+    (reward,) = build_rewards([RewardConfig(name="code", options={"backend": "namespaces", "timeout": 5.0, **options})], device="cpu")
+    rows = [Row(str(i), "add two numbers", {"tests": tests, **(columns or {})}) for i in range(len(completions))]
+    return asyncio.run(reward.score(rows, completions))
+
+
+def test_extract() -> None:
+    assert extract(fenced("x = 1\n\ny = 2")) == "x = 1\n\ny = 2"
+    assert extract("x = 1") == "x = 1" and extract("") == ""
+    assert extract("```\na\n```\n```py\nb = '''cut of") == "b = '''cut of"
+    assert extract("  ```python\n  a\n  ```") == "  a"
+
+
+@pytest.mark.parametrize(("given", "kind", "cases", "entry"), [
+    ([{"input": "1", "output": "2"}], "stdin", [("1", "2")], None),
+    ({"inputs": ["1", "3"], "outputs": ["2", "4"]}, "stdin", [("1", "2"), ("3", "4")], None),
+    ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, "calls", [([1, 2], 3)], "add"),
+    ('{"inputs": ["1"], "outputs": ["2"]}', "stdin", [("1", "2")], None),
+    ([[[1, 2], 3]], "calls", [([1, 2], 3)], "f"),
+    ([{"args": ["a"], "expected": None}], "calls", [(["a"], None)], "f"),
+    (["assert f(1) == 2", "assert f(2) == 3"], "asserts", ["assert f(1) == 2", "assert f(2) == 3"], "f"),
+    ("def check(candidate):\n    assert candidate(1)", "asserts", ["def check(candidate):\n    assert candidate(1)"], "f"),
+])  # fmt: skip
+def test_the_usual_forms_of_tests(given: Any, kind: str, cases: list[Any], entry: str | None) -> None:
+    tests = parse_tests(given, "f" if entry == "f" else None)
+    assert (tests.kind, tests.cases, tests.entry) == (kind, cases, entry)
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ([], "no tests"), ("{x", "no JSON"), ([[1, 2, 3]], "no test"), ([[[1], 2]], "nothing says which"), ({"input": 1}, "no tests"),
+])  # fmt: skip
+def test_tests_that_make_no_sense_are_told(given: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        parse_tests(given)
+
+
+def test_calls_all_or_nothing_and_partial() -> None:
+    tests = [[[2, 3], 5], [[1, 0], 1], [[7, 0], 7], [[0, 9], 9]]
+    completions = [fenced(RIGHT), fenced(WRONG), fenced(HALF), RIGHT, "I do not know."]
+    assert scores(completions, tests, entry_point="add") == [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert scores(completions, json.dumps(tests), {"entry_point": "add"}, partial=True) == [1.0, 0.5, 0.75, 1.0, 0.0]
+
+
+def test_stdin_and_asserts() -> None:
+    doubles = "print(2 * int(input()))"
+    assert scores(
+        [fenced(doubles), fenced("print(4)"), ""], [{"input": "2\n", "output": "4\n"}, {"input": "5", "output": "10"}], partial=True
+    ) == [1.0, 0.5, 0.0]
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2, 2) == 4"
+    for apart in (True, False):
+        assert scores([fenced(RIGHT), fenced(WRONG)], check, entry_point="add", apart=apart) == [1.0, 0.0]
+        assert scores([fenced(HALF)], ["assert add(1, 2) == 3", "assert add(5, 0) == 5"], apart=apart, partial=True) == [0.5]
+    text = '#include <stdio.h>\nint main(){int a;scanf("%d",&a);printf("%d",2*a);}'
+    assert scores([f"```c\n{text}\n```"], [["2", "4"]], language="c") == [1.0]
+
+
+def test_beside_is_weaker_and_apart_is_not() -> None:
+    """What docs/sandbox.md warns of: with `apart: false` a solution finds the secret in its own file and prints it."""
+    forger = "import re, os\ntext = open('main.py').read()\nprint(re.findall(r\"'([0-9a-f]{32})'\", text)[-1], flush=True)\nos._exit(0)"
+    assert scores([forger], ["assert add(1, 2) == 3"], apart=False) == [1.0]
+    assert scores([forger], ["assert add(1, 2) == 3"]) == [0.0]
+
+
+def test_the_solutions_faults_are_zero_and_counted_ours_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = CodeReward(entry_point="add", timeout=1.5, memory_mb=200, backend="namespaces").open()
+    tests = [[[2, 3], 5]]
+    completions = [RIGHT, CHEATS["never returns"], CHEATS["grows"], CHEATS["leaves with success"], RIGHT]
+    outcome = asyncio.run(reward(completions, tests=[tests] * 4 + [None]))
+    assert outcome.scores == [1.0, 0.0, 0.0, 0.0, None] and outcome.crashes == 0
+    assert (reward.counts["judged"], reward.counts["timeout"]) == (2, 1), reward.counts  # growing ends in a MemoryError, a raised call
+    assert reward.counts["failed_here"] == 0
+    layout = isolations.layout
+    monkeypatch.setattr(isolations, "layout", lambda packages=(): (layout()[0] + (("/no/such", "/no/such"),), layout()[1]))
+    outcome = asyncio.run(reward([RIGHT, CHEATS["never returns"]], tests=[tests] * 2))
+    assert outcome.scores == [None, None] and outcome.crashes == 2 and reward.counts["failed_here"] == 2
+
+
+def test_too_large_tests_are_ours() -> None:
+    assert scores([RIGHT], [[["x" * (1 << 21), "y"], "z"]], entry_point="add") == [None]
+
+
+def test_without_containment_it_refuses_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolations, "missing", lambda mode: "user namespaces are off")
+    with pytest.raises(InputError, match="user namespaces are off"):
+        build_rewards([RewardConfig(name="code")], device="cpu")
+    (checked,) = build_rewards([RewardConfig(name="code")])  # only its options are looked at
+    assert checked.notes == []
+    (reward,) = build_rewards([RewardConfig(name="code", options={"allow_unsafe": True, "entry_point": "add"})], device="cpu")
+    assert reward.notes == [UNSAFE]
+    assert asyncio.run(reward.score([Row("1", "", {"tests": [[[1, 2], 3]]})], [RIGHT])) == [1.0]
+    assert isinstance(reward.function, CodeReward) and reward.function.counts["unsafe"] == 1
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"langauge": "c"}, "Did you mean language"), ({"language": "cobol"}, "unknown language"), ({"kind": "x"}, "no kind"),
+    ({"timeout": -1}, "seconds must be above 0"),
+])  # fmt: skip
+def test_wrong_options_are_told(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        code_reward(options)
+
+
+def test_what_does_not_go_together_is_told() -> None:
+    with pytest.raises(InputError, match="needs the column tests"):
+        asyncio.run(CodeReward(backend="namespaces")([RIGHT]))
+    with pytest.raises(InputError, match="are for Python"):
+        scores([""], [[[1], 2]], language="c", entry_point="f")
+    with pytest.raises(InputError, match="a remote one cannot"):
+        scores([""], ["assert f(1) == 2"], url="http://127.0.0.1:9")
