@@ -47,7 +47,9 @@ def config(args: argparse.Namespace, folder: str) -> Any:
     if args.seconds:
         tree["run"]["max_seconds"] = args.seconds
     settings = dict(ANCHOR if args.recipe == "anchor" else BEST)
-    settings.update({key: json.loads(value) if value[:1] in "[{0123456789.tf" else value for key, value in (s.split("=", 1) for s in args.set)})
+    settings.update(
+        {key: json.loads(value) if value[:1] in "[{0123456789.tf" else value for key, value in (s.split("=", 1) for s in args.set)}
+    )
     for key, value in settings.items():
         place = tree
         *path, last = key.split(".")
@@ -94,7 +96,9 @@ def main() -> None:
     best = max(within, key=lambda p: p["accuracy"])
     result = {"recipe": args.recipe, "seed": args.seed, "settings": args.set, "target": args.target, "seconds_to_target": reached,
               "best": best, "curve": points, "peers": []}  # fmt: skip
-    print(f"{args.target:.1%} after {reached if reached is None else round(reached, 1)} s; best {best['accuracy']:.1%} after {best['seconds']:.0f} s")
+    print(
+        f"{args.target:.1%} after {reached if reached is None else round(reached, 1)} s; best {best['accuracy']:.1%} after {best['seconds']:.0f} s"
+    )
     if args.peer_python:
         result["peers"] = run_peer(args.peer_python, args.peer_path, "trl_learn.py", args.model, str(args.rows), "60")
         print(json.dumps(result["peers"]))

@@ -22,7 +22,9 @@ FLOORS = {
 }  # fmt: skip
 ABOVE_ALL = {"reinforge", "reinforge.__main__"}  # the package's front door
 FREE = {"reinforge.version"}  # may be imported from anywhere
-SIDEWAYS: set[tuple[str, str]] = {("rewards", "engines")}  # docs/decisions/0008-judges-are-engines.md; (importer, imported) on one floor, one way only; each needs a page in docs/decisions
+SIDEWAYS: set[tuple[str, str]] = {
+    ("rewards", "engines")
+}  # docs/decisions/0008-judges-are-engines.md; (importer, imported) on one floor, one way only; each needs a page in docs/decisions
 ADAPTERS = {
     "ray": "cluster/",
     "vllm": "engines/vllm.py",

@@ -169,7 +169,7 @@ def test_gem_guess_the_number(made: list[Entry]) -> None:
         assert all(step.reward == 1.0 for _, step in results)
 
     asyncio.run(work())
-    steps = asyncio.run(episode(entry(made, "gem:game:GuessTheNumber-v0-easy", {"boxed": True}), [" 10 ", "\\boxed{1}"], 5))
+    steps = asyncio.run(episode(entry(made, "gem:game:GuessTheNumber-v0-easy", {"boxed": True}), [" 10 ", "\\boxed{1}"], 7))
     assert "you guessed 10" in heard(steps[0]) and "you guessed 1," in heard(steps[1])
     [wrong] = asyncio.run(episode(game, ["no box"], 5))
     assert wrong.done and not wrong.truncated and wrong.reward is not None and wrong.reward < 0  # GEM's price of a format error

@@ -156,7 +156,11 @@ def test_the_budget_fits_and_grows_with_memory() -> None:
     sizes = [8, 16, 24, 40, 80, 140, 1000]
     for facts in (SMALL, compiled(SMALL), BIG, replace(BIG, rank=16), replace(BIG, checkpointing=True), replace(BIG, offload=True)):
         found = [memory.budget(facts, gib * GIB - memory.weight_bytes(facts)) for gib in sizes]
-        assert found == sorted(found) and all(n % 1024 == 0 and 1024 <= n <= memory.FAR_ENOUGH for n in found) and found[-1] == memory.FAR_ENOUGH
+        assert (
+            found == sorted(found)
+            and all(n % 1024 == 0 and 1024 <= n <= memory.FAR_ENOUGH for n in found)
+            and found[-1] == memory.FAR_ENOUGH
+        )
         for gib, n in zip(sizes, found, strict=True):
             assert n == 1024 or memory.total(memory.training(facts, n)) <= gib * GIB
             if 1024 < n < memory.FAR_ENOUGH:  # and is not needlessly small

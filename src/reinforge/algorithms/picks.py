@@ -31,7 +31,8 @@ def best_and_worst(group: Group, *, margin: float = 0.0) -> list[Sample]:
 
 def contest(group: Group, *, margin: float = 0.0) -> list[Sample]:
     """The i-th answer of the policy against the i-th of the opponent; the better one is chosen, a tie is no pair (xpo, 2405.21046)."""
-    return [s for one, other in _matches(group) for s in _pair(*sorted((one, other), key=_reward, reverse=True), margin)]
+    ordered = [(one, other) if _reward(one) >= _reward(other) else (other, one) for one, other in _matches(group)]
+    return [s for better, worse in ordered for s in _pair(better, worse, margin)]
 
 
 def self_play(group: Group) -> list[Sample]:

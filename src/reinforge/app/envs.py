@@ -68,12 +68,16 @@ def make_episodes(shop: Workshop, cfg: EnvConfig, scorer: Scorer, sampling: Samp
     player = Player(shop.engine, shop.renderer, talk_of(cfg.calls, shop.renderer), mixture_of(cfg, shop.cfg.run.seed), limits, shop.cfg.run.seed, purpose,
                     journal or Journal(None), cfg.on_error)  # fmt: skip
     compare = load_function(cfg.compare, "env.compare") if cfg.compare else None
-    return Episodes(player, scorer, sampling, n=n, concurrent=cfg.concurrent, compare=compare, greedy_baseline=greedy, tell=shop.view.message)
+    return Episodes(
+        player, scorer, sampling, n=n, concurrent=cfg.concurrent, compare=compare, greedy_baseline=greedy, tell=shop.view.message
+    )
 
 
 def mixture_of(cfg: EnvConfig, seed: int) -> Mixture:
     where = "env.mix.{}" if cfg.mix else "env"
-    return Mixture([entry_of(e.name, e.options, weight=e.weight, where=where.format(i), python=e.python) for i, e in enumerate(cfg.entries)], seed)
+    return Mixture(
+        [entry_of(e.name, e.options, weight=e.weight, where=where.format(i), python=e.python) for i, e in enumerate(cfg.entries)], seed
+    )
 
 
 def episode_tokens(cfg: Config, context: int) -> int:

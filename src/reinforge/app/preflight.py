@@ -233,15 +233,23 @@ def _check_env(config: Config, report: Report) -> None:
         library, _, rest = entry.name.partition(":")
         own = rest if library in FOREIGN else entry.name  # what may be the user's
         if entry.python is not None and shutil.which(Path(entry.python).expanduser()) is None:
-            report.refuse(key.replace("name", "python"), f"{entry.python} is no program that can be run.", "Give the path of a Python interpreter.")
+            report.refuse(
+                key.replace("name", "python"), f"{entry.python} is no program that can be run.", "Give the path of a Python interpreter."
+            )
         if ".py:" in own or own.endswith(".py"):
             _check_function(key, own, report)
         elif ":" not in entry.name and entry.name not in BUILTIN:
             report.refuse(key, f"there is no environment {entry.name!r}.", _nearest(entry.name, BUILTIN) + " Your own: `file.py:Class`.")
         elif entry.name in UNSCORED and not config.rewards and not config.env.compare:
-            report.refuse("rewards", f"the environment {entry.name} says nothing about what an answer is worth.", "Add rewards, e.g. [{name: exact_number}].")
+            report.refuse(
+                "rewards",
+                f"the environment {entry.name} says nothing about what an answer is worth.",
+                "Add rewards, e.g. [{name: exact_number}].",
+            )
     if config.env.calls not in ("auto", *FORMATS):
-        report.refuse("env.calls", f"there is no format of tool calls {config.env.calls!r}.", _nearest(config.env.calls, ("auto", *FORMATS)))
+        report.refuse(
+            "env.calls", f"there is no format of tool calls {config.env.calls!r}.", _nearest(config.env.calls, ("auto", *FORMATS))
+        )
     if config.env.compare and ".py:" in config.env.compare:
         _check_function("env.compare", config.env.compare, report)
 

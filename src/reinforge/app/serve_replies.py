@@ -198,4 +198,8 @@ class Replies:
 
 
 def _call(call: Call) -> Json:
-    return {"id": call.id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

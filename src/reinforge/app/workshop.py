@@ -64,13 +64,25 @@ def load_data(cfg: DataConfig, given: Given) -> tuple[list[Row], list[Row]]:
         if source not in (None, PYTHON) and objects is not None and key == "data.eval.source":
             raise InputError(f"eval_data is given, and {key} is {source} too.", where=key, fix="Give one of them.")
     mapping: dict[str, Any] = {"columns": cfg.columns, "system": cfg.system, "template": cfg.template}
-    rows = load_rows(cfg) if given.data is None else rows_from(given.data, **mapping, fixed=cfg.fixed, where=cfg.where, limit=cfg.limit, name="data")
+    rows = (
+        load_rows(cfg)
+        if given.data is None
+        else rows_from(given.data, **mapping, fixed=cfg.fixed, where=cfg.where, limit=cfg.limit, name="data")
+    )
     if given.eval_data is None:
         train, held_out = hold_out(cfg if given.data is None else cfg.model_copy(update={"source": PYTHON}), rows)
     else:
         size = cfg.eval.size
-        train, held_out = rows, rows_from(
-            given.eval_data, **mapping, fixed={**cfg.fixed, **cfg.eval.fixed}, where=cfg.eval.where, limit=size or None, name="eval_data"
+        train, held_out = (
+            rows,
+            rows_from(
+                given.eval_data,
+                **mapping,
+                fixed={**cfg.fixed, **cfg.eval.fixed},
+                where=cfg.eval.where,
+                limit=size or None,
+                name="eval_data",
+            ),
         )
         if len(held_out) < size:
             raise InputError(
@@ -104,11 +116,17 @@ class Workshop:
         cfg = self.cfg
         device = cfg.model.device if self.given.model is None else str(self.given.model.device)
         self.rewards: list[FunctionReward] = build_rewards(cfg.rewards, functions, device)
-        self.weights = {**env_weights(cfg.env), **({AGENT: cfg.agent.weight} if cfg.agent is not None else {}), **{r.name: r.weight for r in self.rewards}}
+        self.weights = {
+            **env_weights(cfg.env),
+            **({AGENT: cfg.agent.weight} if cfg.agent is not None else {}),
+            **{r.name: r.weight for r in self.rewards},
+        }
         self.algorithm = algorithm_of(replayable(cfg), cfg.rollout.max_new_tokens, self.weights)
         self.ranks = ranks_of(cfg)
         if self.ranks is not None and self.given.model is not None:
-            raise InputError("the other ranks cannot load a model that was given as an object.", where="train.backend", fix="Give its path.")
+            raise InputError(
+                "the other ranks cannot load a model that was given as an object.", where="train.backend", fix="Give its path."
+            )
         self.model: PackedModel = self.given.model or self._load()
         self.renderer = Renderer(self.model.tokenizer, cfg.data)
         self.context = (

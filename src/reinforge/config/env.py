@@ -19,20 +19,29 @@ class EnvEntryConfig(Section):
 class EnvConfig(Section):
     """An environment: the model's turns and the environment's answers become one training row."""
 
-    name: str | None = Field(None, description="A built-in environment (single, guess_number, tools, calculator), `library:name` (textarena, gem, openenv, ...), or `file.py:Class`.")
-    python: str | None = Field(None, description="Another Python interpreter that runs the environment: for libraries whose pins clash with these.")
+    name: str | None = Field(
+        None,
+        description="A built-in environment (single, guess_number, tools, calculator), `library:name` (textarena, gem, openenv, ...), or `file.py:Class`.",
+    )
+    python: str | None = Field(
+        None, description="Another Python interpreter that runs the environment: for libraries whose pins clash with these."
+    )
     options: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     mix: list[EnvEntryConfig] = Field([], description="Several environments instead of one. A list in place of the section means this.")
     max_turns: Count = Field(8, description="Turns of the model; then the episode ends, truncated.")
     max_tokens: Count | None = Field(None, description="Tokens of an episode, all turns and answers; default: the model's context.")
     turn_seconds: Positive | None = Field(None, description="Time for one answer of the environment. Past it the episode has failed.")
-    episode_seconds: Positive | None = Field(None, description="Time for a whole episode, generation included. Past it the episode has failed.")
+    episode_seconds: Positive | None = Field(
+        None, description="Time for a whole episode, generation included. Past it the episode has failed."
+    )
     on_error: Literal["unscored", "raise"] = Field(
         "unscored", description="An environment that raises: leave the episode unscored and count it, or stop the run."
     )
     concurrent: Count = Field(256, description="Episodes that run at the same time.")
     weight: FiniteFloat = Field(1.0, description="Factor of the environment's own reward (component `env`), per turn and final.")
-    compare: str | None = Field(None, description="`file.py:function` (row, episodes) -> rewards: sees all episodes of a prompt; adds `compare`.")
+    compare: str | None = Field(
+        None, description="`file.py:function` (row, episodes) -> rewards: sees all episodes of a prompt; adds `compare`."
+    )
     calls: str = Field("auto", description="How the model writes tool calls. auto: as its chat template does.")
 
     @model_validator(mode="before")

@@ -28,7 +28,9 @@ class TrainedTokens:
     lengths: Tensor  # [S] trained tokens per sequence of the micro-batch
     episode_tokens: Tensor  # [M] trained tokens of the token's whole episode (over all rows and micro-batches)
     streams: Mapping[str, Tensor]  # [M] each: behaviour, old, reference, advantages, ...
-    values: Tensor | None = None  # [M] of a critic (or of the policy's value head) before each token, with gradient, where the loss `reads` it
+    values: Tensor | None = (
+        None  # [M] of a critic (or of the policy's value head) before each token, with gradient, where the loss `reads` it
+    )
     divergence: Tensor | None = None  # [M] to a teacher, with gradient, where the loss names a `divergence`
 
 

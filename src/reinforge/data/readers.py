@@ -66,7 +66,11 @@ def read(source: str, *, split: str = "train", options: dict[str, Any] | None = 
     if kind == "episodes" and not options:
         return ((f"{source} {i}", {"id": str(i), "prompt": f"episode {i}"}) for i in count())
     if options:
-        raise InputError(f"{'episodes' if kind == 'episodes' else 'a file'} has no options, but there are {', '.join(options)}", where="data.options", fix="Remove them.")
+        raise InputError(
+            f"{'episodes' if kind == 'episodes' else 'a file'} has no options, but there are {', '.join(options)}",
+            where="data.options",
+            fix="Remove them.",
+        )
     path = Path(source).expanduser()
     if not path.is_file():
         raise InputError("there is no such file", where=f"data.source {source}", fix=f"Paths are relative to {Path.cwd()}.")

@@ -215,12 +215,18 @@ def takes_system(template: Template) -> bool:
 
 def takes_tools(template: Template) -> bool:
     """Whether the template has a place for tools, and for what they answer."""
-    tool = {"type": "function", "function": {"name": "omega", "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "omega", "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}},
+    }
 
     def text(arguments: Any, *, answered: bool) -> str:
         call = {"type": "function", "id": "abcdefghi", "function": {"name": "sigma", "arguments": arguments}}
-        answer = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "sigma", "tool_call_id": "abcdefghi", "content": "omega"}]
-        messages = [{"role": "user", "content": "alpha"}, *(answer if answered else [])]
+        answer: list[dict[str, Any]] = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "sigma", "tool_call_id": "abcdefghi", "content": "omega"},
+        ]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "alpha"}, *(answer if answered else [])]
         return template.render(messages, None if answered else [tool], generation_prompt=True, where="chat template").text
 
     has_role = _accepts(lambda: text({}, answered=True)) or _accepts(lambda: text("{}", answered=True))

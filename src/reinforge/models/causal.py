@@ -95,4 +95,3 @@ class CausalModel(PackedModel):
                              f"(mean difference {error:.3g}).", where="model.path",
                              fix="This architecture keeps state that cannot be paged or treats logits in its own way; use a model with standard attention.")  # fmt: skip
         return error
-

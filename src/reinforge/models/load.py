@@ -23,7 +23,9 @@ def _source(cfg: ModelConfig, where: str = "model.path") -> tuple[str, dict[str,
             raise InputError(f"no such file: {path}", where=where, fix="Give the path of an existing .gguf file.")
         return str(path.parent), {"gguf_file": path.name}
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file() and where != "model.tokenizer":
-        raise InputError(f"{path} is a peft adapter, not a model.", where=where, fix="Put its base model here, and this path under adapter.path.")
+        raise InputError(
+            f"{path} is a peft adapter, not a model.", where=where, fix="Put its base model here, and this path under adapter.path."
+        )
     if path.exists():
         return str(path), {}
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1 or ("/" in cfg.path and path.parent.is_dir()):

@@ -153,7 +153,9 @@ class Player:
             if room < 1:
                 break  # the conversation is full
             params = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-            [completion] = await self.engine.generate(track.tokens, params, key=seed_of(self.seed, self.purpose, episode.uid, episode.turns))
+            [completion] = await self.engine.generate(
+                track.tokens, params, key=seed_of(self.seed, self.purpose, episode.uid, episode.turns)
+            )
             track.take(completion)
             phase[0] = "step"
             action, answer = self._action(completion, episode)
@@ -208,7 +210,9 @@ class Player:
         """The text with control tokens, which some formats write calls with, but without the one that ended it."""
         tokens = completion.tokens
         ended = completion.stop is Stop.EOS and tokens and tokens[-1] in self.renderer.template.special_ids
-        return str(self.renderer.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self.renderer.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     @staticmethod
     def _count(episode: Episode, track: Track, action: Action, step: Step) -> None:

@@ -142,7 +142,9 @@ class Session:
         for name, part in self.parts.items():
             if name in extra.get("parts", {}):
                 prefix = f"part/{name}/"
-                part.load(State({k.removeprefix(prefix): t for k, t in state.tensors.items() if k.startswith(prefix)}, extra["parts"][name]))
+                part.load(
+                    State({k.removeprefix(prefix): t for k, t in state.tensors.items() if k.startswith(prefix)}, extra["parts"][name])
+                )
         self.cursor.load(extra["cursor"])
         self.step, self.counters, self.evaluated = extra["step"], extra["counters"], extra["evaluated"]
         self.best, self.waiting, self.stopped, self.bad_steps = extra["best"], extra["waiting"], extra["stopped"], extra["bad_steps"]

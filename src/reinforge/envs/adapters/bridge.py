@@ -21,14 +21,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import reinforge
 from reinforge.core.env import Action, Observation, Step
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 
 LINE = 64 << 20  # bytes of one answer
 GRACE = 2.0  # seconds for an environment to close itself
-PACKAGE = Path(reinforge.__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[2]  # of reinforge
 
 
 @dataclass
