@@ -21,7 +21,9 @@ def short(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """4 steps of two updates each; evaluations at 0, 3 and 4, checkpoints at 2 and 4. Its surrogate and one reward can pause."""
     folder = tmp_path_factory.mktemp("short")
     algorithm = {"surrogate": f"{folder / 'parts.py'}:surrogate", "epochs": 2}
-    return whole(folder, runs.write_config(folder, tiny, train={"steps": STEPS}, algorithm=algorithm), STEPS)
+    digits = {"name": f"{folder / 'parts.py'}:digits", "weight": 0.5, "in_process": True}  # which counts its calls
+    rewards = [{"name": "exact_number"}, digits]
+    return whole(folder, runs.write_config(folder, tiny, train={"steps": STEPS}, algorithm=algorithm, rewards=rewards), STEPS)
 
 
 def stopped(run: Whole, folder: Path, at: str, pause: float, kind: signal.Signals = signal.SIGTERM) -> runs.Started:

@@ -19,7 +19,7 @@ from reinforge.backends.memory import GIB, Facts
 from reinforge.backends.microbatch import auto_budget, facts_of
 from reinforge.backends.roofline import Work
 from reinforge.checkpoint import store
-from reinforge.config.schema import Config
+from reinforge.config.schema import AdapterConfig, Config
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.watch.report import compare_prediction, write_report
@@ -70,7 +70,7 @@ def test_parameters_are_those_of_the_model() -> None:
     ):  # norms of heads; positions, biases
         module = make_module(arch)
         assert Facts.of(module.config).parameters() == sum(p.numel() for p in module.parameters()) - left_out, arch
-    adapted = add_adapter(make_module("llama"), SimpleNamespace(path=None, rank=4, alpha=None, targets="all-linear"), seed=0)
+    adapted = add_adapter(make_module("llama"), AdapterConfig(rank=4), seed=0)
     learning = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert Facts.of(adapted.config, rank=4).learning() == learning == facts_of(CausalModel(adapted)).learning()
     only_q = Facts.of(adapted.config, rank=4, targets=("q_proj",))
@@ -85,7 +85,7 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, rank: int | Non
     shape = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     module: Any = make_module("llama", **shape).to(dtype)
     if rank is not None:
-        module = add_adapter(module, SimpleNamespace(path=None, rank=rank, alpha=None, targets="all-linear"), seed=0)
+        module = add_adapter(module, AdapterConfig(rank=rank), seed=0)
     model = CausalModel(module)
     facts = facts_of(model)
     assert facts.itemsize == dtype.itemsize and facts.rank == rank

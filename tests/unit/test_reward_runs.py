@@ -139,8 +139,6 @@ def test_rows_that_are_refused(model: str, tmp_path: Path, name: str, row: dict[
 
 
 def test_what_means_nothing_to_a_reward_model_is_refused(model: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="adapter: a reward model is trained whole"):
-        config(model, tmp_path / "run", "bradley_terry", adapter={"rank": 4})
     with pytest.raises(InputError, match="no setting 'beta'"):
         launch(config(model, tmp_path / "run", "bradley_terry", algorithm={"options": {"beta": 1}}), PAIRS, HELD)
     with pytest.raises(InputError, match="only pairs leave the zero"):

@@ -19,7 +19,7 @@ from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
-from reinforge.rewards.verifiable import FUNCTIONS
+from reinforge.rewards.builtin import FUNCTIONS
 from tiny_runs import DATA, digest, launch, lines, odd, tensors
 from toys import SilentView
 
