@@ -22,6 +22,7 @@ import json
 import sys
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def problems(args: argparse.Namespace, path: Path) -> Path:
     products = {"operators": "*", "digits": 3, "terms": 2}
     hopeless = round(args.rows * args.hopeless)
     kinds = [(TASK, args.rows - hopeless), (products, hopeless)]
-    rows = [row for options, size in kinds if size for row in generate("chain", {**options, "seed": args.seed + 1_000_000, "size": size})]
+    rows = [row for options, size in kinds for row in islice(generate("chain", {**options, "seed": args.seed + 1_000_000}), size)]
     path.write_text("".join(json.dumps({"prompt": row["prompt"], "answer": row["answer"]}) + "\n" for row in rows))
     return path
 
