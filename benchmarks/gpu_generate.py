@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import gc
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -71,7 +70,6 @@ def main() -> None:
     if args.out:
         args.out.write_text(json.dumps({"shape": args.shape, "compile": args.compile, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
                                         "ours": rows, "peers": peers}, indent=1))  # fmt: skip
-    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main() -> None:
     steps: dict[str, float] = {}
     for shape, name in (("0.5b", "gpu_step_05b.json"), ("1.5b", "gpu_step_15b.json")):
         best, floor = read(name)["best"]["step"], sum(read(name)["floor"].values())
-        steps |= {f"{shape}: physical limit": floor, f"{shape}: reinforge": best, f"{shape}: TRL + vLLM": TRL_SECONDS[shape]}
+        steps |= {f"{shape}: physical limit": floor, f"{shape}: reinforge": best, f"{shape}: TRL + vLLM, earlier run": TRL_SECONDS[shape]}
     bars(
         {name: (v, v, v) for name, v in steps.items()},
         "A whole GRPO step, 512 x (256 + 1024) tokens, one H200",
@@ -47,7 +47,7 @@ def main() -> None:
         if path.exists():
             points = json.loads(path.read_text())["curve"]
             curves[f"reinforge, {recipe}"] = [(p["seconds"], p["accuracy"], p["accuracy"], p["accuracy"]) for p in points]
-    curves["TRL 1.16"] = [(0.0, 0.037, 0.037, 0.037), (185.0, 0.221, 0.221, 0.221)]
+    curves["TRL, earlier run"] = [(0.0, 0.037, 0.037, 0.037), (185.0, 0.221, 0.221, 0.221)]
     lines(curves, "SmolLM2-135M on sums", "seconds of training", "test accuracy", PLOTS / "gpu_learn.svg", percent=True)
 
 

@@ -295,3 +295,7 @@ def test_a_run_ends_when_its_time_is_used_up(make: Callable[..., Config]) -> Non
     result = launch(cfg, eval_data=EVAL)
     assert result.steps == 1 and "max_seconds" in (result.stopped or "") and len(store.steps(Path(cfg.run.dir))) == 1
     assert [line["step"] for line in lines(cfg) if "eval/reward" in line] == [0, 1]
+    assert launch(cfg, eval_data=EVAL).steps == 1  # its time is still used up
+    more = make("timed", "grpo", "train.steps=3", "run.max_seconds=1000", "run.checkpoint.every=0")
+    result = launch(more, eval_data=EVAL)
+    assert (result.steps, result.stopped) == (3, None)

@@ -228,6 +228,6 @@ def test_the_names_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_the_kl_term_without_its_importance_weight_is_the_plain_estimator() -> None:
+def test_whether_the_kl_term_is_weighted_reaches_the_loss() -> None:
     weighted, plain = (build("grpo", kl_coefficient=0.1, kl_importance=flag).loss for flag in (True, False))
     assert weighted.kl_importance is True and plain.kl_importance is False  # type: ignore[attr-defined]

@@ -33,6 +33,7 @@ from reinforge.watch.timing import Phases
 
 T = TypeVar("T")
 BAD_STEPS_IN_A_ROW = 3
+OUT_OF_TIME = "run.max_seconds:"  # how the reason begins
 
 
 class ViewLike(Protocol):
@@ -149,6 +150,8 @@ class Session:
         self.step, self.counters, self.evaluated = extra["step"], extra["counters"], extra["evaluated"]
         self.best, self.waiting, self.stopped, self.bad_steps = extra["best"], extra["waiting"], extra["stopped"], extra["bad_steps"]
         self.last, self.seconds = extra["clock"]["last"], extra["clock"].get("seconds", 0.0)
+        if self.stopped is not None and self.stopped.startswith(OUT_OF_TIME) and not self._out_of_time():
+            self.stopped = None  # it has more time now
         self._saved_at = self.step
         return extra["clock"]["offsets"]
 
@@ -212,14 +215,16 @@ class Session:
             self.view.table(groups[: self.cfg.run.log.samples])
         self._judge(metrics)
         self.seconds += seconds - timing.get("time/eval", 0.0) - timing.get("time/checkpoint", 0.0)
-        limit = self.cfg.run.max_seconds
-        if limit is not None and self.seconds >= limit and self.going():
-            self.stopped = f"run.max_seconds: {limit:g} s of training are used up"
+        if self._out_of_time() and self.going():
+            self.stopped = f"{OUT_OF_TIME} {self.cfg.run.max_seconds:g} s of training are used up"
             self.recorder.event("out_of_time", step=self.step, seconds=self.seconds)
         await self._boundary()
         await asyncio.sleep(0)
         if self.terminating and self.going():
             raise self._terminated()
+
+    def _out_of_time(self) -> bool:
+        return self.cfg.run.max_seconds is not None and self.seconds >= self.cfg.run.max_seconds
 
     def _judge(self, metrics: Metrics) -> None:
         """A skipped step is counted and reported; several in a row end the run. Empty steps and lack of memory are noted."""
