@@ -65,3 +65,19 @@ def test_a_window_says_the_same_as_single_steps() -> None:
 def test_stop_lists_of_different_length_are_padded_with_no_token() -> None:
     rows = Rows.of([live([1, 2], 4, 1, [0], frozenset({7, 3})), live([1, 2], 4, 1, [1], frozenset())], DEVICE)
     assert rows.stops.tolist() == [[3, 7], [NEVER, NEVER]]
+
+
+def test_who_is_done_stands_among_the_others_and_touches_nothing() -> None:
+    """Batches of a fixed size, as graphs have: rows that ended stay until the batch shrinks, while siblings read the prompt they shared."""
+
+    async def work(engine: NativeEngine) -> list[list[Completion]]:
+        limits = (2, 30, 5, 30)
+        jobs = [engine.generate(tokens_of(20), Sampling(n, ignore_eos=True), key=i) for i, n in enumerate(limits)]
+        return list(await asyncio.gather(*jobs))
+
+    plain, fixed = (NativeEngine(make_model("llama"), kv_gib=0.001) for _ in range(2))
+    fixed.decoder.size = lambda rows: 4  # type: ignore[method-assign]
+    for want, found in zip(run(work(plain)), run(work(fixed)), strict=True):
+        assert found[0].tokens == want[0].tokens
+        assert max(abs(a - b) for a, b in zip(found[0].logprobs, want[0].logprobs, strict=True)) < 1e-5
+    assert fixed.pool.free == fixed.pool.total
