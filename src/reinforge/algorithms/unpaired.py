@@ -24,6 +24,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 
 Result = tuple[Tensor, dict[str, Tensor]]
+MISMATCHED = "/mismatched"  # ends the uid of a companion
 
 
 def kto(policy: Tensor, reference: Tensor, good: Tensor, *, baseline: Tensor | float, beta: float = 0.1, desirable_weight: float = 1.0,
@@ -102,10 +103,15 @@ class UnpairedLoss:
         self.settings: Mapping[str, Any] = settings
         self.limit = limit
         self.mean, self.count = 0.0, 0  # of rewards, for bco
+        self.fixed: Mapping[
+            str, Sample
+        ] = {}  # by uid: companions that were chosen before the first step, with what the reference says of them
         self.needs = frozenset({"reference", "old"} if self.row.constant == "delta" else {"reference"})
 
     def companions(self, samples: Sequence[Sample]) -> list[Sample]:
-        return mismatched(samples, self.limit) if self.row.constant == "baseline" else []
+        if self.row.constant != "baseline":
+            return []
+        return [self.fixed[sample.uid] for sample in samples] if self.fixed else mismatched(samples, self.limit)
 
     def prepare(self, batches: Sequence[Batch], companions: Sequence[Batch] = ()) -> None:
         """Fills `constant`, and `class_size` (answers of the batch with the token's label) for the metrics."""
@@ -159,12 +165,12 @@ def mismatched(samples: Sequence[Sample], limit: int | None = None) -> list[Samp
     """Each prompt with the answer of the next sample of another group: y' that has nothing to do with x. `limit` cuts long rows."""
     rows = []
     for i, sample in enumerate(samples):
-        others = [samples[(i + k) % len(samples)] for k in range(1, len(samples))]
+        others = (samples[(i + k) % len(samples)] for k in range(1, len(samples)))
         other = next((o for o in others if o.group != sample.group and o.n_trained), sample)
         cut, start = _first_trained(sample), _first_trained(other)
         tokens = torch.cat((sample.tokens[:cut], other.tokens[start:]))[:limit]
         trained = torch.cat((torch.zeros(cut, dtype=torch.bool), other.trained[start:]))[:limit]
-        rows.append(Sample.from_tokens(f"{sample.uid}/mismatched", tokens.tolist(), trained.tolist()))
+        rows.append(Sample.from_tokens(sample.uid + MISMATCHED, tokens.tolist(), trained.tolist()))
     return rows
 
 

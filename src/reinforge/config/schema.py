@@ -10,12 +10,18 @@ from typing import Any, Literal
 from pydantic import Field, FiniteFloat, model_validator
 
 from reinforge.config.agent import AgentConfig
+from reinforge.config.ahead import check_ahead
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
+from reinforge.config.cluster import ClusterConfig
+from reinforge.config.deepspeed import BackendName, DeepSpeedConfig, check_deepspeed
+from reinforge.config.engine import EngineConfig, check_engine
 from reinforge.config.env import EnvConfig
 from reinforge.config.families import ONLINE, OPPOSED
 from reinforge.config.mixture import MixtureConfig
+from reinforge.config.parallel import ParallelConfig, ShardedConfig, check_parallel, check_ranks
 from reinforge.config.rewards import RewardConfig as RewardConfig
+from reinforge.config.rollout import RolloutConfig as RolloutConfig
 from reinforge.config.sampling import SamplingConfig
 from reinforge.config.teacher import OtherTeacherConfig as OtherTeacherConfig
 from reinforge.config.teacher import TeacherConfig
@@ -108,24 +114,6 @@ class DataConfig(Section):
         return self
 
 
-class RolloutConfig(Section):
-    engine: Literal["native"] = Field("native", description="native: the trainer's own module generates; nothing is copied.")
-    temperature: Positive = Field(1.0, description="Of sampling, and of the log-probs that are trained.")
-    max_new_tokens: Count = Field(256, description="Longest completion; longer ones are cut and count as truncated.")
-    top_p: Fraction = Field(1.0, description="Refused in RL unless 1; see eval.top_p.")
-    top_k: Natural = Field(0, description="Refused in RL unless 0 (off).")
-    min_p: Fraction = Field(0.0, description="Refused in RL unless 0 (off).")
-    stop: list[str] = Field([], description="Strings that end a completion.")
-    max_batch: Count = Field(512, description="Sequences decoded at once.")
-    kv_gib: Positive | None = Field(None, description="Memory of the KV cache; default: computed once from what is free, then recorded.")
-    prefix_cache: bool = Field(
-        False, description="Keep what was computed under the same weights: a conversation that goes on computes only what is new."
-    )
-    on_reward_error: Literal["unscored", "raise"] = Field(
-        "raise", description="A reward that raises or returns nonsense: stop, or leave the sample unscored and count it."
-    )
-
-
 class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
     warmup: Natural = Field(0, description="Steps of linear warm-up.")
@@ -142,11 +130,14 @@ class OptimizerConfig(Section):
     )
 
 
-class TrainConfig(Section):
-    backend: Literal["local", "fsdp"] = Field(
-        "local", description="local: one process, one device. fsdp: several, each with its part of weights, gradients and moments (FSDP2)."
+class TrainConfig(ParallelConfig):
+    backend: BackendName = Field(
+        "local", description="local: one process. fsdp, deepspeed: several, each with its part of weights and moments (FSDP2, ZeRO)."
     )
-    ranks: Count | None = Field(None, description="fsdp: how many processes. Default: one per GPU, or as many as torchrun started.")
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    ranks: Count | None = Field(
+        None, description="fsdp, deepspeed: how many processes. Default: one per GPU, or as many as torchrun started."
+    )
     steps: Count | None = Field(None, description="Optimizer batches to do. Give this or epochs.")
     epochs: Positive | None = Field(None, description="Passes over the data, instead of steps.")
     prompts_per_step: Count = Field(64, description="Data rows per step. In RL each is sampled group_size times.")
@@ -180,8 +171,7 @@ class TrainConfig(Section):
     def _duration(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
-        if self.backend == "local" and (self.ranks or 1) > 1:
-            raise ValueError(f"ranks: the backend local is one process; set train.backend=fsdp for {self.ranks}")
+        check_ranks(self)
         return self
 
 
@@ -233,7 +223,7 @@ class EvalConfig(Section):
     early_stop: EarlyStopConfig | None = None
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(ShardedConfig):
     every: Natural = Field(50, description="Steps between checkpoints; 0 = only at the end.")
     keep: Count = Field(2, description="How many of the newest stay on disk.")
     best: str | None = Field(
@@ -274,11 +264,13 @@ class Config(Section):
     env: EnvConfig | None = None
     agent: AgentConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     train: TrainConfig
     critic: CriticConfig | None = None
     teacher: TeacherConfig | None = None
     eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
     run: RunConfig
 
     @model_validator(mode="after")
@@ -296,13 +288,13 @@ class Config(Section):
         if rl and self.algorithm.group_size == 1 and self.algorithm.compares_samples:
             what = "every advantage would be 0" if self.algorithm.family == "policy_gradient" else "there is nothing to compare"
             raise ValueError(f"algorithm.group_size: a group of 1 has no spread, {what}; use at least 2")
-        if self.train.backend == "fsdp" and self.model.exact:
-            raise ValueError("model.exact: it is proved for one process; set train.backend=local, or leave it out")
-        if self.train.backend == "fsdp" and self.adapter is not None and self.adapter.kind == "qlora":
-            raise ValueError("adapter.kind: a base in 4 bits is for one process; set train.backend=local, or use lora")
+        check_parallel(self)
+        check_deepspeed(self)
+        check_engine(self)
         self._check_family()
         self._check_online()
         self._check_sampling(rl)
+        check_ahead(self)
         self._check_critic()
         return self
 
@@ -314,9 +306,9 @@ class Config(Section):
             raise ValueError(f"algorithm.{foreign[0]}: {algorithm.name} ({algorithm.family}) does not read it; remove it{hint}")
         precomputed = self.train.precompute_reference
         if precomputed and (
-            algorithm.family != "preference" or algorithm.kl.reference.kind != "frozen" or algorithm.name in ("kto", "tr_dpo", *ONLINE)
+            algorithm.family != "preference" or algorithm.kl.reference.kind != "frozen" or algorithm.name in ("tr_dpo", *ONLINE)
         ):
-            changing = algorithm.name in ("kto", *ONLINE)
+            changing = algorithm.name in ONLINE
             why = "compares with answers that change with the batch" if changing else "has no frozen reference"
             raise ValueError(f"train.precompute_reference: {algorithm.name} {why}; remove it")
         if (algorithm.family == "distillation") != (self.teacher is not None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -65,12 +66,21 @@ class Prepares(Protocol):
         ...
 
 
+class Pieces(Protocol):
+    """Tensors that lie in several processes, which write them into a checkpoint themselves: nobody gathers them."""
+
+    def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+        """Writes into the directory, `prefix` before every name. Returns what the manifest is to say of the files."""
+        ...
+
+
 @dataclass(slots=True)
 class State:
     """Everything of a backend that a checkpoint must hold: flat tensors and plain JSON values."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    pieces: dict[str, Pieces] = field(default_factory=dict)  # by the prefix of their names
 
 
 class Part(Protocol):

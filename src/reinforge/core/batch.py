@@ -42,37 +42,28 @@ class Batch:
         nothing to train takes no room. Hidden states are the same either way."""
         segments = _shared_segments(samples) if share else [_Segment(i, 0, len(s.tokens), -1) for i, s in enumerate(samples)]
         lengths = [g.stop - g.start for g in segments]
-        begins = [0]
-        for n in lengths:
-            begins.append(begins[-1] + n)
-        own = {g.sample: i for i, g in enumerate(segments) if not g.prompt_only}
-        owner = torch.tensor([s.n_trained for s in samples], dtype=torch.int64)
-        targets, sources, ends = [], [], torch.full((len(samples),), -1, dtype=torch.int64)
-        for i, sample in enumerate(samples):
-            if i not in own:
-                continue
-            segment, begin = segments[own[i]], begins[own[i]]
-            at = sample.trained.nonzero()[:, 0]
-            where = at - segment.start + begin
-            before = where - 1
-            if segment.start:  # the first trained token is predicted by the last one of the prompt
-                before = torch.where(at == segment.start, begins[segment.prefix + 1] - 1, before)
-            targets.append(where)
-            sources.append(before)
-            ends[i] = begin + segment.stop - segment.start - 1
-        trained = [s.trained for s in samples]
-        streams = {"behaviour": torch.cat([s.logprobs[t] for s, t in zip(samples, trained, strict=True)])} if samples else {}
-        for name in samples[0].streams if samples else ():
-            streams[name] = torch.cat([s.streams[name][t] for s, t in zip(samples, trained, strict=True)])
+        begins = [0, *itertools.accumulate(lengths)]
+        # of each sample: where its own segment starts in it, how far it was moved, where the token before it is, and its last token
+        start, moved, before, ends = (torch.tensor(column, dtype=torch.int64) for column in _placed(segments, begins, len(samples)))
+        sequence = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([s.n_trained for s in samples], dtype=torch.int64))
         empty = torch.zeros(0, dtype=torch.int64)
+        trained = torch.cat([s.trained for s in samples]) if samples else empty.bool()
+        sizes = torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64)
+        at = trained.nonzero()[:, 0] - (sizes.cumsum(0) - sizes)[sequence]  # the place of each trained token in its sample
+        targets = at + moved[sequence]
+        first = (at == start[sequence]) & (at > 0)  # predicted by the last token of the prompt, wherever that is
+        back = torch.tensor([g.start - begin for g, begin in zip(segments, begins, strict=False)], dtype=torch.int64)
+        streams = {"behaviour": torch.cat([s.logprobs for s in samples])[trained]} if samples else {}
+        for name in samples[0].streams if samples else ():
+            streams[name] = torch.cat([s.streams[name] for s in samples])[trained]
         return cls(
             samples=list(samples),
             tokens=torch.cat([samples[g.sample].tokens[g.start : g.stop] for g in segments]) if segments else empty,
-            positions=torch.cat([torch.arange(g.start, g.stop) for g in segments]) if segments else empty,
+            positions=torch.arange(begins[-1]) + torch.repeat_interleave(back, torch.tensor(lengths, dtype=torch.int64)),
             starts=torch.tensor(begins, dtype=torch.int32), lengths=lengths,
             prefix=[g.prefix for g in segments] if any(g.prefix >= 0 for g in segments) else None,
-            targets=torch.cat(targets) if targets else empty, sources=torch.cat(sources) if sources else empty,
-            sequence=torch.repeat_interleave(torch.arange(len(samples)), owner), ends=ends, streams=streams,
+            targets=targets, sources=torch.where(first, before[sequence], targets - 1),
+            sequence=sequence, ends=ends, streams=streams,
         )  # fmt: skip
 
     @property
@@ -107,10 +98,22 @@ class _Segment:
     prompt_only: bool = False
 
 
+def _placed(segments: Sequence[_Segment], begins: Sequence[int], samples: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Of each sample: where its own segment starts in it, how far its tokens were moved in the pack, where the last token of the prompt
+    that it continues is, and where its own last one is; -1 where there is none."""
+    start, moved, before, ends = [0] * samples, [0] * samples, [-1] * samples, [-1] * samples
+    for i, g in enumerate(segments):
+        if not g.prompt_only:
+            start[g.sample], moved[g.sample], ends[g.sample] = g.start, begins[i] - g.start, begins[i + 1] - 1
+            before[g.sample] = begins[g.prefix + 1] - 1 if g.start else -1
+    return start, moved, before, ends
+
+
 def _prompt(sample: Sample) -> int:
-    """Tokens before the first trained one; all of them where nothing is trained."""
-    trained = sample.trained.nonzero()
-    return int(trained[0]) if len(trained) else len(sample.tokens)
+    """Tokens before the first trained one; all of them where nothing is trained. (numpy: a torch call takes ten times as long.)"""
+    trained = sample.trained.numpy()
+    first = int(trained.argmax()) if len(trained) else 0
+    return first if len(trained) and trained[first] else len(trained)
 
 
 def _shared_segments(samples: Sequence[Sample]) -> list[_Segment]:

@@ -15,6 +15,6 @@ def prepared(backend: Backend, loss: Loss, samples: Sequence[Sample]) -> list[Ba
     backend.annotate(batches, loss.needs - batches[0].streams.keys() if batches else loss.needs)
     if isinstance(loss, Prepares) and batches:
         others = pack(loss.companions(samples), backend.budget, share=backend.share)
-        backend.annotate(others, frozenset({"old", "reference"}))
+        backend.annotate(others, frozenset({"old", "reference"}) - (others[0].streams.keys() if others else set()))
         loss.prepare(batches, others)
     return batches

@@ -24,3 +24,9 @@ class Row:
     id: str
     prompt: str | list[dict[str, Any]]  # text, or chat messages
     columns: Mapping[str, Any] = field(default_factory=dict)  # everything else: answer, tools, metadata
+    place: str = field(default="", compare=False, repr=False)  # where it was read, e.g. rows.jsonl:3
+
+    @property
+    def where(self) -> str:
+        """For errors: its id, and the line of the file that somebody has to look at."""
+        return f"row {self.id} ({self.place})" if self.place else f"row {self.id}"

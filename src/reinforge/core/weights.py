@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,3 +15,4 @@ class Weights:
     module: nn.Module | None = None  # shared: the very module that trains
     buckets: Callable[[], Iterator[tuple[str, Tensor]]] | None = None  # otherwise (HF name, tensor) pairs
     fingerprint: str = ""  # of the values, so that a receiver can prove what it got
+    probe: Callable[[Sequence[int]], Tensor] | None = None  # the trainer's own log-probs of some tokens: a receiver must find the same

@@ -140,7 +140,7 @@ class Renderer:
 
     def _conversation(self, row: Row, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
         if not self.chat:
-            self._text(Row(row.id, messages))  # raises: there is no template
+            self._text(Row(row.id, messages, place=row.place))  # raises: there is no template
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if self.cfg.loss_on == "all":
             rendered = self._render(row, messages)
@@ -208,7 +208,7 @@ class Renderer:
 
 
 def _where(row: Row) -> str:
-    return f"row {row.id}"
+    return row.where
 
 
 def _tools(row: Row) -> list[Any] | None:

@@ -49,7 +49,7 @@ def _mixed(cfg: DataConfig) -> Iterator[Row]:
         name = item.name or item.source
         own = {key: value for key, value in item.model_dump(exclude={"weight", "name"}).items() if value is not None}
         for row in load_rows(cfg.model_copy(update={"limit": None, **own, "mixture": []})):
-            yield Row(f"{name}:{row.id}", row.prompt, {**row.columns, MIXTURE: name})
+            yield Row(f"{name}:{row.id}", row.prompt, {**row.columns, MIXTURE: name}, row.place)
 
 
 def rows_from(
@@ -118,7 +118,7 @@ def _rows(
             raise InputError(f"has the id {uid!r} that {seen[uid]} has too", where=place,
                              fix=f"Ids must be unique. If {key!r} is no row id, rename it, e.g. data.columns: {{source_{key}: {key}}}.")  # fmt: skip
         seen[uid] = place
-        yield Row(id=uid, prompt=prompt, columns=rest)
+        yield Row(id=uid, prompt=prompt, columns=rest, place=place)
 
 
 def _column(record: Mapping[str, Any], name: str, place: str) -> Any:

@@ -33,10 +33,10 @@ def pairs(renderer: Renderer, row: Row, *, scores: bool = False) -> list[Unit]:
     """The chosen answer and the rejected one, with the prompt's ids in common. `scores`: with the given rewards of both as `score`."""
     unit = [_answer(renderer, row, side) for side in ("chosen", "rejected")]
     if torch.equal(unit[0].tokens, unit[1].tokens):
-        raise InputError("chosen and rejected are the same", where=f"row {row.id}", fix="Remove the row.")
+        raise InputError("chosen and rejected are the same", where=row.where, fix="Remove the row.")
     if scores:
         unit = [
-            constant(s, "score", number(row.columns, f"score_{side}", f"row {row.id}"))
+            constant(s, "score", number(row.columns, f"score_{side}", row.where))
             for s, side in zip(unit, ("chosen", "rejected"), strict=True)
         ]
     return [unit]
@@ -47,7 +47,7 @@ def judged(renderer: Renderer, row: Row) -> list[Unit]:
     if row.columns.get("chosen") is not None:
         (unit,) = pairs(renderer, row)
         return [[constant(sample, "label", float(good))] for sample, good in zip(unit, (True, False), strict=True)]
-    good = verdict(row.columns.get("label"), f"row {row.id}")
+    good = verdict(row.columns.get("label"), row.where)
     return [[constant(_answer(renderer, row, "completion"), "label", float(good))]]
 
 
@@ -55,18 +55,18 @@ def compared(renderer: Renderer, row: Row, *, gap: bool = False) -> list[Unit]:
     """A reward model's pair. `gap`: the column `margin`, by how much the chosen answer is better, as the stream `gap`."""
     (unit,) = pairs(renderer, row)
     unit = [to_the_end(sample) for sample in unit]
-    return [[constant(s, "gap", number(row.columns, "margin", f"row {row.id}")) for s in unit] if gap else unit]
+    return [[constant(s, "gap", number(row.columns, "margin", row.where)) for s in unit] if gap else unit]
 
 
 def graded(renderer: Renderer, row: Row) -> list[Unit]:
     """A reward model's answer with the number it is to give: {prompt, completion, score}."""
-    return [[constant(to_the_end(_answer(renderer, row, "completion")), "target", number(row.columns, "score", f"row {row.id}"))]]
+    return [[constant(to_the_end(_answer(renderer, row, "completion")), "target", number(row.columns, "score", row.where))]]
 
 
 def steps(renderer: Renderer, row: Row) -> list[Unit]:
     """A process reward model's row: {prompt, steps, labels}; TRL's `completions` is another name for steps. Each step ends with a
     newline, and the token that ends it has the verdict as stream `label`; nothing else is trained."""
-    where, columns = f"row {row.id}", row.columns
+    where, columns = row.where, row.columns
     parts, labels = columns.get("steps") or columns.get("completions"), columns.get("labels")
     if (
         not isinstance(parts, list)
@@ -88,7 +88,7 @@ def steps(renderer: Renderer, row: Row) -> list[Unit]:
 def _answer(renderer: Renderer, row: Row, column: str) -> Sample:
     value = row.columns.get(column)
     if value is None:
-        raise InputError(f"has no column {column!r}, only {', '.join(row.columns) or 'the prompt'}", where=f"row {row.id}",
+        raise InputError(f"has no column {column!r}, only {', '.join(row.columns) or 'the prompt'}", where=row.where,
                          fix=f"Name it with data.columns: {{{column}: <their name>}}.")  # fmt: skip
     rest: dict[str, Any] = {k: v for k, v in row.columns.items() if k not in ("chosen", "rejected", "messages", "text")}
     sample = renderer.training_row(replace(row, columns={**rest, "completion": value}))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.core.errors import InputError
-from reinforge.envs.tools import Tool, ToolError, Unavailable, tool
+from reinforge.envs.tools import NoSandbox, Tool, ToolError, tool
 
 BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
@@ -147,7 +147,7 @@ class Python:
         """
         result = await self.sandbox.run(self.sandbox.Program(code), self.sandbox.Limits(seconds=self.seconds))
         if result.failed_here:
-            raise Unavailable(f"the sandbox did not run the program: {result.reason or result.status}")
+            raise NoSandbox(f"the sandbox did not run the program: {result.reason or result.status}")
         text = b"\n".join(part for part in (result.stdout, result.stderr) if part.strip()).decode("utf-8", "replace").strip()
         ended = "" if result.status == "ok" else f"({result.status})"
         return "\n".join(part for part in (text[-self.characters :], ended) if part) or "(no output)"

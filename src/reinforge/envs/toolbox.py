@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,30 +13,38 @@ from reinforge.core.env import Action, Call, Message, Observation, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.threads import in_thread
+from reinforge.envs.mcp import Connection, connect, server_of
 from reinforge.envs.shipped import shipped
 from reinforge.envs.single import messages_of
 from reinforge.envs.tools import Tool, ToolError, Unavailable, tool
 from reinforge.rewards.build import load_function
 from reinforge.rewards.verifiable import exact_number
 
-Given = str | Callable[..., Any] | Tool
+Given = str | Callable[..., Any] | Tool | Mapping[str, Any]
 
 
 class ToolEnv:
-    """`tools`: names of shipped ones (calculator, search, python), `file.py:function`, or functions. What a shipped tool needs is an
-    option of its name, e.g. `search: {path: docs}`. A tool that takes longer than `tool_seconds`, raises, or is called wrongly
-    answers with what went wrong. The final answer is scored by the config's rewards."""
+    """`tools`: names of shipped ones (calculator, search, python), `file.py:function`, functions, or MCP servers (`{mcp: {...}}`). What a
+    shipped tool needs is an option of its name, e.g. `search: {path: docs}`. A tool that takes longer than `tool_seconds`, raises, or
+    is called wrongly answers with what went wrong. The final answer is scored by the config's rewards."""
 
     def __init__(self, tools: Sequence[Given] = (), system: str | None = None, tool_seconds: float = 30.0, max_characters: int = 8000,
                  search: dict[str, Any] | None = None, python: dict[str, Any] | None = None):  # fmt: skip
         options = {"search": search or {}, "python": python or {}}
-        self.tools = {t.name: t for t in (as_tool(given, options) for given in ([tools] if isinstance(tools, str) else tools))}
+        given = [tools] if isinstance(tools, str) else tools
+        self.servers = [server_of(_mcp(g)) for g in given if isinstance(g, Mapping)]
+        self.own = [as_tool(g, options) for g in given if not isinstance(g, Mapping)]
+        self.tools = _by_name(self.own)
+        self.connections: list[Connection] = []
         self.system, self.tool_seconds, self.max_characters = system, tool_seconds, max_characters
-        self.pure = all(t.pure for t in self.tools.values())
+        self.pure = not self.servers and all(t.pure for t in self.tools.values())
         self.row: Row | None = None
         self.called = 0
 
     async def reset(self, row: Row, seed: int) -> Observation:
+        self.connections = [connect(server) for server in self.servers]
+        offered = await asyncio.gather(*(c.tools() for c in self.connections))
+        self.tools = _by_name([*self.own, *(t for tools in offered for t in tools)])
         self.row, messages = row, messages_of(row)
         if self.system is not None and (not messages or messages[0].get("role") != "system"):
             messages = [{"role": "system", "content": self.system}, *messages]
@@ -58,7 +66,10 @@ class ToolEnv:
         """The environment's own reward of the final answer; None: that is for the config's rewards."""
         return None
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        for connection in self.connections:
+            if not connection.server.shared:
+                await connection.close()
 
     async def _answer(self, call: Call) -> Message:
         try:
@@ -104,7 +115,23 @@ class CalculatorEnv(ToolEnv):
         return exact_number([action.text], [answer], tolerance=self.tolerance)[0]
 
 
-def as_tool(given: Given, options: dict[str, dict[str, Any]]) -> Tool:
+def _mcp(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    if list(given) != ["mcp"] or not isinstance(given["mcp"], Mapping):
+        raise InputError(f"{dict(given)} is no tool.", where="env.options.tools", fix="Write {mcp: {command: [python, server.py]}}.")
+    return given["mcp"]  # type: ignore[no-any-return]
+
+
+def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
+    named = {t.name: t for t in tools}
+    if len(named) < len(tools):
+        twice = sorted({t.name for t in tools if sum(t.name == other.name for other in tools) > 1})
+        raise InputError(
+            f"two tools are named {', '.join(twice)}.", where="env.options.tools", fix="Leave one out; of a server with mcp.only."
+        )
+    return named
+
+
+def as_tool(given: str | Callable[..., Any] | Tool, options: dict[str, dict[str, Any]]) -> Tool:
     if isinstance(given, Tool):
         return given
     if callable(given):
@@ -114,7 +141,7 @@ def as_tool(given: Given, options: dict[str, dict[str, Any]]) -> Tool:
         raise InputError(
             f"there is no tool {given!r}.",
             where="env.options.tools",
-            fix="Shipped are calculator, search and python; your own: file.py:function.",
+            fix="Shipped are calculator, search and python; your own: file.py:function; a server: {mcp: {...}}.",
         )
     return found or tool(load_function(given, "env.options.tools"))
 

@@ -38,6 +38,14 @@ class ToolError(Exception):
 class Unavailable(Exception):
     """The tool itself cannot work now. That says nothing about the model, and its episode is not scored."""
 
+    kind = "error"
+
+
+class NoSandbox(Unavailable):
+    """... because the program could not be contained."""
+
+    kind = "sandbox"
+
 
 @dataclass(frozen=True)
 class Tool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from reinforge.core.backend import Backend
 from reinforge.core.batch import pack
 from reinforge.core.env import Rollout
+from reinforge.core.faults import fault_metrics
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.evals.statistics import pass_at_k, wilson
 
@@ -42,6 +43,7 @@ class HeldOut:
             "eval/reward": sum(sum(r) for r in scored) / max(1, trials), "eval/length": sum(lengths) / max(1, sum(len(g.episodes) for g in groups)),
             "eval/unscored": sum(len(g.episodes) for g in groups) - trials,
         }  # fmt: skip
+        out |= fault_metrics(groups, "eval/")
         for name in sorted({name for g in groups for name in g.metrics}):
             out[f"eval/{name}"] = sum(g.metrics[name] for g in groups if name in g.metrics) / sum(name in g.metrics for g in groups)
         if self.samples > 1 and all(len(r) == self.samples for r in scored):

@@ -60,12 +60,13 @@ def _is_number(value: Any) -> bool:
 
 
 def build_rewards(
-    rewards: Sequence[RewardConfig], functions: Mapping[str, Function] | None = None, device: str | None = None
-) -> list[FunctionReward]:
-    """Reward models are loaded to `device`; None: not at all, where only the names and options are of interest. `functions` are those that came from Python, by the names that `describe_rewards` gave them. Two of one name get a number."""
+    rewards: Sequence[RewardConfig], functions: Mapping[str, Function] | None = None, device: str | None = None,
+    load: Callable[[Any], Function] | None = None,
+) -> list[FunctionReward]:  # fmt: skip
+    """Reward models are loaded to `device`, or by `load`; None: not at all, where only the names and options are of interest. `functions` are those that came from Python, by the names that `describe_rewards` gave them. Two of one name get a number."""
     functions = functions or {}
     built = [
-        placed(cfg, cfg.name, functions[cfg.name], f"rewards.{i}") if cfg.name in functions else _from_config(cfg, f"rewards.{i}.name", device)
+        placed(cfg, cfg.name, functions[cfg.name], f"rewards.{i}") if cfg.name in functions else _from_config(cfg, f"rewards.{i}.name", device, load)
         for i, cfg in enumerate(rewards)
     ]  # fmt: skip
     seen: dict[str, int] = {}
@@ -80,12 +81,15 @@ def build_rewards(
     return built
 
 
-def _from_config(cfg: RewardConfig, where: str, device: str | None) -> FunctionReward:
+def _from_config(cfg: RewardConfig, where: str, device: str | None, load: Callable[[Any], Function] | None = None) -> FunctionReward:
     if cfg.name == "model":
         from reinforge.rewards.model import model_reward
 
         scorer = model_reward(cfg.options, where.replace("name", "options"))
-        return FunctionReward(cfg.name, scorer if device is None else scorer.load(device), cfg.weight, pure=True)
+        loaded = scorer if device is None else scorer.load(device) if load is None else load(scorer)
+        return FunctionReward(cfg.name, loaded, cfg.weight, pure=True)
+    if cfg.name == "process":
+        return _process(cfg, where, device, load)
     if cfg.name == "code":
         from reinforge.rewards.code import code_reward
 
@@ -111,6 +115,17 @@ def _from_config(cfg: RewardConfig, where: str, device: str | None) -> FunctionR
         raise InputError(f"unknown reward {cfg.name!r}.", where=where,
                          fix=(f"Did you mean {near[0]}? " if near else "") + f"Built in: {', '.join(BUILTIN)}; or write file.py:function, or give the function to reinforge.train.")  # fmt: skip
     return placed(cfg, cfg.name.rpartition(":")[2], load_function(cfg.name, where), where.removesuffix(".name"))
+
+
+def _process(cfg: RewardConfig, where: str, device: str | None, load: Callable[[Any], Function] | None) -> FunctionReward:
+    from reinforge.rewards.process import process_reward
+
+    scorer = process_reward(cfg.options, where.replace("name", "options"))
+    if cfg.gate is not None or cfg.center is not None or cfg.scale is not None or cfg.clip is not None:
+        raise InputError("the verdicts of single steps are probabilities and are taken as they are.", where=where.removesuffix(".name"),
+                         fix="Remove gate, center, scale and clip; `weight` is there.")  # fmt: skip
+    loaded: Any = scorer if device is None else scorer.load(device) if load is None else load(scorer)
+    return FunctionReward(cfg.name, loaded, cfg.weight, pure=True, steps=getattr(loaded, "steps", None))
 
 
 def _math(cfg: RewardConfig, where: str) -> FunctionReward:

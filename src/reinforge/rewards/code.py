@@ -1,7 +1,7 @@
 """The reward `code`: does the program in a completion pass its tests? It runs contained, and is judged elsewhere: sandbox/judge.py.
 
 options: {language, tests, entry_point, kind, timeout, total_timeout, memory_mb, partial, tolerance, apart, workers, backend, url,
-allow_unsafe, packages}, see docs/sandbox.md. A solution that runs out of time, memory or output fails its tests: 0. A sandbox that
+allow_unsafe, packages, warm}, see docs/sandbox.md. A solution that runs out of time, memory or output fails its tests: 0. A sandbox that
 fails gives None, and so do tests that cannot be used.
 """
 
@@ -116,6 +116,7 @@ class CodeReward:
     url: str | None = None  # of a remote sandbox
     allow_unsafe: bool = False
     packages: Sequence[str] = ()
+    warm: bool = True  # judge in processes of their own, which stay up between runs
     where: str = "rewards"
     counts: Counter[str] = field(default_factory=Counter)  # how verdicts came about: judged, timeout, memory, crashed, failed_here, ...
     pool: Pool | None = field(default=None, repr=False)
@@ -132,12 +133,17 @@ class CodeReward:
 
     def open(self) -> CodeReward:
         """Raises InputError where programs cannot be contained."""
-        self.pool = self.pool or Pool(self.workers, backend=self.backend, allow_unsafe=self.allow_unsafe, url=self.url)
+        self.pool = self.pool or Pool(self.workers, backend=self.backend, allow_unsafe=self.allow_unsafe, url=self.url, warm=self.warm)
         return self
 
     @property
+    def unsafe(self) -> bool:
+        """Whether programs run without containment here."""
+        return self.pool is not None and self.pool.isolation.unsafe
+
+    @property
     def notes(self) -> list[str]:
-        return [UNSAFE] if self.pool is not None and self.pool.isolation.unsafe else []
+        return [UNSAFE] if self.unsafe else []
 
     async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> Outcome:
         self.open()
@@ -149,13 +155,19 @@ class CodeReward:
             None if t is None else parse_tests(t, self.entry_point or e, self.kind, self.tests)
             for t, e in zip(columns[self.tests], entries, strict=True)
         ]
-        tasks = [asyncio.ensure_future(self.verdict(text, tests)) for text, tests in zip(completions, parsed, strict=True)]
+        asked: dict[tuple[str, str], asyncio.Future[Verdict | None]] = {}  # the same program with the same tests is run once
+        names = [(extract(text), repr(tests)) for text, tests in zip(completions, parsed, strict=True)]
+        for name, text, tests in zip(names, completions, parsed, strict=True):
+            if name not in asked:
+                asked[name] = asyncio.ensure_future(self.verdict(text, tests))
         try:
-            verdicts = await asyncio.gather(*tasks)
+            await asyncio.gather(*asked.values())
         finally:
-            for task in tasks:
+            for task in asked.values():
                 task.cancel()
-        return Outcome([self.score(v) for v in verdicts], crashes=sum(v is not None and v.failed_here for v in verdicts))
+        verdicts = [asked[name].result() for name in names]
+        ran = [v for v in verdicts if v is not None]
+        return Outcome([self.score(v) for v in verdicts], sandbox=sum(v.failed_here for v in ran), unsafe=sum(v.unsafe for v in ran))
 
     def score(self, verdict: Verdict | None) -> float | None:
         if verdict is None:

@@ -37,6 +37,7 @@ class FunctionReward:
     each: bool = False  # ask for one completion at a time: one that hangs does not take the others of its group with it
     timeout: float | None = None  # seconds for a call that is not in a pool, which has its own; None: for ever
     notes: list[str] = field(default_factory=list)  # what the user should know about how it runs
+    steps: Callable[[Sequence[Any], Sequence[str]], list[list[tuple[int, float]]]] | None = None  # (end in the text, reward) of every step
 
     def __post_init__(self) -> None:
         self._lane, self._turns = Lane(self.name), _NO_TURNS

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 BUILTIN: tuple[str, ...] = (
     "exact_match", "exact_number", "number", "choice", "regex", "reasoning_gym", "tags", "tag_count", "cosine_length", "repetition", "language",
-    "math", "judge", "http", "model", "code",
+    "math", "judge", "http", "model", "process", "code",
 )  # fmt: skip

@@ -17,11 +17,14 @@ class Outcome:
     scores: list[float | None]
     timeouts: int = 0  # scores that are None because the reward took too long
     crashes: int = 0  # ... because the process that computed them died, or met its limit of memory
+    sandbox: int = 0  # ... because the sandbox failed
+    unsafe: int = 0  # scores of programs that ran without containment
 
     @classmethod
     def joined(cls, parts: Iterable[Outcome]) -> Outcome:
         parts = list(parts)
-        return cls([s for p in parts for s in p.scores], sum(p.timeouts for p in parts), sum(p.crashes for p in parts))
+        counts = {name: sum(getattr(p, name) for p in parts) for name in ("timeouts", "crashes", "sandbox", "unsafe")}
+        return cls([s for p in parts for s in p.scores], **counts)
 
 
 def checked(name: str, result: Any, count: int) -> list[float | None]:

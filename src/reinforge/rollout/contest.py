@@ -13,6 +13,7 @@ from reinforge.algorithms.preference import with_stream
 from reinforge.core.engine import Completion, Engine
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.core.seeds import seed_of
+from reinforge.rollout import pace
 from reinforge.rollout.race import race
 from reinforge.rollout.single import SingleTurn
 
@@ -36,6 +37,7 @@ class Contest:
 
         asked = [(engine, seed_of(single.seed, purpose, group), n) for engine, purpose, n in works if n]
         await race([engine.generate(prompt, single.sampling, key=key, n=n) for engine, key, n in asked], keep)
+        pace.generated()
         completions = [c for place in sorted(done) for c in done[place]]
         made = await single.scored(row, group, prompt, completions)
         samples = [with_stream(s, OPPONENT, float(i >= own)) for i, s in enumerate(made.samples)]

@@ -118,7 +118,7 @@ class Player:
                 raise
             episode.failed = Failed("timeout", f"turn {episode.turns}: the episode took more than {self.limits.episode_seconds:g} s")
         except Failed as failed:
-            if failed.kind == "error" and self.on_error == "raise":
+            if failed.kind in ("error", "sandbox") and self.on_error == "raise":
                 raise InputError(f"the environment failed: {failed.why}.", where=f"row {row.id}",
                                  fix="Fix it, or set env.on_error=unscored to go on without such episodes.") from failed.__cause__  # fmt: skip
             episode.failed = failed

@@ -11,8 +11,10 @@ from typing import Any
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
+from reinforge.core.faults import EPISODE, Fault
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.core.threads import in_thread
+from reinforge.rollout import pace
 from reinforge.rollout.agents import AgentPlayer
 from reinforge.rollout.episode import Episode, Player, Track
 from reinforge.rollout.journal import Scores, tokens_hash
@@ -55,6 +57,7 @@ class Episodes:
         if self.greedy_baseline:
             works.append(self._play(row, group, f"{group}#greedy", replace(self.sampling, temperature=0.0)))
         await race(works, keep)
+        pace.generated()
         episodes = [done[i] for i in range(self.n)]
         samples, texts = await self._group(row, group, episodes)
         extra = 0
@@ -62,7 +65,9 @@ class Episodes:
             greedy, extra = await self._group(row, f"{group}#greedy", [done[self.n]]), len(done[self.n].sampled)
             baseline = greedy[0][0].reward
             samples = [s.with_(baseline=baseline) for s in samples]
-        return Group(row, samples, texts, extra_tokens=extra, faults=self.scorer.faults(group), metrics=self._metrics(episodes))
+        faults, why = self._faults(group, [*done.values()])
+        return Group(row, samples, texts, extra_tokens=extra, faults=faults, metrics=self._metrics(episodes),
+                     transcripts={e.uid: e.messages for e in episodes}, why=why)  # fmt: skip
 
     async def _play(self, row: Row, group: str, uid: str, sampling: Sampling) -> Episode:
         async with self._room():
@@ -136,6 +141,19 @@ class Episodes:
         values = [None if v is None else float(v) for v in found]
         self.scorer.journal.write(name, bound, {COMPARE: values})
         return values
+
+    def _faults(self, group: str, episodes: Sequence[Episode]) -> tuple[dict[str, int], dict[str, str]]:
+        """What went wrong with the scores and with the episodes. Rows beyond the first are an agent's own doing."""
+        counts = Counter(self.scorer.faults(group)) + Counter(self.scorer.faults(f"{group}#greedy"))
+        why = {**self.scorer.why(f"{group}#greedy"), **self.scorer.why(group)}
+        for e in episodes:
+            if e.failed is not None:
+                kind = EPISODE[e.failed.kind]
+                counts[kind] += 1
+                why.setdefault(kind, f"episode {e.uid}: {e.failed.why}"[:500])
+            if self.component == ENV and len(e.tracks) > 1:
+                counts[Fault.TEMPLATE_FORKED] += len(e.tracks) - 1
+        return dict(counts), why
 
     def _metrics(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Means over the episodes; what an environment reports over those that report it."""

@@ -9,18 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass
 
 from reinforge.core.backend import State
-from reinforge.core.errors import InputError
-from reinforge.core.sample import Group, Row, Sample, Stop
-
-ALIGNED = ("tokens", "trained", "logprobs", "versions")  # [T] in every sample; saved end to end
-PLAIN = tuple(f.name for f in fields(Sample) if f.name not in (*ALIGNED, "token_rewards", "streams", "extras"))
+from reinforge.core.sample import Group, Row
+from reinforge.rollout.saved import groups_of, state_of
 
 
 @dataclass(slots=True)
@@ -79,41 +72,8 @@ class Replay:
     # ---- a Part ----
 
     def state(self) -> State:
-        samples = [s for k in self.kept for s in k.group.samples]
-        tensors = {name: torch.cat([getattr(s, name) for s in samples]) for name in ALIGNED if samples}
-        for i, sample in enumerate(samples):
-            if sample.token_rewards is not None:
-                tensors[f"token_rewards/{i}"] = sample.token_rewards
-            tensors.update({f"extras/{i}/{name}": t for name, t in sample.extras.items()})
-        groups = [
-            {"row": k.group.row.id, "version": k.version, "score": k.score, "uses": k.uses, "texts": k.group.texts, "samples": len(k.group.samples)}
-            for k in self.kept
-        ]  # fmt: skip
-        plain = [{"length": len(s.tokens), **{name: getattr(s, name) for name in PLAIN}, "stop": str(s.stop)} for s in samples]
-        return State(tensors, {"groups": groups, "samples": plain})
+        return state_of([k.group for k in self.kept], [{"version": k.version, "score": k.score, "uses": k.uses} for k in self.kept])
 
     def load(self, state: State) -> None:
-        lengths = [p["length"] for p in state.meta["samples"]]
-        pieces = {name: state.tensors[name].split(lengths) if lengths else () for name in ALIGNED}
-        samples = [
-            _sample(plain, {name: pieces[name][i].clone() for name in ALIGNED}, _extras(state.tensors, i), state.tensors.get(f"token_rewards/{i}"))
-            for i, plain in enumerate(state.meta["samples"])
-        ]  # fmt: skip
-        self.kept, at = [], 0
-        for g in state.meta["groups"]:
-            if g["row"] not in self.rows:
-                raise InputError(f"the checkpoint's replay buffer holds row {g['row']}, which the data no longer has.", where="data",
-                                 fix="Restore the data set, or start a new run in another run.dir.")  # fmt: skip
-            group = Group(self.rows[g["row"]], samples[at : at + g["samples"]], list(g["texts"]))
-            self.kept.append(Kept(group, g["version"], g["score"], g["uses"]))
-            at += g["samples"]
-
-
-def _extras(tensors: Mapping[str, Tensor], i: int) -> dict[str, Tensor]:
-    prefix = f"extras/{i}/"
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def _sample(plain: dict[str, Any], aligned: dict[str, Tensor], extras: dict[str, Tensor], token_rewards: Tensor | None) -> Sample:
-    values = {name: plain[name] for name in PLAIN if name in plain}
-    return Sample(**{**values, **aligned, "stop": Stop(plain["stop"]), "extras": extras, "token_rewards": token_rewards})
+        groups = groups_of(state, self.rows, "replay buffer")
+        self.kept = [Kept(g, told["version"], told["score"], told["uses"]) for g, told in zip(groups, state.meta["groups"], strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from reinforge.core.errors import InputError
+from reinforge.core.faults import Fault
 from reinforge.core.sample import Row
 from reinforge.rewards.build import total
 from reinforge.rewards.combine import gated, gates_of
@@ -13,6 +14,7 @@ from reinforge.rewards.running import Running
 from reinforge.rollout.journal import Journal, Scores, tokens_hash
 
 Components = dict[str, float | None]
+FAULTS = {"timeouts": Fault.REWARD_TIMEOUT, "crashes": Fault.REWARD_CRASH, "sandbox": Fault.SANDBOX_FAILURE, "unsafe": Fault.UNCONTAINED}
 
 
 class Scorer:
@@ -30,12 +32,14 @@ class Scorer:
         self.on_error = on_error
         self.errors: list[str] = []  # rewards that failed and were tolerated, for the log
         self._faults: dict[str, dict[str, int]] = {}
+        self._why: dict[str, dict[str, str]] = {}
 
     async def score(self, rows: Sequence[Row], group: str, tokens: Sequence[Sequence[int]], texts: Sequence[str]) -> Scores:
         """All texts of a group at once: a reward may compare them. `rows` are one row, or the same with columns of their own."""
         bound = tokens_hash(tokens)
         known = self.journal.find(group, bound) or {}
         faults = self.journal.faults(group, bound)
+        why: dict[str, str] = {}
         scores: Scores = {}
         asked: Scores = {}
         for reward in self.rewards:
@@ -45,9 +49,10 @@ class Scorer:
             try:
                 outcome = await reward.outcome(rows, texts)
                 scores[reward.name] = outcome.scores
-                for kind in ("timeouts", "crashes"):
-                    if count := getattr(outcome, kind):
+                for name, kind in FAULTS.items():
+                    if count := getattr(outcome, name):
                         faults[kind] = faults.get(kind, 0) + count
+                        why.setdefault(kind, f"reward {reward.name}, row {rows[0].id}")
             except Exception as error:
                 where = f"row {rows[0].id}" if rows else "rewards"
                 if self.on_error == "raise":
@@ -56,17 +61,38 @@ class Scorer:
                     raise InputError(f"reward {reward.name} raised {type(error).__name__}: {error}", where=where,
                                      fix="Fix the function, or set rollout.on_reward_error=unscored to go on without these samples.") from error  # fmt: skip
                 self.errors.append(f"{reward.name} on {where}: {type(error).__name__}: {error}")
+                faults[Fault.REWARD_ERROR] = faults.get(Fault.REWARD_ERROR, 0) + len(texts)
+                why.setdefault(Fault.REWARD_ERROR, self.errors[-1])
                 scores[reward.name] = [None] * len(texts)
             if not reward.pure:
                 asked[reward.name] = scores[reward.name]
         self.journal.write(group, bound, asked, faults)
         if faults:
-            self._faults[group] = faults
+            self._faults[group], self._why[group] = faults, why
         return scores
 
+    def by_step(self) -> bool:
+        """From now on rewards that judge single steps count as rewards of tokens (`steps`), not in the total. Whether there are any."""
+        found = [r.name for r in self.rewards if r.steps is not None]
+        self.weights |= dict.fromkeys(found, 0.0)
+        return bool(found)
+
+    def steps(self, rows: Sequence[Row], texts: Sequence[str]) -> list[list[tuple[int, float]]]:
+        """For each text where steps end in it, and what they are worth."""
+        found: list[list[tuple[int, float]]] = [[] for _ in texts]
+        for reward in self.rewards:
+            if reward.steps is not None:
+                for own, steps in zip(found, reward.steps([row.prompt for row in rows], texts), strict=True):
+                    own += [(end, reward.weight * value) for end, value in steps]
+        return found
+
     def faults(self, group: str) -> dict[str, int]:
-        """Scores of a group that are missing because a reward hung or died, by kind. To be asked once."""
+        """What went wrong with a group's scores, by kind. To be asked once."""
         return self._faults.pop(group, {})
+
+    def why(self, group: str) -> dict[str, str]:
+        """What was said about the first fault of each kind. To be asked once."""
+        return self._why.pop(group, {})
 
     def total(self, components: Mapping[str, float | None], length: int) -> tuple[Components, float | None]:
         """The components, gated, and their weighted total. `length`: sampled tokens that the overlong punishment looks at."""

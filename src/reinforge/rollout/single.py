@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.running import Running
+from reinforge.rollout import pace
 from reinforge.rollout.journal import Journal, Scores
 from reinforge.rollout.race import race
 from reinforge.rollout.scoring import Scorer
@@ -33,6 +35,7 @@ class SingleTurn:
         self.sampling, self.n, self.seed, self.purpose = sampling, n, seed, purpose
         self.scorer = Scorer(rewards, journal=journal, on_error=on_error, shape=shape)
         self.scorer.running = running
+        self.by_step = purpose == "sample" and self.scorer.by_step()  # a process reward model's verdicts are rewards of tokens
         self.greedy_baseline = greedy_baseline  # one more completion per prompt, greedy: its reward is every sample's baseline (remax)
 
     @property
@@ -45,7 +48,9 @@ class SingleTurn:
         drawn = self._complete(row, group, prompt, self.sampling, seed_of(self.seed, self.purpose, group), self.n)
         if not self.greedy_baseline:
             completions, texts, scores = await drawn
-            return Group(row, self._samples(group, prompt, completions, scores), texts, faults=self.scorer.faults(group))
+            return Group(row, self._samples(row, group, prompt, completions, texts, scores), texts, faults=self.scorer.faults(group),
+                         why=self.scorer.why(group))  # fmt: skip
+        pace.expect(2)
         greedy = self._complete(
             row, f"{group}#greedy", prompt, replace(self.sampling, temperature=0.0), seed_of(self.seed, "baseline", group), 1
         )
@@ -58,23 +63,38 @@ class SingleTurn:
         await race([drawn, greedy], keep)  # at once: the engine batches them, and a failure of one cancels the other
         (completions, texts, scores), ([likeliest], _, its_scores) = done[0], done[1]
         baseline = self._total(likeliest, its_scores, 0)[1]
-        samples = [s.with_(baseline=baseline) for s in self._samples(group, prompt, completions, scores)]
+        samples = [s.with_(baseline=baseline) for s in self._samples(row, group, prompt, completions, texts, scores)]
         faults = Counter(self.scorer.faults(group)) + Counter(self.scorer.faults(f"{group}#greedy"))
-        return Group(row, samples, texts, extra_tokens=len(likeliest.tokens), faults=faults)
+        why = {**self.scorer.why(f"{group}#greedy"), **self.scorer.why(group)}
+        return Group(row, samples, texts, extra_tokens=len(likeliest.tokens), faults=faults, why=why)
 
     async def scored(self, row: Row, group: str, prompt: list[int], completions: list[Completion]) -> Group:
         """The group that these completions are, whoever wrote them."""
         texts = [self.decode(c.tokens) for c in completions]
         scores = await self.scorer.score([row] * len(texts), group, [c.tokens for c in completions], texts)
-        return Group(row, self._samples(group, prompt, completions, scores), texts, faults=self.scorer.faults(group))
+        return Group(row, self._samples(row, group, prompt, completions, texts, scores), texts, faults=self.scorer.faults(group),
+                         why=self.scorer.why(group))  # fmt: skip
 
     async def _complete(self, row: Row, name: str, prompt: list[int], sampling: Sampling, key: int, n: int) -> Scored:
         completions = await self.engine.generate(prompt, sampling, key=key, n=n)
+        pace.generated()
         texts = [self.decode(c.tokens) for c in completions]
         return completions, texts, await self.scorer.score([row] * len(texts), name, [c.tokens for c in completions], texts)
 
-    def _samples(self, group: str, prompt: list[int], completions: list[Completion], scores: Scores) -> list[Sample]:
-        return [_sample(f"{group}#{i}", group, prompt, c, *self._total(c, scores, i)) for i, c in enumerate(completions)]
+    def _samples(self, row: Row, group: str, prompt: list[int], completions: list[Completion], texts: list[str], scores: Scores) -> list[Sample]:  # fmt: skip
+        samples = [_sample(f"{group}#{i}", group, prompt, c, *self._total(c, scores, i)) for i, c in enumerate(completions)]
+        if not self.by_step:
+            return samples
+        steps = self.scorer.steps([row] * len(texts), texts)
+        return [self._with_steps(*each, len(prompt)) for each in zip(samples, completions, steps, strict=True)]
+
+    def _with_steps(self, sample: Sample, completion: Completion, steps: list[tuple[int, float]], before: int) -> Sample:
+        """Each step's reward at the first token with which the text has reached its end; found by bisection, a text only grows."""
+        rewards = torch.zeros(len(sample.tokens))
+        for end, value in steps:
+            at = bisect_left(range(len(completion.tokens)), end, key=lambda n: len(self.decode(completion.tokens[: n + 1])))
+            rewards[before + min(at, len(completion.tokens) - 1)] += value
+        return sample.with_(token_rewards=rewards)
 
     def _total(self, completion: Completion, scores: Scores, i: int) -> tuple[dict[str, float | None], float | None]:
         """The components and the weighted total of completion i."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from reinforge.core.env import Rollout
+from reinforge.core.faults import fault_metrics
 from reinforge.core.sample import Group, Row, Stop
 from reinforge.data.cursor import Cursor
 from reinforge.rollout.choose import Choice, Chooser
 from reinforge.rollout.journal import Journal
+from reinforge.rollout.pace import followed
 from reinforge.rollout.passrate import PassRates
 from reinforge.rollout.race import race
-from reinforge.rollout.replay import Replay
+from reinforge.rollout.replay import Kept, Replay
 
 
 @dataclass(slots=True)
@@ -22,6 +24,9 @@ class Harvest:
     discarded: list[Group] = field(default_factory=list)  # groups without signal that dynamic sampling replaced
     rounds: int = 1
     replayed: list[Group] = field(default_factory=list)  # groups of earlier steps that are trained again
+    stale: list[Group] = field(default_factory=list)  # sampled too long ago to be trained
+    used: list[Kept] = field(default_factory=list)  # what the replay buffer gave
+    oldest: int | None = None  # the oldest weights that may have sampled any of it; None: those it was begun with
     cancelled: int = 0  # groups that were submitted and not waited for
     report: dict[str, float] = field(default_factory=dict)  # what the pass-rate store, the chooser and the replay buffer say
 
@@ -31,7 +36,7 @@ class Harvest:
 
     @property
     def sampled_tokens(self) -> int:
-        return tokens_in([*self.groups, *self.discarded])
+        return tokens_in([*self.groups, *self.discarded, *self.stale])
 
 
 def tokens_in(groups: Sequence[Group]) -> int:
@@ -70,36 +75,48 @@ class Source:
     async def harvest(self, step: int = 0, version: int = 0) -> Harvest:
         """The groups of step number `step`, sampled with the weights of `version`."""
         before = self.cursor.state()
-        used = self.replay.pick(self.prompts, version) if self.replay is not None else []
-        result = Harvest([], rounds=0, replayed=[kept.group for kept in used])
-        submitted = 0
         try:
-            while (missing := self.prompts - len(result.trained)) and result.rounds <= (self.max_refills if self.dynamic else 0):
-                choices = self.chooser.take(math.ceil(missing * self.over_provision - 1e-9), step)
-                submitted += len(choices)
-                for group in await self._round(choices, missing):
-                    (result.groups if self._counts(group) else result.discarded).append(group)
-                result.rounds += 1
+            result = await self.gather(step, version)
         except BaseException:
             self.cursor.load(before)  # a step that was cut is done again from its start
             raise
-        fresh = [*result.groups, *result.discarded]
-        result.cancelled = submitted - len(fresh)
-        walked = self.cursor.taken - before["taken"]
-        if self.chooser.policies:
-            result.report |= {"sampling/skipped": 1 - submitted / max(1, walked), **self.chooser.report(step)}
+        return self.commit(result, step, version)
+
+    async def gather(self, step: int, version: int, generated: Callable[[], None] = lambda: None) -> Harvest:
+        """The same without the consequences: nothing but the cursor has moved until `commit`. Rows are chosen before the first
+        await. `generated` is called as soon as only scores are missing; where scores decide what is generated next, at the end."""
+        used = self.replay.pick(self.prompts, version) if self.replay is not None else []
+        result = Harvest([], rounds=0, replayed=[kept.group for kept in used], used=used)
+        submitted = walked = 0
+        once = not self.dynamic and self.over_provision == 1
+        while (missing := self.prompts - len(result.trained)) and result.rounds <= (self.max_refills if self.dynamic else 0):
+            walked -= self.cursor.taken
+            choices = self.chooser.take(math.ceil(missing * self.over_provision - 1e-9), step)
+            walked += self.cursor.taken  # now: while scores are computed others may walk on
+            submitted += len(choices)
+            if self.chooser.policies:
+                result.report |= {"sampling/skipped": 1 - submitted / max(1, walked), **self.chooser.report(step)}
+            for group in await self._round(choices, missing, generated if once else lambda: None):
+                (result.groups if self._counts(group) else result.discarded).append(group)
+            result.rounds += 1
+        generated()
+        result.cancelled = submitted - len(result.groups) - len(result.discarded)
+        return result
+
+    def commit(self, result: Harvest, step: int, version: int) -> Harvest:
+        """The step is about to be trained: what later steps choose by may know of it."""
         if self.passrates is not None:
-            self.passrates.observe(fresh, step)
+            self.passrates.observe([*result.groups, *result.discarded], step)
             result.report |= self.passrates.report()
         if self.replay is not None:
-            result.report |= self.replay.report(used, version)
-            self.replay.commit(used, result.groups, version)
+            result.report |= self.replay.report(result.used, version)
+            self.replay.commit(result.used, result.groups, version)
         return result
 
     def _counts(self, group: Group) -> bool:
         return not self.dynamic or has_signal(group)
 
-    async def _round(self, choices: Sequence[Choice], needed: int) -> list[Group]:
+    async def _round(self, choices: Sequence[Choice], needed: int, generated: Callable[[], None]) -> list[Group]:
         """Submits the chosen rows and returns the groups that were done first, in the order of submission: all of them, or until
         `needed` of them count. Everything is submitted again when a step is redone, and nothing is cancelled before the last
         taken group is there: what the engine computes for the taken ones does not depend on which they are."""
@@ -109,7 +126,13 @@ class Source:
         recorded = self.journal.find_choice(names) if spare else None
         wanted = set(names if recorded is None else recorded)
         done: dict[int, Group] = {}
-        counting = 0
+        counting, generating = 0, len(names)
+
+        def told() -> None:
+            nonlocal generating
+            generating -= 1
+            if not generating:
+                generated()
 
         def enough(place: int, group: Group) -> bool:
             nonlocal counting
@@ -118,7 +141,7 @@ class Source:
                 counting += self._counts(group)
             return len(done) == len(wanted) or (recorded is None and counting == needed)
 
-        await race([self.rollout(row, name) for row, name in zip(rows, names, strict=True)], enough)
+        await race([followed(self.rollout(row, name), told, name) for row, name in zip(rows, names, strict=True)], enough)
         if spare and recorded is None:
             self.journal.write_choice(names, [names[place] for place in sorted(done)])
         return [done[place] for place in sorted(done)]
@@ -147,10 +170,11 @@ def harvest_metrics(harvest: Harvest, weights: dict[str, float]) -> dict[str, fl
     }
     if any(g.given is not None for g in harvest.groups):  # the data's answers, each once for every sampled one it is compared with
         out["tokens/given"] = sum(g.given.n_trained * len(g.samples) for g in harvest.groups if g.given is not None)
+    if harvest.stale:
+        out["tokens/stale"] = tokens_in(harvest.stale)
     if harvest.cancelled:
         out["groups/cancelled"] = harvest.cancelled
-    for kind in sorted({kind for g in everything for kind in g.faults}):
-        out[f"reward/{kind}"] = sum(g.faults.get(kind, 0) for g in everything)
+    out |= fault_metrics(everything)
     for name in [*weights, *(["overlong"] if any("overlong" in s.rewards for s in samples) else [])]:
         scored = [v for s in samples if (v := s.rewards.get(name)) is not None]
         if scored:

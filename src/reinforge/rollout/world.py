@@ -20,7 +20,7 @@ from reinforge.rollout.journal import tokens_hash
 
 
 class Failed(Exception):
-    """The episode cannot be scored. `kind`: timeout or error."""
+    """The episode cannot be scored. `kind`: timeout, error, length (no room) or sandbox."""
 
     def __init__(self, kind: str, why: str):
         super().__init__(why)
@@ -121,7 +121,7 @@ class World:
         except Exception as error:
             if limit.expired():
                 raise Failed("timeout", f"turn {len(self.actions)}: the environment took more than {self.turn_seconds:g} s") from None
-            raise Failed("error", f"turn {len(self.actions)}: {type(error).__name__}: {error}") from error
+            raise Failed(getattr(error, "kind", "error"), f"turn {len(self.actions)}: {type(error).__name__}: {error}") from error
 
 
 def deadline(seconds: float | None) -> float | None:

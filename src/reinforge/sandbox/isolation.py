@@ -78,13 +78,16 @@ def _below(path: str, folders: Sequence[str]) -> bool:
     return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
-def job_of(isolation: Isolation, argv: Sequence[str], files: dict[str, bytes], limits: Limits, work: str, node: bool) -> dict[str, Any]:
+def job_of(isolation: Isolation, argv: Sequence[str], files: dict[str, bytes], limits: Limits, work: str, node: bool,
+           driver: str | None = None) -> dict[str, Any]:  # fmt: skip
     """What the launcher is told. Node reserves address space by the gigabyte: there only what it uses is limited."""
     binds, links = layout(limits.packages)
     memory = limits.memory_mb * MIB
     return {
         "mode": isolation.mode,
         "argv": list(argv),
+        "driver": driver,  # what the arguments start, for a launcher that has it loaded
+        "packages": package_paths(limits.packages),
         "env": sorted((ENVIRONMENT | {"HOME": work, "TMPDIR": work, "REINFORGE_RUN": str(os.getpid())}).items()),  # whose it is, for `ps e`
         "content": sorted(files.items()),
         "binds": list(binds),

@@ -4,7 +4,8 @@ Two processes. The outer one stays outside and waits. The inner one is process 1
 whatever reason, the kernel kills everything else in there, so nothing outlives a run. It cannot be reached from the program: signals
 to process 1 from inside are dropped by the kernel, it is not dumpable, and what it holds is no secret (the program, its limits).
 
-Only the standard library and no package around it: it starts once per run. The job comes by `marshal` from our own process, over
+Only the standard library and no package around it: it starts once per run, or once for many (forks.py): then it forks for each, and
+our drivers need not be started either. A fork holds nothing of other runs: jobs are read after it. The job comes by `marshal` from our own process, over
 the pipe `control`, whose end of file means that nobody waits any more. Lines on the pipe `report`: `pid N` (process 1, as seen from
 outside), `started`, `exit STATUS CPU RSS`, `memory`, or `error WORDS`. A `go` byte is waited for after `pid`, so that whoever is to
 kill process 1 holds a handle on it before anything foreign runs.
@@ -22,7 +23,7 @@ import sys
 from typing import Any
 
 CLONE_ALL = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000  # mnt cgroup uts ipc user pid net
-CLONE_NEWUSER = 0x10000000
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -35,6 +36,8 @@ OUTSIDE = 65534  # what they are outside when we are root
 TICK_MS = 40  # how often memory is looked at
 
 libc = ctypes.CDLL(None, use_errno=True)
+DRIVERS: dict[str, Any] = {}  # loaded by forks.py
+PREPARED: list[bool] = []  # whether the root and an empty network are there already (forks.py)
 
 
 class Failed(Exception):
@@ -79,6 +82,7 @@ def new_namespaces() -> None:
     """As root the program gets a uid that is not root's outside either (its number of processes could not be limited otherwise);
     a second process, which stayed where root is root, has to write that map."""
     uid, gid = os.getuid(), os.getgid()
+    flags = CLONE_ALL & ~CLONE_NEWNET if PREPARED else CLONE_ALL
     if uid == 0:
         r, w = os.pipe()
         me, writer = os.getpid(), os.fork()
@@ -88,7 +92,7 @@ def new_namespaces() -> None:
                 write_file(f"/proc/{me}/{kind}_map", f"0 0 1\n{INSIDE} {OUTSIDE} 1\n")
             os._exit(0)
         try:
-            must("unshare", CLONE_ALL)
+            must("unshare", flags)
         finally:
             os.write(w, b"1")
             status = os.waitpid(writer, 0)[1]
@@ -97,7 +101,7 @@ def new_namespaces() -> None:
         if status:
             raise Failed("cannot map uids (uid_map)")
     else:
-        must("unshare", CLONE_ALL)
+        must("unshare", flags)
         write_file("/proc/self/setgroups", "deny")
         write_file("/proc/self/uid_map", f"{INSIDE} {uid} 1\n")
         write_file("/proc/self/gid_map", f"{INSIDE} {gid} 1\n")
@@ -129,8 +133,9 @@ def mount_work(job: dict[str, Any], target: str) -> None:
     mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, size)
 
 
-def new_root(job: dict[str, Any]) -> None:
-    """A root of its own: system folders read only, five devices, a fresh /proc, one writable folder, nothing else of the host."""
+def new_root(job: dict[str, Any], whole: bool = True) -> None:
+    """A root of its own: system folders read only, five devices, a fresh /proc, one writable folder, nothing else of the host. Not
+    `whole`: without the last two, and with the host's /proc, which each run covers with its own (`finish_root`)."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
     os.mkdir("/tmp/old")
@@ -155,16 +160,27 @@ def new_root(job: dict[str, Any]) -> None:
         os.symlink(target, "/new" + name)
     for folder in ("/new/proc", "/new/tmp"):
         os.mkdir(folder)
-    try:
-        mount("proc", "/new/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
-    except Failed:  # the host's is masked, as in most containers: then there is none, which is less and not more
-        pass
-    mount_work(job, "/new/tmp")
+    if whole:
+        try:
+            mount("proc", "/new/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
+        except Failed:  # the host's is masked, as in most containers: then there is none, which is less and not more
+            pass
+        mount_work(job, "/new/tmp")
+    else:
+        mount("/old/proc", "/new/proc", None, MS_BIND | MS_REC)
     mount("none", "/new", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir("/new")
     pivot_root(".", ".")
     must("umount2", b".", MNT_DETACH)
     os.chdir("/")
+    if whole:
+        must("sethostname", b"sandbox", 7)
+
+
+def finish_root(job: dict[str, Any]) -> None:
+    """What a run adds to a root that was made for many. The host's /proc must be covered, or there is no run."""
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
+    mount_work(job, "/tmp")
     must("sethostname", b"sandbox", 7)
 
 
@@ -208,6 +224,27 @@ def drop(job: dict[str, Any]) -> None:
         must("prctl", PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
 
 
+def become(job: dict[str, Any]) -> None:
+    """What the program would be after exec, without the exec: one of our drivers, loaded before the fork."""
+    os.environ.clear()
+    os.environ.update(job["env"])
+    sys.path[:0] = job["packages"]
+    code = 0
+    try:
+        DRIVERS[job["driver"]].main()
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        pass
+    os._exit(code & 255)
+
+
 def start(job: dict[str, Any], report: int, channel: list[int]) -> None:
     """In the child: put its files down, give up everything, become the program."""
     stage = "files"
@@ -230,6 +267,10 @@ def start(job: dict[str, Any], report: int, channel: list[int]) -> None:
         drop(job)
         stage = "exec"
         os.write(report, b"started\n")
+        if job["driver"] in DRIVERS:
+            must("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after exec: its own /proc entries are its own
+            os.close(report)
+            become(job)
         os.execve(job["argv"][0], job["argv"], dict(job["env"]))
     except BaseException as error:
         os.write(report, f"error {stage}: {error}\n".encode()[:500])
@@ -256,7 +297,7 @@ def memory_used(job: dict[str, Any]) -> int:
 def inner(job: dict[str, Any], control: int, report: int, channel: list[int]) -> None:
     """Process 1: make the root, start the program, reap whatever dies, watch memory, and end when the program does."""
     if job["mode"] == "own":
-        new_root(job)
+        (finish_root if PREPARED else new_root)(job)
     elif job["mode"] == "bwrap":
         mount_work(job, "/tmp")
         if os.getuid() == 0:
@@ -293,8 +334,8 @@ def inner(job: dict[str, Any], control: int, report: int, channel: list[int]) ->
             break
 
 
-def main() -> None:
-    handed = [int(argument) for argument in sys.argv[1:]]
+def run(handed: list[int]) -> None:
+    """One run, from its job to its end. Never returns."""
     control, report, *channel = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in handed)  # out of the program's numbers
     close_all_but(0, 1, 2, control, report, *channel)
     job = marshal.loads(read_exactly(control, int.from_bytes(read_exactly(control, 8), "little")))
@@ -317,6 +358,10 @@ def main() -> None:
     except BaseException as error:
         os.write(report, f"error {error or type(error).__name__}\n".encode()[:500])
         os._exit(1)
+
+
+def main() -> None:
+    run([int(argument) for argument in sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from reinforge.sandbox.isolation import Backend, Isolation, choose
 from reinforge.sandbox.process import Process
 from reinforge.sandbox.program import Limits, Program, Result, command, interpreter, package_paths
 from reinforge.sandbox.remote import run_remote
+from reinforge.sandbox.workers import Workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,20 +44,30 @@ def drive(isolation: Isolation, module: str, limits: Limits, files: dict[str, by
     ours = {f"reinforge/sandbox/{name}.py": (HERE / f"{name}.py").read_bytes() for name in ("plain", module)}
     start = f"import sys; sys.path.insert(0, '.'); from reinforge.sandbox import {module} as m; sys.path[:1] = {package_paths(limits.packages)!r}; m.main()"
     argv = [interpreter(), "-I", "-B", "-X", "utf8", "-c", start]
-    return Process(isolation, argv, files | ours, limits, channel=True, cancel=cancel)
+    return Process(isolation, argv, files | ours, limits, channel=True, cancel=cancel, driver=module)
 
 
 class Pool:
-    """At most `size` contained runs at once; more wait for their turn. Cancelling a call kills its run."""
+    """At most `size` contained runs at once; more wait for their turn. Cancelling a call kills its run. `warm`: each thread has a
+    process that judges for it and a launcher that is up already: a run then takes a quarter of the processor time, and next to
+    none of this process."""
 
-    def __init__(self, size: int | None = None, *, backend: Backend = "auto", allow_unsafe: bool = False, url: str | None = None):
+    def __init__(
+        self, size: int | None = None, *, backend: Backend = "auto", allow_unsafe: bool = False, url: str | None = None, warm: bool = False
+    ):
         self.isolation = Isolation("remote", url) if url else choose(backend, allow_unsafe)
+        self._workers = Workers() if warm and url is None else None
         self._threads = ThreadPoolExecutor(size or os.cpu_count() or 1, thread_name_prefix="sandbox")
 
     async def call(self, function: Callable[Concatenate[Isolation, threading.Event, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`function(isolation, cancel, ...)` in a thread of the pool."""
         cancel = threading.Event()
-        future = asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(self.isolation, cancel, *args, **kwargs))
+        if (workers := self._workers) is not None:
+            future = asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: workers.call(function, self.isolation, cancel, *args, **kwargs)
+            )
+        else:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(self.isolation, cancel, *args, **kwargs))
         try:
             return await future
         except asyncio.CancelledError:
@@ -64,10 +75,16 @@ class Pool:
             raise
 
     async def run(self, program: Program, limits: Limits = DEFAULT) -> Result:
-        return await self.call(lambda isolation, cancel: run_sync(program, limits, isolation, cancel))
+        return await self.call(_run, program, limits)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._workers is not None:
+            self._workers.close()
+
+
+def _run(isolation: Isolation, cancel: threading.Event | None, program: Program, limits: Limits) -> Result:
+    return run_sync(program, limits, isolation, cancel)
 
 
 async def run(program: Program, limits: Limits = DEFAULT, *, backend: Backend = "auto", allow_unsafe: bool = False) -> Result:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
+from reinforge.sandbox import zygote
 from reinforge.sandbox.isolation import Isolation, arguments, job_of
 from reinforge.sandbox.program import WORK, Limits, Result, Status
 
@@ -31,7 +32,7 @@ class Process:
     """Use as a context manager. `channel` gives the program descriptors 3 (to read) and 4 (to write), see `ask`."""
 
     def __init__(self, isolation: Isolation, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"", *,
-                 channel: bool = False, node: bool = False, cancel: threading.Event | None = None) -> None:  # fmt: skip
+                 channel: bool = False, node: bool = False, cancel: threading.Event | None = None, driver: str | None = None) -> None:  # fmt: skip
         self.limits, self.isolation, self._cancel = limits, isolation, cancel
         self._status: Status | None = None
         self._reason = ""
@@ -45,7 +46,7 @@ class Process:
         self._give_up = float("inf")
         self._folder = tempfile.mkdtemp(prefix="reinforge-unsafe-") if isolation.unsafe else None
         work = os.path.realpath(self._folder) if self._folder else WORK
-        job = marshal.dumps(job_of(isolation, argv, dict(files), limits, work, node))
+        job = marshal.dumps(job_of(isolation, argv, dict(files), limits, work, node, driver))
         self._selector = selectors.DefaultSelector()
         self._launch(channel)
         self._send("control", len(job).to_bytes(8, "little") + job)
@@ -64,10 +65,14 @@ class Process:
             for name in names_in:
                 theirs[name], ours[name] = os.pipe()
             handed = [theirs[name] for name in ("control", "report", "requests", "replies") if name in theirs]
-            self._popen = subprocess.Popen(
-                arguments(self.isolation, self.limits, theirs.get("info", -1), handed),
-                stdin=theirs["stdin"], stdout=theirs["stdout"], stderr=theirs["stderr"], env={}, cwd="/",
-                pass_fds=[fd for name, fd in theirs.items() if not name.startswith("std")], start_new_session=True,
+            forks = zygote.ready() if self.isolation.mode == "own" and not self.limits.packages else None
+            self._popen: subprocess.Popen[bytes] | zygote.Forked = (
+                forks.start([theirs[name] for name in ("stdin", "stdout", "stderr")] + handed) if forks is not None
+                else subprocess.Popen(
+                    arguments(self.isolation, self.limits, theirs.get("info", -1), handed),
+                    stdin=theirs["stdin"], stdout=theirs["stdout"], stderr=theirs["stderr"], env={}, cwd="/",
+                    pass_fds=[fd for name, fd in theirs.items() if not name.startswith("std")], start_new_session=True,
+                )
             )  # fmt: skip
         except OSError:
             for fd in ours.values():

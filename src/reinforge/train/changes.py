@@ -17,7 +17,8 @@ from reinforge.watch.runs import flatten, read_json
 MAY_CHANGE = (
     "train.steps", "train.epochs", "train.tokens_per_microbatch", "eval.", "run.log.", "run.checkpoint.", "run.resume", "run.dir", "run.max_seconds",
     "rollout.kv_gib", "rollout.max_batch", "rollout.on_reward_error", "model.device", "train.optimizer.offload",
-    "train.backend", "train.ranks",
+    "train.backend", "train.ranks", "train.sequence_parallel", "train.tensor_parallel", "train.offload_weights", "train.deepspeed.", "cluster.",
+    "rollout.engine", "engine.",
 )  # fmt: skip
 Changes = dict[str, list[Any]]  # dotted key: [old value, new value]
 

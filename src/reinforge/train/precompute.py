@@ -21,15 +21,15 @@ Streams = dict[str, Tensor]  # of all trained tokens of the samples, [M] or [M, 
 
 
 def with_streams(
-    units: Sequence[Sequence[Sample]], path: Path, model: str, budget: int, ask: Callable[[Batch], Streams]
+    units: Sequence[Sequence[Sample]], path: Path, model: str, budget: int, ask: Callable[[Batch], Streams], *, share: bool = False
 ) -> list[list[Sample]]:
     """The units with the streams that `ask` gives for a pack. They are read from `path` where an earlier start of the run left them
-    for the same rows and `model`."""
+    for the same rows and `model`. `share`: the prompt of a pair is computed once."""
     samples = [sample for unit in units for sample in unit]
     want = fingerprint(samples, model)
     found = _read(path, want)
     if found is None:
-        found = _compute(samples, budget, ask)
+        found = _compute(samples, budget, ask, share)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(found, path.with_suffix(".part"), metadata={"fingerprint": want})
         fsync_path(path.with_suffix(".part"))
@@ -53,10 +53,10 @@ def _read(path: Path, want: str) -> Streams | None:
         return {name: file.get_tensor(name) for name in file.keys()} if file.metadata().get("fingerprint") == want else None  # noqa: SIM118
 
 
-def _compute(samples: Sequence[Sample], budget: int, ask: Callable[[Batch], Streams]) -> Streams:
-    """In the order of the samples, whatever the packs."""
+def _compute(samples: Sequence[Sample], budget: int, ask: Callable[[Batch], Streams], share: bool) -> Streams:
+    """In the order of the samples, whatever the packs. What they bring along is not asked for, and need not be the same for all."""
     found: dict[str, dict[str, Tensor]] = {}
-    for batch in pack(samples, budget):
+    for batch in pack([sample.with_(streams={}) for sample in samples], budget, share=share):
         for name, values in ask(batch).items():
             parts = values.cpu().split(batch.trained_lengths().tolist())
             found.setdefault(name, {}).update(zip((s.uid for s in batch.samples), parts, strict=True))

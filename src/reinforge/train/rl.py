@@ -6,8 +6,9 @@ optimizer steps whose denominators were counted before anything was cut; publish
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -15,13 +16,18 @@ from reinforge.algorithms import corrections, value
 from reinforge.algorithms.table import Algorithm
 from reinforge.core.backend import Backend, Metrics
 from reinforge.core.batch import Batch, Totals, pack
-from reinforge.core.engine import Engine
+from reinforge.core.engine import Engine, GenerationStats
+from reinforge.core.errors import Terminated
 from reinforge.core.sample import Group, Sample, Stop
 from reinforge.core.signal import with_signal
+from reinforge.core.threads import in_thread
 from reinforge.rewards.running import Running
+from reinforge.rollout.ahead import Ahead
 from reinforge.rollout.source import Source, harvest_metrics
 from reinforge.train.critic import Critic
 from reinforge.train.session import Session
+
+PATIENCE = 20.0  # seconds that a run which is asked to end waits for rewards under way
 
 
 @dataclass
@@ -40,16 +46,35 @@ class RLTrainer:
     critic: Critic | None = None
     running: Running = field(default_factory=lambda: Running({}))  # statistics of rewards
     skip_idle: bool = True  # rows without gradient are not computed
+    ahead: Ahead = field(default=None)  # type: ignore[assignment]  # default: none
+
+    def __post_init__(self) -> None:
+        self.ahead = self.ahead or Ahead(self.source)
+        self.session.settle = self.ahead.settle
 
     async def run(self) -> None:
+        try:
+            await self._run()
+        except Terminated:
+            await self.session.settled(PATIENCE)
+            raise
+        finally:
+            await self.ahead.close()
+
+    async def _run(self) -> None:
         run = self.session
         self._settle_engine()
         await self.engine.update(self.backend.weights(), self._version())
         await run.begin()
         while run.going():
+            busy = self._engine_seconds()
             with run.phase("generate"):
-                harvest = await run.interruptible(self.source.harvest(run.step, self._version()))
-                await self.engine.sleep()
+                await run.interruptible(self.ahead.advance(run.step, self._version()))
+                if self.ahead.drain:
+                    await self.engine.sleep()
+            with run.phase("reward_wait"):  # everything is generated, and the device has nothing to do
+                harvest = await run.interruptible(self.ahead.take(run.step, self._version()))
+            busy = self._engine_seconds() - busy
             with run.phase("prepare"):
                 minibatches = self._pack(harvest.trained)
                 batches = [batch for minibatch in minibatches for batch in minibatch]
@@ -58,16 +83,22 @@ class RLTrainer:
                 if self.critic is not None:
                     self.critic.annotate(batches)
                     needs -= {"values"}
-                self.backend.annotate(batches, needs)
+                await self._aside(self.backend.annotate, batches, needs)
                 measured = self.algorithm.advantages(batches)
             with run.phase("train"):
-                metrics = self._update(minibatches) | measured
+                metrics = await self._aside(self._update, minibatches) | measured
                 metrics |= {} if self._waits() else self.algorithm.adapt(metrics)
             await self.engine.update(self.backend.weights(), self._version())
-            metrics |= harvest_metrics(harvest, self.reward_weights)
-            metrics |= self._count(batches, metrics)
+            metrics |= {**harvest_metrics(harvest, self.reward_weights), **getattr(self.engine, "measured", {})}
+            metrics |= {**self._count(batches, metrics), **({"efficiency/engine_seconds": busy} if busy else {})}
             self.running.observe(s for g in [*harvest.groups, *harvest.discarded] for s in g.episodes)
             await run.end_step(metrics, harvest.groups)
+
+    async def _aside(self, work: Callable[..., Any], *given: Any) -> Any:
+        """Where an engine elsewhere generates meanwhile, in a thread: its answers are heard, and its episodes go on."""
+        if self.ahead.drain:
+            return work(*given)
+        return await in_thread(work, *given)
 
     def _settle_engine(self) -> None:
         """A resumed run schedules as it did: the engine gets back what its scheduling depends on."""
@@ -76,6 +107,11 @@ class RLTrainer:
         if saved:
             self.engine.load(saved)
         counters.update({prefix + name: value for name, value in self.engine.state().items()})
+
+    def _engine_seconds(self) -> float:
+        """What the engine has worked so far, where it counts that."""
+        stats: GenerationStats | None = getattr(self.engine, "stats", None)
+        return 0.0 if stats is None else stats.seconds
 
     def _version(self) -> int:
         """Weights are counted by optimizer steps."""

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -20,20 +20,24 @@ from typing import Any, Protocol, TypeVar
 from reinforge.checkpoint import store
 from reinforge.checkpoint.faults import crash_point
 from reinforge.checkpoint.lock import RunLock
+from reinforge.checkpoint.memory import Memory
+from reinforge.checkpoint.stored import within
 from reinforge.config.schema import Config
 from reinforge.core.backend import Backend, Metrics, Part, State
 from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
 from reinforge.train.changes import Changes, check_changes
+from reinforge.train.troubles import tell_faults, tell_troubles
 from reinforge.watch.memory import device_peak, process_peak
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.sinks import Target, make_sinks
-from reinforge.watch.timing import Phases
+from reinforge.watch.timing import Phases, efficiency
 
 T = TypeVar("T")
 BAD_STEPS_IN_A_ROW = 3
 OUT_OF_TIME = "run.max_seconds:"  # how the reason begins
+UNCONTAINED = "uncontained"  # the kind of event
 
 
 class ViewLike(Protocol):
@@ -49,11 +53,12 @@ class Session:
 
     def __init__(self, cfg: Config, backend: Backend, cursor: Cursor, total_steps: int, view: ViewLike,
                  evaluate: Callable[[], Awaitable[dict[str, float]]] | None = None, on_saved: Callable[[], None] | None = None,
-                 parts: Mapping[str, Part] | None = None):  # fmt: skip
+                 parts: Mapping[str, Part] | None = None, played: list[Group] | None = None):  # fmt: skip
         self.cfg, self.backend, self.cursor, self.total, self.view = cfg, backend, cursor, total_steps, view
         self.dir = Path(cfg.run.dir)
         self.evaluate, self.on_saved = evaluate, on_saved
         self.parts = dict(parts or {})  # by name; each is saved and restored with the backend
+        self.played = played if played is not None else []  # where evaluation puts what it generated, for the log
         self.step = 0
         self.counters: dict[str, int] = {}
         self.evaluated = -1  # the last boundary whose evaluation is done
@@ -65,6 +70,9 @@ class Session:
         self.last: dict[str, float] = {}  # newest metrics, for the result
         self.phases = Phases(peak=device_peak)
         self.prediction: Mapping[str, Any] | None = None  # what the run was expected to take, for its record
+        self.uncontained: list[str] = []  # rewards that run the model's programs without containment, now or in an earlier part of the run
+        self.memory: Memory | None = None  # keeps boundaries beside those on disk
+        self.settle: Callable[[], Awaitable[None]] | None = None  # makes the state complete, before a checkpoint
         self.terminating: signal.Signals | None = None  # the signal that asked the run to end
         self._saved_at = -1
         self._handlers: dict[signal.Signals, Any] = {}  # what was there before ours
@@ -90,6 +98,8 @@ class Session:
             if offsets is not None:
                 self.view.message(f"resumed at step {self.step} from {self.dir}")
             self._tell_changes()
+            if self.uncontained:
+                self.recorder.event(UNCONTAINED, rewards=self.uncontained)
             self._loop = asyncio.get_running_loop()
             if threading.current_thread() is threading.main_thread():
                 self._handlers = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGTERM, signal.SIGINT)}
@@ -127,6 +137,8 @@ class Session:
         store.clean(self.dir)
         resume = self.cfg.run.resume
         there = store.steps(self.dir)
+        if self.memory is not None and self.memory.step > (store.step_of(there[0]) if there else -1):
+            return self._continue(*self.memory.load(), saved=False)
         if not there:
             if resume == "must":
                 raise InputError(f"there is no checkpoint in {self.dir}.", where="run.resume", fix="Use resume: auto, or another run.dir.")
@@ -138,22 +150,23 @@ class Session:
                 fix="Use another run.dir, or run.resume=auto to continue it.",
             )
         self._changed = check_changes(self.dir, self.cfg)
-        state, extra = store.load(there[0])  # a damaged one is an error that names the intact one, never skipped in silence
+        return self._continue(*store.load(there[0]))  # a damaged one is an error that names the intact one, never skipped in silence
+
+    def _continue(self, state: State, extra: dict[str, Any], *, saved: bool = True) -> dict[str, int]:
         self.backend.load(state)
         for name, part in self.parts.items():
             if name in extra.get("parts", {}):
-                prefix = f"part/{name}/"
-                part.load(
-                    State({k.removeprefix(prefix): t for k, t in state.tensors.items() if k.startswith(prefix)}, extra["parts"][name])
-                )
+                part.load(State(within(state.tensors, f"part/{name}/"), extra["parts"][name]))
         self.cursor.load(extra["cursor"])
         self.step, self.counters, self.evaluated = extra["step"], extra["counters"], extra["evaluated"]
         self.best, self.waiting, self.stopped, self.bad_steps = extra["best"], extra["waiting"], extra["stopped"], extra["bad_steps"]
+        self.uncontained = sorted({*self.uncontained, *extra.get("uncontained", [])})
         self.last, self.seconds = extra["clock"]["last"], extra["clock"].get("seconds", 0.0)
         if self.stopped is not None and self.stopped.startswith(OUT_OF_TIME) and not self._out_of_time():
             self.stopped = None  # it has more time now
-        self._saved_at = self.step
-        return extra["clock"]["offsets"]
+        self._saved_at = self.step if saved else -1
+        offsets: dict[str, int] = extra["clock"]["offsets"]
+        return offsets
 
     def _tell_changes(self) -> None:
         if self._changed is None:
@@ -204,7 +217,9 @@ class Session:
             **timing,
             "time/step": seconds,
             "tokens_per_second": tokens / seconds if seconds else 0.0,
+            **efficiency(timing, tokens, (self.prediction or {}).get("rates"), self.cfg.rollout.staleness > 0),
             "epoch": self.cursor.epoch,
+            **self._stamp(),
         }
         self.last = {**self.last, **metrics}
         self.recorder.log(self.step, metrics)
@@ -213,7 +228,7 @@ class Session:
         if groups and every and (self.step - 1) % every == 0:
             self.recorder.samples(self.step, groups, self.cfg.run.log.samples)
             self.view.table(groups[: self.cfg.run.log.samples])
-        self._judge(metrics)
+        self._judge(metrics, groups or ())
         self.seconds += seconds - timing.get("time/eval", 0.0) - timing.get("time/checkpoint", 0.0)
         if self._out_of_time() and self.going():
             self.stopped = f"{OUT_OF_TIME} {self.cfg.run.max_seconds:g} s of training are used up"
@@ -226,7 +241,7 @@ class Session:
     def _out_of_time(self) -> bool:
         return self.cfg.run.max_seconds is not None and self.seconds >= self.cfg.run.max_seconds
 
-    def _judge(self, metrics: Metrics) -> None:
+    def _judge(self, metrics: Metrics, groups: Sequence[Group] = ()) -> None:
         """A skipped step is counted and reported; several in a row end the run. Empty steps and lack of memory are noted."""
         if metrics.get("train/skipped"):
             self.bad_steps += 1
@@ -236,13 +251,11 @@ class Session:
                                       "Lower train.learning_rate, or look at the rewards and at events.jsonl.")  # fmt: skip
         else:
             self.bad_steps = 0
-        if metrics.get("train/empty"):
-            self.recorder.event("empty_step", step=self.step)
-        for role in ("train", "critic"):
-            if times := int(metrics.get(f"{role}/oom", 0)):
-                old, new = (int(metrics[f"{role}/oom_budget/{which}"]) for which in ("max", "min"))
-                self.recorder.event("out_of_memory", step=self.step, role=role, times=times, old_budget=old, new_budget=new)
-                self.view.message(f"step {self.step}: {role} ran out of memory; micro-batches of {new} tokens from now on, {old} until now")
+        tell_troubles(self.recorder, self.view.message, self.step, metrics, groups)
+
+    def _stamp(self) -> Metrics:
+        """What every line of metrics says of a run whose results are not to be trusted like others."""
+        return {"sandbox/uncontained": 1.0} if self.uncontained else {}
 
     # ---- boundaries ----
 
@@ -260,8 +273,13 @@ class Session:
                 result = await self.interruptible(self.evaluate())
             self.evaluated = self.step
             self._saved_at = -1  # a checkpoint that a signal saved here does not hold the evaluation
+            result |= self._stamp()
             self.last = {**self.last, **result}
             self.recorder.log(self.step, result)
+            if self.cfg.run.log.samples_every:
+                self.recorder.samples(self.step, [g for g in self.played if g.transcripts], self.cfg.run.log.samples, evaluation=True)
+            tell_faults(self.recorder, self.step, result, self.played, "eval/")
+            self.played.clear()
             self.view.update(self.step, self.last)
             improved = self._compare(result)
         every = self.cfg.run.checkpoint.every
@@ -269,7 +287,24 @@ class Session:
             not self.going() or bool(every and self.step % every == 0) or (improved and self.cfg.run.checkpoint.best is not None)
         )
         if due and self._saved_at != self.step:
+            if self.settle is not None:
+                await self.settle()
             self.save()
+        if self.memory is not None and self.memory.due(self.step) and self._saved_at != self.step:
+            if self.settle is not None:
+                await self.settle()
+            self.memory.keep(self.step, *self._with_parts(self._extra()))
+
+    async def settled(self, seconds: float) -> None:
+        """The run is asked to end. What does not settle in time cannot be saved: then it goes on from the last checkpoint."""
+        if self.settle is None or self._saved_at == self.step:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self.settle()
+        except TimeoutError:
+            self.view.message(f"rollouts under way are not complete after {seconds:g} s: the last checkpoint stays the newest")
+            self._saved_at = self.step
 
     def _compare(self, result: dict[str, float]) -> bool:
         """Updates best and early stopping; True when the metric to keep the best checkpoint by has improved."""
@@ -306,12 +341,7 @@ class Session:
         """A complete checkpoint of this boundary. Offsets and clocks are kept apart: they are not part of the digest."""
         self.lock.check()
         with self.phase("checkpoint"):
-            extra = {
-                "step": self.step, "cursor": self.cursor.state(), "counters": self.counters, "evaluated": self.evaluated, "best": self.best,
-                "waiting": self.waiting, "stopped": self.stopped, "bad_steps": self.bad_steps,
-                "clock": {"offsets": self.recorder.offsets(), "saved": time.time(), "last": self.last, "seconds": self.seconds},
-            }  # fmt: skip
-            path = store.save(self.dir, self.step, *self._with_parts(extra))
+            path = store.save(self.dir, self.step, *self._with_parts(self._extra()))
             self._saved_at = self.step
             kept = {p for p in store.steps(self.dir) if store.step_of(p) == self.best.get("checkpoint", {}).get("step", -1)}
             store.prune(self.dir, self.cfg.run.checkpoint.keep, kept)
@@ -320,11 +350,20 @@ class Session:
         self.recorder.event("checkpoint", step=self.step, path=path.name)
         return path
 
+    def _extra(self) -> dict[str, Any]:
+        return {
+            "step": self.step, "cursor": self.cursor.state(), "counters": self.counters, "evaluated": self.evaluated, "best": self.best,
+            "waiting": self.waiting, "stopped": self.stopped, "bad_steps": self.bad_steps, "uncontained": self.uncontained,
+            "clock": {"offsets": self.recorder.offsets(), "saved": time.time(), "last": self.last, "seconds": self.seconds},
+        }  # fmt: skip
+
     def _with_parts(self, extra: dict[str, Any]) -> tuple[State, dict[str, Any]]:
         """The backend's state with the tensors of the parts beside its own, and `extra` with their plain values."""
         state, states = self.backend.state(), {name: part.state() for name, part in self.parts.items()}
         tensors = {f"part/{name}/{key}": tensor for name, s in states.items() for key, tensor in s.tensors.items()}
-        return State({**state.tensors, **tensors}, state.meta), {**extra, "parts": {name: s.meta for name, s in states.items()}}
+        pieces = {f"part/{name}/{prefix}": p for name, s in states.items() for prefix, p in s.pieces.items()}
+        plain = {**extra, "parts": {name: s.meta for name, s in states.items()}}
+        return State({**state.tensors, **tensors}, state.meta, {**state.pieces, **pieces}), plain
 
     # ---- signals ----
 
@@ -332,6 +371,8 @@ class Session:
         """Runs between two instructions of whatever the main thread does, so a long step cannot hide a signal, and a second one
         ends the process at once. It may be in the middle of anything, so what is to be done is left to the event loop."""
         if self.terminating:
+            if number == self.terminating == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ:
+                return  # the same one: a batch system sends it to every process, and torchrun passes its own on
             os._exit(128 + number)
         self.terminate(signal.Signals(number))
 

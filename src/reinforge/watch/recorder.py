@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from reinforge.version import __version__
 from reinforge.watch.sinks import Background, Sink
+from reinforge.watch.transcripts import turns_of
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Group, Sample
@@ -124,11 +125,14 @@ class Recorder:
         """Something that happened: started, resumed, checkpoint, skipped_step, sink_failed, finished, ..."""
         self._append("events.jsonl", {"time": time.time(), "kind": kind, **_finite(fields)})
 
-    def samples(self, step: int, groups: Iterable[Group], limit: int) -> None:
+    def samples(self, step: int, groups: Iterable[Group], limit: int, *, evaluation: bool = False) -> None:
+        """A few samples for people, with all their turns where there are several."""
         for group, sample, text in pick(groups, limit):
+            messages = group.transcripts.get(sample.episode)
             record = {
                 "step": step, "row": group.row.id, "uid": sample.uid, "prompt": prompt_text(group.row.prompt), "completion": text,
                 "reward": sample.reward, "components": sample.rewards, "stop": str(sample.stop), "length": sample.n_trained,
+                **({"eval": True} if evaluation else {}), **({"turns": turns_of(messages)} if messages else {}),
             }  # fmt: skip
             self._append("samples.jsonl", _finite(record))
 

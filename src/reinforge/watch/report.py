@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 import os
 import re
@@ -18,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.watch.runs import flatten, read_json, read_lines, show_run
+from reinforge.watch.transcripts import escape as escape
+from reinforge.watch.transcripts import transcript_table
+from reinforge.watch.troubles import banner, fault_table
 
 POINTS = 1000  # per curve; longer runs are averaged over bins
 BARS = 60
@@ -25,7 +27,7 @@ SAMPLES = 300
 TEXT = 4000
 SECTIONS = (
     ("Reward", r"reward/"), ("Evaluation", r"eval/"), ("Response", r"response/"), ("Policy", r"(policy|mismatch|groups)/"),
-    ("Training", r"train/"), ("Throughput", r"(tokens|tokens_per_second|memory)\b"), ("Other", r""),
+    ("Training", r"train/"), ("Faults", r"(faults|sandbox)/"), ("Throughput", r"(tokens|tokens_per_second|efficiency|memory)\b"), ("Other", r""),
 )  # fmt: skip
 HIDDEN = re.compile(r"(share|time)/|eval/.*_(low|high)$|step$|time$")
 
@@ -38,7 +40,9 @@ def write_report(run_dir: Path) -> Path:
     run = show_run(run_dir)
     lines = list(read_lines(run_dir / "metrics.jsonl"))
     series = {name: points for name, points in curves(lines).items() if points}
-    samples = list(read_lines(run_dir / "samples.jsonl"))[-SAMPLES:]
+    events = list(read_lines(run_dir / "events.jsonl"))
+    recorded = list(read_lines(run_dir / "samples.jsonl"))
+    samples = [s for s in recorded if not s.get("eval")][-SAMPLES:]
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
     summary = read_json(run_dir / "summary.json")
@@ -51,11 +55,14 @@ def write_report(run_dir: Path) -> Path:
         "TILES": "".join(f"<div class=tile><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in tiles(run, lines)),
         "SAMPLE_STEPS": "".join(f"<option>{escape(step)}</option>" for step in dict.fromkeys(s.get("step") for s in samples)),
         "SAMPLES": "".join(map(sample_row, samples)) or "<tr><td colspan=7 class=soft>The run recorded no samples.</td></tr>",
+        "TRANSCRIPTS": transcript_table(recorded),
         "CONFIG": key_rows(flatten(read_json(run_dir / "config.json"))),
         "VERSIONS": key_rows(run["versions"]),
         "SUMMARY": f"<h2>Summary</h2><div class=panel><table><tbody>{key_rows(flatten(summary))}</tbody></table></div>" if summary else "",
         "PREDICTION": prediction_table(compare_prediction(read_json(run_dir / "prediction.json"), lines)),
-        "EVENTS": "".join(map(event_row, read_lines(run_dir / "events.jsonl"))),
+        "BANNER": banner(run.get("uncontained", [])),
+        "FAULTS": fault_table(events),
+        "EVENTS": "".join(event_row(e) for e in events if e.get("kind") != "fault"),
         "DATA": embed({"series": series, "sections": sections(series), "phases": phases(lines)}),
     }
     page = re.sub(r"@@([A-Z_]+)@@", lambda match: parts[match[1]], page)  # one pass: what is put in is not searched again
@@ -64,11 +71,6 @@ def write_report(run_dir: Path) -> Path:
     part.write_text(page, encoding="utf-8")
     os.replace(part, target)
     return target
-
-
-def escape(value: Any) -> str:
-    """Text for the page. Lone surrogates cannot be written as UTF-8 and are shown by their code."""
-    return html.escape(str(value).encode("utf-8", "backslashreplace").decode("utf-8"), quote=True)
 
 
 def embed(value: Any) -> str:
@@ -185,6 +187,9 @@ def tiles(run: Mapping[str, Any], lines: list[dict[str, Any]]) -> list[tuple[str
             found.append((label, f"{last[name]:.4g}"))
     if "tokens_per_second" in last:
         found.append(("tokens per second", f"{last['tokens_per_second']:,.0f}"))
+    for name, label in (("train_mfu", "training MFU"), ("idle_trainer", "trainer idle"), ("idle_engine", "engine idle")):
+        if f"efficiency/{name}" in last:
+            found.append((label, f"{last[f'efficiency/{name}']:.0%}"))
     times = [t for line in lines if (t := number(line.get("time"))) is not None]
     if len(times) > 1:
         found.append(("from the first to the last step", f"{(times[-1] - times[0]) / 60:.1f} min"))

@@ -102,7 +102,7 @@ def show_run(path: Path) -> dict[str, Any]:
     return {
         "dir": str(path), "status": status(path, events), "step": step,
         "config": {k: config[k] for k in SUMMARY_KEYS if config.get(k) is not None},
-        "last": last, "best_eval": best, "checkpoints": checkpoints(path), "events": events[-20:], "versions": read_json(path / "versions.json"),
+        **({"uncontained": bare} if (bare := uncontained(path)) else {}), "last": last, "best_eval": best, "checkpoints": checkpoints(path), "events": events[-20:], "versions": read_json(path / "versions.json"),
     }  # fmt: skip
 
 
@@ -120,6 +120,12 @@ def _better(best: dict[str, Any] | None, line: Mapping[str, Any]) -> dict[str, A
                 }
             return best
     return best
+
+
+def uncontained(path: Path) -> list[str]:
+    """Rewards that ran what the model wrote without containment, in any part of the run."""
+    events = read_lines(Path(path) / "events.jsonl")
+    return sorted({str(name) for e in events if e.get("kind") == "uncontained" for name in e.get("rewards") or ["?"]})
 
 
 def status(path: Path, events: Sequence[Mapping[str, Any]]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 MEASURED = ("generate", "train")  # phases whose memory is worth a metric
+ROLES = {"trainer": ("annotate", "train"), "engine": ("generate",)}  # the phases in which a role works; it waits in the others
 
 
 class Phases:
@@ -54,3 +55,27 @@ class Phases:
         memory = {f"memory/{name}_gib": peaks[name] for name in MEASURED if name in peaks}
         memory |= {"memory/peak_gib": max(peaks.values())} if peaks else {}
         return times | {f"share/{name}": value / total if total > 0 else 0.0 for name, value in seconds.items()} | memory
+
+
+def efficiency(timing: Mapping[str, float], tokens: float, rates: Mapping[str, float] | None, ahead: bool = False) -> dict[str, float]:
+    """How well a step of `tokens` used its devices. `rates`: devices that train, engines that have others, peak_flops of one,
+    flops_per_token of a training pass. `ahead`: rollouts go on in other phases too, so nothing is known of the engine's waiting.
+
+    >>> efficiency({"time/generate": 6.0, "time/train": 3.0, "time/other": 1.0}, 900, {"devices": 3, "peak_flops": 1e3, "flops_per_token": 5.0})
+    {'efficiency/idle_trainer': 0.7, 'efficiency/idle_engine': 0.4, 'efficiency/tokens_per_second_per_device': 30.0, 'efficiency/train_mfu': 0.5}
+    """
+    seconds = {name.removeprefix("time/"): value for name, value in timing.items() if name.startswith("time/")}
+    total = sum(seconds.values())
+    if total <= 0:
+        return {}
+    busy = {
+        role: sum(seconds.get(name, 0.0) for name in names)
+        for role, names in ROLES.items()
+        if seconds.keys() & set(names) and not (ahead and role == "engine")
+    }
+    found = {f"efficiency/idle_{role}": round(1 - value / total, 6) for role, value in busy.items()}
+    if rates:
+        found["efficiency/tokens_per_second_per_device"] = tokens / total / (rates["devices"] + rates.get("engines", 0))
+        if trained := seconds.get("train", 0.0):
+            found["efficiency/train_mfu"] = tokens * rates["flops_per_token"] / (trained * rates["devices"] * rates["peak_flops"])
+    return found

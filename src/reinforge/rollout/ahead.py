@@ -1,0 +1,166 @@
+"""Rollouts that are ahead of training: asynchronous RL with bounded staleness. Synchronous training is the bound 0, on the same path.
+
+Step k trains groups that were sampled with the weights of step k - s or newer. The schedule is a function of the steps, not of the
+clock: what step k + s trains is begun right after update k, and in the process of the trainer it is generated to its last token before update k + 1
+changes the weights; scores may come later. So a run that was killed comes out the same, and what is hidden is the time of rewards:
+they are computed while other steps generate and train. An engine elsewhere also generates meanwhile (`drain` off).
+
+    s = 1:   generate 0 | generate 1 | train 0 | generate 2 | train 1 | ...
+    rewards:            | of 0 ......          | of 2 ...........
+                                     | of 1 ............
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from reinforge.core.backend import State
+from reinforge.core.sample import Group
+from reinforge.rollout.replay import version_of
+from reinforge.rollout.saved import groups_of, state_of
+from reinforge.rollout.source import Harvest, Source
+
+KINDS = ("groups", "discarded")
+
+
+@dataclass(eq=False)
+class Begun:
+    """The harvest of step `step`, begun in step `made` with the weights of `version`."""
+
+    step: int
+    made: int
+    version: int
+    before: int  # rows that the cursor had given out
+    harvest: Harvest | None = None  # None: not complete
+    task: asyncio.Task[Harvest] | None = field(default=None, repr=False)
+
+
+class Ahead:
+    """`advance`, then `take`, once per step. A part of the run: a checkpoint holds every harvest that was generated and not trained,
+    so `settle` comes before it."""
+
+    def __init__(self, source: Source, staleness: int = 0, last: int | None = None, *, drain: bool = True):
+        """`last`: how many steps there are. `drain`: nothing is being generated when `advance` returns, as always with bound 0."""
+        self.source, self.staleness, self.last, self.drain = source, staleness, last, drain or staleness == 0
+        self.begun: deque[Begun] = deque()
+        self._stale: list[Group] = []
+
+    async def advance(self, step: int, version: int) -> None:
+        """Begins what this step may begin."""
+        self._drop_stale(step)
+        ahead = step + len(self.begun)
+        while ahead <= step + self.staleness and (ahead == step or self.last is None or ahead < self.last):
+            await self._begin(ahead, step, version)
+            ahead += 1
+
+    async def take(self, step: int, version: int) -> Harvest:
+        """The harvest of this step, complete. One that is cut here is begun again (bound 0), or stays."""
+        entry = self.begun[0]
+        assert entry.step == step, (entry.step, step)
+        if entry.harvest is None:
+            assert entry.task is not None
+            try:
+                entry.harvest = await asyncio.shield(entry.task)
+            except asyncio.CancelledError:
+                if self.staleness == 0:
+                    await self._cut(entry)
+                raise
+        self.begun.popleft()
+        harvest = self._fresh(entry)
+        return self.source.commit(harvest, step, version)
+
+    async def settle(self) -> None:
+        """Waits until everything that was begun is complete."""
+        for entry in self.begun:
+            if entry.harvest is None:
+                assert entry.task is not None
+                entry.harvest = await asyncio.shield(entry.task)
+
+    async def close(self) -> None:
+        """What is still under way is dropped."""
+        tasks = [entry.task for entry in self.begun if entry.task is not None and not entry.task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _begin(self, number: int, step: int, version: int) -> None:
+        entry = Begun(number, step, version, self.source.cursor.taken)
+        generated = asyncio.Event()
+        entry.task = asyncio.ensure_future(self.source.gather(number, version, generated.set))
+        self.begun.append(entry)
+        waits = asyncio.ensure_future(generated.wait() if self.drain else asyncio.sleep(0))
+        try:
+            await asyncio.wait({waits, entry.task}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self._cut(entry)
+            raise
+        finally:
+            waits.cancel()
+        if entry.task.done():
+            entry.task.result()  # raises what went wrong
+
+    async def _cut(self, entry: Begun) -> None:
+        """The newest one was not generated to its end, or may wait for scores for ever: as if it had not begun."""
+        assert entry.task is not None and self.begun[-1] is entry
+        entry.task.cancel()
+        await asyncio.gather(entry.task, return_exceptions=True)
+        self.begun.pop()
+        self.source.cursor.load({**self.source.cursor.state(), "taken": entry.before})
+
+    # ---- the bound ----
+
+    def _drop_stale(self, step: int) -> None:
+        """A run that goes on with a smaller bound has harvests that are too old; it begins those steps again with other rows."""
+        if any(entry.step - entry.made > self.staleness for entry in self.begun):
+            self._stale += [
+                g for entry in self.begun if entry.harvest is not None for g in (*entry.harvest.groups, *entry.harvest.discarded)
+            ]
+            self.begun.clear()
+
+    def _fresh(self, entry: Begun) -> Harvest:
+        """Without groups of older weights than those it was begun with: an engine that missed an update."""
+        harvest = entry.harvest
+        assert harvest is not None
+        oldest = entry.version if harvest.oldest is None else harvest.oldest
+        late = [g for g in harvest.groups if 0 <= version_of(g) < oldest]
+        if late or self._stale:
+            harvest.stale = [*self._stale, *late]
+            harvest.groups = [g for g in harvest.groups if g not in late]
+            self._stale = []
+        if self.staleness:
+            harvest.report["rollout/staleness"] = float(entry.step - entry.made)
+        return harvest
+
+    # ---- a Part ----
+
+    def state(self) -> State:
+        entries = [entry for entry in self.begun if entry.harvest is not None]
+        assert len(entries) == len(self.begun), "a checkpoint in the middle of a harvest: settle first"
+        tensors, described = {}, []
+        for i, entry in enumerate(entries):
+            harvest = entry.harvest
+            assert harvest is not None and not harvest.used
+            told = {"step": entry.step, "made": entry.made, "version": entry.version, "before": entry.before, "rounds": harvest.rounds,
+                    "cancelled": harvest.cancelled, "report": harvest.report}  # fmt: skip
+            for kind in KINDS:
+                saved = state_of(getattr(harvest, kind))
+                tensors.update({f"{i}/{kind}/{name}": tensor for name, tensor in saved.tensors.items()})
+                told[kind] = saved.meta
+            described.append(told)
+        return State(tensors, {"begun": described})
+
+    def load(self, state: State) -> None:
+        rows = {row.id: row for row in self.source.rows}
+        self.begun.clear()
+        for i, told in enumerate(state.meta["begun"]):
+            kinds = {}
+            for kind in KINDS:
+                prefix = f"{i}/{kind}/"
+                tensors = {name.removeprefix(prefix): t for name, t in state.tensors.items() if name.startswith(prefix)}
+                kinds[kind] = groups_of(State(tensors, told[kind]), rows, "rollout buffer")
+            harvest = Harvest(
+                kinds["groups"], kinds["discarded"], rounds=told["rounds"], cancelled=told["cancelled"], report=dict(told["report"])
+            )
+            self.begun.append(Begun(told["step"], told["made"], told["version"], told["before"], harvest))

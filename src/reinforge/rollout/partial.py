@@ -1,0 +1,134 @@
+"""Partial rollouts: a step ends when enough groups are generated, and those that are not go on in the next step from their tokens so far.
+
+More prompts are under way than a step trains. When `prompts` groups have all their tokens, the others are cut: their tokens stay
+(carry.py), and the next step resubmits them first, with its own weights. A group that was begun `staleness` steps ago is waited
+for, so nothing is older than that when it is trained. Nothing is thrown away and nothing is trained twice.
+
+Whether a group is generated, not whether it is scored, decides: without environments that is a function of the step, like everything
+that the engine does. Which groups were taken is journalled all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from reinforge.core.backend import State
+from reinforge.core.sample import Group
+from reinforge.rollout.carry import Carry, plain, restored
+from reinforge.rollout.choose import Choice
+from reinforge.rollout.pace import followed
+from reinforge.rollout.source import Harvest, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    choice: Choice
+    made: int  # the step it was begun in
+    version: int  # the weights it was begun with
+
+
+class Partial(Source):
+    """A `Source` whose rollouts generate with `carry`. A part of the run: a checkpoint holds what is under way."""
+
+    def __init__(self, *given: Any, carry: Carry, staleness: int, **named: Any):
+        super().__init__(*given, **named)
+        assert staleness > 0 and not self.dynamic and self.replay is None
+        self.carry, self.staleness = carry, staleness
+        self.carried: list[Carried] = []
+
+    async def gather(self, step: int, version: int, generated: Callable[[], None] = lambda: None) -> Harvest:
+        before = (list(self.carried), self.carry.copied())
+        try:
+            return await self._gather(step, version, generated)
+        except BaseException:
+            self.carried, self.carry.kept = before  # a step that was cut is done again from its start
+            raise
+
+    async def _gather(self, step: int, version: int, generated: Callable[[], None]) -> Harvest:
+        first = self.cursor.taken
+        wanted = math.ceil(self.prompts * self.over_provision - 1e-9)
+        fresh = self.chooser.take(max(0, wanted - len(self.carried)), step)
+        walked = self.cursor.taken - first
+        entries = [*self.carried, *(Carried(choice, step, version) for choice in fresh)]
+        names = [f"{e.choice.position}:{self.rows[e.choice.row].id}" for e in entries]
+        due = {i for i, e in enumerate(entries) if step - e.made >= self.staleness}
+        recorded = self.journal.find_choice(names)
+        tasks, taken = await self._race(
+            entries, names, due if recorded is None else {names.index(n) for n in recorded}, recorded is not None
+        )
+        if recorded is None:
+            self.journal.write_choice(names, [names[i] for i in taken])
+        self.carried = [e for i, e in enumerate(entries) if i not in taken]
+        generated()
+        try:
+            groups = list(await asyncio.gather(*(tasks[i] for i in taken)))
+        finally:
+            for i in taken:
+                tasks[i].cancel()
+        self.carry.forget(names[i] for i in taken)
+        ages = [step - entries[i].made for i in taken]
+        result = Harvest(groups, oldest=min(entries[i].version for i in taken))
+        result.report = {
+            "rollout/carried": float(len(self.carried)), "rollout/carried_tokens": float(self.carry.tokens()),
+            "rollout/staleness": sum(ages) / len(ages), "rollout/staleness/max": float(max(ages)),
+        }  # fmt: skip
+        if self.chooser.policies:
+            result.report |= {"sampling/skipped": 1 - len(fresh) / max(1, walked), **self.chooser.report(step)}
+        return result
+
+    async def _race(
+        self, entries: Sequence[Carried], names: Sequence[str], due: set[int], only_due: bool
+    ) -> tuple[list[asyncio.Task[Group]], list[int]]:
+        """Runs all until enough are generated, and cuts the others. All tasks, and the places of those that are taken."""
+        order: list[int] = []  # in which groups got their last token
+        needed = 0 if only_due else min(self.prompts, len(entries))
+        tasks: list[asyncio.Task[Group]] = []
+        taken: list[int] = []
+        enough = asyncio.Event()
+
+        def told(place: int) -> None:
+            if taken:
+                return
+            order.append(place)
+            if due <= set(order) and len(order) >= needed:
+                others = [i for i in order if i not in due]
+                taken.extend(sorted([*due, *others[: max(0, needed - len(due))]]))
+                for i, task in enumerate(tasks):  # here and now: the engine's next round must not depend on who wakes up first
+                    if i not in taken:
+                        task.cancel()
+                enough.set()
+
+        for i, (entry, name) in enumerate(zip(entries, names, strict=True)):
+            work = followed(self.rollout(self.rows[entry.choice.row], name), partial(told, i), name)
+            tasks.append(asyncio.ensure_future(work))
+        waits = asyncio.ensure_future(enough.wait())
+        try:
+            while not taken:
+                done, _ = await asyncio.wait([waits, *(t for t in tasks if not t.done())], return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if not task.cancelled():
+                        task.result()  # raises what went wrong
+            await asyncio.gather(*(task for i, task in enumerate(tasks) if i not in taken), return_exceptions=True)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        finally:
+            waits.cancel()
+        return tasks, taken
+
+    # ---- a Part ----
+
+    def state(self) -> State:
+        carried = [[e.choice.position, e.choice.row, e.made, e.version] for e in self.carried]
+        return State({}, {"carried": carried, "kept": plain(self.carry.kept)})
+
+    def load(self, state: State) -> None:
+        self.carried = [Carried(Choice(position, row), made, version) for position, row, made, version in state.meta["carried"]]
+        self.carry.kept = restored(state.meta["kept"])

@@ -1,0 +1,123 @@
+"""A launcher that is up already: it forks for every run, so a run costs no start of an interpreter.
+
+It is a process of its own, between the one that judges and what it contains: it knows neither tests nor expected values, so a fork
+of it has nothing to give away. Only for our own namespaces; bubblewrap is a program that has to be started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from reinforge.sandbox.isolation import TEXTS, layout
+from reinforge.sandbox.program import interpreter
+
+FORKS = Path(__file__).with_name("forks.py")
+_enabled = False
+_prepares = True  # until a launcher that should have made the root beforehand could not
+_running: Zygote | None = None
+_lock = threading.Lock()
+
+
+class Forked:
+    """The part of `subprocess.Popen` that a run needs, for a process that somebody else has started."""
+
+    def __init__(self, pid: int, handle: int):
+        self.pid, self._handle = pid, handle
+
+    def poll(self) -> int | None:
+        """0 when it has ended, however."""
+        return 0 if self._handle < 0 or select.select([self._handle], [], [], 0)[0] else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._handle >= 0:
+            if not select.select([self._handle], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("launcher", timeout or 0.0)
+            os.close(self._handle)
+            self._handle = -1
+        return 0
+
+    def kill(self) -> None:
+        if self._handle >= 0:
+            try:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+class Zygote:
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = ours
+        binds, links = layout()
+        job = json.dumps({"prepare": _prepares, "binds": binds, "links": links, "texts": TEXTS})
+        self._popen = subprocess.Popen(
+            [interpreter(), "-I", "-B", "-X", "utf8", str(FORKS), str(theirs.fileno()), job], pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={}, cwd="/", start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+        if not ours.recv(8):  # it says when it is up
+            self.close()
+            raise OSError("the launcher did not start")
+
+    def start(self, fds: Sequence[int]) -> Forked:
+        with _lock:
+            socket.send_fds(self._socket, [b"r"], list(fds))
+            message, handles, _, _ = socket.recv_fds(self._socket, 32, 1)
+        if not message:
+            raise OSError("the launcher is gone")
+        return Forked(int(message), handles[0])
+
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def close(self) -> None:
+        self._socket.close()
+        try:
+            self._popen.wait(5)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+
+def enable() -> None:
+    """From now on runs of this process are forked. For processes that do nothing but judge (workers.py)."""
+    global _enabled
+    _enabled = True
+
+
+def ready() -> Zygote | None:
+    """The launcher of this process, started again if it died; None where runs start their own."""
+    global _running
+    if not _enabled:
+        return None
+    with _lock:
+        if _running is None or not _running.alive():
+            try:
+                _running = Zygote()
+            except OSError:
+                if not _prepares:
+                    raise
+                _share_nothing()
+        return _running
+
+
+def share_nothing() -> None:
+    """Runs make their whole root by themselves from now on: what is made beforehand does not work here."""
+    with _lock:
+        _share_nothing()
+
+
+def _share_nothing() -> None:
+    global _prepares, _running
+    _prepares, old = False, _running
+    _running = Zygote()
+    if old is not None:
+        old.close()

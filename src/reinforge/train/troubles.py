@@ -1,0 +1,29 @@
+"""What went wrong in a step and does not end the run, as lines of events.jsonl: no groups to train, lack of memory, faults of rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from reinforge.core.backend import Metrics
+from reinforge.core.faults import fault_events
+from reinforge.core.sample import Group
+from reinforge.watch.recorder import Recorder
+
+
+def tell_troubles(recorder: Recorder, tell: Callable[[str], None], step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
+    """Those of a training step. `tell`: what the person who watches should hear at once."""
+    if metrics.get("train/empty"):
+        recorder.event("empty_step", step=step)
+    tell_faults(recorder, step, metrics, groups)
+    for role in ("train", "critic"):
+        if times := int(metrics.get(f"{role}/oom", 0)):
+            old, new = (int(metrics[f"{role}/oom_budget/{which}"]) for which in ("max", "min"))
+            recorder.event("out_of_memory", step=step, role=role, times=times, old_budget=old, new_budget=new)
+            tell(f"step {step}: {role} ran out of memory; micro-batches of {new} tokens from now on, {old} until now")
+
+
+def tell_faults(recorder: Recorder, step: int, metrics: Metrics, groups: Sequence[Group], prefix: str = "") -> None:
+    """One line for each kind of fault. `prefix`: of the metrics of an evaluation."""
+    for event in fault_events(metrics, step, groups, prefix):
+        recorder.event("fault", **asdict(event))
