@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from reinforge.backends.grid import Grid
 from reinforge.backends.local import refuse_other_model
 from reinforge.backends.memory import Facts
 from reinforge.backends.microbatch import annotate_nothing, combine
 from reinforge.backends.ranks import Ranks
 from reinforge.backends.recovery import fitted
 from reinforge.backends.shard import ShardBackend, parameter_of
+from reinforge.checkpoint.stored import Stored, within
 from reinforge.config.schema import TrainConfig
 from reinforge.core.backend import Loss, Metrics, Part, State
 from reinforge.core.batch import Batch, Totals, cut, rejoin
@@ -25,22 +28,29 @@ from reinforge.core.weights import Weights
 from reinforge.models.packed import PackedModel
 
 BUCKET = 256 << 20  # bytes of a state that are sent at once
+GATHERED = 16 << 30  # bytes of a state that rank 0 takes into its memory
 
 
 class FsdpBackend:
     """`make` loads the model: on every rank, whole and on the host. `full` is the model that rank 0 generates with; its module gets the
-    weights when they are asked for. `settings` are those of `LocalBackend`."""
+    weights when they are asked for. `sharded`: checkpoints are written by the ranks, each its own part; None: where they are large.
+    `settings` are those of `LocalBackend`."""
+
+    side: Callable[..., Any] = ShardBackend  # what a rank holds
+    in_pieces = True  # whether ranks can write and read their own part of a checkpoint
 
     def __init__(self, ranks: Ranks, make: Callable[[], PackedModel], cfg: TrainConfig, *, full: PackedModel | None = None,
-                 compiled: bool = False, **settings: Any):  # fmt: skip
+                 compiled: bool = False, sharded: bool | None = False, **settings: Any):  # fmt: skip
         self.ranks, self.cfg, self.full = ranks, cfg, full
-        self.id = ranks.make(ShardBackend, [(make, cfg, settings, compiled)] * ranks.size)
+        self.grid = Grid.of(cfg, ranks.size)
+        self.id = ranks.make(self.side, [(make, cfg, settings, compiled)] * ranks.size)
         self.shard: ShardBackend = ranks.own.objects[self.id]
         self._call("limit", min(self._call("__getattribute__", "budget")))
         self.budget = self.shard.budget
         self.share, self.model, self.teachers = self.shard.share, self.shard.model, self.shard.teachers
         self.reference = Follower(self, "reference") if self.shard.reference is not None else None
         self.ema = Follower(self, "ema") if self.shard.ema is not None else None
+        self.sharded = self.in_pieces and (sharded if sharded is not None else self._state_bytes() > GATHERED)
         self._stale = True  # whether `full` may have other weights
 
     @property
@@ -63,17 +73,21 @@ class FsdpBackend:
         """The same on every rank."""
         return self.ranks.call(self.id, method, [args] * self.ranks.size)
 
+    def _deal(self, method: str, by_hand: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same on the ranks of a hand, which find the same."""
+        return self.grid.first(self.ranks.call(self.id, method, self.grid.spread(by_hand)))
+
     # ---- training ----
 
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
         if not batches or not needs:
             return
-        cuts = even([fitted([batch], self.budget) for batch in batches], self.ranks.size)
+        cuts = even([fitted([batch], self.budget) for batch in batches], self.grid.hands)
         packs = [part for parts in cuts for part in parts if part.n_tokens]
         for nothing in (part for parts in cuts for part in parts if not part.n_tokens):
             annotate_nothing(nothing, needs)
-        hands = deal([p.n_tokens for p in packs], self.ranks.size)
-        found = self.ranks.call(self.id, "annotate_packs", [([(packs[i], counts) for i, counts in hand], needs) for hand in hands])
+        hands = deal([p.n_tokens for p in packs], self.grid.hands)
+        found = self._deal("annotate_packs", [([(packs[i], counts) for i, counts in hand], needs) for hand in hands])
         for hand, streams in zip(hands, found, strict=True):
             for i, (named, bootstrap) in zip([i for i, counts in hand if counts], streams, strict=True):
                 packs[i].streams |= named
@@ -90,11 +104,11 @@ class FsdpBackend:
 
     def _pass(self, method: str, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
         whole = [[part] for part in fitted([b for b in batches if b.n_trained], self.budget, loss.unit)]
-        packs = [part for parts in even(whole, self.ranks.size, loss.unit) for part in parts if part.n_trained]
+        packs = [part for parts in even(whole, self.grid.hands, loss.unit) for part in parts if part.n_trained]
         if not packs:
             return {}
-        hands = deal([p.n_tokens for p in packs], self.ranks.size)
-        found = self.ranks.call(self.id, method, [([(packs[i], counts) for i, counts in hand], loss, totals) for hand in hands])
+        hands = deal([p.n_tokens for p in packs], self.grid.hands)
+        found = self._deal(method, [([(packs[i], counts) for i, counts in hand], loss, totals) for hand in hands])
         return combine([{name: torch.tensor(value, dtype=torch.float64) for name, value in part.items()} for part in found])
 
     def step(self) -> Metrics:
@@ -116,22 +130,37 @@ class FsdpBackend:
 
     def state(self) -> State:
         """Whole tensors, as the state of one process is: a run continues with any number of ranks, or with none."""
-        state: State = self._call("gathered")[0]
+        return self.state_of("")
+
+    def state_of(self, part: str) -> State:
+        """Of the backend, or of what follows its weights. What ranks write themselves stays with them."""
+        if self.sharded:
+            meta = (getattr(self.shard, part) if part else self.shard).state().meta
+            return State(meta=meta, pieces={"": OnRanks(self, part)})
+        state: State = self._call("gathered", part)[0]
         return state
 
+    def _state_bytes(self) -> int:
+        """About: weights as they are stored, masters where these are not float32, and two moments."""
+        sizes = ((self.shard.shapes[name].numel(), dtype.itemsize) for name, dtype in self.shard.stored.items())
+        return sum(n * (size + (4 if size < 4 else 0) + 8) for n, size in sizes)
+
     def load(self, state: State) -> None:
-        saved = {name.removeprefix("model/"): t for name, t in state.tensors.items() if name.startswith("model/")}
-        refuse_other_model(saved, {name: shape for name, (shape, _) in self.shard.shapes.items()})
-        own = {name: t for name, t in state.tensors.items() if name.startswith(("model/", "optimizer/"))}
-        self.send(State(own, state.meta))
+        refuse_other_model(within(state.tensors, "model/"), self.shard.shapes)
+        self.send(state)
         self.budget = self.shard.budget
 
     def send(self, state: State, part: str = "") -> None:
-        """Gives every rank its pieces, a bucket at a time, and lets it load them."""
+        """Gives every rank its pieces, a bucket at a time, and lets it load them. What is in pieces on disk, the ranks read themselves."""
         self._stale = True
+        keys = [key for key in state.tensors if part or key.startswith(("model/", "optimizer/"))]
+        if self.in_pieces and isinstance(state.tensors, Stored):
+            self._call("read_pieces", part, state.tensors, keys, state.meta)
+            return
         bucket: list[dict[str, Tensor]] = [{} for _ in range(self.ranks.size)]
         room = BUCKET
-        for key, tensor in state.tensors.items():
+        for key in keys:
+            tensor = state.tensors[key]
             room -= tensor.numel() * tensor.element_size()
             for pieces, piece in zip(bucket, self._pieces(parameter_of(key), tensor), strict=True):
                 pieces[key] = piece.clone()
@@ -142,11 +171,21 @@ class FsdpBackend:
         self._call("load_received", part, state.meta)
 
     def _pieces(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """A tensor as the ranks hold it: cut along its first dimension, the last ones with less or nothing."""
+        """A tensor as the ranks hold it."""
         if tensor.ndim == 0 or name in self.shard.optimizer.whole:
             return [tensor] * self.ranks.size
-        found = list(tensor.chunk(self.ranks.size))
-        return found + [tensor[:0]] * (self.ranks.size - len(found))
+        return [self.grid.piece(tensor, rank, self.shard.split.get(name)) for rank in range(self.ranks.size)]
+
+
+class OnRanks:
+    """The tensors of a state as the ranks hold them. They write them into a checkpoint at the same time, each its own files."""
+
+    def __init__(self, backend: FsdpBackend, part: str):
+        self.backend, self.part = backend, part
+
+    def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+        written = self.backend._call("write_pieces", self.part, folder, prefix)
+        return {name: entry for files in written for name, entry in files.items()}
 
 
 class Follower:
@@ -169,8 +208,7 @@ class Follower:
         self.backend._call("swap", self.name, into)
 
     def state(self) -> State:
-        state: State = self.backend._call("gathered", self.name)[0]
-        return state
+        return self.backend.state_of(self.name)
 
     def load(self, state: State) -> None:
         self.backend.send(state, self.name)

@@ -13,9 +13,10 @@ from reinforge.backends.ema import Average
 from reinforge.backends.memory import Facts
 from reinforge.backends.microbatch import annotate_nothing, annotate_values, auto_budget, combine, facts_of, trained_tokens
 from reinforge.backends.optimizer import MasterAdamW, learning_rate
-from reinforge.backends.recovery import Recovery, fitted
+from reinforge.backends.recovery import Recovery, fitted, memory_errors
 from reinforge.backends.reference import Reference
 from reinforge.backends.teacher import Teachers
+from reinforge.checkpoint.stored import Stored, within
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import TrainConfig
 from reinforge.core.backend import Loss, Metrics, Part, State
@@ -79,7 +80,8 @@ class LocalBackend:
             try:
                 for part in parts:
                     self.recovery.working = part
-                    self._annotate(part, needs)
+                    with memory_errors():
+                        self._annotate(part, needs)
                 rejoin(waiting.pop(0), parts)
                 continue
             except torch.OutOfMemoryError:
@@ -97,8 +99,9 @@ class LocalBackend:
             batch.streams |= {"old": logprobs.cpu()} if "old" in needs else {}
             batch.streams |= {"entropy": entropy.cpu()} if entropy is not None else {}
             if "collision" in needs:
-                rows = states.index_select(0, moved.sources)
-                batch.streams["collision"] = log_collision(rows, self.model.output, temperature=self.temperature).cpu()
+                places = self.model.reading(moved, moved.sources)
+                found = log_collision(places.rows(states), self.model.output, temperature=self.temperature)
+                batch.streams["collision"] = places.join(found).cpu()
         if "reference" in needs:
             assert self.reference is not None, "this backend was made without a reference"
             batch.streams["reference"] = self.reference.logprobs(moved, self.temperature).cpu()
@@ -145,9 +148,10 @@ class LocalBackend:
             if not batch.n_trained:
                 continue
             self.recovery.working = batch
-            value, metrics = self._micro(batch, loss, totals)
-            if value.requires_grad:
-                value.backward()
+            with memory_errors():
+                value, metrics = self._micro(batch, loss, totals)
+                if value.requires_grad:
+                    value.backward()
             parts.append({"train/loss": value.detach(), **metrics})
         return combine(parts)
 
@@ -160,7 +164,8 @@ class LocalBackend:
         """Noise on the embeddings while training, where it is asked for: a function of the run, the step and the row."""
         if self.cfg.neftune is None or not torch.is_grad_enabled():
             return nullcontext()
-        return neftune(self.model.plain.get_input_embeddings(), batch, alpha=self.cfg.neftune, seed=(self.seed, self.steps))
+        here = slice(None) if self.model.slices is None else self.model.slices.span(batch.n_tokens)
+        return neftune(self.model.plain.get_input_embeddings(), batch, alpha=self.cfg.neftune, seed=(self.seed, self.steps), here=here)
 
     def step(self) -> Metrics:
         rate = learning_rate(self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps)
@@ -192,12 +197,12 @@ class LocalBackend:
 
     @torch.no_grad()
     def load(self, state: State) -> None:
-        saved = {name.removeprefix("model/"): t for name, t in state.tensors.items() if name.startswith("model/")}
+        saved = within(state.tensors, "model/")
         own = self.optimizer.parameters
         refuse_other_model(saved, {name: p.shape for name, p in own.items()})
         for name, tensor in saved.items():
             own[name].copy_(tensor)
-        self.optimizer.load({n.removeprefix("optimizer/"): t for n, t in state.tensors.items() if n.startswith("optimizer/")})
+        self.optimizer.load(within(state.tensors, "optimizer/"))
         self.steps = state.meta["steps"]
         if self.cfg.tokens_per_microbatch in ("auto", state.meta.get("budget_asked")):
             self.budget = state.meta["budget"]  # what was free then, or what was left of it when memory ran out
@@ -205,8 +210,9 @@ class LocalBackend:
 
 def refuse_other_model(saved: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
     """An error that names a parameter where a checkpoint's weights are not those of the model."""
-    if saved.keys() == shapes.keys() and all(saved[n].shape == shapes[n] for n in shapes):
+    found = {n: saved.shape(n) if isinstance(saved, Stored) else tuple(saved[n].shape) for n in saved}
+    if found == {n: tuple(shape) for n, shape in shapes.items()}:
         return
-    odd = sorted(saved.keys() ^ shapes.keys()) or [n for n in shapes if saved[n].shape != shapes[n]]
+    odd = sorted(found.keys() ^ shapes.keys()) or [n for n in shapes if found[n] != tuple(shapes[n])]
     raise InputError(f"the checkpoint is of another model: {len(odd)} parameters differ, e.g. {odd[0]}.", where="run.dir",
                      fix="Resume with the model and adapter the run was started with, or choose another run.dir.")  # fmt: skip

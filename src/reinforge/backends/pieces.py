@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from reinforge.backends.optimizer import MasterAdamW, host_copy
 from reinforge.backends.reference import Reference
+from reinforge.backends.tensor import Plan
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import OptimizerConfig
 from reinforge.core.batch import Batch
@@ -37,9 +38,11 @@ class Root(nn.Module):
         return work()
 
 
-def shard(model: PackedModel, mesh: DeviceMesh, device: torch.device) -> FSDPModule:
+def shard(model: PackedModel, mesh: DeviceMesh, device: torch.device, plan: Plan | None = None, tensor_mesh: DeviceMesh | None = None,
+          offload: bool = False) -> FSDPModule:  # fmt: skip
     """Cuts the model in place, layer by layer, so that no more than one whole layer is on the device at once. A value head is small
-    and must not be rounded: it stays whole on every rank."""
+    and must not be rounded: it stays whole on every rank. With a `plan` matrices are first cut over `tensor_mesh`.
+    `offload`: the pieces lie in host memory, and their gradients go there."""
     dtype = model.dtype
     whole = set() if model.value_head is None else set(model.value_head.parameters())
     for p in whole:
@@ -47,10 +50,13 @@ def shard(model: PackedModel, mesh: DeviceMesh, device: torch.device) -> FSDPMod
     policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32, cast_forward_inputs=False)
     root = Root(model.module)
     for part in (*model.layers, root):
+        if plan is not None and tensor_mesh is not None and part is not root:
+            plan.cut(model.module, part, tensor_mesh)
         for p in part.parameters():
             if p.requires_grad and not isinstance(p, DTensor) and p not in whole:
                 p.data = p.data.float()
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=part is not root, ignored_params=whole)
+        home = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=part is not root, ignored_params=whole, offload_policy=home)
     for part in root.modules():
         if isinstance(part, FSDPModule):  # losses are divided by global counts, so gradients are added and not averaged
             part.set_gradient_divide_factor(1.0)
@@ -61,12 +67,14 @@ def shard(model: PackedModel, mesh: DeviceMesh, device: torch.device) -> FSDPMod
 
 class ShardedAdamW(MasterAdamW):
     """AdamW on the pieces. `parameters` are plain float32 tensors that share their memory with what is sharded; what is `whole` is the
-    same on every rank and counts once."""
+    same on every rank and counts once. `mesh` is that of the pieces; with a `plan` there are as many of them as `tensor_mesh` has ranks."""
 
-    def __init__(self, module: nn.Module, cfg: OptimizerConfig, stored: Mapping[str, torch.dtype], rank: int):
+    def __init__(self, module: nn.Module, cfg: OptimizerConfig, stored: Mapping[str, torch.dtype], mesh: DeviceMesh,
+                 plan: Plan | None = None, tensor_mesh: DeviceMesh | None = None):  # fmt: skip
+        self.mesh, self.plan, self.tensor_mesh = mesh, plan, tensor_mesh
         self.sharded = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.whole = {name for name, p in self.sharded.items() if not isinstance(p, DTensor)}
-        self.stored, self.rank = stored, rank  # stored: in which precision a checkpoint holds the weights
+        self.stored = stored  # in which precision a checkpoint holds the weights
         self.parameters = {name: p._local_tensor if isinstance(p, DTensor) else p.data for name, p in self.sharded.items()}
         self.offload, self.sums = cfg.offload, {}
         self.masters = {name: host_copy(p) for name, p in self.parameters.items()} if cfg.offload else dict(self.parameters)
@@ -78,8 +86,10 @@ class ShardedAdamW(MasterAdamW):
             if p.grad is None:
                 continue
             if name in self.whole:
-                dist.all_reduce(p.grad)
+                dist.all_reduce(p.grad, group=self.mesh.get_group())
             piece = p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad
+            if self.plan is not None and self.tensor_mesh is not None and name in self.plan.summed:
+                dist.all_reduce(piece, group=self.tensor_mesh.get_group())
             if name in self.sums:
                 self.sums[name].add_(piece)
             else:
@@ -91,12 +101,18 @@ class ShardedAdamW(MasterAdamW):
 
     def gradient_norm(self) -> Tensor:
         """Over all pieces of all ranks."""
-        grads = {name: self.sums[name] for name in self.masters if name in self.sums and (name not in self.whole or self.rank == 0)}
-        norms = [n.double() for n in torch._foreach_norm(list(grads.values()))] if grads else []
+        grads = {name: self.sums[name] for name in self.masters if name in self.sums and self._counts(name)}
         device = next(iter(self.parameters.values())).device
+        norms = [n.double().to(device) for n in torch._foreach_norm(list(grads.values()))] if grads else []
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         dist.all_reduce(total)
         return total.sqrt().float()
+
+    def _counts(self, name: str) -> bool:
+        """Of what several ranks have, one counts."""
+        first = self.tensor_mesh is None or self.tensor_mesh.get_local_rank() == 0
+        cut = self.plan is not None and name in self.plan.dims
+        return (cut or first) and (name not in self.whole or self.mesh.get_local_rank() == 0)
 
     def zero(self) -> None:
         super().zero()
@@ -108,7 +124,7 @@ class ShardedAdamW(MasterAdamW):
         return {**super().tensors(), **masters}
 
     @torch.no_grad()
-    def load(self, tensors: dict[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, p in self.parameters.items():
             if f"{name}/master" in tensors:
                 p.copy_(tensors[f"{name}/master"])

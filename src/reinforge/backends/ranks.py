@@ -87,6 +87,7 @@ class Ranks:
         self._since: float | None = None  # when the call in progress began
         self._made = 0
         self._ended = threading.Event()
+        self._turn = threading.Lock()  # one command at a time, whichever thread gives it
         if launched():
             store = next(iter(dist.rendezvous("env://")))[0]
         else:
@@ -130,6 +131,8 @@ class Ranks:
         if self._ended.is_set():
             return
         self._ended.set()
+        free = self._turn.acquire(timeout=10.0)  # a command in another thread
+        self.broken = self.broken if free else "a command is under way"
         if self.broken is None and "own" in vars(self):
             with contextlib.suppress(RuntimeError):
                 self._send([pack(("stop", 0, None, ()))] * self.size)
@@ -141,6 +144,8 @@ class Ranks:
             if child.poll() is None:
                 child.kill()
                 child.wait()
+        if free:
+            self._turn.release()
         if dist.is_initialized() and (self.broken is None or self.kind == "cpu"):
             dist.destroy_process_group()
 
@@ -165,7 +170,7 @@ class Ranks:
         self._check()
         own = self.own
         messages = [b"", *(pack((kind, target, name, own)) for own in args[1:])]  # what cannot be sent is refused before anybody waits
-        with self._guarded():
+        with self._turn, self._guarded():
             self._send(messages)
             mine = own.run(kind, target, name, args[0])
             found: list[Any] = [None] * self.size
@@ -267,8 +272,9 @@ def _spawn(rank: int, size: int, kind: str, port: int) -> subprocess.Popen[bytes
 
 def serve() -> NoReturn:
     """The life of a rank other than 0. A signal that is meant for the run reaches rank 0, which saves and then says stop."""
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, signal.SIG_IGN)
+    if threading.current_thread() is threading.main_thread():  # in an actor, signals are Ray's business
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, signal.SIG_IGN)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parent = os.environ.get(PARENT)  # or torchrun's agent
     threading.Thread(target=_follow, args=(int(parent) if parent else os.getppid(),), daemon=True).start()

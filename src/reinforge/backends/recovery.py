@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -49,6 +50,19 @@ class Recovery:
 def fitted(batches: Sequence[Batch], budget: int, unit: int = 1) -> list[Batch]:
     """The batches, those that are larger than the budget cut: they were packed before it shrank."""
     return [part for batch in batches for part in (cut(batch, budget, unit=unit) if batch.n_tokens > budget else [batch])]
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """What the libraries below torch say when they get no memory (cuBLAS for its workspace, cuDNN) becomes torch's own error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not any(
+            f"{library}_STATUS_ALLOC_FAILED" in str(error) for library in ("CUBLAS", "CUDNN")
+        ):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from None
 
 
 def free_caches() -> None:

@@ -32,7 +32,10 @@ class Reference:
             self._refresh()
 
     def _copied(self) -> CausalModel:
-        return CausalModel(copy.deepcopy(self.model.module).requires_grad_(False).eval(), exact=self.model.exact)
+        copied = CausalModel(copy.deepcopy(self.model.module).requires_grad_(False).eval(), exact=self.model.exact)
+        if any(layer._compiled_call_impl is not None for layer in self.model.layers):  # a copy of a module does not keep that
+            copied.compile_layers()
+        return copied
 
     @property
     def moving(self) -> bool:

@@ -10,19 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from reinforge.backends.grid import Grid
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.memory import KEEP, Facts, budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import CPU_BUDGET, combine
 from reinforge.backends.pieces import ShardedAdamW, ShardedReference, shard
 from reinforge.backends.ranks import Member
 from reinforge.backends.reference import Reference
+from reinforge.backends.tensor import Plan
+from reinforge.checkpoint.stored import Box, Stored, write_pieces
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
@@ -31,6 +35,7 @@ from reinforge.core.errors import InputError
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
+from reinforge.models.sequence import Slices, check_splittable
 
 Dealt = Sequence[tuple[Batch, bool]]  # packs of one rank, and whether they count
 
@@ -41,22 +46,40 @@ class ShardBackend(LocalBackend):
     optimizer: ShardedAdamW
 
     def __init__(self, member: Member, make: Callable[[], PackedModel], cfg: TrainConfig, settings: Mapping[str, Any], compiled: bool):
-        self.member, self.mesh = member, init_device_mesh(member.device.type, (member.size,))
+        self.member, self.grid = member, Grid.of(cfg, member.size)
+        self.mesh, self.tensor_mesh = _meshes(member.device.type, self.grid)
         model = make()
+        self.plan = Plan(model, self.grid.tensor) if self.grid.tensor > 1 else None
+        slices = self._slices(model)
         self.dtype = model.dtype
         trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         self.stored = {name: p.dtype for name, p in trained.items()}
-        self.shapes = {name: (p.shape, p.stride()) for name, p in trained.items()}
+        self.shapes = {name: p.shape for name, p in trained.items()}
         self._frozen: CausalModel | None = None
         if settings.get("reference") and isinstance(model, CausalModel) and not is_adapted(model.module):
             self._frozen = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
-        self._frozen_root = shard(self._frozen, self.mesh, member.device) if self._frozen is not None else None
-        self.root = shard(model, self.mesh, member.device)
-        if compiled:
+            self._frozen.slices = slices
+        cut = partial(
+            shard, mesh=self.mesh, device=member.device, plan=self.plan, tensor_mesh=self.tensor_mesh, offload=cfg.offload_weights
+        )
+        self._frozen_root = cut(self._frozen) if self._frozen is not None else None
+        self.root, model.slices = cut(model), slices
+        if compiled and self.plan is None:
             model.compile_layers()
         self._inbox: dict[str, Tensor] = {}
         self._swapped = ExitStack()
         super().__init__(model, cfg, **settings)
+
+    def _slices(self, model: PackedModel) -> Slices | None:
+        """The ranks of this one's sequence group."""
+        grid = self.grid
+        if grid.sequence == 1:
+            return None
+        check_splittable(model.config, model.config.num_attention_heads // grid.tensor, grid.sequence)
+        mesh = init_device_mesh(
+            self.member.device.type, (grid.hands, grid.sequence, grid.tensor), mesh_dim_names=("hand", "slice", "tensor")
+        )
+        return Slices(mesh["slice"].get_group())
 
     def facts(self) -> Facts:
         """With this rank's share of the weights."""
@@ -66,15 +89,17 @@ class ShardBackend(LocalBackend):
     def _budget(self, reference: bool, paired: bool) -> int:
         """As for one process, with a share of weights and moments, and two layers and the ends of the model in whole."""
         if self.member.device.type != "cuda":
-            return CPU_BUDGET
+            return CPU_BUDGET * self.grid.sequence
         share = self.facts()
+        if self.cfg.offload_weights:
+            share = replace(share, offload=True, trained=0)  # moments and gradients are not on the device
         gathered = (2 * share.body() // share.layers + 2 * share.vocab * share.hidden) * (share.itemsize + 4)
         free, all_of_it = torch.cuda.mem_get_info(self.member.device)
         others = optimizer_bytes(share) + gradient_bytes(share) if paired else 0
-        return budget(share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered)
+        return budget(share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered) * self.grid.sequence
 
     def _optimizer(self) -> ShardedAdamW:
-        return ShardedAdamW(self.model.module, self.cfg.optimizer, self.stored, self.member.rank)
+        return ShardedAdamW(self.model.module, self.cfg.optimizer, self.stored, self.mesh, self.plan, self.tensor_mesh)
 
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
         return ShardedReference(model, self.optimizer, kind, self._frozen, self._frozen_root)
@@ -144,17 +169,25 @@ class ShardBackend(LocalBackend):
     def state(self) -> State:
         """This rank's pieces, under the names and in the precision that the whole has in a checkpoint."""
         found = super().state()
-        for name, dtype in self.stored.items():
-            found.tensors[f"model/{name}"] = found.tensors[f"model/{name}"].to(dtype)
-        return found
+        weights = {f"model/{name}": found.tensors[f"model/{name}"].to(dtype) for name, dtype in self.stored.items()}
+        return State({**found.tensors, **weights}, found.meta)
 
     def _whole(self, name: str, piece: Tensor) -> Tensor:
         """The tensor that the pieces of all ranks make up."""
         if name in self.optimizer.whole or piece.ndim == 0:
             return piece
-        shape, stride = self.shapes[name]
-        placed = piece.to(self.member.device)
-        return DTensor.from_local(placed, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride).full_tensor()
+        shape, dim = list(self.shapes[name]), self.split.get(name)
+        if dim is not None:
+            shape[dim] //= self.grid.tensor
+        whole = _joined(piece.to(self.member.device), self.mesh, 0, shape)
+        if dim is None or self.tensor_mesh is None:
+            return whole
+        return _joined(whole, self.tensor_mesh, dim, self.shapes[name])
+
+    @property
+    def split(self) -> dict[str, int]:
+        """Of each parameter that is cut over a tensor group, the dimension."""
+        return {} if self.plan is None else self.plan.dims
 
     @torch.no_grad()
     def gathered(self, part: str = "") -> State | None:
@@ -175,6 +208,32 @@ class ShardBackend(LocalBackend):
             if targets is not None:
                 targets[name].copy_(whole)
 
+    def _box(self, key: str, shape: Sequence[int]) -> Box:
+        """Where this rank's piece of a tensor of a state lies in the whole."""
+        name = parameter_of(key)
+        if not shape or name in self.optimizer.whole:
+            return tuple((0, n) for n in shape)
+        return self.grid.box(shape, self.member.rank, self.split.get(name))
+
+    def write_pieces(self, part: str, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+        """Writes what this rank holds of the state into a checkpoint; what several ranks have is written by one."""
+        local = getattr(self, part).state() if part else self.state()
+        own, shapes, boxes = {}, {}, {}
+        for key, piece in local.tensors.items():
+            name = parameter_of(key)
+            alike = piece.ndim == 0 or name in self.optimizer.whole
+            first = self.member.rank == 0 if alike else name in self.split or self.member.rank % self.grid.tensor == 0
+            if first and piece.numel():
+                shape = tuple(piece.shape if alike else self.shapes[name])
+                own[prefix + key], shapes[prefix + key], boxes[prefix + key] = piece, shape, self._box(key, shape)
+        stem = prefix.strip("/").replace("/", ".")
+        return write_pieces(folder, own, shapes, boxes, f"-{stem}-r{self.member.rank:05d}" if stem else f"-r{self.member.rank:05d}")
+
+    def read_pieces(self, part: str, there: Stored, keys: Sequence[str], meta: dict[str, Any]) -> None:
+        """Loads this rank's part of a state from a checkpoint's files, which every rank can read."""
+        self._inbox = {key: there.part(key, self._box(key, there.shape(key))) for key in keys}
+        self.load_received(part, meta)
+
     def receive(self, pieces: dict[str, Tensor]) -> None:
         self._inbox.update(pieces)
 
@@ -191,6 +250,20 @@ class ShardBackend(LocalBackend):
 
     def limit(self, budget: int) -> None:
         self.budget = budget
+
+
+def _meshes(kind: str, grid: Grid) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Over which ranks weights are cut into pieces, and over which matrices are cut before that."""
+    if grid.tensor == 1:
+        return init_device_mesh(kind, (grid.size,)), None
+    both = init_device_mesh(kind, (grid.shards, grid.tensor), mesh_dim_names=("shard", "tensor"))
+    return both["shard"], both["tensor"]
+
+
+def _joined(piece: Tensor, mesh: DeviceMesh, dim: int, shape: Sequence[int]) -> Tensor:
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(piece, mesh, [Shard(dim)], run_check=False, shape=size, stride=stride).full_tensor()
 
 
 def parameter_of(key: str) -> str:

@@ -16,7 +16,9 @@ from typing import Any
 from reinforge.core.errors import InputError
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
+    """Also knows the functions that were loaded from a file by its path."""
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, FunctionType) and "." not in obj.__qualname__ and obj.__module__ not in sys.modules:
             file = obj.__globals__.get("__file__")
@@ -28,7 +30,7 @@ class _Pickler(pickle.Pickler):
 def pack(value: Any) -> bytes:
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(f"something cannot be sent to the other ranks: {error}.", where="train.backend",
                          fix="Define functions at the top level of a file, or use train.backend=local.") from error  # fmt: skip

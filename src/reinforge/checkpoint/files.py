@@ -13,13 +13,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -90,8 +88,8 @@ def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Shards by prefix and size. Only one shard at a time is copied to the host."""
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], tag: str = "") -> dict[str, str]:
+    """Shards by prefix and size, `tag` in their names. Only one shard at a time is copied to the host. Returns which file holds which."""
     by_prefix: dict[str, list[list[str]]] = {}
     room: dict[str, int] = {}
     for name in sorted(tensors):
@@ -104,11 +102,14 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             room[prefix] = SHARD_BYTES
         by_prefix[prefix][-1].append(name)
         room[prefix] -= size
+    homes = {}
     for prefix, shards in by_prefix.items():
         for i, names in enumerate(shards, start=1):
-            file = folder / (f"{prefix}.safetensors" if len(shards) == 1 else f"{prefix}-{i:05d}.safetensors")
+            file = folder / (f"{prefix}{tag}.safetensors" if len(shards) == 1 else f"{prefix}{tag}-{i:05d}.safetensors")
             save_file(_apart({name: tensors[name] for name in names}), file)
             fsync_path(file)
+            homes.update(dict.fromkeys(names, file.name))
+    return homes
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -125,11 +126,18 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def write_manifest(folder: Path, step: int) -> None:
-    files = sorted(folder.iterdir())
+def described(file: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"sha256": sha256_of(file), "size": file.stat().st_size}
+
+
+def write_manifest(folder: Path, step: int, known: Mapping[str, dict[str, Any]] | None = None) -> None:
+    """`known`: files that those who wrote them have described."""
+    told = dict(known or {})
+    files = [file for file in sorted(folder.iterdir()) if file.name not in told]
     with ThreadPoolExecutor(4) as pool:
-        hashes = list(pool.map(sha256_of, files))
-    listed = {f.name: {"sha256": h, "size": f.stat().st_size} for f, h in zip(files, hashes, strict=True)}
+        told.update(zip((f.name for f in files), pool.map(described, files), strict=True))
+    listed = dict(sorted(told.items()))
     write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": listed})
     fsync_path(folder)
 
@@ -143,7 +151,7 @@ def has_marker(folder: Path) -> bool:
         return FORMAT.encode() in file.read(100)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise Damaged(path, "the file is missing.")
     try:
@@ -160,7 +168,7 @@ def check_files(folder: Path, verify: bool) -> list[Path]:
     for stray in sorted(folder.iterdir()) if folder.is_dir() else ():
         if stray.suffix.lower() in PICKLES:
             raise Damaged(stray, "this kind of file can run code when it is read; a checkpoint holds safetensors and JSON only.")
-    manifest = _read_json(folder / MANIFEST)
+    manifest = read_json(folder / MANIFEST)
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or STATE not in files:
         raise Damaged(folder / MANIFEST, f"not a manifest of the format {FORMAT}.")
@@ -183,34 +191,8 @@ def check_files(folder: Path, verify: bool) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    value = _read_json(folder / STATE)
+    value = read_json(folder / STATE)
     for key in ("meta", "extra", "aliases"):
         if not isinstance(value.get(key), dict):
             raise Damaged(folder / STATE, f"{key} is missing.")
     return value
-
-
-def read_tensors(paths: list[Path], aliases: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) in the order of names, whatever file they are in; an alias yields the tensor that it is the same as."""
-    with ExitStack() as stack:
-        home: dict[str, tuple[Path, Any]] = {}
-        for path in paths:
-            if path.suffix == ".safetensors":
-                try:
-                    handle = stack.enter_context(safe_open(path, framework="pt"))
-                except SafetensorError as error:
-                    raise Damaged(path, f"not a readable safetensors file ({error}).") from error
-                home.update(dict.fromkeys(handle.keys(), (path, handle)))
-        shared: dict[str, Tensor] = {}
-        stored_twice = set(aliases.values())
-        for name in sorted([*home, *aliases]):
-            stored = aliases.get(name, name)
-            if stored in shared:
-                yield name, shared[stored]
-                continue
-            if stored not in home:
-                raise Damaged(paths[0].parent / STATE, f"the tensor {name!r} is an alias of {stored!r}, which no file holds.")
-            tensor = home[stored][1].get_tensor(stored)
-            if stored in stored_twice:
-                shared[stored] = tensor
-            yield name, tensor

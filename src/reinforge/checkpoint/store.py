@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 from reinforge.checkpoint import files
 from reinforge.checkpoint.faults import crash_point
+from reinforge.checkpoint.stored import Stored
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 
@@ -67,11 +68,14 @@ def save(run_dir: Path, step: int, state: State, extra: dict[str, Any]) -> Path:
 
 
 def _write(folder: Path, step: int, state: State, extra: dict[str, Any]) -> None:
+    known: dict[str, Any] = {}
+    for prefix, pieces in state.pieces.items():
+        known |= pieces.write(folder.resolve(), prefix)
     aliases = files.find_aliases(state.tensors)
     files.write_tensors(folder, {name: t for name, t in state.tensors.items() if name not in aliases})
     crash_point("save:after-tensors")
     files.write_json(folder / files.STATE, {"step": step, "meta": state.meta, "extra": extra, "aliases": aliases})
-    files.write_manifest(folder, step)
+    files.write_manifest(folder, step, known)
 
 
 def _put(temporary: Path, target: Path) -> None:
@@ -125,17 +129,25 @@ def intact(path: Path) -> bool:
 
 
 def load(path: Path, verify: bool = True) -> tuple[State, dict[str, Any]]:
-    """The state on the CPU and the extra values. Anything that is not as written is an InputError that names the file."""
+    """The state on the CPU and the extra values. Anything that is not as written is an InputError that names the file.
+    What several ranks wrote in pieces stays on disk, and is read tensor by tensor when it is asked for (`Stored`)."""
     path = Path(path)
     if not path.is_dir():
         raise InputError("there is no such checkpoint.", where=str(path), fix=_advice(path))
     try:
         paths = files.check_files(path, verify)
         stored = files.read_state(path)
-        tensors = dict(files.read_tensors(paths, stored["aliases"]))
+        there = Stored(paths, stored["aliases"])
+        tensors = there if there.sharded else _in_memory(there)
     except files.Damaged as damage:
         raise InputError(damage.what, where=str(damage.file), fix=_advice(path)) from damage
     return State(tensors=tensors, meta=stored["meta"]), stored["extra"]
+
+
+def _in_memory(there: Stored) -> dict[str, torch.Tensor]:
+    """All of it; two names of one tensor are one tensor again."""
+    read: dict[str, torch.Tensor] = {}
+    return {name: read.setdefault(stored, there[name]) if (stored := there.stored_as(name)) not in read else read[stored] for name in there}
 
 
 def _advice(path: Path) -> str:
@@ -223,7 +235,7 @@ def digest(path: Path) -> str:
     try:
         paths = files.check_files(path, verify=False)
         stored = files.read_state(path)
-        for name, tensor in files.read_tensors(paths, stored["aliases"]):
+        for name, tensor in Stored(paths, stored["aliases"]).items():
             total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
             total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     except files.Damaged as damage:

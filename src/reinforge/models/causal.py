@@ -68,9 +68,11 @@ class CausalModel(PackedModel):
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs [M] (and entropies) of the trained tokens of a packed batch. Row t−1 predicts token t.
         `states` are the hidden states of the pack, where the caller has them."""
-        rows = (self.states(batch) if states is None else states).index_select(0, batch.sources)
-        return token_logprobs(rows, self.head.weight, self.head.bias, batch.tokens[batch.targets], temperature=temperature,
-                              rule=self.rule, entropy=entropy, entropy_gradient=entropy_gradient, exact=self.exact)  # fmt: skip
+        states, places = self.states(batch) if states is None else states, self.reading(batch, batch.sources)
+        targets = places.own(batch.tokens[batch.targets])
+        found, spread = token_logprobs(places.rows(states), self.head.weight, self.head.bias, targets, temperature=temperature,
+                                       rule=self.rule, entropy=entropy, entropy_gradient=entropy_gradient, exact=self.exact)  # fmt: skip
+        return places.join(found), None if spread is None else places.join(spread)
 
     @torch.no_grad()
     def verify(self) -> float:

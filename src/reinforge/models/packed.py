@@ -18,6 +18,7 @@ from reinforge.models import attention
 from reinforge.models.attention import Layout, Packed
 from reinforge.models.exact import RowWise
 from reinforge.models.exact_attention import layout as exact_layout
+from reinforge.models.sequence import Reading, Slices, Ulysses
 
 
 class PackedModel:
@@ -25,6 +26,7 @@ class PackedModel:
     from a hidden state: the score head of a `ScalarModel`, or what `CausalModel.add_value_head` put there, or nothing."""
 
     value_head: nn.Linear | None = None
+    slices: Slices | None = None  # the ranks that each compute a part of every pack; None: this process computes it all
 
     def __init__(self, module: nn.Module, tokenizer: Any = None, *, exact: bool = False):
         self.module = module  # what is trained and saved: the transformers model, or its peft wrapper
@@ -80,19 +82,29 @@ class PackedModel:
         return out.last_hidden_state[0]
 
     def states(self, batch: Batch) -> Tensor:
-        """[N, E] hidden states of a pack."""
-        return self.hidden(batch.tokens, batch.positions, Packed(batch.lengths, batch.starts, batch.prefix))
+        """[N, E] hidden states of a pack; of this rank's slice of it where there are `slices`. `reading` finds places in them."""
+        whole = Packed(batch.lengths, batch.starts, batch.prefix)
+        if self.slices is None:
+            return self.hidden(batch.tokens, batch.positions, whole)
+        here = self.slices.span(batch.n_tokens)
+        return self.hidden(batch.tokens[here], batch.positions[here], Ulysses(whole, self.slices, batch.n_tokens))
+
+    def reading(self, batch: Batch, places: Tensor) -> Reading:
+        """How the hidden states at `places` of a pack are read."""
+        return Reading.of(places, batch.n_tokens, self.slices)
 
     def values(self, batch: Batch, states: Tensor | None = None, *, after: bool = False) -> Tensor:
         """[M] float32: the head before each trained token, at row t-1 for token t, so it cannot know what was sampled (a critic); or
         `after` it, at row t (a reward model). `states` are those of the pack, where the caller has them."""
         states = self.states(batch) if states is None else states
-        return self.read(states.index_select(0, batch.targets if after else batch.sources))
+        places = self.reading(batch, batch.targets if after else batch.sources)
+        return places.join(self.read(places.rows(states)))
 
     def last_values(self, batch: Batch, states: Tensor | None = None) -> Tensor:
         """[S] float32: the head at the last token of every sample; 0 for a sample that a pack left out (nothing to train)."""
         states = self.states(batch) if states is None else states
-        return torch.where(batch.ends < 0, 0.0, self.read(states.index_select(0, batch.ends.clamp(min=0))))
+        places = self.reading(batch, batch.ends.clamp(min=0))
+        return torch.where(batch.ends < 0, 0.0, places.join(self.read(places.rows(states))))
 
     def read(self, rows: Tensor) -> Tensor:
         """The value head, in float32 whatever the model's precision: bfloat16 keeps three digits, and advantages are differences."""

@@ -1,0 +1,217 @@
+"""Several processes around DeepSpeed's ZeRO: each rank's part of every pass, and rank 0's side of it, which is that of FSDP."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reinforge.backends.deepspeed import Frozen, Zero, whole_state
+from reinforge.backends.fsdp import FsdpBackend
+from reinforge.backends.local import LocalBackend
+from reinforge.backends.memory import CPU_BUDGET, KEEP, Facts, budget, gradient_bytes, optimizer_bytes
+from reinforge.backends.microbatch import combine, facts_of
+from reinforge.backends.optimizer import learning_rate
+from reinforge.backends.ranks import Member
+from reinforge.backends.reference import Reference
+from reinforge.backends.shard import Dealt
+from reinforge.config.algorithm import ReferenceConfig
+from reinforge.config.schema import TrainConfig
+from reinforge.core.backend import Loss, Metrics, State
+from reinforge.core.batch import Batch, Totals
+from reinforge.core.errors import InputError
+from reinforge.models.adapters import is_adapted
+from reinforge.models.causal import CausalModel
+from reinforge.models.packed import PackedModel
+
+
+class ZeroShard(LocalBackend):
+    """One rank's part. `make` loads the model, whole and on the host. Methods are run by all ranks at once."""
+
+    optimizer: Zero  # type: ignore[assignment]
+
+    def __init__(self, member: Member, make: Callable[[], PackedModel], cfg: TrainConfig, settings: Mapping[str, Any], compiled: bool):
+        assert not compiled, "the config refuses it"
+        model = make()
+        if model.value_head is not None and model.dtype != torch.float32:
+            raise InputError("DeepSpeed would round the head of a critic or reward model to bfloat16, and values are differences.",
+                             where="model.dtype", fix="Set model.dtype=float32, or train.backend=fsdp.")  # fmt: skip
+        self.member, self.itemsize, self._facts = member, model.dtype.itemsize, facts_of(model)
+        trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+        self.stored = {name: p.dtype for name, p in trained.items()}
+        self.shapes = {name: p.shape for name, p in trained.items()}
+        self._frozen: CausalModel | None = None
+        self._asked: Frozen | None = None
+        if settings.get("reference") and isinstance(model, CausalModel) and not is_adapted(model.module):
+            self._frozen = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
+            if cfg.deepspeed.stage == 3:
+                self._asked = Frozen(member, self._frozen, cfg.deepspeed)
+            else:
+                self._frozen.module.to(member.device)
+        self._loading = False
+        super().__init__(model, cfg, **settings)
+
+    def facts(self) -> Facts:
+        """With this rank's share of the weights, where they are cut."""
+        size, whole = self.member.size, replace(self._facts, offload=self.cfg.deepspeed.offload_optimizer != "none")
+        weights = (whole.weights or 0) // (size if self.cfg.deepspeed.stage == 3 else 1)
+        return replace(whole, weights=weights, trained=(whole.trained or 0) // size)
+
+    def _budget(self, reference: bool, paired: bool) -> int:
+        """As for one process, with a share of masters and moments, and in stage 3 two layers and the ends of the model in whole."""
+        if self.member.device.type != "cuda":
+            return CPU_BUDGET
+        share = self.facts()
+        gathered = (2 * share.body() // share.layers + 2 * share.vocab * share.hidden) * (share.itemsize + 4)
+        free, all_of_it = torch.cuda.mem_get_info(self.member.device)
+        others = optimizer_bytes(share) + gradient_bytes(share) if paired else 0
+        return budget(share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered)
+
+    def _optimizer(self) -> Zero:  # type: ignore[override]
+        return Zero(self.member, self.model, self.cfg.deepspeed, self.cfg.optimizer)
+
+    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
+        return FrozenReference(model, kind, self._frozen)
+
+    def limit(self, budget: int) -> None:
+        self.budget = budget
+
+    def close(self) -> None:
+        for engine in (self.optimizer.engine, None if self._asked is None else self._asked.engine):
+            if engine is not None:
+                engine.destroy()
+
+    # ---- passes ----
+
+    @torch.no_grad()
+    def annotate_packs(self, dealt: Dealt, needs: frozenset[str]) -> list[tuple[dict[str, Tensor], Tensor | None]]:
+        """Streams and bootstraps of the packs that count, in their order."""
+        found = []
+        for batch, counts in dealt:
+            self._safely(batch, partial(self._annotate, batch, needs))
+            if counts:
+                found.append(({name: batch.streams[name] for name in needs if name in batch.streams}, batch.bootstrap))
+        return found
+
+    def _annotate(self, batch: Batch, needs: frozenset[str]) -> None:
+        own = needs - {"reference"}
+        if own:
+            self.optimizer.run(partial(super()._annotate, batch, own))
+        if "reference" in needs:
+            assert self.reference is not None, "this backend was made without a reference"
+            ask = partial(self.reference.logprobs, batch.to(self.member.device), self.temperature)
+            found = self.optimizer.run(ask) if self._frozen is None else ask() if self._asked is None else self._asked.run(ask)
+            batch.streams["reference"] = found.cpu()
+
+    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+        self.model.recompute(True)
+        try:
+            return self._run(dealt, loss, totals)
+        finally:
+            self.model.recompute(False)
+
+    @torch.no_grad()
+    def evaluate_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+        return self._run(dealt, loss, totals)
+
+    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+        found = [(self._safely(batch, partial(self._one, batch, loss, totals, counts)), counts) for batch, counts in dealt]
+        return combine([part for part, counts in found if counts])
+
+    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
+        """A pack that does not count runs through the same graph, so that no rank waits for a gradient that never comes, times 0."""
+        metrics: dict[str, Tensor] = {}
+
+        def work() -> Tensor:
+            value, told = self._micro(batch, loss, totals)
+            metrics.update(told)
+            return value
+
+        value = self.optimizer.run(work)
+        if value.requires_grad:
+            self.optimizer.backward(value if counts else value * 0.0)
+        return {"train/loss": value.detach(), **metrics}
+
+    def _safely(self, batch: Batch, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:  # the other ranks wait in the middle of the pass: it cannot be done again in smaller pieces
+            raise InputError(f"a micro-batch of {batch.n_tokens} tokens does not fit into the memory of rank {self.member.rank}.",
+                             where="train.tokens_per_microbatch", fix=f"Set it to {max(1, batch.n_tokens // 2)}, or use more ranks, or "
+                             "train.deepspeed.stage=3. The newest checkpoint is intact.") from error  # fmt: skip
+
+    def step(self) -> Metrics:
+        rate = learning_rate(self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps)
+        norm = self.optimizer.update(rate, self.cfg.max_grad_norm)
+        self.steps += 1
+        if self.reference is not None:
+            self.reference.after_step()
+        skipped, empty = float(not math.isfinite(norm)), float(norm == 0)
+        return {"train/grad_norm": norm, "train/learning_rate": rate, "train/skipped": skipped, "train/empty": empty}
+
+    # ---- whole tensors ----
+
+    @torch.no_grad()
+    def gathered(self, part: str = "") -> State | None:
+        """The whole state of the backend in the host memory of rank 0."""
+        assert not part, "nothing follows the weights"
+        found = whole_state(self.optimizer, self.stored)
+        return None if found is None else State(found, super().state().meta)
+
+    @torch.no_grad()
+    def publish(self, targets: Mapping[str, Tensor] | None) -> None:
+        """Puts the trained weights into `targets` on rank 0, one at a time."""
+        for name in self.optimizer.parameters:
+            with self.optimizer.weight(name) as whole:
+                if targets is not None:
+                    targets[name].copy_(whole)
+
+    @torch.no_grad()
+    def receive(self, tensors: dict[str, Tensor]) -> None:
+        """Whole tensors, of which each rank keeps its piece at once."""
+        if not self._loading:
+            self.optimizer.reset()
+            self._loading = True
+        for key, tensor in tensors.items():
+            kind, name, *rest = key.split("/")
+            if kind == "model":
+                self.optimizer.put(name, "master", tensor)
+            elif rest == ["step"]:
+                self.optimizer.count(float(tensor))
+            else:
+                self.optimizer.put(name, rest[0], tensor)
+
+    def load_received(self, part: str, meta: dict[str, Any]) -> None:
+        self._loading = False
+        self.steps = meta["steps"]
+        if self.cfg.tokens_per_microbatch in ("auto", meta.get("budget_asked")):
+            self.budget = meta["budget"]
+
+
+class FrozenReference(Reference):
+    """The model with its adapter off, or a copy that was made before the model was cut."""
+
+    def __init__(self, model: CausalModel, cfg: ReferenceConfig, copied: CausalModel | None):
+        assert cfg.kind == "frozen", "the config refuses it"
+        self.model, self.cfg, self.copy, self.average, self.steps = model, cfg, copied, None, 0
+
+
+class DeepSpeedBackend(FsdpBackend):
+    """Rank 0's side: packs are dealt out and states gathered as with FSDP; every rank gets whole tensors and cuts them itself."""
+
+    side = ZeroShard
+    in_pieces = False
+
+    def _pieces(self, name: str, tensor: Tensor) -> list[Tensor]:
+        return [tensor] * self.ranks.size
+
+    def close(self) -> None:
+        if self.ranks.broken is None:
+            self._call("close")
+        super().close()

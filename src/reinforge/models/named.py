@@ -1,0 +1,70 @@
+"""A module's weights as (checkpoint name, tensor): what `save_pretrained` would write, one at a time, with the adapter in them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reinforge.models.adapters import _written_out, is_adapted
+from reinforge.models.causal import VALUE_HEAD
+
+
+@torch.no_grad()
+def named_weights(module: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Tied weights come once, a value head does not come. `dtype`: of what comes, where it is not the module's own (an NF4 base)."""
+    plain: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+    found = _plain(plain) if not is_adapted(module) else _merged(plain, dtype)
+    pairs = ((name, tensor) for name, tensor in found if not name.startswith(VALUE_HEAD))
+    if getattr(plain, "_weight_conversions", None) != []:  # stored under other names than it is computed with (experts, mostly)
+        from transformers.core_model_loading import revert_weight_conversion
+
+        yield from revert_weight_conversion(plain, dict(pairs)).items()
+    else:
+        yield from pairs
+
+
+def _plain(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    seen: set[str] = set()
+    for name, parameter in module.named_parameters():
+        seen.add(name)
+        yield name, parameter.detach()
+    tied = set(getattr(module, "_tied_weights_keys", None) or ())
+    shared = {p.data_ptr() for p in module.parameters()}
+    for name, tensor in module.state_dict().items():  # buffers that are saved
+        if name not in seen and name not in tied and tensor.data_ptr() not in shared:
+            yield name, tensor
+
+
+def _merged(plain: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Base weights under their own names; of an adapted layer, the sum of base and adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = {name: layer for name, layer in plain.named_modules() if isinstance(layer, LoraLayer)}
+    for name, layer in layers.items():
+        base = layer.get_base_layer()
+        yield f"{name}.weight", _sum(layer, base, dtype)
+        if base.bias is not None:
+            yield f"{name}.bias", base.bias.detach()
+    for name, tensor in _plain(plain):
+        if not any(name.startswith(f"{layer}.") for layer in layers):
+            yield name, tensor
+
+
+def _sum(layer: Any, base: Any, dtype: torch.dtype | None) -> Tensor:
+    if type(base).__name__ == "Linear4bit":
+        weight = _written_out(base)
+        for adapter in layer.active_adapters:
+            weight += layer.get_delta_weight(adapter).to(weight.dtype)
+        return weight.to(dtype or base.compute_dtype)
+    if layer.merged or layer.disable_adapters:
+        return base.weight.detach()  # type: ignore[no-any-return]
+    if any(layer.use_dora.values()):
+        twin = copy.deepcopy(layer)  # merging divides by lengths, which cannot be undone to the bit
+        twin.merge()
+        return twin.get_base_layer().weight.detach()  # type: ignore[no-any-return]
+    weight = base.weight.float() + sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
+    return weight.to(base.weight.dtype)

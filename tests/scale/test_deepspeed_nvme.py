@@ -1,0 +1,64 @@
+"""Masters, moments and weights in files: the same numbers as in memory. Where libaio is missing, the error says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("deepspeed") is None:
+    pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
+
+from reinforge.algorithms.loss import NLLLoss
+from reinforge.backends.ranks import Ranks
+from reinforge.backends.zero import DeepSpeedBackend
+from reinforge.core.batch import Totals, pack
+from reinforge.core.errors import InputError
+from reinforge.models.causal import CausalModel
+from toys import make_module, make_samples, relative, train_config
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with Ranks.open(2, "cpu") as opened:
+        yield opened
+
+
+def load() -> CausalModel:
+    """Large enough that a rank's piece is more than the megabyte below which DeepSpeed writes nothing."""
+    return CausalModel(make_module("llama", 0, vocab_size=67, hidden_size=256, intermediate_size=512, spread=1.0))
+
+
+def many(ranks: Ranks, **more: Any) -> DeepSpeedBackend:
+    cfg = train_config(backend="deepspeed", deepspeed={"stage": 3, **more}, learning_rate=1e-3, max_grad_norm=0.5)
+    return DeepSpeedBackend(ranks, load, cfg, total_steps=10)
+
+
+def update(backend: DeepSpeedBackend, seed: int) -> dict[str, float]:
+    batches = pack(make_samples((20, 5, 12, 3, 9, 31, 4, 2), seed), 40)
+    return {**backend.forward_backward(batches, NLLLoss(), Totals.of(batches, 32)), **backend.step()}
+
+
+@pytest.mark.timeout(900)  # DeepSpeed compiles its disk access on first use
+def test_files_hold_what_memory_holds(ranks: Ranks, tmp_path: Path) -> None:
+    plain = many(ranks)
+    make = partial(many, ranks, offload_optimizer="nvme", nvme_path=str(tmp_path))
+    try:
+        moved = make()
+    except InputError as error:
+        assert "train.deepspeed.offload_optimizer" in str(error) and "libaio" in str(error)
+        pytest.skip(str(error))
+    for seed in range(3):
+        found, again = update(plain, seed), update(moved, seed)
+        assert again == pytest.approx(found, rel=1e-5)
+    a, b = plain.state(), moved.state()
+    assert a.tensors.keys() == b.tensors.keys() and relative(b.tensors, a.tensors) < 1e-6
+    moved.load(a)
+    b = moved.state()
+    assert a.meta == b.meta and relative(b.tensors, a.tensors) == 0
+    assert sum(p.stat().st_size for p in tmp_path.rglob("*.swp")) > 2 * 3 * (1 << 20)
+    assert update(moved, 3)["train/loss"] == pytest.approx(update(plain, 3)["train/loss"], rel=1e-5)

@@ -1,0 +1,157 @@
+"""Runs on DeepSpeed as a user starts them: one command, or torchrun. The first step is that of one process; what dies is named and resumes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("deepspeed") is None:
+    pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+import runs
+
+from reinforge.backends.ranks import Ranks
+from reinforge.checkpoint import store
+from tiny_runs import EVAL, LORA, launch, lines, tensors
+from toys import relative
+
+RANKS = ("train.backend=deepspeed", "train.ranks=2")
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks.open(2, "cpu") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GRPO: 4 steps, a checkpoint every 2, no evaluation. Its surrogate, which every rank computes once a step, can pause."""
+    folder = tmp_path_factory.mktemp("zero")
+    surrogate = {"surrogate": f"{folder / 'parts.py'}:surrogate"}
+    return runs.write_config(folder, tiny, algorithm=surrogate, train={"steps": STEPS}, data={"eval": {"size": 0}}, eval={"every": 0})
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> runs.Evidence:
+    """Two ranks, without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    process = runs.start(["train", str(config), "run.dir=run", *RANKS], folder, forked=True)
+    assert process.wait() == 0, process.output()
+    assert "deepspeed" not in process.output().lower()  # it keeps its words to itself
+    return runs.evidence(folder / "run")
+
+
+def served_by(pid: int) -> int:
+    found = [int(p) for task in Path(f"/proc/{pid}/task").iterdir() for p in (task / "children").read_text().split()]
+    (one,) = [p for p in found if "backends.ranks" in Path(f"/proc/{p}/cmdline").read_text()]
+    return one
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(config: Path, whole: runs.Evidence, tmp_path: Path) -> None:
+    command = ["train", str(config), "run.dir=run", *RANKS]
+    process = runs.start(command, tmp_path, env={"PAUSE_AT": "surrogate:3", "PAUSE": "60"}, forked=True)
+    assert process.until(lambda: (tmp_path / "paused").exists()), process.output()
+    served = served_by(process.pid)
+    os.kill(served, signal.SIGKILL)
+    (tmp_path / "go").touch()
+    began = time.monotonic()
+    assert process.wait() == 3, process.output()
+    assert time.monotonic() - began < 30
+    last = process.output().splitlines()[-1]
+    assert last.startswith(f"error: rank 1 (pid {served}) was ended by SIGKILL.") and "Traceback" not in process.output()
+    assert store.step_of(store.latest(tmp_path / "run") or Path()) == 2
+    again = runs.start(command, tmp_path, forked=True)
+    assert again.wait() == 0, again.output()
+    assert runs.differences(tmp_path / "run", whole, STEPS) == []
+
+
+def test_torchrun_and_one_process(config: Path, whole: runs.Evidence, tmp_path: Path) -> None:
+    """torchrun gives the very same run as our own launcher; in one process it goes on within rounding."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "reinforge"]
+    done = subprocess.run([*command, "train", str(config), "run.dir=run", "train.backend=deepspeed", "train.steps=2"], cwd=tmp_path, timeout=runs.TIMEOUT,
+                          env={**os.environ, **runs.ENVIRONMENT}, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    code, said = runs.forked("train", config, "run.dir=run", cwd=tmp_path)
+    assert code == 0 and "train.backend was 'deepspeed' and is now 'local'" in said
+    found = runs.evidence(tmp_path / "run")
+    assert found.metrics[:2] == whole.metrics[:2]
+    for ours, theirs in zip(found.metrics, whole.metrics, strict=True):
+        shared = [k for k in theirs if not k.startswith(("mismatch/", "ratio/"))]
+        assert {k: ours[k] for k in shared} == pytest.approx({k: theirs[k] for k in shared}, rel=2e-2, abs=1e-4)
+
+
+def test_runs_in_one_process_each_with_ranks_of_its_own(make: Any) -> None:
+    """What DeepSpeed counts in a process does not outlast the ranks: new ones count from 0. The first test here, before any are shared."""
+    compare(make, "sft", ("train.deepspeed.stage=3",), {})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "sections"),
+    [
+        ("sft", (), {}),
+        ("grpo", ("algorithm.kl.coefficient=0.1", "algorithm.epochs=2"), {}),
+        ("grpo", ("algorithm.kl.coefficient=0.1", "train.deepspeed.stage=3"), {}),
+        ("grpo", ("algorithm.kl.coefficient=0.1", "train.deepspeed.stage=3", "train.deepspeed.offload_optimizer=cpu"), LORA),
+        ("ppo", ("train.deepspeed.stage=3",), {"critic": {}}),
+        ("ppo", (), {"critic": {"shared": True}}),
+        ("dpo", ("train.deepspeed.stage=3",), {}),
+    ],
+)
+def test_a_run_is_that_of_one_process(ranks: Ranks, make: Any, algorithm: str, more: tuple[str, ...], sections: dict[str, Any]) -> None:
+    compare(make, algorithm, more, sections)
+
+
+def compare(make: Any, algorithm: str, more: tuple[str, ...], sections: dict[str, Any]) -> None:
+    """Rollouts, rewards and steps; then half of it on ranks and the rest in one process, and the other way round."""
+    held = EVAL if algorithm == "sft" else None
+    alone = tuple(key for key in more if not key.startswith("train.deepspeed"))
+    given = {"data": PAIRS} if algorithm == "dpo" else {}
+    runs_of = {name: make(name, algorithm, *keys, **sections) for name, keys in (("one", alone), ("two", (*more, *RANKS)))}
+    for cfg in runs_of.values():
+        start(cfg, held, **given)
+    watched = ("train/loss", "train/grad_norm", "reward/mean", "eval/loss", "policy/kl", "tokens/trained", "critic/loss")
+    log = {name: [{k: v for k, v in line.items() if k in watched} for line in lines(cfg)] for name, cfg in runs_of.items()}
+    first = {name: next(line["train/loss"] for line in found if "train/loss" in line) for name, found in log.items()}
+    assert abs(first["two"] - first["one"]) < 1e-6 and len(log["one"]) == len(log["two"])
+    for ours, theirs in zip(log["two"], log["one"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    theirs = tensors(runs_of["one"])
+    trained = [k for k in theirs if "model/" in k]
+    for first, last in ((alone, (*more, *RANKS)), ((*more, *RANKS), alone)):
+        name = "half" + str(len(first))
+        start(make(name, algorithm, *first, "train.steps=1", **sections), held, **given)
+        end = make(name, algorithm, *last, **sections)
+        start(end, held, **given)
+        found = tensors(end)
+        assert relative({k: found[k] for k in trained}, {k: theirs[k] for k in trained}) < 1e-4
+
+
+PAIRS = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": f"{i} and {i}"} for i in range(16)]
+
+
+def start(cfg: Any, held: Any, data: Any = None) -> None:
+    if data is None:
+        launch(cfg, eval_data=held)
+        return
+    from reinforge.app.api import train_config
+    from reinforge.app.build import Given
+    from toys import SilentView
+
+    train_config(cfg, Given(data=data), SilentView())

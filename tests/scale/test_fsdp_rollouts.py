@@ -1,0 +1,124 @@
+"""Every rank generates a share: the samples are those that one engine draws, whoever answers; rounds can be called off; runs are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from reinforge.backends.ranks import Ranks
+from reinforge.cluster.ranked import RankedEngine, Seat, deal
+from reinforge.core.engine import Completion, Engine, Sampling
+from reinforge.core.errors import InputError
+from reinforge.core.weights import Weights
+from reinforge.engines.native import NativeEngine
+from tiny_runs import LORA, launch, lines, tensors
+from toys import make_model, relative, run, tokens_of
+
+DRAW = Sampling(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks.open(2, "cpu") as opened:
+        yield opened
+
+
+def make_engine(seed: int = 0) -> NativeEngine:
+    return NativeEngine(make_model("llama", seed, max_position_embeddings=4096), kv_gib=0.01, context=4096)
+
+
+def told(seat: Seat) -> tuple[int, int, float]:
+    weights = sum(float(p.detach().double().sum()) for p in seat.engine.model.module.parameters())
+    return seat.engine.stats.generated_tokens, seat.engine.version, weights
+
+
+async def ask(engine: Engine, requests: int = 5) -> list[list[Completion]]:
+    return await asyncio.gather(*(engine.generate(tokens_of(4 + i, i), DRAW, key=100 + i, n=3) for i in range(requests)))
+
+
+def same(a: list[list[Completion]], b: list[list[Completion]]) -> bool:
+    tokens = [c.tokens for group in a for c in group] == [c.tokens for group in b for c in group]
+    near = all(x.logprobs == pytest.approx(y.logprobs, abs=1e-4) for g, h in zip(a, b, strict=True) for x, y in zip(g, h, strict=True))
+    return tokens and near
+
+
+def test_requests_are_dealt_by_what_they_cost() -> None:
+    assert deal([5, 9, 5, 4], 2) == [[1, 3], [0, 2]] and deal([3], 3) == [[0], [], []] and deal([], 2) == [[], []]
+
+
+def test_the_samples_are_those_of_one_engine(ranks: Ranks) -> None:
+    """Also after an update, which every rank gets: rank 1 was made with other weights."""
+    alone, own = make_engine(), make_engine()
+    spread = RankedEngine(ranks, own, partial(make_engine, 7))
+    assert isinstance(spread, Engine)
+
+    async def work() -> None:
+        await spread.update(Weights("shared", module=own.model.module), 3)
+        assert same(await ask(spread), await ask(alone))
+        assert same(await ask(spread, 1), await ask(alone, 1))  # one rank has nothing to do
+        with torch.no_grad():
+            for model in (own.model, alone.model):
+                for p in model.module.parameters():
+                    p.mul_(1.1)
+        await spread.sleep()
+        await spread.update(Weights("shared", module=own.model.module), 4)
+        await alone.update(Weights("shared", module=alone.model.module), 4)
+        found = await ask(spread)
+        assert same(found, await ask(alone)) and {v for g in found for c in g for v in c.versions} == {4}
+
+    run(work(), 120)
+    seen = ranks.call(spread.id, told)
+    assert all(tokens > 0 and version == 4 for tokens, version, _ in seen) and seen[0][2] == seen[1][2]
+    assert spread.stats.generated_tokens == sum(tokens for tokens, _, _ in seen) == alone.stats.generated_tokens
+
+
+def test_a_bad_request_is_the_askers_error(ranks: Ranks) -> None:
+    spread = RankedEngine(ranks, make_engine(), make_engine)
+
+    async def work() -> None:
+        good = asyncio.ensure_future(spread.generate(tokens_of(5), DRAW, key=1))
+        with pytest.raises(InputError, match="past the model's context"):
+            await spread.generate(tokens_of(5), Sampling(max_new_tokens=100_000), key=2)
+        assert len((await good)[0].tokens) >= 1
+
+    run(work(), 60)
+
+
+def test_a_round_that_nobody_waits_for_is_called_off(ranks: Ranks) -> None:
+    """As SIGTERM does it: afterwards the ranks take commands again within seconds, and a new round starts clean."""
+    spread = RankedEngine(ranks, make_engine(), make_engine)
+    long = Sampling(max_new_tokens=3000, ignore_eos=True)
+
+    async def work() -> None:
+        asked = [asyncio.ensure_future(spread.generate(tokens_of(5, i), long, key=i, n=4)) for i in range(4)]
+        await asyncio.sleep(1.0)
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        began = time.monotonic()
+        ranks.call(spread.id, told)  # what a checkpoint would do
+        assert time.monotonic() - began < 10
+        assert same(await ask(spread, 2), await ask(make_engine(), 2))
+
+    run(work(), 120)
+
+
+@pytest.mark.parametrize(("more", "sections"), [((), {}), ((), LORA), (("train.sequence_parallel=2",), {"critic": {"shared": True}})])
+def test_a_run_is_that_of_one_process(ranks: Ranks, make: Any, more: tuple[str, ...], sections: dict[str, Any]) -> None:
+    algorithm = "ppo" if "critic" in sections else "grpo"
+    one = make("one", algorithm, **sections)
+    all_of_them = make("all", algorithm, *more, "train.backend=fsdp", "train.ranks=2", "rollout.all_ranks=true", **sections)
+    for cfg in (one, all_of_them):
+        launch(cfg)
+    watched = ("train/loss", "train/grad_norm", "reward/mean", "tokens/trained")
+    log = [[{k: v for k, v in line.items() if k in watched} for line in lines(cfg)] for cfg in (one, all_of_them)]
+    assert len(log[0]) >= 3 and all(b == pytest.approx(a, rel=1e-3, abs=1e-5) for a, b in zip(*log, strict=True))
+    theirs, mine = tensors(one), tensors(all_of_them)
+    trained = [k for k in theirs if k.startswith("model/")]
+    assert relative({k: mine[k] for k in trained}, {k: theirs[k] for k in trained}) < 1e-4

@@ -1,0 +1,81 @@
+"""Shared by tests of several ranks: the same model in one process and cut, and one pass over the same samples in each."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from reinforge.algorithms.loss import PolicyLoss
+from reinforge.algorithms.reduce import REDUCERS
+from reinforge.algorithms.surrogates import ppo_clip
+from reinforge.backends.fsdp import FsdpBackend
+from reinforge.backends.local import LocalBackend
+from reinforge.backends.ranks import Ranks
+from reinforge.backends.shard import ShardBackend
+from reinforge.config.schema import AdapterConfig
+from reinforge.core.batch import Totals, pack
+from reinforge.models.adapters import add_adapter
+from reinforge.models.causal import CausalModel
+from reinforge.models.packed import PackedModel
+from reinforge.models.scalar import ScalarModel
+from toys import ToyTokenizer, gradients, make_module, train_config
+
+LENGTHS = (20, 5, 12, 3, 9, 31, 4, 2)
+
+
+def load(kind: str, arch: str = "llama", **changes: Any) -> PackedModel:
+    """What each rank calls. A vocabulary of 67 does not divide by 2."""
+    module = make_module(arch, 0, **{"vocab_size": 67, **changes})
+    if kind == "lora":
+        module = add_adapter(module, AdapterConfig(rank=3), seed=0)
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                if "lora_B" in name:
+                    p.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    if kind == "critic":
+        return ScalarModel.on_trunk(module, ToyTokenizer())
+    if kind == "checkpointed":
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = CausalModel(module.bfloat16() if kind == "bfloat16" else module)
+    if kind == "head":
+        model.add_value_head()
+    return model
+
+
+def both(ranks: Ranks, make: Any, reference: bool = True, **changes: Any) -> tuple[LocalBackend, FsdpBackend]:
+    settings = {"total_steps": 10, "temperature": 0.8, "reference": reference}
+    own = {k: v for k, v in changes.items() if not k.endswith("_parallel") and k != "offload_weights"}
+    local = LocalBackend(make(), train_config(**own), **settings)
+    return local, FsdpBackend(ranks, make, train_config(backend="fsdp", **changes), full=make(), **settings)
+
+
+def policy_loss(surrogate: Any = None) -> PolicyLoss:
+    return PolicyLoss(surrogate or partial(ppo_clip, low=0.2, high=0.2), REDUCERS["token_mean"], kl_coefficient=0.1,
+                      entropy_coefficient=0.02, off_policy=True)  # fmt: skip
+
+
+def summed(shard: ShardBackend) -> dict[str, torch.Tensor]:
+    """Run by all ranks: the whole gradient."""
+    return {name: shard._whole(name, piece).clone() for name, piece in shard.optimizer.sums.items()}
+
+
+def norm(shard: ShardBackend) -> float:
+    return float(shard.optimizer.gradient_norm())
+
+
+def one_pass(backend: Any, samples: list[Any], budget: int, loss: Any, share: bool) -> tuple[Any, dict[str, float], torch.Tensor, float]:
+    batches = pack(samples, budget, share=share)
+    backend.annotate(batches, loss.needs | {"old"})
+    metrics = backend.forward_backward(batches, loss, Totals.of(batches, 32))
+    order = sorted((s.uid, i, n) for b in batches for n, s in enumerate(b.samples) for i in [id(b)])
+    parts = {id(b): b.streams["old"].split(b.trained_lengths().tolist()) for b in batches}
+    old = torch.cat([parts[i][n] for _, i, n in order])
+    if isinstance(backend, LocalBackend):
+        found = gradients(backend), metrics, old, float(backend.optimizer.gradient_norm())
+        backend.optimizer.zero()
+        return found
+    found = backend.ranks.call(backend.id, summed)[0], metrics, old, backend.ranks.call(backend.id, norm)[0]
+    backend.load(backend.state())
+    return found
