@@ -20,6 +20,11 @@ class Both:
         self.first, self.second = first, second
         self.capabilities = first.capabilities
 
+    @property
+    def measured(self) -> dict[str, float]:
+        """Of the newest update, where the first one measures it."""
+        return getattr(self.first, "measured", {})
+
     async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
         return await self.first.generate(tokens, params, key=key, n=n)
 

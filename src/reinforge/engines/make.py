@@ -1,0 +1,17 @@
+"""One function that makes a served engine of plain values: what another process, or an actor, is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from reinforge.engines.replica import Dialect, Setup
+from reinforge.engines.served import ServedEngine
+from reinforge.engines.sglang import Sglang
+from reinforge.engines.vllm import Vllm
+from reinforge.weights.probe import Scorer
+
+
+def make_served(setup: Setup, score: Scorer | None = None) -> ServedEngine:
+    """The engine that a setup describes, its servers starting. `score`: the trainer's own log-probs, if the trainer is in this process."""
+    dialects: dict[str, Callable[[], Dialect]] = {"vllm": Vllm, "sglang": Sglang}
+    return ServedEngine(setup, dialects[setup.kind](), score)

@@ -1,0 +1,178 @@
+"""One server among several: where it is, whether it lives, what it serves, and how to speak to it (`Dialect`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from reinforge.config.engine import EngineConfig
+from reinforge.core.engine import Sampling
+from reinforge.core.errors import InputError
+from reinforge.engines.http import Http, ServerDown
+from reinforge.engines.process import ServerProcess, free_port
+
+FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONHOME", "VIRTUAL_ENV",
+           "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # fmt: skip  # of the trainer's own making: a server must not believe it is one of its ranks
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a served engine is made of, as plain values: it can be sent to another process."""
+
+    kind: str  # vllm | sglang
+    cfg: EngineConfig
+    model: str  # a directory that the server loads, or a hub id
+    folder: Path  # of logs and weights on disk: the run's
+    dtype: str
+    device: str  # cpu | cuda: where the servers compute
+    context: int
+    vocabulary: int
+    stop_tokens: tuple[int, ...] = ()
+    longest: int = 0  # the longest sequence to expect; 0: the context
+    max_batch: int = 512
+    kv_gib: float | None = None
+    seed: int = 0
+    colocated: bool = True  # on the trainer's own device
+
+    @property
+    def sleep_level(self) -> int:
+        """0 never, 1 keeps the weights in host memory, 2 drops them too. A CPU gives nothing back."""
+        if self.device != "cuda" or self.cfg.sleep == "never" or (self.cfg.sleep == "auto" and not self.colocated):
+            return 0
+        return 2 if self.cfg.sleep == "all" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one sample still needs."""
+
+    tokens: list[int]  # prompt, and what was written before it was interrupted
+    seed: int | None
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    tokens: list[int]
+    logprobs: list[float]
+    reason: str  # stop | length | abort
+
+
+class Dialect(Protocol):
+    """How one kind of server is started and spoken to."""
+
+    name: str
+    channels: tuple[str, ...]  # kinds of messages that `stage` understands
+
+    def command(self, setup: Setup, python: str, port: int) -> list[str]: ...
+    def environment(self, setup: Setup, key: str) -> dict[str, str]: ...
+    async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
+        """Facts of a server that is ready: dtype, sleeps. Raises ServerDown while it is not."""
+        ...
+
+    async def generate(self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]) -> list[Piece]: ...
+    async def score(self, http: Http, tokens: Sequence[int]) -> list[float]: ...
+    async def stage(self, http: Http, message: Mapping[str, Any]) -> None: ...
+    async def commit(self, http: Http, version: int, fix_head: bool) -> float:
+        """Serves what was staged; the error of a tied head, where the server can tell."""
+        ...
+
+    async def abort(self, http: Http) -> None: ...
+    async def sleep(self, http: Http, level: int) -> None: ...
+    async def wake(self, http: Http, level: int) -> None: ...
+
+
+@dataclass
+class Replica:
+    index: int
+    setup: Setup
+    dialect: Dialect
+    http: Http | None = None
+    process: ServerProcess | None = None
+    load: int = 0  # completions under way
+    version: int | None = None  # what it serves; None: not known
+    facts: dict[str, Any] = field(default_factory=dict)  # of the running server; empty until it is ready
+    failures: int = 0  # starts that failed, one after the other
+    checked: float = 0.0  # when it last proved that it generates
+    last_words: str = ""  # of a server that is gone
+    life: int = 0  # how often it was started: who failed in an earlier one does not speak about this one
+
+    @property
+    def where(self) -> str:
+        return "engine.address" if self.setup.cfg.address else "engine"
+
+    @property
+    def up(self) -> bool:
+        return bool(self.facts) and (self.process is None or self.process.alive)
+
+    def start(self) -> None:
+        """Begins to start the server, unless it is somebody else's."""
+        self.life += 1
+        cfg = self.setup.cfg
+        if cfg.address:
+            self.http = Http(cfg.address[self.index], os.environ.get(cfg.key_env, "") if cfg.key_env else None)
+            return
+        key, port = secrets.token_urlsafe(24), free_port()
+        python = cfg.python or sys.executable
+        env = {name: value for name, value in os.environ.items() if name not in FOREIGN and not name.startswith("TORCHELASTIC_")}
+        if cfg.python is not None and Path(cfg.python).absolute() != Path(sys.executable).absolute():
+            env.pop("PYTHONPATH", None)  # it points at the trainer's packages
+        env |= cfg.env
+        made = self.dialect.environment(self.setup, key)
+        env |= {name: value for name, value in made.items() if name not in cfg.env and name != "PYTHONPATH"}
+        env["PYTHONPATH"] = os.pathsep.join(part for part in (made.get("PYTHONPATH"), env.get("PYTHONPATH")) if part)
+        if cfg.devices:
+            env["CUDA_VISIBLE_DEVICES"] = cfg.devices[self.index]
+        self.http = Http(f"http://127.0.0.1:{port}", key)
+        self.process = ServerProcess(
+            self.dialect.command(self.setup, python, port), env, self.setup.folder / f"engine-{self.index}.log", where=self.where
+        )
+
+    async def ready(self) -> None:
+        """Waits until the server answers, and knows its facts."""
+        seconds = self.setup.cfg.start_seconds
+
+        async def answers() -> bool:
+            assert self.http is not None
+            try:
+                self.facts = await self.dialect.status(self.http, self.setup)
+            except ServerDown:
+                return False
+            return True
+
+        if self.process is not None:
+            return await self.process.ready(answers, seconds)
+        assert self.http is not None
+        limit = time.monotonic() + min(20.0, seconds)
+        while not await answers():
+            if time.monotonic() < limit:
+                await asyncio.sleep(0.5)
+                continue
+            raise InputError(
+                f"{self.http.address} does not answer.", where=self.where, fix="Start that server, or leave engine.address out."
+            )
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.last_words = self.process.tail()
+            self.process.stop()
+        self.facts, self.version, self.process = {}, None, None
+
+    async def healthy(self, every: float) -> bool:
+        """One token, really generated. What was proved a moment ago is not proved again."""
+        if time.monotonic() - self.checked < every * 0.9:
+            return True
+        self.checked = time.monotonic()
+        assert self.http is not None
+        try:
+            asked = self.dialect.generate(self.http, [Draw([1], 0, 1)], Sampling(1, ignore_eos=True), frozenset())
+            return bool((await asyncio.wait_for(asked, max(5.0, every)))[0].tokens)
+        except (ServerDown, TimeoutError):
+            return False

@@ -1,0 +1,107 @@
+"""Weights on their way to a replica: published once, staged and committed by each, then proved against the trainer's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from reinforge.core.weights import Weights
+from reinforge.engines.http import ServerFault
+from reinforge.engines.replica import Dialect, Replica, Setup
+from reinforge.models.named import named_weights
+from reinforge.weights.files import FileChannel, SafetensorsChannel
+from reinforge.weights.ipc import IpcChannel, usable
+from reinforge.weights.probe import Check, Scorer, compare, probe_tokens
+
+Channel = FileChannel | IpcChannel
+
+
+@dataclass
+class Published:
+    """One set of weights, and what the trainer says about the probe under it."""
+
+    channel: Channel
+    version: int
+    want: Tensor | None
+
+
+class Transfer:
+    def __init__(self, setup: Setup, dialect: Dialect, score: Scorer | None):
+        self.setup, self.dialect, self.score = setup, dialect, score
+        self.tokens = probe_tokens(setup.vocabulary, min(48, setup.context // 2))
+        self.fix_head = True  # a test turns it off to see that the proof notices
+        self.kind = self._kind()
+        self.published: Published | None = None  # what replicas serve
+        self.note = ""
+
+    def _kind(self) -> str:
+        asked = self.setup.cfg.channel
+        if asked != "auto":
+            return asked
+        near = self.setup.device == "cuda" and self.setup.colocated and not self.setup.cfg.devices and not self.setup.cfg.address
+        return "ipc" if near and "ipc" in self.dialect.channels and usable() else "memory"
+
+    def publish(self, weights: Weights, version: int) -> Published:
+        """The new weights, ready to be staged; those of before are still there."""
+        ours = weights.module is not None and next(weights.module.parameters()).is_cuda  # not where ranks gather into host memory
+        channel: Channel = IpcChannel() if self.kind == "ipc" and ours else self._files()
+        channel.publish(self.pairs(weights), version)
+        score = weights.probe or self.score
+        return Published(channel, version, None if score is None else score(self.tokens).float().cpu())
+
+    def _files(self) -> FileChannel:
+        root = self.setup.folder / "engine-weights" if self.kind == "disk" else None
+        return FileChannel(root) if "files" in self.dialect.channels else SafetensorsChannel(root, Path(self.setup.model))
+
+    def pairs(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """In the precision that the engine computes in."""
+        if weights.kind == "shared":
+            assert weights.module is not None
+            found = named_weights(weights.module)
+        else:
+            assert weights.buckets is not None, f"weights of kind {weights.kind} without buckets"
+            found = weights.buckets()
+        dtype = getattr(torch, self.setup.dtype)
+        return ((name, t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t) for name, t in found)
+
+    def keep(self, fresh: Published) -> None:
+        """The update is through: what was served before may go."""
+        old, self.published = self.published, fresh
+        if old is not None:
+            old.channel.close()
+
+    async def stage(self, replica: Replica, source: Published) -> None:
+        """Phase one. Where handles of GPU memory cannot be opened, files in memory do it from now on."""
+        assert replica.http is not None
+        try:
+            await self.dialect.stage(replica.http, source.channel.message())
+        except ServerFault:
+            if not isinstance(source.channel, IpcChannel) or self.setup.cfg.channel == "ipc" or not replica.up:
+                raise
+            self.kind, self.note = "memory", "the engine cannot open the trainer's GPU memory: weights go through files in host memory"
+            pairs, source.channel = source.channel.pairs, FileChannel()
+            source.channel.publish(pairs, source.version)
+            await self.dialect.stage(replica.http, source.channel.message())
+
+    async def commit(self, replica: Replica, source: Published) -> Check | None:
+        """Phase two, and the proof."""
+        assert replica.http is not None
+        replica.version = None
+        head_error = await self.dialect.commit(replica.http, source.version, self.fix_head)
+        check = None
+        if source.want is not None:
+            found = torch.tensor(await self.dialect.score(replica.http, self.tokens))
+            before = None if self.published is None or self.published is source else self.published.want
+            check = compare(found, source.want, version=source.version, dtype=self.setup.dtype, before=before, head_error=head_error,
+                            tolerance=self.setup.cfg.tolerance)  # fmt: skip
+        replica.version = source.version
+        return check
+
+    def close(self) -> None:
+        if self.published is not None:
+            self.published.channel.close()
+            self.published = None

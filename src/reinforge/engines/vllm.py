@@ -1,0 +1,122 @@
+"""vLLM as a server of our own: started with our plug-in (`vllm_plugin.py`), spoken to in tokens. Spans vLLM 0.26 and 0.32."""
+
+from __future__ import annotations
+
+import array
+import base64
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reinforge.core.engine import Sampling
+from reinforge.core.errors import InputError
+from reinforge.engines.http import Http
+from reinforge.engines.replica import Draw, Piece, Setup
+
+MODULE = "reinforge_vllm"
+ASK = 30.0  # seconds for answers that need no model
+LOAD = 600.0  # for those that move weights
+
+
+def plugin_file() -> Path:
+    """The file that a vLLM server loads as `reinforge_vllm`."""
+    return Path(__file__).with_name("vllm_plugin.py")
+
+
+def install_plugin(folder: Path) -> Path:
+    """Puts the plug-in, alone, into a folder for the server's PYTHONPATH."""
+    place = folder / "engine-plugin"
+    place.mkdir(parents=True, exist_ok=True)
+    part = place / f".{os.getpid()}"
+    shutil.copyfile(plugin_file(), part)
+    part.rename(place / f"{MODULE}.py")
+    return place
+
+
+def options(args: Mapping[str, Any]) -> list[str]:
+    """As the command line wants them.
+
+    >>> options({"enforce-eager": True, "tensor_parallel_size": 2, "enable-prefix-caching": False})
+    ['--enforce-eager', '--tensor-parallel-size', '2', '--no-enable-prefix-caching']
+    """
+    found: list[str] = []
+    for name, value in args.items():
+        flag = name.strip("-").replace("_", "-")
+        found += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return found
+
+
+class Vllm:
+    name = "vllm"
+    channels: tuple[str, ...] = ("ipc", "files")
+
+    def command(self, setup: Setup, python: str, port: int) -> list[str]:
+        args: dict[str, Any] = {
+            "model": setup.model, "served-model-name": "policy", "host": "127.0.0.1", "port": port, "dtype": setup.dtype, "seed": setup.seed % 2**31,
+            "max-model-len": min(setup.context, max(64, setup.longest + 1) if setup.longest else setup.context), "max-num-seqs": setup.max_batch,
+            "logprobs-mode": "processed_logprobs", "worker-extension-cls": f"{MODULE}.Worker", "middleware": f"{MODULE}.Front",
+            "disable-uvicorn-access-log": True,
+        }  # fmt: skip
+        if setup.device == "cuda":
+            args |= {"gpu-memory-utilization": setup.cfg.memory} | ({"enable-sleep-mode": True} if setup.sleep_level else {})
+        else:  # a prompt cut in two rewinds its seeded generator, which a CPU's cannot: the worker would end
+            args |= {"enforce-eager": True, "enable-chunked-prefill": False, "max-num-batched-tokens": max(4096, args["max-model-len"])}
+        given = {name.strip("-").replace("_", "-"): value for name, value in setup.cfg.args.items()}
+        return [python, "-m", "vllm.entrypoints.openai.api_server", *options({**args, **given})]
+
+    def environment(self, setup: Setup, key: str) -> dict[str, str]:
+        found = {"PYTHONPATH": str(install_plugin(setup.folder).absolute()), "VLLM_API_KEY": key, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")}  # fmt: skip
+        if setup.device == "cpu":
+            found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(setup.kv_gib or 1)))
+        return found
+
+    async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
+        facts: dict[str, Any] = await http.post("/reinforge/status", timeout=ASK)
+        if facts["logprobs"] != "processed_logprobs":
+            raise InputError(f"{http.address} reports {facts['logprobs']}: log-probs before temperature are not those of sampling.", where="engine.address",
+                             fix="Start it with --logprobs-mode processed_logprobs.")  # fmt: skip
+        if setup.cfg.address and facts["dtype"] != setup.dtype:
+            raise InputError(
+                f"{http.address} computes in {facts['dtype']}, the trainer in {setup.dtype}.",
+                where="engine.address",
+                fix=f"Start it with --dtype {setup.dtype}.",
+            )
+        return facts
+
+    async def generate(self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]) -> list[Piece]:
+        shared: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p,
+                                  "stop_token_ids": sorted(stops)}  # fmt: skip
+        if params.stop_strings and not params.ignore_eos:
+            shared["stop"] = list(params.stop_strings)
+        items = [{"tokens": d.tokens, "seed": d.seed, "max_tokens": d.max_tokens} for d in draws]
+        reply = await http.post("/reinforge/generate", {"items": items, "params": shared})
+        return [Piece(unpacked("q", item["tokens"]), unpacked("f", item["logprobs"]), item["reason"]) for item in reply["items"]]
+
+    async def score(self, http: Http, tokens: Sequence[int]) -> list[float]:
+        reply = await http.post("/reinforge/score", {"tokens": list(tokens)}, timeout=LOAD)
+        return unpacked("f", reply["logprobs"])
+
+    async def stage(self, http: Http, message: Mapping[str, Any]) -> None:
+        await http.post("/reinforge/call", {"method": "stage", "args": [json.dumps(message)]}, timeout=LOAD)
+
+    async def commit(self, http: Http, version: int, fix_head: bool) -> float:
+        reply = await http.post("/reinforge/commit", {"version": version, "fix_head": fix_head}, timeout=LOAD)
+        return max(float(result["head_error"]) for result in reply["results"])
+
+    async def abort(self, http: Http) -> None:
+        await http.post("/reinforge/abort", timeout=ASK)
+
+    async def sleep(self, http: Http, level: int) -> None:
+        await http.post("/reinforge/sleep", {"level": level}, timeout=LOAD)
+
+    async def wake(self, http: Http, level: int) -> None:
+        await http.post("/reinforge/wake", {"tags": None}, timeout=LOAD)
+
+
+def unpacked(code: str, text: str) -> list[Any]:
+    values = array.array(code)
+    values.frombytes(base64.b64decode(text))
+    return values.tolist()

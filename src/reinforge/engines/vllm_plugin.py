@@ -1,0 +1,266 @@
+"""Runs INSIDE a vLLM server, in vLLM's own Python: imports torch, vllm and the standard library, nothing of ours. Known there as
+`reinforge_vllm`.
+
+`Front` (--middleware) answers POST /reinforge/* in the API process: tokens in, tokens and log-probs out, and the phases of a weight
+update; everything but /health wants the key. `Worker` (--worker-extension-cls) stages and loads weights where the model lives.
+Both sides of the wire are in this repository: `engines/vllm.py` speaks to it, `weights/` writes what it reads. vLLM 0.26 and 0.32.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import base64
+import hmac
+import json
+import os
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KEY = "VLLM_API_KEY"
+PREFIX = "/reinforge/"
+
+
+def packed(code: str, values: Any) -> str:
+    return base64.b64encode(array.array(code, values).tobytes()).decode()
+
+
+class Front:
+    """ASGI middleware around vLLM's own application."""
+
+    def __init__(self, app: Any):
+        self.app = app
+        self.running = 0  # completions being written
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            return await self.app(scope, receive, send)
+        if not self._allowed(scope):
+            return await self._reply(send, 401, {"error": "the API key is missing or wrong"})
+        if not scope["path"].startswith(PREFIX):
+            return await self.app(scope, receive, send)
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        verb = getattr(self, "do_" + scope["path"].removeprefix(PREFIX), None)
+        if verb is None:
+            return await self._reply(send, 404, {"error": f"no such path: {scope['path']}"})
+        work = asyncio.ensure_future(verb(scope["app"].state.engine_client, json.loads(body or b"{}")))
+        gone = asyncio.ensure_future(receive())  # the next message is that the client has left
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+            await asyncio.wait({work})
+            return
+        gone.cancel()
+        error = work.exception()
+        if error is not None:
+            status = 400 if isinstance(error, ValueError) else 500
+            return await self._reply(send, status, {"error": f"{type(error).__name__}: {error}"})
+        await self._reply(send, 200, work.result())
+
+    def _allowed(self, scope: dict[str, Any]) -> bool:
+        key = os.environ.get(KEY, "")
+        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        return not key or hmac.compare_digest(given.encode(), f"Bearer {key}".encode())
+
+    async def _reply(self, send: Callable[[Any], Awaitable[None]], status: int, content: Any) -> None:
+        body = json.dumps(content).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    # ---- verbs: (engine client, request) -> reply ----
+
+    async def do_generate(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        """items: [{tokens, seed, max_tokens}], one completion each; params: what they share. Aborted ones return what they have."""
+        self.running += len(asked["items"])
+        tasks = [asyncio.ensure_future(self._complete(engine, item, asked["params"])) for item in asked["items"]]
+        try:
+            return {"items": list(await asyncio.gather(*tasks))}
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            self.running -= len(tasks)
+
+    async def _complete(self, engine: Any, item: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(**params, seed=item["seed"], max_tokens=item["max_tokens"], logprobs=0, ignore_eos=True,
+                                  detokenize=bool(params.get("stop")), output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True)  # fmt: skip
+        last = None
+        async for output in engine.generate({"prompt_token_ids": item["tokens"]}, sampling, uuid.uuid4().hex):
+            last = output
+        if last is None or not last.outputs:
+            return {"tokens": "", "logprobs": "", "reason": "abort"}
+        done = last.outputs[0]
+        tokens, flat = list(done.token_ids), done.logprobs
+        places = [] if flat is None else flat.start_indices  # at each of them the sampled token's comes first
+        logprobs = [flat.logprobs[at] for at in places]
+        if [flat.token_ids[at] for at in places] != tokens:
+            raise RuntimeError("the log-probs that came back are of other tokens than were sampled")
+        return {"tokens": packed("q", tokens), "logprobs": packed("f", logprobs), "reason": done.finish_reason or "abort"}
+
+    async def do_score(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        """Log-probs of the given tokens at temperature 1; 0 for the first, which nothing precedes."""
+        from vllm import SamplingParams
+
+        tokens, last = asked["tokens"], None
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        async for output in engine.generate({"prompt_token_ids": tokens}, sampling, uuid.uuid4().hex):
+            last = output
+        if last is None or last.prompt_logprobs is None:
+            raise RuntimeError("no log-probs of the prompt came back")
+        found = [0.0] + [chosen[token].logprob for token, chosen in zip(tokens[1:], list(last.prompt_logprobs)[1:], strict=True)]
+        return {"logprobs": packed("f", found)}
+
+    async def do_call(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        """A method of `Worker` on every worker."""
+        found = await engine.collective_rpc("reinforge_" + asked["method"], args=tuple(asked.get("args", [])))
+        return {"results": [json.loads(result) for result in found]}
+
+    async def do_commit(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        """The staged weights become the served ones, and what was cached under the old ones is dropped."""
+        results = (await self.do_call(engine, {"method": "commit", "args": [asked["version"], asked["fix_head"]]}))["results"]
+        for _ in range(500):  # blocks of what was aborted may still be on their way back
+            if await engine.reset_prefix_cache() is not False:
+                return {"results": results}
+            await asyncio.sleep(0.01)
+        raise RuntimeError("the prefix cache could not be reset: something still runs")
+
+    async def do_abort(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        """Everything that is being written ends now; who waits for it gets what there is."""
+        names = list(engine.output_processor.request_states)
+        await engine.abort(names, internal=True)
+        while self.running:
+            await asyncio.sleep(0.002)
+        return {"aborted": len(names)}
+
+    async def do_status(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        from vllm import __version__
+
+        config = engine.vllm_config
+        return {"vllm": __version__, "running": self.running, "held": len(engine.output_processor.request_states),
+                "sleeps": bool(config.model_config.enable_sleep_mode), "dtype": str(config.model_config.dtype).removeprefix("torch."),
+                "logprobs": str(getattr(config.model_config.logprobs_mode, "value", config.model_config.logprobs_mode)),
+                "context": config.model_config.max_model_len, **(await self.do_call(engine, {"method": "facts"}))["results"][0]}  # fmt: skip
+
+    async def do_sleep(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        await engine.sleep(asked["level"])
+        return {}
+
+    async def do_wake(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        await engine.wake_up(asked["tags"])
+        return {}
+
+
+class Worker:
+    """Mixed into vLLM's worker: `self` has its `model_runner`. Replies are JSON text."""
+
+    def reinforge_facts(self) -> str:
+        runner = self.model_runner  # type: ignore[attr-defined]
+        head, embedding = head_of(runner.get_model())
+        return json.dumps({"device": self._reinforge_device().type, "tied": embedding is not None and head is not None,
+                           "version": getattr(self, "_reinforge_version", 0), "pid": os.getpid()})  # fmt: skip
+
+    def _reinforge_device(self) -> torch.device:
+        return next(self.model_runner.get_model().parameters()).device  # type: ignore[attr-defined]
+
+    def reinforge_stage(self, message: str) -> str:
+        """Phase one: everything that is new is here, whole and proved; what is served has not changed."""
+        asked = json.loads(message)
+        staged = from_files(Path(asked["folder"])) if asked["kind"] == "files" else from_ipc(asked["tensors"])
+        self._reinforge_staged = (asked["version"], staged)
+        return json.dumps({"tensors": len(staged), "bytes": sum(t.numel() * t.element_size() for _, t in staged)})
+
+    @torch.no_grad()
+    def reinforge_commit(self, version: int, fix_head: bool) -> str:
+        """Phase two. Reports how far the head's logits are from those of the embedding that it is tied to."""
+        found, staged = getattr(self, "_reinforge_staged", (None, []))
+        if found != version:
+            raise RuntimeError(f"weights of version {version} were to be served, but {found} are staged")
+        runner = self.model_runner  # type: ignore[attr-defined]
+        model = runner.get_model()
+        direct = self._reinforge_device().type == "cuda" and runner.model_config.quantization is None
+        if direct:  # into the parameters that kernels and graphs read
+            model.load_weights(iter(staged))
+            torch.cuda.synchronize()
+        else:  # packed for the CPU's kernels, or quantised: vLLM's own way, layer by layer
+            runner.reload_weights(weights_iterator=iter(staged))
+        if fix_head:
+            point_head(model)
+        self._reinforge_staged, self._reinforge_version = (None, []), version
+        return json.dumps({"version": version, "head_error": head_error(model)})
+
+    def reinforge_drop(self) -> str:
+        self._reinforge_staged = (None, [])
+        return json.dumps({})
+
+
+def head_of(model: Any) -> tuple[Any, Any]:
+    """(output head, the embedding that it is tied to). The second is None where they are two, or the same module."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)]
+    if not heads or len(embeddings) != 1 or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return (heads[0] if heads else None), None
+    return heads[0], embeddings[0]
+
+
+def point_head(model: Any) -> None:
+    """A tied head keeps the old weights through a reload: it is pointed at the new ones, and its CPU kernel packs them again."""
+    head, embedding = head_of(model)
+    if head is not None and embedding is not None and embedding.weight.numel():
+        if head.weight is not embedding.weight:
+            head.weight = embedding.weight
+        head.quant_method.process_weights_after_loading(head)
+
+
+def head_error(model: Any) -> float:
+    """Largest difference of the head's logits from the embedding's, relative to the largest logit, for a few random states."""
+    head, embedding = head_of(model)
+    if head is None or embedding is None:
+        return 0.0
+    weight = embedding.weight
+    states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    want = torch.nn.functional.linear(states, weight).float()
+    found = head.quant_method.apply(head, states, bias=None).float()
+    return float((found - want).abs().max() / want.abs().max().clamp_min(1e-20))
+
+
+def from_files(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a published folder, mapped and not copied, each file's sum checked."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    found: list[tuple[str, torch.Tensor]] = []
+    for bucket in manifest["buckets"]:
+        flat = torch.from_file(str(folder / bucket["file"]), shared=False, size=bucket["bytes"], dtype=torch.uint8)
+        if int(flat.view(torch.int64).sum()) != bucket["sum"]:
+            raise RuntimeError(f"{bucket['file']} does not hold what the trainer wrote")
+        for name, dtype, shape, start, size in bucket["tensors"]:
+            found.append((name, flat[start : start + size].view(getattr(torch, dtype)).view(shape)))
+    return found
+
+
+def from_ipc(tensors: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
+    """The trainer's own tensors on the same GPU, opened by their handles."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    def raw(value: str) -> bytes:
+        return base64.b64decode(value)
+
+    found, device = [], torch.cuda.current_device()
+    for name, dtype, shape, stride, offset, handle, size, at, counter, counter_at, event, sync in tensors:
+        tensor = rebuild_cuda_tensor(torch.Tensor, torch.Size(shape), tuple(stride), offset, torch.UntypedStorage, getattr(torch, dtype), device,
+                                     raw(handle), size, at, False, raw(counter), counter_at, raw(event), sync)  # fmt: skip
+        found.append((name, tensor))
+    return found

@@ -1,0 +1,271 @@
+"""A real vLLM server on the CPU, in its own environment: what it samples, scores and serves after updates is what the trainer computes.
+
+One server for all tests, in this order: the last ones end it twice and see it come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_here import START, vllm_python
+
+from reinforge.app.engines import setup_of, trainer_score
+from reinforge.app.tiny import make_tiny_model
+from reinforge.config.load import config_from_dict
+from reinforge.config.schema import AdapterConfig, ModelConfig
+from reinforge.core.batch import Batch
+from reinforge.core.engine import Engine, Sampling
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Sample, Stop
+from reinforge.core.weights import Weights
+from reinforge.engines.make import make_served
+from reinforge.engines.native import NativeEngine
+from reinforge.engines.served import ServedEngine
+from reinforge.models.adapters import add_adapter
+from reinforge.models.causal import CausalModel
+from reinforge.models.load import load_model
+from reinforge.weights.probe import WeightMismatch
+
+pytestmark = pytest.mark.timeout(3 * START)
+run = asyncio.run
+PROMPT = [5, 60, 7, 100, 9]
+FREE = Sampling(12, ignore_eos=True)
+
+
+@dataclass
+class Both:
+    model: CausalModel
+    engine: ServedEngine
+
+    @property
+    def weights(self) -> Weights:
+        return Weights("shared", module=self.model.module)
+
+    def logprobs(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> torch.Tensor:
+        """The trainer's, of the tokens after the prompt."""
+        whole = [*prompt, *tokens]
+        batch = Batch.pack([Sample.from_tokens("x", whole, [i >= len(prompt) for i in range(len(whole))])])
+        with torch.no_grad():
+            return self.model.logprobs(batch, temperature=temperature)[0]
+
+    def change(self, seed: int, size: float = 0.05) -> None:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in self.model.module.parameters():
+                p.add_(torch.randn_like(p) * size)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    python = vllm_python()
+    folder = tmp_path_factory.mktemp("vllm")
+    path = make_tiny_model(folder / "model", width=64, layers=2, heads=2, kv_heads=1, context=256, spread=0.2)
+    cfg = config_from_dict({
+        "model": {"path": str(path), "device": "cpu"}, "algorithm": {"name": "grpo"}, "data": {"source": "arithmetic:chain"},
+        "rewards": [{"name": "exact_number"}], "train": {"steps": 1}, "rollout": {"engine": "vllm", "max_batch": 64},
+        "engine": {"python": python, "start_seconds": START, "health_seconds": 30}, "run": {"dir": str(folder / "run")},
+    }, where="test")  # fmt: skip
+    model = load_model(ModelConfig(path=str(path), device="cpu"))
+    engine = make_served(setup_of(cfg, model, [2], context=256, longest=200, saved=str(path)), trainer_score(model))
+    found = Both(model, engine)
+    run(engine.update(found.weights, 0))
+    yield found
+    engine.close()
+
+
+def test_is_an_engine_of_its_own_python(both: Both) -> None:
+    assert isinstance(both.engine, Engine)
+    [replica] = both.engine.replicas
+    assert replica.facts["tied"] and replica.facts["dtype"] == "float32" and replica.facts["device"] == "cpu"
+    assert both.engine.measured["weights/probe_error"] < 1e-4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_log_probs_are_the_trainers(both: Both, temperature: float) -> None:
+    """After temperature, over the full vocabulary; greedy reports temperature 1."""
+    for done in run(both.engine.generate(PROMPT, Sampling(24, temperature, ignore_eos=True), key=3, n=2)):
+        want = both.logprobs(PROMPT, done.tokens, temperature or 1.0)
+        assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4
+        assert len(done.tokens) == 24 and done.stop is Stop.LENGTH and set(done.versions) == {0}
+    scores = run(both.engine.score(PROMPT + done.tokens))
+    assert float(scores[0]) == 0.0 and scores[len(PROMPT) :].sub(both.logprobs(PROMPT, done.tokens, 1.0)).abs().max() < 1e-4
+
+
+def test_greedy_is_the_native_engines(both: Both) -> None:
+    greedy = Sampling(20, 0.0)
+    native = NativeEngine(both.model, stop_tokens=[2], kv_gib=0.01)
+    for prompt in (PROMPT, [11, 12], list(range(20, 50))):
+        assert run(both.engine.generate(prompt, greedy, key=1))[0].tokens == run(native.generate(prompt, greedy, key=1))[0].tokens
+
+
+def test_a_key_fixes_the_draws_whatever_else_runs(both: Both) -> None:
+    async def work() -> None:
+        engine = both.engine
+        alone = await engine.generate(PROMPT, FREE, key=5, n=3)
+        company = [engine.generate([3 + i, 9], Sampling(4 + i, ignore_eos=True), key=i, n=1 + i % 2) for i in range(5)]
+        results = await asyncio.gather(*company, engine.generate(PROMPT, FREE, key=5, n=4))
+        assert [c.tokens for c in results[-1][:3]] == [c.tokens for c in alone]
+        assert len({tuple(c.tokens) for c in results[-1]} | {tuple(c.tokens) for c in await engine.generate(PROMPT, FREE, key=6, n=4)}) == 8
+
+    run(work())
+
+
+def test_more_prompts_than_one_pass_takes(both: Both) -> None:
+    """Where vLLM cuts a prompt in two it rewinds the seeded generator; a CPU's cannot be, and the worker ended."""
+
+    async def work() -> None:
+        prompts = [[3 + (i * 7 + j) % 250 for j in range(150)] for i in range(60)]
+        asked = [both.engine.generate(prompt, Sampling(2, ignore_eos=True), key=i) for i, prompt in enumerate(prompts)]
+        for prompt, [done] in zip(prompts, await asyncio.gather(*asked), strict=True):
+            assert torch.tensor(done.logprobs).sub(both.logprobs(prompt, done.tokens, 1.0)).abs().max() < 1e-4
+
+    run(work())
+    assert both.engine.restarts == 0
+
+
+def test_stops(both: Both) -> None:
+    engine = both.engine
+    free = run(engine.generate(PROMPT, FREE, key=8))[0]
+    for at in (0, 5, 11):
+        first = free.tokens.index(free.tokens[at])
+        done = run(engine.generate(PROMPT, Sampling(12, stop_tokens=(free.tokens[at],)), key=8))[0]
+        assert done.tokens == free.tokens[: first + 1] and done.stop is Stop.EOS and len(done.logprobs) == first + 1
+    decode = both.model.tokenizer.decode
+    string = decode(free.tokens)[-3:-1]
+    want = next(n for n in range(1, 13) if string in decode(free.tokens[:n]))
+    done = run(engine.generate(PROMPT, Sampling(12, stop_strings=("never", string)), key=8))[0]
+    assert done.tokens == free.tokens[:want] and done.stop is Stop.EOS
+    with pytest.raises(InputError, match="empty prompt"):
+        run(engine.generate([], FREE, key=1))
+    with pytest.raises(InputError, match="past the model's context"):
+        run(engine.generate(PROMPT, Sampling(256), key=1))
+
+
+def test_cancelling_frees_everything(both: Both) -> None:
+    async def work() -> None:
+        engine, http = both.engine, both.engine.replicas[0].http
+        assert http is not None
+        task = asyncio.ensure_future(engine.generate(PROMPT, Sampling(190, ignore_eos=True), key=1, n=8))
+        while (await http.post("/reinforge/status"))["held"] < 8:
+            assert not task.done(), "it was over before it could be cancelled"
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        end = time.monotonic() + 20
+        while (status := await http.post("/reinforge/status"))["held"] or status["running"]:
+            assert time.monotonic() < end, status
+            await asyncio.sleep(0.05)
+
+    run(work())
+
+
+def test_strangers_are_refused(both: Both) -> None:
+    """Whoever has no key can neither generate nor call the worker, by our paths or by vLLM's own."""
+    from reinforge.engines.http import Http
+
+    address = both.engine.replicas[0].http
+    assert address is not None
+    for path in ("/reinforge/status", "/reinforge/call", "/v1/completions", "/collective_rpc"):
+        with pytest.raises(InputError, match="refuses the key"):
+            run(Http(address.address, "wrong").post(path, {}))
+
+
+def test_a_live_update(both: Both) -> None:
+    before = run(both.engine.generate(PROMPT, FREE, key=8))[0]
+    both.change(1)
+    run(both.engine.update(both.weights, 3))
+    assert both.engine.measured["weights/probe_error"] < 1e-4 and both.engine.measured["weights/seconds"] < 60
+    after = run(both.engine.generate(PROMPT, FREE, key=8))[0]
+    assert set(after.versions) == {3} and after.tokens != before.tokens
+    assert torch.tensor(after.logprobs).sub(both.logprobs(PROMPT, after.tokens, 1.0)).abs().max() < 1e-4
+
+
+def test_an_update_in_the_middle_of_completions(both: Both) -> None:
+    """The tokens before it are those of the old weights, the ones after it of the new, and each says so."""
+
+    async def work() -> None:
+        engine, http = both.engine, both.engine.replicas[0].http
+        assert http is not None
+        task = asyncio.ensure_future(engine.generate(PROMPT, Sampling(190, ignore_eos=True), key=4, n=3))
+        while (await http.post("/reinforge/status"))["held"] < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        old = {name: p.clone() for name, p in both.model.module.state_dict().items()}
+        both.change(2)
+        await engine.update(both.weights, 4)
+        for done in await task:
+            assert len(done.tokens) == 190 and done.versions == sorted(done.versions) and set(done.versions) == {3, 4}
+            cut = done.versions.index(4)
+            new_part = both.logprobs([*PROMPT, *done.tokens[:cut]], done.tokens[cut:], 1.0)
+            assert torch.tensor(done.logprobs[cut:]).sub(new_part).abs().max() < 1e-4
+            new = {name: p.clone() for name, p in both.model.module.state_dict().items()}
+            both.model.module.load_state_dict(old)
+            old_part = both.logprobs(PROMPT, done.tokens[:cut], 1.0)
+            both.model.module.load_state_dict(new)
+            assert torch.tensor(done.logprobs[:cut]).sub(old_part).abs().max() < 1e-4
+
+    run(work())
+
+
+def test_an_adapter_travels_merged(both: Both) -> None:
+    module = load_model(ModelConfig(path=both.engine.setup.model, device="cpu")).module
+    adapted = add_adapter(module, AdapterConfig(rank=4), seed=0)
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.randn_like(p) * 0.2)
+    model = CausalModel(adapted, both.model.tokenizer)
+    run(both.engine.update(Weights("shared", module=adapted, probe=trainer_score(model)), 5))
+    done = run(both.engine.generate(PROMPT, FREE, key=8))[0]
+    want = Both(model, both.engine).logprobs(PROMPT, done.tokens, 1.0)
+    assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4
+    both.engine.transfer.kind = "disk"
+    run(both.engine.update(both.weights, 6))
+    assert len(list((both.engine.setup.folder / "engine-weights").iterdir())) == 1 and both.engine.measured["weights/probe_error"] < 1e-4
+
+
+def test_a_stale_tied_head_is_caught_and_named(both: Both) -> None:
+    """Without our repair vLLM's head keeps the old weights. What was served before comes back in a fresh server."""
+    engine = both.engine
+    old = {name: p.clone() for name, p in both.model.module.state_dict().items()}
+    both.change(3)
+    engine.transfer.fix_head = False
+    with pytest.raises(WeightMismatch, match="tied lm_head is stale"):
+        run(engine.update(both.weights, 7))
+    engine.transfer.fix_head = True
+    both.model.module.load_state_dict(old)
+    done = run(engine.generate(PROMPT, FREE, key=8))[0]
+    assert set(done.versions) == {6}
+    assert torch.tensor(done.logprobs).sub(both.logprobs(PROMPT, done.tokens, 1.0)).abs().max() < 1e-4
+
+
+def test_what_a_killed_server_held_is_sent_again(both: Both) -> None:
+    async def work() -> None:
+        engine, [replica] = both.engine, both.engine.replicas
+        assert replica.process is not None and replica.http is not None
+        tasks = [asyncio.ensure_future(engine.generate([7 + i], Sampling(150, ignore_eos=True), key=i, n=2)) for i in range(3)]
+        while (await replica.http.post("/reinforge/status"))["held"] < 6:
+            await asyncio.sleep(0.01)
+        os.kill(replica.process.pid, signal.SIGKILL)
+        for i, found in enumerate(await asyncio.gather(*tasks)):
+            for done in found:
+                assert len(done.tokens) == 150 and set(done.versions) == {6}
+                assert torch.tensor(done.logprobs).sub(both.logprobs([7 + i], done.tokens, 1.0)).abs().max() < 1e-4
+
+    restarts = both.engine.restarts
+    run(work())
+    assert both.engine.restarts == restarts + 1
+
+
+def test_nothing_is_left_in_memory(both: Both) -> None:
+    both.engine.close()
+    left = [p for p in Path("/dev/shm").glob(f"reinforge-weights-{os.getpid()}-*")] if Path("/dev/shm").is_dir() else []
+    assert left == [] and not any(r.up for r in both.engine.replicas)
