@@ -1,0 +1,182 @@
+"""A backend whose work is done by an actor. What it is there (one process, FSDP2, DeepSpeed) nobody here needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reinforge.backends.memory import Facts
+from reinforge.cluster.crew import Crew
+from reinforge.core.backend import Loss, Metrics, Part, State
+from reinforge.core.batch import Batch, Totals
+from reinforge.core.weights import Weights
+
+Found = tuple[dict[str, Tensor], Tensor | None]  # streams and bootstrap of a pack
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteWeights(Weights):
+    """Weights that stay where they are: an engine in the same actor shares them, another one is sent references."""
+
+    source: RemoteBackend | None = None
+
+
+class RemoteBackend:
+    """`factory(objects, *args)` makes the backend inside the crew's first actor, as object `name`. `shares`: an engine in that actor
+    generates with the very module that trains."""
+
+    def __init__(self, crew: Crew, name: str, factory: Callable[..., Any], *args: Any, shares: bool):
+        self.crew, self.name, self.shares = crew, name, shares
+        crew.make(name, factory, *args)
+        told = crew.apply(name, _describe)
+        self.budget: int = told["budget"]
+        self.share: bool = told["share"]
+        self.steps: int = told["steps"]
+        self.model = SimpleNamespace(device=torch.device(told["device"]))
+        self.reference = Follower(self, "reference") if told["reference"] else None
+        self.ema = Follower(self, "ema") if told["ema"] else None
+        self.teachers = Teachers(self) if told["teachers"] else None
+        self._parts: list[str] = told["parts"]
+
+    def parts(self) -> dict[str, Part]:
+        return {name: Follower(self, name) for name in self._parts}
+
+    @cached_property
+    def _facts(self) -> Facts:
+        facts: Facts = self.crew.call(self.name, "facts")
+        return facts
+
+    def facts(self) -> Facts:
+        return self._facts
+
+    # ---- training ----
+
+    def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
+        if not needs or not batches:
+            return
+        for batch, (streams, bootstrap) in zip(batches, self._do(_annotate, list(batches), needs), strict=True):
+            batch.streams = batch.streams | streams
+            batch.bootstrap = bootstrap
+
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+        metrics: Metrics = self._do(_run, "forward_backward", list(batches), loss, totals)
+        return metrics
+
+    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+        metrics: Metrics = self._do(_run, "evaluate", list(batches), loss, totals)
+        return metrics
+
+    def step(self) -> Metrics:
+        metrics: Metrics = self._do(_run, "step")
+        return metrics
+
+    def _do(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Work that may change what is known of the backend here."""
+        result, self.budget, self.steps = self.crew.apply(self.name, function, *args)
+        return result
+
+    # ---- weights and state ----
+
+    def weights(self) -> Weights:
+        return RemoteWeights("shared" if self.shares else "full", source=self)
+
+    def state(self) -> State:
+        """Its large tensors lie in the object store of this machine: they outlive the actor, and must not be written."""
+        state: State = self.crew.call(self.name, "state", views=True)
+        return state
+
+    def load(self, state: State) -> None:
+        own = State({name: t for name, t in state.tensors.items() if not name.startswith("part/")}, state.meta)
+        _, self.budget, self.steps = self.crew.apply(self.name, _run, "load", own, views=True)
+
+    def close(self) -> None:
+        """The actor ends with the cluster."""
+
+
+class Follower:
+    """What follows the weights (an average, a moving reference), as a part of the run."""
+
+    def __init__(self, backend: RemoteBackend, name: str):
+        self.backend, self.name = backend, name
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, the model computes with the average."""
+        self.backend.crew.apply(self.backend.name, _swap, self.name, True)
+        try:
+            yield
+        finally:
+            self.backend.crew.apply(self.backend.name, _swap, self.name, False)
+
+    def state(self) -> State:
+        state: State = self.backend.crew.apply(self.backend.name, _part_state, self.name, views=True)
+        return state
+
+    def load(self, state: State) -> None:
+        self.backend.crew.apply(self.backend.name, _part_load, self.name, State(dict(state.tensors), state.meta), views=True)
+
+
+class Teachers:
+    """The teachers of a backend, asked where they are."""
+
+    def __init__(self, backend: RemoteBackend):
+        self.backend = backend
+
+    def best(self, batch: Batch, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self.backend.crew.apply(self.backend.name, _best, batch, k, temperature)
+        return found
+
+
+# ---- in the actor ----
+
+_swapping: dict[tuple[int, str], AbstractContextManager[None]] = {}
+
+
+def _describe(backend: Any) -> dict[str, Any]:
+    return {
+        "budget": backend.budget, "share": backend.share, "steps": backend.steps, "device": str(backend.model.device),
+        "reference": backend.reference is not None, "ema": backend.ema is not None, "teachers": backend.teachers is not None,
+        "parts": list(backend.parts()),
+    }  # fmt: skip
+
+
+def _annotate(backend: Any, batches: list[Batch], needs: frozenset[str]) -> tuple[list[Found], int, int]:
+    before = [set(batch.streams) for batch in batches]
+    backend.annotate(batches, needs)
+    found: list[Found] = [
+        ({name: t for name, t in batch.streams.items() if name in needs or name not in had}, batch.bootstrap)
+        for batch, had in zip(batches, before, strict=True)
+    ]
+    return found, backend.budget, backend.steps
+
+
+def _run(backend: Any, method: str, *args: Any) -> tuple[Any, int, int]:
+    return getattr(backend, method)(*args), backend.budget, backend.steps
+
+
+def _part_state(backend: Any, name: str) -> State:
+    state: State = backend.parts()[name].state()
+    return state
+
+
+def _part_load(backend: Any, name: str, state: State) -> None:
+    backend.parts()[name].load(state)
+
+
+def _swap(backend: Any, name: str, into: bool) -> None:
+    if into:
+        _swapping[id(backend), name] = context = getattr(backend, name).swapped()
+        context.__enter__()
+    else:
+        _swapping.pop((id(backend), name)).__exit__(None, None, None)
+
+
+def _best(backend: Any, batch: Batch, k: int, temperature: float) -> Any:
+    return backend.teachers.best(batch.to(backend.model.device), k, temperature)

@@ -1,0 +1,292 @@
+"""The actors of one role: placed, watched, and ended.
+
+A role (policy, engine, critic, reward) is a `Crew` of one actor or of several ranks. Whoever waits for one of its actors also waits for
+news of the others, and asks for a sign of life where none comes: a death, a lost machine and a hang all become `Lost` within a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reinforge.cluster.connect import (
+    GetTimeoutError,
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+    RayError,
+    RayTaskError,
+    ray,
+)
+from reinforge.cluster.host import Answer, Host, Where
+from reinforge.cluster.parcel import pack, unpack
+from reinforge.cluster.placement import Place
+from reinforge.core import errors
+from reinforge.core.errors import EXIT_STOPPED, InputError, ReinforgeError
+
+if TYPE_CHECKING:
+    from reinforge.cluster.group import Cluster
+
+GRACE = 3.0  # seconds for the first rank to tell why another one ended
+
+
+class Lost(ReinforgeError):
+    """An actor is gone, or does not answer. `role` says whose."""
+
+    exit_code = EXIT_STOPPED
+
+    def __init__(self, role: str, how: str):
+        self.role, self.how = role, how
+        super().__init__(f"{role}: {how}")
+
+
+class Crew:
+    """One actor, or the ranks of one backend. Rank 0 is asked; the others follow it."""
+
+    def __init__(self, cluster: Cluster, role: str, places: Sequence[Place]):
+        self.cluster, self.cfg, self.role, self.places = cluster, cluster.cfg, role, places
+        self.actors: list[Any] = []
+        self.where: list[Where] = []
+        self.fate: str | None = None  # why it was ended by force
+        self.following: list[Any] = []  # one reference per rank other than 0; it resolves when the rank ends
+
+    # ---- begin and end ----
+
+    def start(self) -> None:
+        group = self.cluster.group()
+        threads = max(1, torch.get_num_threads() // len(self.places))
+        env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | {
+            k: v for k, v in os.environ.items() if k.startswith("HF_")
+        }
+        paths = [p or os.getcwd() for p in sys.path]
+
+        def make(place: Place) -> Any:
+            strategy = PlacementGroupSchedulingStrategy(group, place.bundle)
+            return _Actor.options(num_cpus=place.cpus, num_gpus=place.gpus, scheduling_strategy=strategy).remote(
+                env, os.getcwd(), paths, threads
+            )
+
+        self.actors, self.where = [], []
+        for place in self.places:
+            spare = self.cluster.spare(place)
+            where = None if spare is None else self._answers(spare)
+            self.actors.append(spare if where is not None else make(place))
+            self.where.append(where or Where(0, "", ""))
+        for i, actor in enumerate(self.actors):
+            self.where[i] = self._get(actor.ping.remote(), self.cfg.start) if not self.where[i].pid else self.where[i]
+        for actor in self.actors:
+            actor.warm.remote(self.cluster.modules)
+        if len(self.actors) > 1:
+            self._rendezvous()
+        self.cluster.warm_up(make)
+
+    def _answers(self, spare: Any) -> Where | None:
+        """Whether a spare is there: it may have been lost with the others."""
+        ping = spare.ping.remote()
+        if not ray.wait([ping], timeout=self.cfg.heartbeat)[0]:
+            return None
+        with contextlib.suppress(RayError):
+            where: Where = ray.get(ping)
+            return where
+        return None
+
+    def _rendezvous(self) -> None:
+        first, size = self.actors[0], len(self.actors)
+        port = self._get(first.port.remote(), self.cfg.start)
+        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": self.where[0].ip, "MASTER_PORT": str(port)}
+        for rank, (actor, place) in enumerate(zip(self.actors, self.places, strict=True)):
+            local = "0" if place.gpus else str(rank)  # an actor sees only the GPUs that are its own
+            self._get(actor.setenv.remote({**shared, "RANK": str(rank), "LOCAL_RANK": local}), self.cfg.start)
+        self.following = [actor.follow.remote() for actor in self.actors[1:]]
+
+    def stop(self, gently: bool = False) -> None:
+        """Ends the actors. `gently`: those that have an end of their own (ranks, servers of an engine) have some seconds for it."""
+        if gently:
+            ends = [actor.end.remote() for actor in self.actors[:1]]
+            with contextlib.suppress(RayError):
+                ray.wait(ends, num_returns=len(ends), timeout=10.0)
+        for actor in self.actors:
+            ray.kill(actor)
+        if not gently:
+            for where in self.where:  # a stopped process hears nothing; and its memory must be free before the next one starts
+                _end(where)
+        self.actors, self.where, self.following = [], [], []
+
+    def cleared(self) -> bool:
+        """Whether the actor lives, and has forgotten everything."""
+        if not self.actors or not ray.wait([done := self.actors[0].clear.remote()], timeout=self.cfg.heartbeat)[0]:
+            return False
+        with contextlib.suppress(RayError):
+            ray.get(done)
+            return True
+        return False
+
+    @property
+    def first(self) -> Any:
+        if not self.actors:
+            raise Lost(self.role, self.fate or "was ended")
+        return self.actors[0]
+
+    # ---- work ----
+
+    def make(self, name: str, factory: Callable[..., Any], *args: Any) -> None:
+        """An object in the first actor: `factory(objects, *args)`, with the objects that are there already."""
+        self._open(self.settle(self.first.make.remote(name, pack((factory, args))), self.cfg.start))
+
+    def call(self, name: str, method: str, *args: Any, views: bool = False) -> Any:
+        return self._open(self.settle(self.first.call.remote(name, method, pack((None, args)), views)), views)
+
+    def apply(self, name: str, function: Callable[..., Any], *args: Any, views: bool = False) -> Any:
+        """What `function(object, *args)` returns, there."""
+        return self._open(self.settle(self.first.call.remote(name, "", pack((function, args)), views)), views)
+
+    async def ask(self, method: str, *args: Any, limit: float | None = None) -> Any:
+        """A method of the actor itself; the event loop goes on meanwhile."""
+        return self._open(await self.settled(getattr(self.first, method).remote(*args), limit))
+
+    def send(self, name: str, method: str, *args: Any) -> None:
+        """Without waiting: calls arrive in the order in which they were sent, and who asks later hears of a loss."""
+        if self.actors:
+            self.actors[0].call.remote(name, method, pack((None, args)))
+
+    async def acall(self, name: str, method: str, *args: Any) -> Any:
+        return await self.ask("acall", name, method, pack((None, args)))
+
+    def _open(self, answer: Any, views: bool = False) -> Any:
+        if not isinstance(answer, Answer):
+            return answer
+        if answer.error is None:
+            value = unpack(answer.value, views=views)
+            return value if answer.refs is None else (answer.refs, value)
+        if answer.error == "InputError":
+            raise InputError(**answer.told)
+        if answer.error:
+            raise getattr(errors, answer.error, errors.StoppedByPolicy)(answer.told)
+        if dead := self._ended():
+            raise Lost(self.role, dead)
+        raise RuntimeError(f"in the actor {self.role}:\n{answer.told}")
+
+    # ---- waiting ----
+
+    def settle(self, ref: Any, limit: float | None = None) -> Any:
+        """The result, or `Lost`. Blocks, as the work would here."""
+        until = time.monotonic() + (limit or self.cfg.timeout)
+        while True:
+            ready, _ = ray.wait([ref, *self.following], timeout=min(self.cfg.heartbeat, max(0.0, until - time.monotonic())))
+            if ref in ready:
+                return self._get(ref, None)
+            if ready:
+                return self._bereaved(ref)
+            self._signs_of_life()
+            if time.monotonic() > until:
+                raise self._hung(f"has worked for more than {limit or self.cfg.timeout:g} s (cluster.timeout)")
+
+    async def settled(self, ref: Any, limit: float | None = None) -> Any:
+        """The same in an event loop that goes on."""
+        until = time.monotonic() + (limit or self.cfg.timeout)
+        future = _future(ref)
+        try:
+            while not future.done():
+                await asyncio.wait([future], timeout=self.cfg.heartbeat)
+                if future.done():
+                    break
+                pings = [_future(actor.ping.remote()) for actor in self.actors]
+                await asyncio.wait([future, *pings], timeout=self.cfg.heartbeat, return_when=asyncio.ALL_COMPLETED)
+                if not future.done() and not all(ping.done() for ping in pings):
+                    raise self._hung(f"gave no sign of life for {self.cfg.heartbeat:g} s (cluster.heartbeat)")
+                if time.monotonic() > until:
+                    raise self._hung(f"has worked for more than {limit or self.cfg.timeout:g} s (cluster.timeout)")
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        with self._translated():
+            return future.result()
+
+    def _get(self, ref: Any, seconds: float | None) -> Any:
+        with self._translated():
+            return ray.get(ref, timeout=seconds)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except GetTimeoutError as error:
+            raise self._hung(f"did not start within {self.cfg.start:g} s (cluster.start)") from error
+        except RayTaskError:  # the actor lives, and something before our own code failed
+            raise
+        except RayError as error:
+            raise Lost(self.role, _first(error)) from error
+
+    def _bereaved(self, ref: Any) -> Any:
+        """A rank has ended. What the first one says of it is better than that it is gone."""
+        dead = self._ended() or "a rank ended"
+        if ray.wait([ref], timeout=GRACE)[0]:
+            answer = self._get(ref, None)
+            if isinstance(answer, Answer) and answer.error in ("InputError", "StoppedByPolicy"):
+                return answer
+        raise Lost(self.role, dead)
+
+    def _ended(self) -> str | None:
+        for rank, ref in enumerate(self.following, 1):
+            if ray.wait([ref], timeout=0)[0]:
+                return f"rank {rank} (pid {self.where[rank].pid}) ended"
+        return None
+
+    def _signs_of_life(self) -> None:
+        pings = [actor.ping.remote() for actor in self.actors]
+        ready, silent = ray.wait(pings, num_returns=len(pings), timeout=self.cfg.heartbeat)
+        if silent:
+            raise self._hung(f"gave no sign of life for {self.cfg.heartbeat:g} s (cluster.heartbeat)")
+        for ping in ready:
+            self._get(ping, None)
+
+    def _hung(self, how: str) -> Lost:
+        """Ended by force: what hangs may hold a device."""
+        pids = ", ".join(str(where.pid) for where in self.where)
+        self.stop()
+        self.fate = f"{how} (pid {pids or 'unknown'})"
+        return Lost(self.role, self.fate)
+
+
+_Actor: Any = ray.remote(concurrency_groups={"health": 2}, max_restarts=0, max_task_retries=0)(Host)
+
+
+def _future(ref: Any) -> asyncio.Future[Any]:
+    """To be awaited here; nobody is told of it if nobody does."""
+    future = asyncio.wrap_future(ref.future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+def _first(error: BaseException) -> str:
+    """What Ray says of a death, in a line."""
+    text = str(error)
+    for mark in ("Worker exit detail: ", "The actor is dead because ", "Death reason: "):
+        if mark in text:
+            return text.partition(mark)[2].partition("\n")[0].partition(" Some common causes")[0][:200].strip()
+    return (text.strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _end(where: Where) -> None:
+    """SIGKILL on the actor's machine; on one that is gone, nothing."""
+    if where.node == ray.get_runtime_context().get_node_id():
+        return kill_worker(where.pid)
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if where.node in alive:
+        there = NodeAffinitySchedulingStrategy(where.node, soft=False)
+        with contextlib.suppress(RayError):
+            ray.wait([ray.remote(kill_worker).options(num_cpus=0, scheduling_strategy=there).remote(where.pid)], timeout=10.0)
+
+
+def kill_worker(pid: int) -> None:
+    with contextlib.suppress(OSError):
+        if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():  # and not somebody who got its number
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,83 @@
+"""Where an engine's requests are handed in and its answers picked up, on the engine's side.
+
+Requests that come together start together: what the engine batches is then a function of what was asked, as it is in one process.
+Answers are picked up as they are complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reinforge.core.engine import Engine
+from reinforge.core.errors import ReinforgeError
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    number: int
+    method: str  # of the engine: generate, score
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    number: int
+    value: Any
+    error: BaseException | None = None
+
+
+class Desk:
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._running: dict[int, asyncio.Task[Any]] = {}
+        self._ready: list[Answered] = []
+        self._cancelled: set[int] = set()  # before they came
+        self._newest = -1
+        self._any = asyncio.Event()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """In this order. Returns at once."""
+        for request in requests:
+            if request.number in self._cancelled:  # calls may overtake each other
+                self._cancelled.discard(request.number)
+                continue
+            task = asyncio.get_running_loop().create_task(self._work(request))
+            self._running[request.number] = task
+            self._newest = max(self._newest, request.number)
+
+    async def _work(self, request: Request) -> None:
+        try:
+            found = Answered(request.number, await getattr(self.engine, request.method)(*request.args, **request.named))
+        except Exception as error:
+            told = error if isinstance(error, ReinforgeError) else RuntimeError(f"{type(error).__name__}: {error}")  # what can travel
+            found = Answered(request.number, None, told)
+        finally:
+            self._running.pop(request.number, None)
+        self._ready.append(found)
+        self._any.set()
+
+    async def take(self, seconds: float) -> list[Answered]:
+        """What is complete and was not taken; waits for at least one, for so long at most."""
+        try:
+            await asyncio.wait_for(self._any.wait(), seconds)
+        except TimeoutError:
+            return []
+        self._any.clear()
+        found, self._ready = self._ready, []
+        return found
+
+    def close(self) -> None:
+        """Whoever asked is gone."""
+        for task in list(self._running.values()):
+            task.cancel()
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if (task := self._running.get(number)) is not None:
+                task.cancel()
+            elif number > self._newest:
+                self._cancelled.add(number)

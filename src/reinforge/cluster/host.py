@@ -1,0 +1,180 @@
+"""What runs inside an actor: objects by name (a backend, an engine, a reward model), and calls of their methods.
+
+Everything that computes runs in one event loop, one after the other, as it does in one process: an engine and a trainer that share a
+module never touch it at the same time. Only `ping` has a thread of its own: a busy actor still says that it lives.
+Imports nothing heavy: the environment is set before torch is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reinforge.cluster.connect import ray
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call returned, packed; or what it raised, told so that the controller can raise it again."""
+
+    value: Any = None
+    error: str | None = None  # the class, where it is one that a user can act on
+    told: Any = None
+    refs: Any = None  # to objects in the store; Ray has to see them to keep count
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """An actor, for logs and for whoever wants to end it."""
+
+    pid: int
+    node: str
+    ip: str
+
+
+class Host:
+    """The body of every actor. A factory gets the dictionary of objects first: what was made before may be used."""
+
+    def __init__(self, env: Mapping[str, str], cwd: str, paths: Sequence[str], threads: int):
+        os.environ.update(env)
+        with contextlib.suppress(OSError):
+            os.chdir(cwd)  # names of files in a config are meant from there
+        sys.path += [p for p in paths if p not in sys.path]
+        self.objects: dict[str, Any] = {}
+        self.threads = threads
+        self._kept: list[Any] = []  # references to what was published last
+
+    # ---- life ----
+
+    @ray.method(concurrency_group="health")
+    async def ping(self) -> Where:
+        context = ray.get_runtime_context()
+        return Where(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="health")
+    async def port(self) -> int:
+        """A free one, for a rendezvous."""
+        with socket.socket() as found:
+            found.bind(("", 0))
+            return int(found.getsockname()[1])
+
+    async def setenv(self, env: Mapping[str, str]) -> None:
+        os.environ.update(env)
+
+    async def warm(self, modules: Sequence[str]) -> None:
+        """Imports what takes long, so that a spare is ready at once."""
+        self._prepare()
+        for name in modules:
+            importlib.import_module(name)
+
+    async def follow(self) -> None:
+        """The life of a rank other than 0: ends with the process."""
+        self._prepare()
+        from reinforge.backends.ranks import serve
+
+        threading.Thread(target=serve, name="rank", daemon=True).start()
+        await asyncio.Event().wait()
+
+    def _prepare(self) -> None:
+        import torch
+
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+
+    # ---- objects ----
+
+    async def make(self, name: str, parcel: Any) -> Answer:
+        """`factory(objects, *args)` becomes object `name`."""
+        self._prepare()
+        return self._answered(lambda factory, args: self.objects.__setitem__(name, factory(self.objects, *args)), parcel)
+
+    async def call(self, name: str, method: str, parcel: Any, views: bool = False) -> Answer:
+        """A method of an object; or, where the method is empty, a function of it. `views`: see `unpack`."""
+
+        def work(function: Any, args: tuple[Any, ...]) -> Any:
+            target = self.objects[name]
+            return function(target, *args) if function is not None else getattr(target, method)(*args)
+
+        return self._answered(work, parcel, views)
+
+    async def acall(self, name: str, method: str, parcel: Any) -> Answer:
+        """A method that awaits. Others run meanwhile."""
+        from reinforge.cluster.parcel import pack, unpack
+
+        try:
+            _, args = unpack(parcel)
+            return Answer(pack(await getattr(self.objects[name], method)(*args)))
+        except Exception as error:
+            return _told(error)
+
+    def _answered(self, work: Any, parcel: Any, views: bool = False) -> Answer:
+        from reinforge.cluster.parcel import pack, unpack
+
+        try:
+            return Answer(pack(work(*unpack(parcel, views=views))))
+        except Exception as error:
+            return _told(error)
+
+    # ---- weights ----
+
+    async def publish(self, name: str) -> Answer:
+        """The trained weights of a backend, put into the object store bucket by bucket: (references, their fingerprint)."""
+        from reinforge.cluster.parcel import pack
+        from reinforge.cluster.tensors import buckets_of, fingerprint, trained_of
+
+        try:
+            named = trained_of(self.objects[name].weights())
+            self._kept = []  # one generation at a time; readers hold what they read
+            self._kept = [ray.put(pack(bucket)) for bucket in buckets_of(named)]
+            return Answer(pack(fingerprint(named)), refs=self._kept)
+        except Exception as error:
+            return _told(error)
+
+    async def receive(self, name: str, refs: Sequence[Any], mark: str, version: int) -> Answer:
+        """New weights for an engine with a module of its own: all are here before the first is written, and nothing is computed
+        while they are, so it serves the old ones or the new ones."""
+        from reinforge.cluster.parcel import pack, unpack
+        from reinforge.cluster.tensors import put_into
+
+        try:
+            began = time.monotonic()
+            parcels = [await ref for ref in refs]
+            named = {key: tensor for parcel in parcels for key, tensor in unpack(parcel, views=True)}
+            engine = self.objects[name]
+            await engine.update(put_into(self.objects["shop"].model.module, named, mark), version)
+            return Answer(pack(time.monotonic() - began))
+        except Exception as error:
+            return _told(error)
+
+    async def end(self) -> None:
+        """An orderly end, for what has one."""
+        for thing in reversed(self.objects.values()):
+            if callable(close := getattr(thing, "close", None)):
+                with contextlib.suppress(Exception):
+                    close()
+
+    async def clear(self) -> None:
+        """Ready for another attempt at the run."""
+        await self.end()
+        self.objects.clear()
+        self._kept = []
+
+
+def _told(error: Exception) -> Answer:
+    from reinforge.core.errors import InputError, ReinforgeError
+
+    if isinstance(error, InputError):
+        return Answer(error="InputError", told={"what": error.what, "where": error.where, "fix": error.fix})
+    if isinstance(error, ReinforgeError):
+        return Answer(error=type(error).__name__, told=str(error))
+    return Answer(error="", told="".join(traceback.format_exception(error)))

@@ -1,0 +1,79 @@
+"""Which actors a run has and where they go: a plan of bundles, made from the config alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from reinforge.config.cluster import ClusterConfig, RoleConfig
+from reinforge.core.errors import InputError
+
+Resources = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One actor: its bundle, and what it takes of it."""
+
+    bundle: int
+    cpus: float
+    gpus: float
+
+
+@dataclass(slots=True)
+class Plan:
+    """`places` by role: one for each rank or replica."""
+
+    strategy: str
+    bundles: list[Resources] = field(default_factory=list)
+    places: dict[str, list[Place]] = field(default_factory=dict)
+
+    @property
+    def needed(self) -> Resources:
+        total: Resources = {}
+        for bundle in self.bundles:
+            for name, count in bundle.items():
+                total[name] = total.get(name, 0) + count
+        return {name: count for name, count in total.items() if count}
+
+
+def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: bool) -> Plan:
+    """`gpu`: whether models go to GPUs. Colocated: rank i of the trainer, and with rank 0 all that has no actor of its own there, has one
+    bundle; reward models share rank 0's, GPU included. Split: a bundle for every actor."""
+    made = Plan(f"{cfg.strategy.upper()}")
+
+    def bundle(role: RoleConfig, name: str, count: int) -> None:
+        gpus = (1.0 if gpu else 0.0) if role.gpus is None else role.gpus
+        for _ in range(count):
+            made.places.setdefault(name, []).append(Place(len(made.bundles), role.cpus, gpus))
+            made.bundles.append({"CPU": role.cpus, "GPU": gpus})
+
+    bundle(cfg.trainer, "policy", ranks)
+    if cfg.layout == "split":
+        bundle(cfg.engine, "engine", cfg.engines)
+        if critic:
+            bundle(cfg.critic, "critic", ranks)
+        bundle(cfg.reward, "reward", rewards)
+    elif rewards:
+        share = made.places["policy"][0].gpus / (rewards + 1)  # of the first rank's GPU
+        made.places["policy"][0] = Place(0, cfg.trainer.cpus, share)
+        made.places["reward"] = [Place(0, cfg.reward.cpus, share if cfg.reward.gpus is None else cfg.reward.gpus) for _ in range(rewards)]
+        made.bundles[0] = {"CPU": cfg.trainer.cpus + rewards * cfg.reward.cpus, "GPU": made.bundles[0]["GPU"]}
+    for item in made.bundles:
+        for name in [n for n, count in item.items() if not count]:
+            del item[name]
+        item.setdefault("CPU", 0.01)  # a bundle cannot be empty
+    return made
+
+
+def ranks_for(cfg: ClusterConfig, gpus: float, *, critic: bool, rewards: int) -> int:
+    """How many ranks the GPUs of a cluster are enough for, beside everybody else.
+
+    >>> ranks_for(ClusterConfig(kind="ray", layout="split", engines=24), 64, critic=False, rewards=0)
+    40
+    """
+    others, one = (plan(cfg, ranks=n, critic=critic, rewards=rewards, gpu=True).needed.get("GPU", 0.0) for n in (1, 2))
+    each = one - others  # of a rank, and of its critic's
+    found = int(1 + (gpus - others) / each) if gpus and each else 0
+    if found < 1:
+        raise InputError("how many actors are to train is not said.", where="train.ranks", fix="Set it, e.g. train.ranks=2.")
+    return found

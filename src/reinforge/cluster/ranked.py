@@ -1,0 +1,214 @@
+"""Rollouts from all ranks of a run: each has a whole copy of the policy and an engine of its own, and generates a share of what is asked.
+
+What is asked for in the same moment is one round: the requests are dealt out, every rank answers its share, and what is asked meanwhile
+waits for the next round. Draws come from the key of a request, so it does not matter which rank answers it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from reinforge.backends.ranks import Member, Ranks
+from reinforge.core.engine import Completion, GenerationStats, Sampling
+from reinforge.core.errors import InputError, ReinforgeError
+from reinforge.core.weights import Weights
+from reinforge.engines.native import NativeEngine
+from reinforge.models.causal import VALUE_HEAD
+
+LISTEN_SECONDS = 0.25  # how often a rank looks whether its round was called off
+
+Asked = tuple[list[int], Sampling, int, int]  # prompt, how to draw, key, how many
+Answer = list[Completion] | str | None  # or what was wrong with the request, or None where the round was called off
+
+
+class Seat:
+    """One rank's engine."""
+
+    def __init__(self, member: Member, make: Callable[[], NativeEngine]):
+        self.member, self.engine = member, make()
+
+    def generate(self, sign: str, asked: Sequence[Asked]) -> tuple[list[Answer], GenerationStats]:
+        """`sign`: what appears in the store when the round is called off."""
+        before, now = replace(self.engine.stats), self.engine.stats
+        found = self._wait(self._all(sign, asked))
+        done = GenerationStats(now.prompt_tokens - before.prompt_tokens, now.generated_tokens - before.generated_tokens,
+                               now.steps - before.steps, now.seconds - before.seconds)  # fmt: skip
+        return found, done
+
+    async def _all(self, sign: str, asked: Sequence[Asked]) -> list[Answer]:
+        work = [asyncio.ensure_future(self.engine.generate(tokens, params, key=key, n=n)) for tokens, params, key, n in asked]
+        listening = asyncio.ensure_future(self._listen(sign, work))
+        found = await asyncio.gather(*work, return_exceptions=True)
+        listening.cancel()
+        return [_answer(one) for one in found]
+
+    async def _listen(self, sign: str, work: Sequence[asyncio.Future[Any]]) -> None:
+        while not self.member.store.check([sign]):
+            await asyncio.sleep(LISTEN_SECONDS)
+        for one in work:
+            one.cancel()
+
+    @torch.no_grad()
+    def update(self, version: int) -> None:
+        """Rank 0's weights for all: those that are trained, and that generation reads."""
+        module = self.engine.model.module
+        for name, p in module.named_parameters():
+            if p.requires_grad and not name.startswith(f"{VALUE_HEAD}."):
+                dist.broadcast(p.data.view(-1).view(torch.uint8), 0)  # bytes: every transport knows them
+        self._wait(self.engine.update(Weights("shared", module=module), version))
+
+    def sleep(self) -> None:
+        self._wait(self.engine.sleep())
+
+    def wake(self) -> None:
+        self._wait(self.engine.wake())
+
+    def load(self, state: dict[str, int]) -> None:
+        self.engine.load(state)
+
+    def _wait(self, work: Any) -> Any:
+        if self.member.device.type == "cuda":
+            torch.cuda.set_device(self.member.device)  # rank 0 works in a thread of its own
+        return asyncio.run(work)
+
+
+@dataclass(slots=True)
+class _Request:
+    asked: Asked
+    future: asyncio.Future[list[Completion]] = field(repr=False)
+
+    @property
+    def cost(self) -> int:
+        tokens, params, _, n = self.asked
+        return len(tokens) + n * params.max_new_tokens
+
+
+class RankedEngine:
+    """An `Engine`. `own` is rank 0's; `make` is what the other ranks call for theirs."""
+
+    def __init__(self, ranks: Ranks, own: NativeEngine, make: Callable[[], NativeEngine]):
+        self.ranks, self.own, self.capabilities = ranks, own, own.capabilities
+        self.id = ranks.make(Seat, [(lambda: own,), *[(make,)] * (ranks.size - 1)])
+        self.stats = GenerationStats()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        self._waiting: list[_Request] = []
+        self._round: list[_Request] = []  # what the ranks are busy with
+        self._rounds = 0
+        self._driver: asyncio.Task[None] | None = None
+        self.load(own.state())  # every rank's cache is as large as rank 0's
+
+    @property
+    def _sign(self) -> str:
+        return f"off/{self.id}/{self._rounds}"
+
+    @property
+    def context(self) -> int | None:
+        return self.own.context
+
+    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
+        loop = asyncio.get_running_loop()
+        request = _Request((list(tokens), params, key, n), loop.create_future())
+        self._waiting.append(request)
+        if self._driver is None or self._driver.done():
+            self._driver = loop.create_task(self._drive())
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._call_off()
+            raise
+
+    async def _drive(self) -> None:
+        """Rounds, as long as somebody waits."""
+        try:
+            await asyncio.sleep(0)
+            while self._waiting:
+                self._round, self._waiting = [r for r in self._waiting if not r.future.done()], []
+                self._rounds += 1
+                shares = deal([r.cost for r in self._round], self.ranks.size)
+                found = await self._call("generate", [(self._sign, [self._round[i].asked for i in share]) for share in shares])
+                self._deliver(shares, found)
+                await asyncio.sleep(0)
+        except BaseException as error:
+            for request in [*self._round, *self._waiting]:
+                if not request.future.done():
+                    request.future.set_exception(error if isinstance(error, Exception) else RuntimeError(f"engine stopped: {error!r}"))
+            self._waiting = []
+            self._call_off()
+            raise
+
+    def _deliver(self, shares: Sequence[Sequence[int]], found: Sequence[tuple[list[Answer], GenerationStats]]) -> None:
+        for share, (answers, _) in zip(shares, found, strict=True):
+            for i, answer in zip(share, answers, strict=True):
+                future = self._round[i].future
+                if future.done():
+                    continue
+                if isinstance(answer, list):
+                    future.set_result(answer)
+                else:
+                    future.set_exception(InputError(answer or "the request was called off."))
+        parts = [stats for _, stats in found]
+        self.stats.prompt_tokens += sum(s.prompt_tokens for s in parts)
+        self.stats.generated_tokens += sum(s.generated_tokens for s in parts)
+        self.stats.steps += max(s.steps for s in parts)
+        self.stats.seconds += max(s.seconds for s in parts)
+
+    def _call_off(self) -> None:
+        """Where nobody waits for this round any more, the ranks stop."""
+        if self._round and all(r.future.done() for r in self._round):
+            self.ranks.own.store.set(self._sign, "1")
+
+    async def _call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """In a thread, so that rewards and environments go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.ranks.call, self.id, method, args)
+
+    async def score(self, tokens: Sequence[int]) -> Tensor:
+        return await self.own.score(tokens)
+
+    async def update(self, weights: Weights, version: int) -> None:
+        assert weights.module is self.own.model.module, "rank 0 generates with another module"
+        await self._call("update", [(version,)] * self.ranks.size)
+
+    async def sleep(self) -> None:
+        await self._call("sleep", [()] * self.ranks.size)
+
+    async def wake(self) -> None:
+        await self._call("wake", [()] * self.ranks.size)
+
+    def state(self) -> dict[str, int]:
+        return self.own.state()
+
+    def load(self, state: dict[str, int]) -> None:
+        self.ranks.call(self.id, "load", [(state,)] * self.ranks.size)
+
+
+def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which requests each rank answers: the dearest first, each to whoever has least to do, and in the order of asking.
+
+    >>> deal([5, 9, 5, 4], 2)
+    [[1, 3], [0, 2]]
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = min(range(ranks), key=lambda r: (load[r], r))
+        shares[rank].append(i)
+        load[rank] += costs[i]
+    return [sorted(share) for share in shares]
+
+
+def _answer(found: Any) -> Answer:
+    if isinstance(found, asyncio.CancelledError):
+        return None
+    if isinstance(found, ReinforgeError):
+        return str(found)
+    if isinstance(found, BaseException):
+        raise found
+    return list(found)
