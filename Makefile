@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test pytest lint format docs reference lock clean env env-test env-docs
+.PHONY: help demo test test-scale pytest lint format docs reference lock clean env env-test env-docs env-scale
 export PYTHON TORCH SYSTEM_TORCH
 
 PY := .venv/bin/python
@@ -12,17 +12,22 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 8 ? 8 : n )))
 ARGS ?=
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile | expand -t 20
 
 demo: env ## train a small model on the CPU and show what it learned
 	@$(PY) -m reinforge demo
 
 test: lint pytest ## ruff, mypy, then every test
 
+test-scale: env-scale ## several processes: FSDP2, DeepSpeed, Ray, vLLM, Slurm (2 GB more to install)
+	@echo "== pytest, tests/scale"
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+		$(PY) -m pytest -q tests/scale --timeout 900 $(ARGS)
+
 pytest: env-test
 	@echo "== pytest ($(JOBS) processes)"
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-		$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+		$(PY) -m pytest -q -n $(JOBS) --dist worksteal --ignore tests/scale $(ARGS)
 
 lint: env-test ## ruff and mypy only
 	@echo "== ruff check";  $(PY) -m ruff check --output-format concise .
@@ -39,9 +44,11 @@ reference: env ## write docs/reference/config.md from the schema, and the tables
 docs: env-docs reference ## build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q && echo "built site/index.html"
 
+# The extras that live in one environment. gem, verifiers, openenv, vllm and sglang pin other versions of the same things.
+TOGETHER = tensorboard wandb mlflow trackio gguf qlora serve tasks math lm-eval ray deepspeed mcp textarena gymnasium docs test
 lock: env-test ## pin everything in constraints.txt anew (newer versions: delete their lines first)
 	@$(PY) -m pip install -q uv 2>/dev/null
-	@$(PY) -m uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-header --no-annotate -q -o constraints.txt
+	@$(PY) -m uv pip compile pyproject.toml $(TOGETHER:%=--extra %) --universal --python-version 3.11 --no-header --no-annotate -q -o constraints.txt
 	@sed -i '/^nvidia-\|^cuda-\|^triton==/d' constraints.txt
 
 clean: ## remove what the other targets made, .venv included
@@ -53,6 +60,9 @@ env:
 
 env-test:
 	@tools/env.sh test
+
+env-scale:
+	@tools/env.sh scale
 
 env-docs:
 	@tools/env.sh docs

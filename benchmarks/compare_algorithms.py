@@ -41,7 +41,18 @@ from plots import Point, lines  # noqa: E402
 
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo")
 T95 = (float("nan"), 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student's t, by degrees of freedom
-PHASES = ("generate", "prepare", "annotate", "train")
+SAME = (
+    "steps",
+    "every",
+    "prompts",
+    "group",
+    "updates",
+    "learning_rate",
+    "critic_rate",
+    "critic_warmup",
+    "held_out",
+)  # what makes runs alike
+PHASES = ("generate", "reward_wait", "prepare", "annotate", "train")
 Curve = list[dict[str, float]]  # at each evaluation: step, samples, tokens, seconds, accuracy
 
 
@@ -161,19 +172,35 @@ def bands(curves: list[Curve], budget: float, count: int) -> list[Point]:
     return found
 
 
-def run_all(args: argparse.Namespace, save: Any) -> dict[str, dict[int, Curve]]:
-    """Every algorithm with every seed, `jobs` at a time in processes with one thread each. Saves after each."""
+def run_all(args: argparse.Namespace, curves: dict[str, dict[int, Curve]], save: Any) -> list[str]:
+    """Every algorithm with every seed that `curves` has not, `jobs` at a time in processes with one thread each. Saves after each; returns
+    which ones failed."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    curves: dict[str, dict[int, Curve]] = {name: {} for name in args.algorithms}
+    failed = []
     fresh = 1 if args.model else None  # on a GPU each run has a process, and so all of the memory, to itself
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=fresh) as pool:
-        waiting = {pool.submit(run, args, name, seed): (name, seed) for seed in range(args.seeds) for name in args.algorithms}
+        waiting = {pool.submit(run, args, name, seed): (name, seed)
+                   for seed in range(args.seeds) for name in args.algorithms if seed not in curves[name]}  # fmt: skip
         for future in as_completed(waiting):
             name, seed = waiting[future]
+            if (error := future.exception()) is not None:
+                failed.append(f"{name} seed {seed}: {error!r}"[:300])
+                continue
             points = curves[name][seed] = future.result()
             save(curves)
             print(f"{name:14s} seed {seed}: {points[0]['accuracy']:.1%} to {points[-1]['accuracy']:.1%} in {points[-1]['step']:.0f} steps, "
                   f"{points[-1]['samples']:.0f} samples, {points[-1]['seconds']:.0f} s", flush=True)  # fmt: skip
+    return failed
+
+
+def earlier(path: Path, settings: dict[str, Any], names: list[str]) -> dict[str, dict[int, Curve]]:
+    """The curves that a run with the same settings left, so that only what is missing is run."""
+    curves: dict[str, dict[int, Curve]] = {name: {} for name in names}
+    if path.exists():
+        found = json.loads(path.read_text())
+        alike = all(found["settings"].get(key, settings[key]) == settings[key] for key in SAME)
+        for name in names if alike else ():
+            curves[name] = {int(seed): points for seed, points in found["curves"].get(name, {}).items() if int(seed) < settings["seeds"]}
     return curves
 
 
@@ -208,6 +235,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sft-steps", type=int, default=600, help="cpu: of the starting model")
     parser.add_argument("--start", type=Path, help="cpu: a starting model that was made before, instead of SFT")
     parser.add_argument("--target", type=float, help="accuracy; default 0.6, with --model 0.2")
+    parser.add_argument("--continue", dest="resume", action="store_true", help="only what the results file does not have yet")
     parser.add_argument("--smoke", action="store_true", help="tiny settings, and files go to a temporary folder")
     args = parser.parse_args()
     if bool(args.model) != bool(args.rows):
@@ -230,14 +258,26 @@ def main() -> int:
         results, plots = (folder, folder) if args.smoke else (ROOT / "benchmarks" / "results", ROOT / "docs" / "plots")
         if not args.model and args.start is None:
             args.start = starting_model(args, folder)
-        settings = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items() if key not in ("smoke", "start", "device")}
+        settings = {
+            key: v.name if isinstance(v, Path) else v for key, v in vars(args).items() if key not in ("smoke", "start", "device", "resume")
+        }
 
         def save(curves: dict[str, dict[int, Curve]]) -> None:
             whole = {k: summary(list(c.values()), budget, args.target) for k, c in curves.items() if c}
             content = {"settings": settings, "budget_samples": budget, "interval": "95% t over seeds", "summary": whole, "curves": curves}
             (results / f"compare_{args.name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
-        curves = run_all(args, save)
+        known = (
+            earlier(results / f"compare_{args.name}.json", settings, args.algorithms)
+            if args.resume
+            else {name: {} for name in args.algorithms}
+        )
+        failed = run_all(args, known, save)
+        save(known)
+        if failed:
+            print("failed; --continue runs them again:", *failed, sep="\n  ")
+            return 1
+        curves = known
         found = {k: summary([c[s] for s in sorted(c)], budget, args.target) for k, c in curves.items()}
         series = {k: bands(list(curves[k].values()), budget, max(1, args.steps // args.every)) for k in args.algorithms}
         title = f"Held-out accuracy, {args.seeds} seeds, 95% t-interval" if args.seeds > 1 else "Held-out accuracy, one seed"

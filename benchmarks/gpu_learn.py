@@ -5,7 +5,7 @@
 
 ROWS has lines {"q": question, "a": answer, "split": "train" | "test"}. `anchor` has the settings that TRL's run has (GRPO, 64 prompts x 8
 samples, 64 new tokens, learning rate 1e-5, no KL, temperature 1, reward 1 if the last number is the answer; 60 steps); `best` is what
-we found to learn fastest from the same rows and the same reward. Greedy accuracy on the test rows is measured every few steps. Seconds are those of
+we found to learn fastest from the same rows: a prompt that shows how sums are worked out, and a third of the reward for coming within 10. Greedy accuracy on the test rows is measured every few steps. Seconds are those of
 training: generation, rewards, updates, and all compiling and graph capture; loading the model, evaluations and checkpoints are not counted, for
 TRL neither. With --peer-python TRL trains after us on the same machine (benchmarks/peers/trl_learn.py).
 """
@@ -25,9 +25,11 @@ from reinforge.config.load import config_from_dict
 from reinforge.watch.runs import read_lines
 
 ANCHOR: dict[str, Any] = {"algorithm.name": "grpo", "algorithm.group_size": 8, "train.prompts_per_step": 64, "train.learning_rate": 1e-5, "train.steps": 60}  # fmt: skip
+EXAMPLES = "Work from left to right.\n12 + 30 - 7 = 42 - 7 = 35\n64 - 81 = -17\nNow the same for this one. {q}"
 BEST: dict[str, Any] = {
-    "algorithm.name": "grpo", "algorithm.group_size": 16, "train.prompts_per_step": 128, "train.learning_rate": 2e-5, "train.steps": 2000,
-    "train.schedule": {"kind": "constant", "warmup": 5}, "sampling": {"prefer": "teachable"},
+    "algorithm.name": "grpo", "algorithm.group_size": 16, "train.prompts_per_step": 128, "train.learning_rate": 3e-5, "train.steps": 2000,
+    "train.schedule": {"kind": "constant", "warmup": 5}, "sampling": {"prefer": "teachable"}, "data.template": EXAMPLES,
+    "rewards": [{"name": "exact_number"}, {"name": "number", "weight": 0.3, "options": {"tolerance": 10}}],
 }  # fmt: skip
 
 
@@ -63,7 +65,7 @@ def curve(folder: str) -> list[dict[str, float]]:
     """[step, seconds of training so far, accuracy, entropy ...] at every evaluation."""
     seconds, points, newest = 0.0, [], {}
     for line in read_lines(Path(folder) / "metrics.jsonl"):
-        seconds += sum(line.get(f"time/{phase}", 0.0) for phase in ("generate", "prepare", "annotate", "train"))
+        seconds += sum(line.get(f"time/{phase}", 0.0) for phase in ("generate", "reward_wait", "prepare", "annotate", "train"))
         newest |= {k: line[k] for k in ("policy/entropy", "reward/mean", "groups/zero_variance", "tokens/sampled") if k in line}
         if "eval/accuracy" in line:
             points.append({"step": line["step"], "seconds": seconds, "accuracy": line["eval/accuracy"], **newest})

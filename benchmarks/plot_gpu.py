@@ -34,7 +34,9 @@ def main() -> None:
     steps: dict[str, float] = {}
     for shape, name in (("0.5b", "gpu_step_05b.json"), ("1.5b", "gpu_step_15b.json")):
         best, floor = read(name)["best"]["step"], sum(read(name)["floor"].values())
-        steps |= {f"{shape}: physical limit": floor, f"{shape}: reinforge": best, f"{shape}: TRL + vLLM, earlier run": TRL_SECONDS[shape]}
+        peers = [row["step"] for row in read(name).get("peers", [])]
+        told = {f"{shape}: TRL + vLLM": peers[0]} if peers else {f"{shape}: TRL + vLLM, earlier run": TRL_SECONDS[shape]}
+        steps |= {f"{shape}: physical limit": floor, f"{shape}: reinforge": best, **told}
     bars(
         {name: (v, v, v) for name, v in steps.items()},
         "A whole GRPO step, 512 x (256 + 1024) tokens, one H200",

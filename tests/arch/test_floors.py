@@ -27,12 +27,19 @@ SIDEWAYS: set[tuple[str, str]] = {
 }  # docs/decisions/0008-judges-are-engines.md; (importer, imported) on one floor, one way only; each needs a page in docs/decisions
 ADAPTERS = {
     "ray": "cluster/",
-    "vllm": "engines/vllm.py",
+    "vllm": "engines/vllm_plugin.py",  # loaded by vLLM itself, in its own Python
     "sglang": "engines/sglang.py",
     "deepspeed": "backends/deepspeed.py",
     "megatron": "backends/megatron.py",
+    "mcp": "envs/mcp.py",
 }
-HOMES = {**ADAPTERS, "starlette": "app/serve_http.py", "uvicorn": "app/serve_http.py", "httpx": "engines/openai.py"}  # each in one file
+HOMES = {
+    **ADAPTERS,
+    "starlette": "app/serve_http.py",
+    "uvicorn": "app/serve_http.py",
+    "httpx": "engines/",
+    "lm_eval": "evals/lm_eval.py",
+}  # each in one file; httpx in two: theirs, and our own servers
 CALLABLE_TRAIN = ("reinforge.train", "reinforge")  # docs/decisions/0001-callable-train.md
 
 
@@ -161,7 +168,7 @@ def test_dependencies_are_honest() -> None:
     """Everything imported is declared (runtime, an extra, or a dependency of one that is), and everything declared is used."""
     brought = {"triton", "sympy", "pandas", "pyarrow", "huggingface_hub"}  # by torch, torch, datasets, datasets, transformers
     used = {i.module.split(".")[0] for m in modules() for i in imports(m)} - sys.stdlib_module_names - {"reinforge"} - ADAPTERS.keys()
-    allowed = declared("tensorboard", "wandb", "mlflow", "trackio", "gguf", "qlora", "tasks", "serve", "math") | brought
+    allowed = declared("tensorboard", "wandb", "mlflow", "trackio", "gguf", "qlora", "tasks", "serve", "math", "lm-eval") | brought
     assert used <= allowed, f"imported but not declared: {sorted(used - allowed)}"
     indirect = {"numpy"}  # Tensor.numpy() needs it, and torch does not bring it
     unused = declared() - used - indirect

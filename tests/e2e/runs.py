@@ -244,7 +244,7 @@ def evidence(run_dir: Path) -> Evidence:
     from reinforge.checkpoint.store import digest_run
 
     metrics = [
-        {k: v for k, v in line.items() if k not in CLOCK and not k.startswith(("time/", "share/", "memory/"))}
+        {k: v for k, v in line.items() if k not in CLOCK and not k.startswith(("time/", "share/", "memory/", "efficiency/"))}
         for line in lines(run_dir / "metrics.jsonl")
     ]
     return Evidence(digest_run(run_dir), metrics, lines(run_dir / "samples.jsonl"))

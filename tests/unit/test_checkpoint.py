@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from reinforge.checkpoint import files, store
 from reinforge.core.backend import State
@@ -294,7 +295,7 @@ def break_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 def break_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(tensors: dict, path: Path) -> None:
         Path(path).write_bytes(b"half a file")
-        raise files.SafetensorError("I/O error: No space left on device (os error 28)")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(files, "save_file", full)
 

@@ -103,8 +103,11 @@ def test_the_solutions_faults_are_zero_and_counted_ours_are_none(monkeypatch: py
     assert reward.counts["failed_here"] == 0
     layout = isolations.layout
     monkeypatch.setattr(isolations, "layout", lambda packages=(): (layout()[0] + (("/no/such", "/no/such"),), layout()[1]))
+    reward = CodeReward(
+        entry_point="add", timeout=1.5, backend="namespaces", warm=False
+    ).open()  # in this process, where the layout is broken
     outcome = asyncio.run(reward([RIGHT, CHEATS["never returns"]], tests=[tests] * 2))
-    assert outcome.scores == [None, None] and outcome.crashes == 2 and reward.counts["failed_here"] == 2
+    assert outcome.scores == [None, None] and outcome.sandbox == 2 and outcome.crashes == 0 and reward.counts["failed_here"] == 2
 
 
 def test_too_large_tests_are_ours() -> None:

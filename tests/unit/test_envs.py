@@ -215,7 +215,7 @@ def config(chat_dir: str, folder: Path, name: str, **changes: Any) -> Config:
 
 
 def drop(line: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in line.items() if not k.startswith(("time", "share", "tokens_per_second", "memory"))}
+    return {k: v for k, v in line.items() if not k.startswith(("time", "share", "tokens_per_second", "memory", "efficiency"))}
 
 
 def test_a_multi_turn_run_resumes_exactly(chat_dir: str, tmp_path: Path) -> None:
@@ -303,8 +303,8 @@ def test_the_demo_of_tool_use_runs() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with tempfile.TemporaryDirectory() as folder:
-        found = module.run(Path(folder), {**module.SIZES["quick"], "sft_steps": 10, "transcripts": 100})
-    assert found["n"] == 8 and 0 <= found["after"] <= 1 and found["turns"] >= 1
+        found = module.run(Path(folder), {**module.SIZES["quick"], "sft_steps": 10, "transcripts": 100})["env"]
+    assert found["n"] == 8 and 0 <= found["after"] <= 1 and found["turns"] >= 1 and [p[0] for p in found["curve"]] == [0, 2]
 
 
 # ---- check template ----

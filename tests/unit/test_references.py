@@ -199,7 +199,7 @@ def test_resume_is_exact(make: Callable[..., Config], monkeypatch: pytest.Monkey
     assert store.step_of(store.steps(Path(cut.run.dir))[0]) == 2
     launch(cut, eval_data=eval_data)
     assert digest(cut) == digest(whole)
-    drop = lambda m: {k: v for k, v in m.items() if not k.startswith(("time", "share", "tokens_per_second", "memory"))}  # noqa: E731
+    drop = lambda m: {k: v for k, v in m.items() if not k.startswith(("time", "share", "tokens_per_second", "memory", "efficiency"))}  # noqa: E731
     for again, once in zip(lines(cut), lines(whole), strict=True):
         assert {k: (v, again.get(k)) for k, v in drop(once).items() if v != again.get(k)} == {} and drop(again).keys() == drop(once).keys()
 

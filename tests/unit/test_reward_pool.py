@@ -314,19 +314,19 @@ def test_a_redone_step_reads_what_the_clock_decided(tmp_path: Path) -> None:
         scorer = Scorer([reward], journal=Journal(tmp_path / "journal.jsonl"))
         scores = run(scorer.score([Row("r", "p")] * 3, "0:r", [[1], [2], [3]], texts))
         found.append((scores, scorer.faults("0:r"), scorer.faults("0:r")))
-    assert found[0] == found[1] == ({"obey": [3.0, None, None]}, {"timeouts": 1, "crashes": 1}, {})
+    assert found[0] == found[1] == ({"obey": [3.0, None, None]}, {"reward_timeout": 1, "reward_crash": 1}, {})
     assert scorer.total({"obey": None}, 5)[1] is None
 
 
 def test_faults_are_counted_in_the_metrics() -> None:
     groups = [
-        Group(Row("a", "p"), [], [], faults={"timeouts": 2}),
-        Group(Row("b", "p"), [], [], faults={"timeouts": 1, "crashes": 4}),
+        Group(Row("a", "p"), [], [], faults={"reward_timeout": 2}),
+        Group(Row("b", "p"), [], [], faults={"reward_timeout": 1, "reward_crash": 4}),
         Group(Row("c", "p"), []),
     ]
     metrics = harvest_metrics(Harvest(groups=groups), {})
-    assert metrics["reward/timeouts"] == 3 and metrics["reward/crashes"] == 4
-    assert "reward/timeouts" not in harvest_metrics(Harvest(groups=groups[2:]), {})
+    assert metrics["faults/reward_timeout"] == 3 and metrics["faults/reward_crash"] == 4
+    assert "faults/reward_timeout" not in harvest_metrics(Harvest(groups=groups[2:]), {})
 
 
 def test_generation_goes_on_while_a_slow_reward_sleeps() -> None:

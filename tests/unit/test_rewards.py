@@ -53,7 +53,7 @@ def test_exact_match_and_regex() -> None:
 
 
 def test_built_in_names_are_all_there() -> None:
-    assert {*FUNCTIONS, "math", "judge", "http", "model", "code"} == set(BUILTIN) and len(set(BUILTIN)) == len(BUILTIN)
+    assert {*FUNCTIONS, "math", "judge", "http", "model", "process", "code"} == set(BUILTIN) and len(set(BUILTIN)) == len(BUILTIN)
 
 
 # users' functions

@@ -75,7 +75,7 @@ def test_a_run_that_died_ends_as_one_that_did_not(make: Callable[..., Config], m
     assert store.step_of(store.steps(Path(cut.run.dir))[0]) == 2
     go(cut)
     assert digest(cut) == digest(whole)
-    drop = lambda m: {k: v for k, v in m.items() if not k.startswith(("time", "share", "tokens_per_second", "memory"))}  # noqa: E731
+    drop = lambda m: {k: v for k, v in m.items() if not k.startswith(("time", "share", "tokens_per_second", "memory", "efficiency"))}  # noqa: E731
     assert [drop(m) for m in lines(cut)] == [drop(m) for m in lines(whole)]
     values = [m.get(SEEN[feature], 0.0) for m in lines(whole)]
     assert any(values), f"{feature} did nothing"

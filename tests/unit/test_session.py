@@ -63,7 +63,7 @@ def test_resume_gives_the_uninterrupted_run(
     assert store.step_of(store.steps(Path(cut.run.dir))[0]) == 2 or eval_data is not None  # a better evaluation may have saved at 3
     launch(cut, eval_data=eval_data)
     assert digest(cut) == digest(whole)
-    drop = lambda m: {k: v for k, v in m.items() if not k.startswith(("time", "share", "memory", "tokens_per_second"))}  # noqa: E731
+    drop = lambda m: {k: v for k, v in m.items() if not k.startswith(("time", "share", "memory", "tokens_per_second", "efficiency"))}  # noqa: E731
     assert [drop(m) for m in lines(cut)] == [drop(m) for m in lines(whole)]  # no step is in the log twice, none is missing
 
 

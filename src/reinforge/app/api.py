@@ -34,8 +34,9 @@ from reinforge.core.errors import InputError
 
 if TYPE_CHECKING:
     from reinforge.app.build import Given
+    from reinforge.app.remote import Attempt
     from reinforge.rewards.build import GivenRewards
-    from reinforge.train.session import ViewLike
+    from reinforge.train.session import Session, ViewLike
 
 T = TypeVar("T")
 
@@ -107,21 +108,19 @@ def _ctrl_c_raises() -> Iterator[None]:
 
 def train_config(config: Config, given: Given | None = None, view: ViewLike | None = None) -> RunResult:
     """Runs one config to its end, or on from where it stopped, and writes the report."""
-    from reinforge.app.build import build
+    from reinforge.app.build import Given
     from reinforge.app.sharded import open_ranks
     from reinforge.watch.report import write_report
     from reinforge.watch.view import View
 
-    with open_ranks(config):
-        trainer = build(config, view or View(), given)
-        session = trainer.session
+    given, view, started = given or Given(), view or View(), time.monotonic()
+    if config.cluster.kind == "ray":
+        from reinforge.app.remote import on_ray
 
-        async def go() -> None:
-            with session:
-                await trainer.run()
-
-        started = time.monotonic()
-        run_sync(go(), session.terminate)
+        session = on_ray(config, given, view, _run)
+    else:
+        with open_ranks(config):
+            session = _run(config, given, view)
     finite = {name: value for name, value in session.last.items() if math.isfinite(value)}  # NaN is not JSON
     summary = {
         "steps": session.step,
@@ -129,9 +128,33 @@ def train_config(config: Config, given: Given | None = None, view: ViewLike | No
         "seconds": time.monotonic() - started,
         "metrics": finite,
         "counters": session.counters,
+        **({"uncontained": session.uncontained} if session.uncontained else {}),
     }
     (session.dir / "summary.json").write_text(json.dumps(summary, indent=1))
     return RunResult(session.dir, session.last, session.step, session.stopped, write_report(session.dir))
+
+
+def _run(config: Config, given: Given, view: ViewLike, attempt: Attempt | None = None) -> Session:
+    """The run that the config describes, to its end. `attempt`: who wants to know how far it is."""
+    from reinforge.app.build import build
+    from reinforge.app.engines import close_servers
+
+    trainer = build(config, view, given)
+    session = trainer.session
+    if attempt is not None:
+        attempt.made(session)
+
+    async def go() -> None:
+        with session:
+            if attempt is not None:
+                attempt.opened(session)
+            await trainer.run()
+
+    try:
+        run_sync(go(), session.terminate)
+    finally:
+        close_servers(getattr(trainer, "engine", None))
+    return session
 
 
 def train(

@@ -27,7 +27,7 @@ FILE, STARTED = "artefact.json", "stage.json"
 MODEL, ADAPTER, DATA, EVALUATION = "model", "adapter", "data.jsonl", "evaluation.json"
 WHOLE_BYTES, EDGE_BYTES = 64 << 20, 1 << 20  # larger files are known by their size, their first and their last bytes
 HARMLESS = ("run.dir", "run.resume", "run.log", "run.checkpoint.every", "run.checkpoint.keep")  # leave what comes out as it is
-CLOCKED = ("time/", "share/", "memory/", "tokens_per_second", "time")  # metrics of the machine
+CLOCKED = ("time/", "share/", "memory/", "tokens_per_second", "efficiency/", "time")  # metrics of the machine
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ from reinforge.app.critic import make_critic
 from reinforge.app.envs import response_tokens, training_rollout
 from reinforge.app.online import joined
 from reinforge.app.predict import predict_run
-from reinforge.app.sampling import make_source
+from reinforge.app.sampling import carrying, make_ahead, make_source
 from reinforge.app.supervised import build_supervised
 from reinforge.app.teacher import make_teachers
 from reinforge.app.workshop import Given as Given
 from reinforge.app.workshop import Workshop as Workshop
-from reinforge.app.workshop import averaged, total_steps
+from reinforge.app.workshop import averaged, open_shop, total_steps
 from reinforge.app.workshop import load_data as load_data
 from reinforge.config.schema import Config
+from reinforge.core.sample import Group
 from reinforge.rewards.running import Running
 from reinforge.rollout.journal import Journal
 from reinforge.train.rl import RLTrainer
@@ -25,7 +26,7 @@ from reinforge.train.supervised import SupervisedTrainer
 
 
 def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
-    shop = Workshop(cfg, given, view)
+    shop = open_shop(cfg, given, view)
     cfg = shop.cfg
     new_tokens = cfg.rollout.max_new_tokens
     prompts = shop.prompts(shop.train_rows, new_tokens)
@@ -37,18 +38,22 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
         max(1, steps - warmup) * per_step, cfg.rollout.temperature, paired=critic is not None, teachers=make_teachers(shop)
     )
     cursor = shop.cursor(rows, rows)
-    evaluate = shop.heldout()  # before the engine is made: its prompts count for the size of the cache
+    played: list[Group] = []
+    evaluate = shop.heldout(played.extend)  # before the engine is made: its prompts count for the size of the cache
     journal = Journal(Path(cfg.run.dir) / "journal.jsonl")
     rollout = training_rollout(shop, encoded, journal)
     running = rollout.scorer.running = Running.of(shop.rewards)
     everybody, engine = joined(shop, rows, rollout, backend)
-    source, parts = make_source(cfg, shop.algorithm, rows, cursor, everybody, journal, shop.best, [len(encoded[row.id]) for row in rows])
-    parts |= ({"rewards": running} if running.rules else {}) | ({"critic": critic} if critic is not None else {})
+    carry, lengths = carrying(cfg, shop.engine, rollout), [len(encoded[row.id]) for row in rows]
+    source, parts = make_source(cfg, shop.algorithm, rows, cursor, everybody, journal, shop.best, lengths, carry)
+    ahead, begun = make_ahead(cfg, source, steps)
+    parts |= begun | ({"rewards": running} if running.rules else {}) | ({"critic": critic} if critic is not None else {})
     session = Session(cfg, backend, cursor, steps, view, averaged(evaluate, backend, shop.engine), journal.clear,
-                      {"algorithm": shop.algorithm, **backend.parts(), **parts})  # fmt: skip
+                      {"algorithm": shop.algorithm, **backend.parts(), **parts}, played)  # fmt: skip
+    session.uncontained = shop.uncontained
     session.prediction = predict_run(cfg, backend, [len(ids) for ids in encoded.values()], shop.algorithm.needs)
     return RLTrainer(session, source, backend, engine, shop.algorithm, response_tokens(cfg, shop.context), shop.weights,
-                     cfg.algorithm.epochs, cfg.algorithm.minibatches, critic, running, cfg.train.skip_idle)  # fmt: skip
+                     cfg.algorithm.epochs, cfg.algorithm.minibatches, critic, running, cfg.train.skip_idle, ahead)  # fmt: skip
 
 
 def build(cfg: Config, view: ViewLike, given: Given | None = None) -> RLTrainer | SupervisedTrainer:

@@ -11,7 +11,7 @@ from typing import Literal
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.config.schema import Config
 from reinforge.version import __version__
-from reinforge.watch.runs import read_json
+from reinforge.watch.runs import read_json, uncontained
 
 Form = Literal["model", "adapter", "reward model"]
 ARXIV = re.compile(r"\d{4}\.\d{4,5}")
@@ -61,6 +61,10 @@ def card(run: Path, config: Config, form: Form, checkpoint: str, *, averaged: bo
         f"- method: {name}{adapter}{cited(name)}",
         f"- data: `{config.data.source}`" + (f" with {json.dumps(config.data.options)}" if config.data.options else ""),
         *(f"- reward: `{reward.name}`, weight {reward.weight:g}" for reward in config.rewards),
+        *(
+            f"- **uncontained**: {name} ran the model's programs without a sandbox (allow_unsafe); they could change their rewards"
+            for name in uncontained(run)
+        ),
         f"- weights: {checkpoint}{', the moving average of the weights' if averaged else ''}; seed {config.run.seed}, "
         f"learning rate {config.train.learning_rate:g}, {config.train.prompts_per_step} rows per step",
         "",

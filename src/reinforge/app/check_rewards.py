@@ -62,7 +62,7 @@ def check_rewards(config: Config, *, rows: int = 16, allowed: float = 0.1, gold:
     right by chance. `gold`: how a right answer is written, with {answer} in it, where none of the usual ways is."""
     if gold is not None and "{answer}" not in gold:
         raise InputError("has no {answer} in it.", where="--gold", fix='Write e.g. --gold "<answer>{answer}</answer>".')
-    tried = [cfg for cfg in config.rewards if cfg.name != "model"]
+    tried = [cfg for cfg in config.rewards if cfg.name not in ("model", "process")]
     kept = {cfg.name.rpartition(":")[2] for cfg in tried}
     tried = [cfg if cfg.gate is None or cfg.gate.rpartition(":")[2] in kept else cfg.model_copy(update={"gate": None}) for cfg in tried]
     from reinforge.data.sources import train_and_eval_rows
@@ -74,7 +74,7 @@ def check_rewards(config: Config, *, rows: int = 16, allowed: float = 0.1, gold:
             what, where="rewards" if not tried else "data.columns", fix="Map it, e.g. columns: {answer: solution}." if tried else None
         )
     found = asyncio.run(_Trial(tried, chosen, {"as you say": gold} if gold else WRAPS, allowed).run())
-    found.left_out = [cfg.name for cfg in config.rewards if cfg.name == "model"]
+    found.left_out = [cfg.name for cfg in config.rewards if cfg.name in ("model", "process")]
     return found
 
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reinforge.app import commands_check, commands_model, commands_runs
+from reinforge.app import commands_check, commands_launch, commands_model, commands_runs
 from reinforge.app.show import console, print_mapping, print_table
 from reinforge.core.errors import EXIT_BAD_INPUT, InputError, ReinforgeError
 from reinforge.version import __version__
 
 if TYPE_CHECKING:
     from reinforge.config.pipeline import Pipeline
+    from reinforge.config.schema import Config
 
 EXIT_INTERRUPTED = 130
 
@@ -69,7 +70,6 @@ def train(
 
       reinforge train recipes/pipeline.yaml
     """
-    from reinforge.app.preflight import preflight
     from reinforge.config.pipeline import Pipeline, load_any
 
     if int(os.environ.get("RANK", "0")) > 0 and "MASTER_ADDR" in os.environ:  # torchrun: rank 0 drives
@@ -82,6 +82,13 @@ def train(
         return
     if force_stage:
         raise InputError(f"{config} is one run and has no stages.", where="--force-stage", fix="Use another run.dir to run it again.")
+    _train_run(loaded)
+
+
+def _train_run(loaded: Config) -> None:
+    """One run to its end, if nothing speaks against it."""
+    from reinforge.app.preflight import preflight
+
     found = preflight(loaded)
     _warn(found.warnings)
     _refuse(found.errors)
@@ -92,11 +99,46 @@ def train(
 
 
 @app.command()
+def sft(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or directory.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Your rows: a .jsonl, .json, .csv or .parquet file, or a hub data set id.")],
+    overrides: Overrides = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="The run's directory; default: runs/sft-MODEL-DATA.")] = None,
+    epochs: Annotated[float, typer.Option(min=0.001, help="Passes over the rows.")] = 1.0,
+    lora: Annotated[int | None, typer.Option(min=1, metavar="RANK", help="Train an adapter of this rank instead of all weights.")] = None,
+) -> None:
+    """Fine-tune a model on rows of your own: {"prompt", "completion"}, {"messages"} or {"text"}. No configuration needed.
+
+    A twentieth of the rows is held out. The same command goes on after a stop. The run's config.json has all settings.
+
+    [bold]Examples[/bold]
+
+      reinforge sft HuggingFaceTB/SmolLM2-135M-Instruct rows.jsonl
+
+      reinforge sft org/base rows.jsonl --lora 16 --epochs 3 train.learning_rate=1e-4
+
+      reinforge sft org/base texts.jsonl data.loss_on=all
+    """
+    from reinforge.app.quick import sft_config
+
+    config = sft_config(model, data, out=out, epochs=epochs, lora=lora, overrides=overrides or [])
+    _train_run(config)
+    print(f"next: reinforge chat {config.run.dir}, or reinforge export {config.run.dir} OUT{' --merge' if config.adapter else ''}")
+
+
+@app.command()
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     deadline: Annotated[float, typer.Option(help="Seconds for the data and reward checks.", min=1)] = 30.0,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Instead: step time and best layout on 8 to 1024 GPUs.")] = False,
+    gpus: Annotated[str, typer.Option(help="--cluster: how many GPUs, e.g. 8..1024 or 8,24.")] = "8..1024",
+    gpu: Annotated[str | None, typer.Option(help="--cluster: which, e.g. H100; default: the run's, or H100.")] = None,
+    run: Annotated[Path | None, typer.Option("--from", metavar="RUN", help="--cluster: a run on GPUs whose times are the measure.")] = None,
+    length: Annotated[
+        float | None, typer.Option(min=1, help="--cluster: mean tokens of a completion; default: the run's, or half of the limit.")
+    ] = None,
 ) -> None:
     """Find what is wrong with a configuration before a model is loaded.
 
@@ -107,7 +149,12 @@ def plan(
       reinforge plan recipes/chain_sum.yaml
 
       reinforge plan recipes/chain_sum.yaml model.path=./my-model --json
+
+      reinforge plan recipes/chain_sum.yaml --cluster --gpus 8..256 --from runs/chain-sum
     """
+    if cluster:
+        _plan_cluster(config, overrides or [], as_json, gpus=gpus, gpu=gpu, run=run, length=length)
+        return
     from reinforge.app.plan import describe
     from reinforge.app.plan import plan as make_plan
 
@@ -185,6 +232,7 @@ def demo(
 
 
 commands_model.register(app)
+commands_launch.register(app, commands_check.app)
 app.add_typer(commands_runs.app, name="runs")
 app.add_typer(commands_check.app, name="check")
 
@@ -200,6 +248,20 @@ def _train_pipeline(pipeline: Pipeline, force: Sequence[str]) -> None:
     result = run_pipeline(pipeline, force)
     print_table(show_pipeline(result.run_dir))
     print_mapping({"report": result.report})
+
+
+def _plan_cluster(
+    config: Path, overrides: Sequence[str], as_json: bool, *, gpus: str, gpu: str | None, run: Path | None, length: float | None
+) -> None:
+    from reinforge.app.simulate import gpu_counts, plan_cluster
+    from reinforge.config.load import load_config
+
+    found = plan_cluster(load_config(config, overrides), gpu_counts(gpus), gpu=gpu, run=run, length=length)
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+        return
+    print_mapping(found.assumed)
+    print_table(found.rows())
 
 
 def _refuse(errors: Sequence[str]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,23 +21,56 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     config_or_run: Annotated[
-        Path, typer.Argument(metavar="CONFIG_OR_RUN", help="A configuration, or the directory of a run (its newest checkpoint).")
+        Path,
+        typer.Argument(
+            metavar="CONFIG_OR_RUN",
+            help="A configuration, or the directory of a run (its newest checkpoint). With --runner lm_eval also any model.",
+        ),
     ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file.")] = None,
+    runner: Annotated[str, typer.Option(help="native, or lm_eval: tasks of lm-evaluation-harness on our engine.")] = "native",
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="lm_eval: names of tasks.")] = None,
+    include: Annotated[Path | None, typer.Option(metavar="DIR", help="lm_eval: a directory with tasks of your own (YAML).")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="lm_eval: only the first rows of every task.")] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, help="lm_eval: examples in the prompt; default: the task's.")] = None,
+    as_chat: Annotated[bool, typer.Option("--chat", help="lm_eval: prompts through the model's chat template.")] = False,
 ) -> None:
-    """Measure a model on the held-out rows of its configuration.
+    """Measure a model on the held-out rows of its configuration, or on tasks of lm-evaluation-harness.
 
     [bold]Examples[/bold]
 
       reinforge eval recipes/chain_sum.yaml
 
       reinforge eval runs/chain-sum eval.samples=8 eval.temperature=0.7
+
+      reinforge eval runs/chain-sum --runner lm_eval --tasks arc_easy,gsm8k --limit 200
     """
+    if runner == "lm_eval":
+        _with_lm_eval(str(config_or_run), tasks, overrides, include=include, limit=limit, fewshot=fewshot, chat=as_chat)
+        return
+    if runner != "native" or any(x is not None for x in (tasks, include, limit, fewshot)) or as_chat:
+        raise InputError("--tasks, --include, --limit, --fewshot and --chat are for --runner lm_eval.", where="--runner", fix="There are: native, lm_eval.")  # fmt: skip
     if not config_or_run.exists():
         raise InputError(f"no such file or directory: {config_or_run}.", where="CONFIG_OR_RUN", fix="Give a .yaml file or a run directory.")
     from reinforge.app.api import evaluate as run
 
     print_mapping(run(config_or_run, overrides or []))
+
+
+def _with_lm_eval(model: str, tasks: str | None, overrides: list[str] | None, **settings: Any) -> None:
+    """Metrics as `task/metric`, filters left out where there is none."""
+    if not tasks:
+        raise InputError("which tasks?", where="--tasks", fix="Give names, e.g. --tasks arc_easy,gsm8k.")
+    if overrides:
+        raise InputError(f"{overrides[0]}: --runner lm_eval reads no configuration.", where="KEY=VALUE", fix="Remove it.")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError("lm_eval is not installed.", where="--runner", fix="pip install 'reinforge[lm-eval]'")
+    from reinforge.app.runs import open_model
+    from reinforge.evals.lm_eval import run_tasks
+
+    found = run_tasks(open_model(model)[0], [name.strip() for name in tasks.split(",")], **settings)
+    print_mapping({f"{task}/{key.removesuffix(',none')}": value for task, values in found.items() for key, value in values.items()
+                   if isinstance(value, int | float)})  # fmt: skip
 
 
 def chat(

@@ -8,8 +8,7 @@ from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.value import ValueLoss, WithValues
-from reinforge.app.sharded import AnyBackend, compiles, hosted, ranks_of
-from reinforge.backends.fsdp import FsdpBackend
+from reinforge.app.sharded import ON_RANKS, AnyBackend, compiles, hosted, in_pieces, ranks_of
 from reinforge.backends.local import LocalBackend
 from reinforge.config.schema import Config, CriticConfig, TrainConfig
 from reinforge.core.errors import InputError
@@ -44,15 +43,31 @@ def make_critic(cfg: Config, algorithm: Algorithm, policy: CausalModel, updates:
 
 
 def _backend(cfg: Config, critic: CriticConfig, policy: CausalModel, train: TrainConfig, updates: int) -> AnyBackend:
-    ranks = ranks_of(cfg)
-    if ranks is None:
+    remote = cfg.cluster.kind != "local"
+    if ranks_of(cfg) is None and not remote:
         return LocalBackend(_model(cfg, critic, policy), train, total_steps=updates, paired=True)
     changes, where = _changes(cfg, critic)
-    source = hosted(cfg.model.model_copy(update=changes))
     if critic.path is not None:
+        source = hosted(cfg.model.model_copy(update=changes))
         _same_tokens(critic.path, load_tokenizer(source, where), load_config(source, where).get_text_config().vocab_size, policy)
-    make = partial(load_scalar, source, where=where, fresh=True)
-    return FsdpBackend(ranks, make, train, compiled=compiles(cfg.model), total_steps=updates, paired=True)
+    if remote:
+        from reinforge.app.remote import remote_critic
+
+        return remote_critic(cfg, train, updates)
+    return critic_backend(cfg, critic, train, updates)
+
+
+def critic_backend(cfg: Config, critic: CriticConfig, train: TrainConfig, updates: int) -> AnyBackend:
+    """A critic from its checkpoint: on every rank, or in this process."""
+    ranks = ranks_of(cfg)
+    changes, where = _changes(cfg, critic)
+    loaded = cfg.model.model_copy(update=changes)
+    if ranks is None:
+        return LocalBackend(load_scalar(loaded, where=where, fresh=True), train, total_steps=updates, paired=True)
+    make = partial(load_scalar, hosted(loaded), where=where, fresh=True)
+    return ON_RANKS[train.backend](
+        ranks, make, train, compiled=compiles(cfg.model), sharded=in_pieces(cfg), total_steps=updates, paired=True
+    )
 
 
 def _changes(cfg: Config, critic: CriticConfig) -> tuple[dict[str, Any], str]:

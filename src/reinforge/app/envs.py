@@ -14,6 +14,7 @@ from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.envs.build import Mixture, entry_of
 from reinforge.envs.calls import talk_of
+from reinforge.envs.names import BUILTIN
 from reinforge.rewards.build import load_function
 from reinforge.rollout.episode import Limits, Player
 from reinforge.rollout.episodes import COMPARE, ENV, Episodes
@@ -75,9 +76,11 @@ def make_episodes(shop: Workshop, cfg: EnvConfig, scorer: Scorer, sampling: Samp
 
 def mixture_of(cfg: EnvConfig, seed: int) -> Mixture:
     where = "env.mix.{}" if cfg.mix else "env"
-    return Mixture(
-        [entry_of(e.name, e.options, weight=e.weight, where=where.format(i), python=e.python) for i, e in enumerate(cfg.entries)], seed
-    )
+    entries = [entry_of(e.name, e.options, weight=e.weight, where=where.format(i), python=e.python) for i, e in enumerate(cfg.entries)]
+    for entry, given in zip(entries, cfg.entries, strict=True):
+        if given.name in BUILTIN and given.python is None:
+            entry.make(**entry.options)  # ours do nothing before reset: what is wrong with the options is said here, and ends the run
+    return Mixture(entries, seed)
 
 
 def episode_tokens(cfg: Config, context: int) -> int:

@@ -43,7 +43,7 @@ def needs_of(cfg: Config) -> frozenset[str]:
 
 
 def predict(cfg: Config, facts: Facts, machine: Machine, lengths: tuple[float, int], *, budget: int | None = None,
-            needs: frozenset[str] | None = None) -> dict[str, Any]:  # fmt: skip
+            needs: frozenset[str] | None = None, devices: int = 1) -> dict[str, Any]:  # fmt: skip
     """`lengths`: mean and longest prompt, or row where nothing is generated. Completions count with rollout.max_new_tokens: shorter
     ones take less. `budget`: tokens per micro-batch where they are known already."""
     needs = needs_of(cfg) if needs is None else needs
@@ -72,7 +72,9 @@ def predict(cfg: Config, facts: Facts, machine: Machine, lengths: tuple[float, i
     for found in parts.values():
         found["averages"] = followers * memory.FLOAT * facts.learning()
     seconds = {"train": roofline.train_seconds(facts, machine, work), "generate": roofline.generate_seconds(facts, machine, work)}
+    flops = (3 - (facts.rank is not None)) * roofline.forward_flops(facts, 1, mean + work.new_tokens)  # useful ones: nothing computed twice
     return {
+        "rates": {"devices": devices, "engines": cfg.cluster.engines if cfg.cluster.layout == "split" else 0, "peak_flops": machine.flops, "flops_per_token": flops},
         "machine": {"name": machine.name, "kind": machine.kind, "memory_gib": round(machine.memory / GIB, 1), "known": machine.known},
         "memory_gib": {phase: _gib(found) for phase, found in parts.items()},
         "seconds": {phase: float(f"{seconds[phase]:.4g}") for phase in parts},
@@ -105,11 +107,18 @@ def predict_plan(cfg: Config, report: Report) -> None:
                     "Train an adapter (adapter.rank=16), set model.gradient_checkpointing=true or train.optimizer.offload=true, or use a smaller model.")  # fmt: skip
 
 
+def devices_of(backend: AnyBackend) -> int:
+    """How many train: ranks of this run, actors of a crew, or one."""
+    ranks, crew = getattr(backend, "ranks", None), getattr(backend, "crew", None)
+    return ranks.size if ranks is not None else len(crew.actors) if crew is not None else 1
+
+
 def predict_run(cfg: Config, backend: AnyBackend, lengths: Sequence[int], needs: frozenset[str]) -> dict[str, Any]:
     """The prediction of a run whose model is loaded: parameters are counted, the micro-batch is known."""
     facts = backend.facts()
     machine = machine_at(str(backend.model.device))
-    return predict(cfg, facts, machine, (sum(lengths) / max(1, len(lengths)), max(lengths, default=1)), budget=backend.budget, needs=needs)
+    return predict(cfg, facts, machine, (sum(lengths) / max(1, len(lengths)), max(lengths, default=1)), budget=backend.budget, needs=needs,
+                   devices=devices_of(backend))  # fmt: skip
 
 
 def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:

@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reinforge.config import ahead, deepspeed, engine
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.train.changes import check_changes
 
 KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "qlora": "QLoRA (base in NF4)"}
+LAUNCHED = {"launch", "logs"}  # what `reinforge launch` leaves in the run directory before there is a run
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -68,6 +70,10 @@ def preflight(config: Config) -> Report:
     _check_agent(config, report)
     _check_parts(config, report)
     _check_exact(config, report)
+    for told in ahead.warnings(config):
+        report.warn(*told)
+    for told in (*engine.missing(config), *deepspeed.missing(config)):
+        report.refuse(*told)
     _check_run_dir(config, report)
     if config.eval.every and not (config.data.eval.size or config.data.eval.source):
         report.refuse(
@@ -146,7 +152,7 @@ def _check_model(config: Config, report: Report) -> None:
     places += [("critic.path", config.critic.path)] if config.critic and config.critic.path else []
     if config.teacher is not None:
         places += [("teacher.path", config.teacher.path), *((f"teacher.also.{i}.path", t.path) for i, t in enumerate(config.teacher.also))]
-    judges = [(f"rewards.{i}.options.path", r.options.get("path")) for i, r in enumerate(config.rewards) if r.name == "model"]
+    judges = [(f"rewards.{i}.options.path", r.options.get("path")) for i, r in enumerate(config.rewards) if r.name in ("model", "process")]
     places += [(key, given) for key, given in judges if isinstance(given, str)]
     for key, given in judges:
         if not isinstance(given, str):
@@ -312,7 +318,7 @@ def _check_run_dir(config: Config, report: Report) -> None:
             )
         elif not has_run and resume == "must":
             report.refuse("run.resume", f"{path} holds no checkpoint to continue from.", "Use run.resume=auto, or check run.dir.")
-        elif not has_run and any(full.iterdir()) and not (full / "metrics.jsonl").exists():
+        elif not has_run and {p.name for p in full.iterdir()} - LAUNCHED and not (full / "metrics.jsonl").exists():
             report.warn("run.dir", f"{path} is not empty and is not a run.", "Its files stay, the run's come beside them.")
     elif resume == "must":
         report.refuse("run.resume", f"{path} does not exist: there is nothing to continue.", "Use run.resume=auto, or check run.dir.")

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from reinforge.checkpoint import store
+from reinforge.checkpoint.stored import within
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.schema import Config, ModelConfig
 from reinforge.core.errors import InputError
@@ -53,10 +54,10 @@ def load_weights(model: PackedModel, run_dir: Path, which: str = "latest") -> No
     """Puts a checkpoint's weights into the model that the run's config describes: their average where the run kept one (train.ema)."""
     state, _ = store.load(checkpoint_of(run_dir, which))
     own = dict(model.module.named_parameters())
-    for name, tensor in state.tensors.items():
-        if name.startswith("model/") and name != f"model/{VALUE_HEAD}.weight":  # that of a shared critic, which no longer matters
-            plain = name.removeprefix("model/")
-            own[plain].copy_(state.tensors.get(f"part/ema/{plain}", tensor))
+    weights, average = within(state.tensors, "model/"), within(state.tensors, "part/ema/")
+    for name in weights:
+        if name != f"{VALUE_HEAD}.weight":  # that of a shared critic, which no longer matters
+            own[name].copy_(average[name] if name in average else weights[name])
 
 
 def open_model(source: str, *, adapter: str | None = None, checkpoint: str = "latest") -> tuple[CausalModel, Config | None]:

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 from reinforge.algorithms.table import Algorithm
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.schema import Config
 from reinforge.core.backend import Part
+from reinforge.core.engine import Engine
 from reinforge.core.env import Rollout
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.cursor import Cursor
+from reinforge.rollout.ahead import Ahead
+from reinforge.rollout.carry import Carry
 from reinforge.rollout.choose import Chooser, Policy, Teachable
 from reinforge.rollout.curriculum import Declared, Learned, Ramp, difficulties
 from reinforge.rollout.journal import Journal
+from reinforge.rollout.partial import Partial
 from reinforge.rollout.passrate import Bands, PassRates
 from reinforge.rollout.replay import Replay
 from reinforge.rollout.source import Source
 
 
 def replayable(cfg: Config) -> AlgorithmConfig:
-    """The section `algorithm`; with replay and no correction, the ratio is taken to the policy that sampled (old: engine)."""
-    if cfg.sampling.replay is None or cfg.algorithm.correction.name != "none":
+    """The section `algorithm`; with replay or staleness and no correction, the ratio is taken to the policy that sampled (old: engine)."""
+    on_policy = cfg.sampling.replay is None and cfg.rollout.staleness == 0
+    if on_policy or cfg.algorithm.correction.name != "none" or not cfg.algorithm.rl or cfg.algorithm.old == "recompute":
         return cfg.algorithm
     return cfg.algorithm.model_copy(update={"old": "engine"})
 
 
 def make_source(cfg: Config, algorithm: Algorithm, rows: Sequence[Row], cursor: Cursor, rollout: Rollout, journal: Journal,
-                best: float, lengths: Sequence[int] = ()) -> tuple[Source, dict[str, Part]]:  # fmt: skip
-    """The source, and those of its parts that belong in a checkpoint. `best` is the largest possible total reward, `lengths` are of the rows."""
+                best: float, lengths: Sequence[int] = (), carry: Carry | None = None) -> tuple[Source, dict[str, Part]]:  # fmt: skip
+    """The source, and those of its parts that belong in a checkpoint. `best` is the largest possible total reward, `lengths` are of the rows.
+    With `carry`, which the rollout generates with, a source that carries over what a step does not wait for."""
     sampling, parts = cfg.sampling, dict[str, Part]()
     rates = replay = None
     if sampling.tracks:
@@ -43,12 +51,37 @@ def make_source(cfg: Config, algorithm: Algorithm, rows: Sequence[Row], cursor: 
         r = sampling.replay
         replay = Replay(rows, size=r.size, share=r.share, max_staleness=r.max_staleness, max_uses=r.max_uses)
         parts["replay"] = replay
+    shared: dict[str, Any] = {
+        "chooser": Chooser(cursor, cfg.run.seed, policies(cfg, rows, rates, lengths)), "over_provision": sampling.over_provision, "journal": journal,
+        "passrates": rates,
+    }  # fmt: skip
+    if carry is not None:
+        carried = Partial(rows, cursor, rollout, cfg.train.prompts_per_step, **shared, carry=carry, staleness=cfg.rollout.staleness)
+        return carried, {**parts, "partial": carried}
     source = Source(
-        rows, cursor, rollout, cfg.train.prompts_per_step, dynamic=algorithm.dynamic_sampling, max_refills=cfg.algorithm.max_refills,
-        chooser=Chooser(cursor, cfg.run.seed, policies(cfg, rows, rates, lengths)), over_provision=sampling.over_provision, journal=journal,
-        passrates=rates, replay=replay,
+        rows, cursor, rollout, cfg.train.prompts_per_step, dynamic=algorithm.dynamic_sampling, max_refills=cfg.algorithm.max_refills, **shared,
+        replay=replay,
     )  # fmt: skip
     return source, parts
+
+
+def carrying(cfg: Config, engine: Engine, rollout: Any) -> Carry | None:
+    """With `rollout.partial`, the engine that remembers, in place of the one that the rollout (or its player) generates with."""
+    if not cfg.rollout.partial:
+        return None
+    if "on_tokens" not in inspect.signature(engine.generate).parameters:
+        raise InputError("this engine does not tell tokens as they come, so what is cut would be lost.", where="rollout.partial",
+                         fix="Use the native engine in the trainer's process, or leave it out.")  # fmt: skip
+    carry = Carry(engine)
+    getattr(rollout, "player", rollout).engine = carry
+    return carry
+
+
+def make_ahead(cfg: Config, source: Source, steps: int) -> tuple[Ahead, dict[str, Part]]:
+    """What runs the source, ahead of training where it may, and its state. What is carried over uses the bound up by itself."""
+    staleness = 0 if cfg.rollout.partial else cfg.rollout.staleness
+    ahead = Ahead(source, staleness, steps, drain=cfg.rollout.engine == "native" and cfg.cluster.layout == "colocated")
+    return ahead, {"ahead": ahead} if staleness else {}
 
 
 def policies(cfg: Config, rows: Sequence[Row], rates: PassRates | None, lengths: Sequence[int] = ()) -> list[Policy]:

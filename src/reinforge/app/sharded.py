@@ -1,26 +1,31 @@
-"""`train.backend: fsdp` becomes ranks and backends on them. What is loaded, is loaded by every rank for itself, into host memory."""
+"""`train.backend: fsdp` or `deepspeed` becomes ranks and backends on them. What is loaded, is loaded by every rank for itself, into host memory."""
 
 from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.ranks import Ranks, current, rank_here, serve
+from reinforge.backends.zero import DeepSpeedBackend
 from reinforge.config.schema import AdapterConfig, Config, ModelConfig
+from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
+from reinforge.engines.native import NativeEngine
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_model, load_scalar, pick_device, pick_dtype
 from reinforge.models.packed import PackedModel
 
 AnyBackend = LocalBackend | FsdpBackend
+ON_RANKS = {"fsdp": FsdpBackend, "deepspeed": DeepSpeedBackend}
 
 
 def open_ranks(cfg: Config) -> AbstractContextManager[Any]:
     """The processes that the config asks for, for as long as the block lasts. Ranks other than 0 serve, and never return from here."""
-    if cfg.train.backend != "fsdp":
+    if cfg.train.backend not in ON_RANKS:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
             raise InputError(f"torchrun started {os.environ['WORLD_SIZE']} processes, and this run has one.", where="train.backend",
                              fix="Set train.backend=fsdp, or start it without torchrun.")  # fmt: skip
@@ -32,7 +37,7 @@ def open_ranks(cfg: Config) -> AbstractContextManager[Any]:
 
 def ranks_of(cfg: Config) -> Ranks | None:
     """The open ranks, where the config trains on them; None where one process does it, as in an evaluation."""
-    return current() if cfg.train.backend == "fsdp" else None
+    return current() if cfg.train.backend in ON_RANKS else None
 
 
 def hosted(cfg: ModelConfig) -> ModelConfig:
@@ -51,6 +56,12 @@ def load_policy(cfg: ModelConfig, adapter: AdapterConfig | None, seed: int, scal
     return model
 
 
+def in_pieces(cfg: Config) -> bool | None:
+    """Whether ranks write checkpoints themselves; None: where they are large."""
+    asked = cfg.run.checkpoint.sharded
+    return None if asked == "auto" else asked
+
+
 def compiles(cfg: ModelConfig) -> bool:
     return cfg.compile and pick_device(cfg.device).type == "cuda"
 
@@ -60,3 +71,23 @@ def onto_device(model: CausalModel, cfg: ModelConfig) -> None:
     model.module.to(pick_device(cfg.device))
     if compiles(cfg):
         model.compile_layers()
+
+
+def on_all_ranks(ranks: Ranks, own: Engine, cfg: Config, loading: tuple[AdapterConfig | None, int, bool], stops: frozenset[int], context: int,
+                 longest: int) -> Engine:  # fmt: skip
+    """The engine of rank 0 and one like it on every other rank."""
+    from reinforge.cluster.ranked import RankedEngine
+
+    assert isinstance(own, NativeEngine)
+    return RankedEngine(ranks, own, partial(_engine, cfg, loading, stops, context, longest))
+
+
+def _engine(
+    cfg: Config, loading: tuple[AdapterConfig | None, int, bool], stops: frozenset[int], context: int, longest: int
+) -> NativeEngine:
+    model = load_policy(hosted(cfg.model), *loading, False)
+    assert isinstance(model, CausalModel)
+    onto_device(model, cfg.model)
+    rollout = cfg.rollout
+    return NativeEngine(model, stop_tokens=stops, max_batch=rollout.max_batch, kv_gib=rollout.kv_gib, context=context, longest=longest,
+                        prefix_cache=rollout.prefix_cache)  # fmt: skip

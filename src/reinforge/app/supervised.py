@@ -11,12 +11,12 @@ from typing import Any
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.preference import PairLoss
 from reinforge.algorithms.reward import RewardLoss
-from reinforge.algorithms.unpaired import UnpairedLoss
+from reinforge.algorithms.unpaired import MISMATCHED, UnpairedLoss
 from reinforge.app.predict import needs_of, predict_run
 from reinforge.app.sampling import policies
 from reinforge.app.sharded import AnyBackend
 from reinforge.app.teacher import keep_best, make_teachers
-from reinforge.app.workshop import Evaluate, Given, Workshop, averaged, total_steps
+from reinforge.app.workshop import Evaluate, Given, Workshop, averaged, open_shop, total_steps
 from reinforge.config.schema import Config
 from reinforge.core.backend import Part
 from reinforge.core.batch import Batch
@@ -70,7 +70,7 @@ def make_units(shop: Workshop, rows: Sequence[Row]) -> Prepared:
 def make_backend(shop: Workshop, steps: int) -> AnyBackend:
     """With a reference where one is needed at training time."""
     cfg, reference = shop.cfg, "reference" in shop.algorithm.needs
-    if reference and cfg.train.precompute_reference and not is_adapted(shop.model.module):
+    if reference and cfg.train.precompute_reference and cfg.adapter is None and not is_adapted(shop.model.module):
         return shop.backend(steps, 1.0, compare=False)
     if reference and (moves := shop.reference()).kind != "frozen" and moves.every > steps:
         shop.view.message(f"algorithm.kl.reference: it moves every {moves.every} steps, and the run has {steps}: it will never move")
@@ -109,7 +109,7 @@ def heldout_of(shop: Workshop, load: Callable[[], None]) -> Evaluate | None:
 
 
 def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTrainer:
-    shop = Workshop(cfg, given, view)
+    shop = open_shop(cfg, given, view)
     cfg, loss = shop.cfg, shop.algorithm.loss
     train, held_out = make_units(shop, shop.train_rows), make_units(shop, shop.eval_rows) if shop.eval_rows else Prepared([], [])
     steps = total_steps(cfg, len(train.units))
@@ -117,12 +117,13 @@ def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTra
     cursor = shop.cursor(train.units, train.rows)
     units = [train.units, held_out.units]
     if cfg.train.precompute_reference:
-        units = halves(keep_reference(shop, backend, [*units[0], *units[1]]), len(units[0]))
+        units = keep_reference(shop, backend, units)
     if cfg.teacher is not None and cfg.teacher.precompute:
         units = halves(keep_best(shop, backend, [*units[0], *units[1]]), len(units[0]))
     evaluate = make_evaluate(shop, backend, units[1])
     parts: dict[str, Part] = {"loss": loss} if isinstance(loss, UnpairedLoss) else {}  # it has a running mean
     session = Session(cfg, backend, cursor, steps, view, evaluate, parts={**backend.parts(), **parts})
+    session.uncontained = shop.uncontained
     session.prediction = predict_run(cfg, backend, [sum(len(s.tokens) for s in unit) for unit in train.units], needs_of(cfg))
     chooser = Chooser(cursor, cfg.run.seed, policies(cfg, train.rows, None, [max(len(s.tokens) for s in unit) for unit in train.units]))
     return SupervisedTrainer(session, chooser, backend, loss, units[0].__getitem__, cfg.train.prompts_per_step)
@@ -132,9 +133,10 @@ def halves(units: list[Unit], n: int) -> list[list[Unit]]:
     return [units[:n], units[n:]]
 
 
-def keep_reference(shop: Workshop, backend: AnyBackend, units: Sequence[Unit]) -> list[Unit]:
-    """The units with the reference's log-probs. The weights are still those of the model that was loaded, also in a run that is to be
-    continued: its checkpoint is read later."""
+def keep_reference(shop: Workshop, backend: AnyBackend, parts: Sequence[Sequence[Unit]]) -> list[list[Unit]]:
+    """The units (to train on, held out) with the reference's log-probs. The weights are still those of the model that was loaded, also in a
+    run that is to be continued: its checkpoint is read later. KTO's mismatched answers are chosen here, once for the whole run."""
+    loss: Any = shop.algorithm.loss
     if "reference" not in shop.algorithm.needs:
         raise InputError(f"{shop.algorithm.name} has no reference.", where="train.precompute_reference", fix="Remove it.")
     stream = "reference" if backend.reference is not None else "old"
@@ -144,4 +146,11 @@ def keep_reference(shop: Workshop, backend: AnyBackend, units: Sequence[Unit]) -
         backend.annotate([batch], frozenset({stream}))
         return {"reference": batch.streams[stream]}
 
-    return with_streams(units, Path(shop.cfg.run.dir) / "reference.safetensors", name, backend.budget, ask)
+    units = [unit for part in parts for unit in part]
+    others = [[s] for part in parts for s in loss.companions([s for unit in part for s in unit])] if isinstance(loss, UnpairedLoss) else []
+    found = with_streams(
+        [*units, *others], Path(shop.cfg.run.dir) / "reference.safetensors", name, backend.budget, ask, share=backend.share
+    )
+    if others:
+        loss.fixed = {sample.uid.removesuffix(MISMATCHED): sample for (sample,) in found[len(units) :]}
+    return halves(found[: len(units)], len(parts[0]))

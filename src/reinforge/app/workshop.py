@@ -10,14 +10,15 @@ from typing import Any
 
 from reinforge.app.agents import AGENT
 from reinforge.app.algorithm import algorithm_of
+from reinforge.app.engines import make_engine, room_for_engine
 from reinforge.app.envs import env_weights, episode_tokens, eval_rollout
 from reinforge.app.sampling import replayable
-from reinforge.app.sharded import AnyBackend, compiles, hosted, load_policy, onto_device, ranks_of
-from reinforge.backends.fsdp import FsdpBackend
+from reinforge.app.sharded import ON_RANKS, AnyBackend, compiles, hosted, in_pieces, load_policy, on_all_ranks, onto_device, ranks_of
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.teacher import Teachers
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import AdapterConfig, Config, DataConfig
+from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row
 from reinforge.core.seeds import seed_of
@@ -25,7 +26,6 @@ from reinforge.data.chat import Renderer, apply_length
 from reinforge.data.cursor import Cursor
 from reinforge.data.mixture import MixtureCursor
 from reinforge.data.sources import MIXTURE, PYTHON, fingerprint, hold_out, load_rows, overlap, rows_from
-from reinforge.engines.native import NativeEngine
 from reinforge.evals.heldout import HeldOut
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import context_length, stop_tokens
@@ -115,7 +115,7 @@ class Workshop:
         self.cfg, functions = self.given.described(self.cfg)
         cfg = self.cfg
         device = cfg.model.device if self.given.model is None else str(self.given.model.device)
-        self.rewards: list[FunctionReward] = build_rewards(cfg.rewards, functions, device)
+        self.rewards: list[FunctionReward] = self._rewards(functions, device)
         self.weights = {
             **env_weights(cfg.env),
             **({AGENT: cfg.agent.weight} if cfg.agent is not None else {}),
@@ -137,6 +137,9 @@ class Workshop:
         for note in (*self.algorithm.notes, *(note for reward in self.rewards for note in reward.notes)):
             self.view.message(note)
 
+    def _rewards(self, functions: Mapping[str, Callable[..., Any]], device: str) -> list[FunctionReward]:
+        return build_rewards(self.cfg.rewards, functions, device)
+
     def _load(self) -> PackedModel:
         """A causal LM, or the model that is to become a reward model."""
         return load_policy(self.cfg.model if self.ranks is None else hosted(self.cfg.model), *self._loading(), False)
@@ -145,26 +148,26 @@ class Workshop:
         return self.cfg.adapter, seed_of(self.cfg.run.seed, "adapter") % 2**31, self.algorithm.family == "reward"
 
     @property
+    def uncontained(self) -> list[str]:
+        """Rewards that run what the model writes without containment."""
+        return [r.name for r in self.rewards if getattr(r.function, "unsafe", False)]
+
+    @property
     def policy(self) -> CausalModel:
         assert isinstance(self.model, CausalModel), f"a {type(self.model).__name__} generates nothing"
         return self.model
 
     @cached_property
-    def engine(self) -> NativeEngine:
+    def engine(self) -> Engine:
         """Made on first use, after the prompts are encoded: then it knows how large its cache must be."""
-        if self.ranks is not None:
+        if self.ranks is not None and self.cfg.rollout.engine == "native":
             onto_device(self.policy, self.cfg.model)
         stops = {*stop_tokens(self.policy), *self.renderer.stop_tokens}
-        cfg = self.cfg.rollout
-        return NativeEngine(
-            self.policy,
-            stop_tokens=stops,
-            max_batch=cfg.max_batch,
-            kv_gib=cfg.kv_gib,
-            context=self.context,
-            longest=self.longest,
-            prefix_cache=cfg.prefix_cache,
-        )
+        saved = None if self.given.model is not None else self.cfg.model.path
+        engine = make_engine(self.cfg, self.policy, stops, context=self.context, longest=self.longest, saved=saved)
+        if not self.cfg.rollout.all_ranks or self.ranks is None:
+            return engine
+        return on_all_ranks(self.ranks, engine, self.cfg, self._loading(), frozenset(stops), self.context, self.longest)
 
     def backend(self, steps: int, temperature: float, *, paired: bool = False, teachers: Teachers | None = None,
                 compare: bool = True) -> AnyBackend:  # fmt: skip
@@ -173,9 +176,12 @@ class Workshop:
         settings: dict[str, Any] = {"total_steps": steps, "temperature": temperature, "reference": self.reference() if wanted else False,
                                     "paired": paired, "seed": self.cfg.run.seed, "teachers": teachers}  # fmt: skip
         if self.ranks is None:
-            return LocalBackend(self.model, self.cfg.train, **settings)
+            with room_for_engine(self.cfg):
+                return LocalBackend(self.model, self.cfg.train, **settings)
         make = partial(load_policy, hosted(self.cfg.model), *self._loading(), self.model.value_head is not None)
-        return FsdpBackend(self.ranks, make, self.cfg.train, full=self.model, compiled=compiles(self.cfg.model), **settings)
+        kind = ON_RANKS[self.cfg.train.backend]
+        return kind(self.ranks, make, self.cfg.train, full=self.model, compiled=compiles(self.cfg.model),
+                           sharded=in_pieces(self.cfg), **settings)  # fmt: skip
 
     def reference(self) -> ReferenceConfig:
         """As the config says, or where that says nothing, as the algorithm does (tr_dpo)."""
@@ -223,7 +229,16 @@ class Workshop:
         return HeldOut(rollout, rows, cfg.eval.samples, self.best, on_groups)
 
 
-def averaged(evaluate: Evaluate | None, backend: AnyBackend, engine: NativeEngine | None) -> Evaluate | None:
+def open_shop(cfg: Config, given: Given, view: ViewLike) -> Workshop:
+    """The workshop of a run: here, or with its models in actors of Ray."""
+    if cfg.cluster.kind == "local":
+        return Workshop(cfg, given, view)
+    from reinforge.app.remote import RemoteWorkshop
+
+    return RemoteWorkshop(cfg, given, view)
+
+
+def averaged(evaluate: Evaluate | None, backend: AnyBackend, engine: Engine | None) -> Evaluate | None:
     """The evaluation with the average of the weights in place, where the run keeps one (train.ema). `engine`: where it generates."""
     if evaluate is None or backend.ema is None:
         return evaluate

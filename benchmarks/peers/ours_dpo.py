@@ -1,0 +1,88 @@
+"""reinforge's side of gpu_dpo.py: the ordinary run of a config, timed from outside. argv: a JSON object with model, rows, steps, pairs, budget,
+compile, precompute, rate, beta."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from reinforge.app import supervised
+from reinforge.app.api import train_config
+from reinforge.config.load import config_from_dict
+
+given = json.loads(sys.argv[1])
+cuda = torch.cuda.is_available()
+
+
+def now() -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Clock:
+    """A view that only takes the time."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.lines: list[dict[str, float]] = []
+        self.reserved = 0
+
+    def start(self, total_steps: int, title: str) -> None:
+        self.times.append(now())
+
+    def update(self, step: int, metrics: dict[str, float]) -> None:
+        self.times.append(now())
+        self.lines.append(dict(metrics))
+        self.reserved = max(self.reserved, torch.cuda.memory_reserved() if cuda else 0)
+
+    def table(self, groups: Any) -> None: ...
+
+    def message(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+    def stop(self) -> None: ...
+
+
+clock, spent, lengths = Clock(), {"precompute": 0.0}, list[int]()
+keep_reference, make_units = supervised.keep_reference, supervised.make_units
+
+
+def timed(*args: Any) -> Any:
+    start = now()
+    found = keep_reference(*args)
+    spent["precompute"] += now() - start
+    return found
+
+
+def counted(*args: Any) -> Any:
+    found = make_units(*args)
+    lengths.extend(sum(len(sample.tokens) for sample in unit) for unit in found.units)
+    return found
+
+
+supervised.keep_reference, supervised.make_units = timed, counted
+cfg = config_from_dict({
+    "model": {"path": given["model"], "compile": given["compile"]},
+    "algorithm": {"name": "dpo", "beta": given["beta"]},
+    "data": {"source": given["rows"], "chat": "never", "shuffle": False},
+    "rewards": [],
+    "train": {"steps": given["steps"], "prompts_per_step": given["pairs"], "learning_rate": given["rate"],
+              "precompute_reference": given["precompute"], "tokens_per_microbatch": given["budget"] or "auto"},
+    "run": {"dir": tempfile.mkdtemp(), "checkpoint": {"every": 0}, "log": {"samples_every": 0}},
+})  # fmt: skip
+train_config(cfg, view=clock)
+pairs = given["pairs"]
+print(json.dumps({
+    "peer": "reinforge", **{k: given[k] for k in ("budget", "compile", "precompute")},
+    "seconds": [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)], "losses": [line["train/loss"] for line in clock.lines],
+    "tokens": [sum(lengths[i : i + pairs]) for i in range(0, pairs * given["steps"], pairs)],
+    "computed": [line["tokens/processed"] for line in clock.lines], "peak_gib": max(line["memory/peak_gib"] for line in clock.lines) if cuda else 0.0,
+    "reserved_gib": clock.reserved / 2**30, "precompute_s": spent["precompute"],
+    "phases": {k: clock.lines[-1][k] for k in clock.lines[-1] if k.startswith("time/")}, "knobs": cfg.train.model_dump(mode="json"),
+}))  # fmt: skip

@@ -1,0 +1,162 @@
+"""Runs that are forked instead of started: contained as the others are, nothing to give away, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from reinforge.rewards.code import CodeReward
+from reinforge.sandbox import Limits, Pool, Program
+from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
+from sandboxes import containment, descriptors
+
+LOOK = """
+import os, socket
+def look(secret):
+    status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    found = {k: status[k].strip() for k in ("CapEff", "CapBnd", "CapPrm", "NoNewPrivs", "Seccomp")}
+    try:
+        socket.socket()
+        found["socket"] = True
+    except OSError:
+        found["socket"] = False
+    try:
+        open("/etc/x", "w")
+        found["writes"] = True
+    except OSError:
+        found["writes"] = False
+    fds = set()
+    for fd in range(1024):
+        try:
+            os.fstat(fd)
+            fds.add(fd)
+        except OSError:
+            pass
+    found |= {"uid": os.getuid(), "fds": sorted(fds), "pids": sorted(int(n) for n in os.listdir("/proc") if n.isdigit()),
+              "env": sorted(os.environ), "root": sorted(os.listdir("/"))}
+    needle = ("x" + "yzzy-%d").encode() % (secret + 1)   # expected values never come in: this one is of another sample's tests
+    held = 0
+    for line in open("/proc/self/maps"):
+        if " rw-p " in line:
+            low, high = (int(n, 16) for n in line.split()[0].split("-"))
+            with open("/proc/self/mem", "rb") as memory:
+                memory.seek(low)
+                try:
+                    held += memory.read(high - low).count(needle)
+                except OSError:
+                    pass
+    found["held"] = held
+    return found
+"""
+
+
+@pytest.fixture
+def pool():  # type: ignore[no-untyped-def]
+    containment("own")
+    made = Pool(2, backend="namespaces", warm=True)
+    yield made
+    made.close()
+
+
+def test_a_forked_run_is_contained_and_knows_nothing(pool: Pool) -> None:
+    async def go() -> dict[str, object]:
+        # the worker has judged these before: what they expected must not be in the memory of who comes next
+        for k in range(3):
+            code = "def f(a):\n    return a"
+            await pool.call(judge_calls, code, "f", [([f"{k}"], f"xyzzy-{8}")], Rules())
+        said: dict[str, object] = {}
+        for name, expected in (("CapEff", "0" * 16), ("CapBnd", "0" * 16), ("CapPrm", "0" * 16), ("NoNewPrivs", "1"), ("Seccomp", "2"), ("socket", False),
+                               ("writes", False), ("uid", 1000), ("fds", [0, 1, 2, 3, 4]), ("held", 1)):  # fmt: skip
+            code = LOOK + f"\ndef f(secret):\n    return look(secret)[{name!r}]"
+            verdict = await pool.call(judge_calls, code, "f", [([7], expected)], Rules(Limits(seconds=20)))
+            said[name] = verdict.passed == 1
+        verdict = await pool.call(judge_calls, LOOK + "\ndef f():\n    s = look(7)\n    return len(s['pids']) <= 2 and 'REINFORGE_RUN' in s['env'] and len(s['env']) <= 9 "
+                                  "and 'home' not in s['root'] and 'var' not in s['root']", "f", [([], True)], Rules(Limits(seconds=20)))  # fmt: skip
+        said["surroundings"] = verdict.passed == 1
+        return said
+
+    said = asyncio.run(go())
+    assert all(said.values()), said  # "held" is 1: the needle itself, made in the program
+
+
+def test_every_run_is_a_fresh_one(pool: Pool) -> None:
+    code = "import os, builtins\nbuiltins.n = getattr(builtins, 'n', 0) + 1\nopen('/tmp/left', 'a').write('x')\n"
+    code += "def f():\n    return [builtins.n, os.path.getsize('/tmp/left'), os.getpid()]"
+
+    async def go() -> list[int]:
+        return [(await pool.call(judge_calls, code, "f", [([], [1, 1, 2])], Rules())).passed for _ in range(3)]
+
+    assert asyncio.run(go()) == [1, 1, 1]
+
+
+def test_ends_are_as_without(pool: Pool) -> None:
+    async def judged(code: str, seconds: float = 10.0, memory: int = 256) -> str:
+        verdict = await pool.call(judge_calls, code, "f", [([], 1)], Rules(Limits(seconds=seconds, memory_mb=memory)))
+        return verdict.status
+
+    async def go() -> None:
+        assert await judged("def f():\n    while True: pass", seconds=0.5) == "timeout"
+        assert await judged("import os\nos._exit(0)") == "crashed"
+        assert await judged("def f():\n    raise SystemExit(0)") == "judged"
+        assert await judged("import os\ndef f():\n    os.kill(1, 9)\n    return 1") == "judged"
+        assert await judged("import ctypes\nctypes.string_at(0)") == "crashed"
+        verdict = await pool.call(judge_asserts, "def f(x):\n    return x + 1", ["assert f(1) == 2", "assert f(1) == 3"], "f", Rules())
+        assert (verdict.passed, verdict.total) == (1, 2)
+        result = await pool.run(Program("print(6 * 7)"))
+        assert result.stdout == b"42\n" and result.status == "ok"
+
+    asyncio.run(go())
+
+
+def test_cancelling_kills_and_a_dead_worker_is_replaced(pool: Pool) -> None:
+    async def go() -> None:
+        slow = asyncio.ensure_future(pool.call(judge_calls, "import time\ntime.sleep(60)", "f", [([], 1)], Rules(Limits(seconds=60))))
+        await asyncio.sleep(1.5)
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+        code = "def f():\n    return 1"
+        assert (await pool.call(judge_calls, code, "f", [([], 1)], Rules())).passed == 1
+        workers = pool._workers
+        assert workers is not None
+        alive = [worker for worker in workers._all if worker.alive]
+        assert alive
+        for worker in alive:
+            os.kill(worker._popen.pid, signal.SIGKILL)
+            worker._popen.wait()
+        assert [(await pool.call(judge_calls, code, "f", [([], 1)], Rules())).passed for _ in range(4)] == [1] * 4
+
+    asyncio.run(go())
+
+
+def test_closing_leaves_nothing_behind() -> None:
+    containment("own")
+    before = descriptors()
+    reward = CodeReward(entry_point="f", workers=2, backend="namespaces").open()
+    assert asyncio.run(reward(["def f():\n    return 1", "def f():\n    return 2"] * 4, tests=[[[[], 1]]] * 8)).scores == [1.0, 0.0] * 4
+    assert reward.counts["judged"] == 8 and reward.pool is not None
+    reward.pool.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _ours():
+        time.sleep(0.1)
+    assert not _ours() and descriptors() <= before
+
+
+def _ours() -> list[str]:
+    """Workers of this process, and launchers of those."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                words = (process / "cmdline").read_bytes()
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == os.getpid() and b"reinforge.sandbox.workers" in words:
+                found.append(words.decode())
+    return found
