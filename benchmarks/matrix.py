@@ -76,7 +76,9 @@ def one(combination: Combination, args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if not args.no_check:
         began = time.perf_counter()
-        code, said = reinforge("check", "learning", args.recipe, *overrides(combination, args), timeout=args.timeout)
+        code, said = reinforge(
+            "check", args.recipe, *overrides(combination, args), f"train.learning_rate={args.check_rate}", timeout=args.timeout
+        )
         found["check"] = {"passed": code == 0, "seconds": time.perf_counter() - began, **({"error": said} if code else {})}
     return found | {"first": first_step(combination, args)}
 
@@ -126,6 +128,7 @@ def main() -> int:
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"))
     parser.add_argument("--only", type=combination, nargs="*", default=COMBINATIONS)
     parser.add_argument("--learn", type=combination, nargs="*", default=[])
+    parser.add_argument("--check-rate", type=float, default=3e-3, help="learning rate of the check, which has 40 steps")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of one command")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "matrix.json")

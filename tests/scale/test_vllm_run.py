@@ -37,7 +37,7 @@ def config(folder: Path, steps: int) -> Any:
     if not path.exists():
         make_tiny_model(path, width=64, layers=2, heads=2, kv_heads=1, context=256, spread=0.08)
     return config_from_dict({
-        "model": {"path": str(path), "device": "cpu"}, "algorithm": {"name": "grpo", "group_size": 4}, "rewards": [{"name": "reinforge.app.check:share_of_a"}],
+        "model": {"path": str(path), "device": "cpu"}, "algorithm": {"name": "grpo", "group_size": 4}, "rewards": [{"name": "reinforge.app.check:share_of_even"}],
         "data": {"source": "arithmetic:chain", "options": {"terms": 3, "max_value": 9, "operators": "+", "size": 200, "seed": 0}, "eval": {"size": 16}},
         "rollout": {"engine": "vllm", "max_new_tokens": 8, "max_batch": 32}, "engine": {"python": vllm_python(), "start_seconds": START},
         "train": {"steps": steps, "prompts_per_step": 8, "learning_rate": 3e-3}, "run": {"dir": str(folder / "run"), "seed": 0, "checkpoint": {"every": 2}},

@@ -206,7 +206,7 @@ def test_columns_arrive_as_they_are() -> None:
 
 def test_place_of_each_kind() -> None:
     functions = {"closure": lambda completions: [1.0] * len(completions), "obey": hostile_rewards.obey, "awaited": hostile_rewards.awaited}
-    names = ["closure", "obey", "awaited", "exact_match", OBEY, "reinforge.app.check:share_of_a"]
+    names = ["closure", "obey", "awaited", "exact_match", OBEY, "reinforge.app.check:share_of_even"]
     closure, given, awaited, builtin, named, ours = build_rewards([RewardConfig(name=n, timeout=7) for n in names], functions)
     assert [r.pool is not None for r in (closure, given, awaited, builtin, named, ours)] == [False, True, False, False, True, False]
     assert given.pool is named.pool  # the same function and limits: the same processes

@@ -36,6 +36,7 @@ def learning(
     config: Annotated[
         Path | None, typer.Argument(help="Check with this configuration's model; default: a tiny one made on the spot.")
     ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Prove that the pipeline can learn: train on a trivial reward and see it rise. Also: `reinforge check`.
 
@@ -43,11 +44,11 @@ def learning(
 
       reinforge check
 
-      reinforge check recipes/chain_sum.yaml
+      reinforge check recipes/chain_sum.yaml train.learning_rate=1e-4
     """
     from reinforge.config.load import load_config
 
-    loaded = load_config(config) if config else None
+    loaded = load_config(config, overrides or []) if config else None
     from reinforge.app.check import check as run_check
 
     print_mapping(run_check(loaded))
