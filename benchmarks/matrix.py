@@ -47,9 +47,12 @@ def overrides(combination: Combination, args: argparse.Namespace) -> list[str]:
 
 def reinforge(*arguments: str, timeout: float) -> tuple[int, str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    done = subprocess.run(
-        [sys.executable, "-m", "reinforge", *arguments], env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "reinforge", *arguments], env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        return 124, f"not done after {timeout:.0f} s: {str(error.stdout)[-1500:]} {str(error.stderr)[-1500:]}"
     return done.returncode, (done.stdout + done.stderr)[-3000:]
 
 

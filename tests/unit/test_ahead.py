@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.app.preflight import preflight
+from reinforge.app.workshop import averaged
 from reinforge.checkpoint import store
 from reinforge.config.ahead import WITHOUT_RATIO
 from reinforge.config.schema import Config
@@ -98,6 +101,46 @@ def test_training_goes_on_while_scores_are_missing() -> None:
         await asyncio.wait_for(ahead.advance(1, 1), 5)
         assert world.generated[4:] == ["4:r4", "5:r5"] and len(world.scored) == 4
         await ahead.close()
+
+    asyncio.run(go())
+
+
+def test_the_average_is_evaluated_when_nothing_is_under_way() -> None:
+    """An engine elsewhere goes on while the run evaluates: with the average in its place it would sample what no version of the policy did."""
+
+    async def go() -> None:
+        world, average, seen = World(), 1000, list[int]()
+        world.ticks = 20
+        world.scores.set()
+        ahead = Ahead(Source(ROWS, Cursor(64, 0, False), world, 2), 1, last=5, drain=False)
+        swapped = False
+
+        @contextmanager
+        def swap() -> Iterator[None]:
+            nonlocal swapped
+            swapped = True
+            yield
+            swapped = False
+
+        async def update(weights: Any, version: int) -> None:
+            world.version = average if swapped else version
+
+        async def evaluate() -> dict[str, float]:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            seen.append(world.version)
+            return {}
+
+        backend: Any = SimpleNamespace(ema=SimpleNamespace(swapped=swap), weights=lambda: None, steps=0)
+        engine: Any = SimpleNamespace(update=update)
+        await ahead.advance(0, 0)
+        assert not world.generated
+        run = averaged(evaluate, backend, engine, ahead.settle)
+        assert run is not None
+        await run()
+        assert seen == [average] and world.version == 0 and len(world.generated) == 4
+        for step in (0, 1):
+            assert {int(v) for g in (await ahead.take(step, 0)).groups for v in g.samples[0].versions[1:]} == {0}
 
     asyncio.run(go())
 

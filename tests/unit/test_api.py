@@ -280,7 +280,7 @@ def test_evaluate_scores_the_checkpoint_not_the_start(tiny_dir: str, tmp_path: P
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}: ", "answer": "a"}) + "\n" for i in range(24)))
     cfg = config_of(tiny_dir, tmp_path, "train.steps=12", "train.learning_rate=1e-2", "train.prompts_per_step=8", "algorithm.group_size=8", "eval.temperature=1",
-                    data={"source": str(data), "eval": {"size": 4}}, rewards=[{"name": "reinforge.app.check:share_of_a"}])  # fmt: skip
+                    data={"source": str(data), "eval": {"size": 4}}, rewards=[{"name": "reinforge.app.check:share_of_even"}])  # fmt: skip
     result = reinforge.train(cfg)
     again = reinforge.evaluate(tmp_path / "run")
     assert again["eval/reward"] == result.metrics["eval/reward"] > 0.02

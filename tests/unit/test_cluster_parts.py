@@ -99,6 +99,19 @@ def test_weights_arrive_whole_or_not_at_all() -> None:
         put_into(target.module, {name: t + 1 for name, t in named.items()}, mark)
 
 
+def test_the_head_of_a_shared_critic_stays_with_the_trainer() -> None:
+    """An engine of its own has no such head, and needs none."""
+    source, target = make_model(seed=1), make_model(seed=2)
+    source.add_value_head()
+    with torch.no_grad():
+        for p in source.module.parameters():
+            p.add_(0.01)
+    named = trained_of(Weights("shared", module=source.module))
+    put_into(target.module, named, fingerprint(named))
+    own = dict(source.module.named_parameters())
+    assert "value_head.weight" in own and all(torch.equal(p, own[name]) for name, p in target.module.named_parameters())
+
+
 def test_requests_that_come_together_are_computed_together() -> None:
     """Through a desk the bits are those of asking the engine directly."""
     sampling = Sampling(max_new_tokens=12)

@@ -39,6 +39,11 @@ def refused(tmp_path: Path, text: str | bytes, *overrides: str) -> str:
     return str(error.value)
 
 
+def test_a_missing_section_comes_with_an_example(tmp_path: Path) -> None:
+    text = "model: {path: m}\nalgorithm: {name: sft}\ndata: {source: d.jsonl}\ntrain: {steps: 1}\n"
+    assert "run: is required but missing: write e.g. `run: {dir: runs/first}`." in refused(tmp_path, text)
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1e-5", 1e-5), ("1E3", 1000.0), (".5", 0.5), ("-2.", -2.0), ("007", 7), ("0x1F", 31), ("0o17", 15), ("+3", 3), ("true", True), ("False", False),

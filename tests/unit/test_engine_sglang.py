@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,21 @@ def test_the_contract_over_http(make: Callable[..., Made]) -> None:
     with pytest.raises(InputError, match="empty prompt"):
         run(engine.generate([], FREE, key=1))
     assert run(engine.generate(PROMPT, FREE, key=5))[0].tokens  # in another loop
+
+
+def test_the_key_is_not_for_other_users_to_read(make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of a process are: of the server, of what it starts, and of what ends it with us. And a key is not read as an option."""
+    monkeypatch.setattr("reinforge.engines.replica.secrets.token_hex", lambda size: f"-{os.urandom(size).hex()}")
+    made = make()
+    run(made.engine.update(made.weights, 0))
+    replica = made.engine.replicas[0]
+    assert replica.http is not None and replica.http.key and replica.process is not None
+    shown = b""
+    for words in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            shown += words.read_bytes()
+    assert b"launch_server" in shown and replica.http.key.encode() not in shown
+    assert replica.process.log.stat().st_mode & 0o077 == 0
 
 
 def test_an_update_in_the_middle(make: Callable[..., Made]) -> None:

@@ -302,11 +302,11 @@ def test_config_gives_data_and_rewards(tiny_dir: str, tmp_path: Path, capsys: py
     prompts, out = prompts_file(tmp_path, 3), tmp_path / "o.jsonl"
     config = tmp_path / "c.yaml"
     config.write_text(json.dumps({"model": {"path": tiny_dir}, "algorithm": {"name": "grpo"}, "data": {"source": str(prompts), "template": "{prompt} = "},
-                                  "rewards": [{"name": "tiny_runs:odd", "weight": 3.0}], "run": {"dir": str(tmp_path / "run")}, "train": {"steps": 1}}))  # fmt: skip
-    assert (
-        main(["generate", str(config), "--out", str(out), "-n", "3", "--max-new-tokens", "6", "--rewards", "--pairs", "best-worst"]) == 0
-    ), capsys.readouterr().err
+                                  "rewards": [{"name": "tiny_runs:odd", "weight": 3.0}], "run": {"dir": str(tmp_path / "run")}, "train": {"steps": 1}, "rollout": {"max_new_tokens": 6}}))  # fmt: skip
+    assert main(["generate", str(config), "--out", str(out), "-n", "3", "--rewards", "--pairs", "best-worst"]) == 0, capsys.readouterr().err
     rows = lines_of(out)
+    assert max(len(r["tokens"]) for r in rows) == 6  # the configuration's limit
+    assert capsys.readouterr().out.splitlines() == [f"9 rows in {out}", f"{len(lines_of(pairs_path(out)))} pairs in {pairs_path(out)}"]
     assert [r["prompt"] for r in rows[::3]] == [f"question {i} = " for i in range(3)] and len(rows) == 9
     for row in rows:
         odd = sum(ord(ch) % 2 for ch in row["completion"]) / max(1, len(row["completion"]))
@@ -330,3 +330,13 @@ def test_a_server_of_ours_says_what_the_engine_says(tmp_path: Path) -> None:
     for native, remote in zip(lines_of(tmp_path / "native.jsonl"), lines_of(tmp_path / "remote.jsonl"), strict=True):
         assert [native[k] for k in ("id", "completion", "tokens", "stop")] == [remote[k] for k in ("id", "completion", "tokens", "stop")]
         assert native["logprobs"] == pytest.approx(remote["logprobs"], abs=1e-5)
+
+
+def test_eval_of_a_directory_that_is_no_run_names_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "not a run's. Give a run directory, or a .yaml file" in capsys.readouterr().err
+    stage = tmp_path / "01-sft"
+    (stage / "checkpoints").mkdir(parents=True)
+    (stage / "config.json").write_text("{}")
+    assert main(["eval", str(tmp_path)]) == 2
+    assert f"Its runs are: {stage}." in capsys.readouterr().err

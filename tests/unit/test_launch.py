@@ -121,9 +121,12 @@ def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_ray_gets_files_instead_of_quotes(odd: Path) -> None:
-    job = Job(odd / "c.yaml", odd / "run", ODD)
+    job = Job(odd / "c.yaml", odd / "run", ODD, env=(("HF_TOKEN", "hf_secret"),))
     assert shlex.split(ray_job.script(job).removeprefix("#!/bin/bash\n")) == ["exec", "python", "-m", "reinforge", "train", "config.yaml", *ODD, f"run.dir={odd}/run"]  # fmt: skip
-    assert ray_job.submission(job, "there", "http://head:8265")[-3:] == ["--", "bash", "run.sh"]
+    command = ray_job.submission("env.yaml", "http://head:8265")
+    assert command[-5:] == ["--runtime-env", "env.yaml", "--", "bash", "run.sh"]
+    sent = yaml.safe_load(ray_job.runtime(job, "there"))
+    assert sent == {"working_dir": "there", "env_vars": {"PYTHONUNBUFFERED": "1", "HF_TOKEN": "hf_secret"}}
 
 
 # ---- the command ----
@@ -191,6 +194,24 @@ def test_submission(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     code, said = launch(config, "--on", "slurm", "--gpus", 1, "run.seed=5")
     assert code == 0 and "4711" in said, said
     assert "run.seed=5" in (tmp_path / "runs" / "first" / "launch" / "job.sh").read_text()
+
+
+def test_secrets_of_a_launch_are_for_its_user_alone(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the arguments of what is started, nor in files that others can read."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("sbatch", "ray"):
+        (tools / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >"{tmp_path}/{name}-arguments"\n')
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    folder = tmp_path / "runs" / "first" / "launch"
+    for on, name, held in (("slurm", "sbatch", "job.sh"), ("ray", "ray", "runtime-env.yaml")):
+        (folder / held).parent.mkdir(parents=True, exist_ok=True)
+        (folder / held).touch(0o644)  # of an earlier launch
+        code, said = launch(config, "--on", on, "--gpus", 1, "--env", "HF_TOKEN=hf_secret")
+        assert code == 0 and "hf_secret" not in said + (tmp_path / f"{name}-arguments").read_text(), said
+        assert "hf_secret" in (folder / held).read_text()
+    assert [path.name for path in folder.rglob("*") if path.is_file() and path.stat().st_mode & 0o077] == []
 
 
 def test_torchrun_passes_a_signal_on_and_it_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

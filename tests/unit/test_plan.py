@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -114,6 +115,10 @@ def test_preflight_on_models_and_run_directories(model: Path, rows: Path, tmp_pa
     (adapter / "adapter_config.json").write_text("{}")
     assert "This is an adapter" in only_error(make(adapter, rows, tmp_path))
     assert preflight(make(model, rows, tmp_path, f"adapter.path={adapter}")).ok
+    with contextlib.chdir(tmp_path):  # "smal" may be a model of the organisation "models" on the hub
+        (tmp_path / "models" / "small").mkdir(parents=True)
+        told = preflight(make("models/smal", rows, tmp_path)).warnings
+    assert told == ["model.path: there is no directory models/smal here, so it is taken for a hub id. Did you mean models/small?"]
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert preflight(make(model, rows, tmp_path)).ok
@@ -185,6 +190,8 @@ def test_checks_predict_memory_and_time(model: Path, rows: Path, tmp_path: Path,
         report.ok and "memory: " in report.warnings[0] and "Tiny has 0.0" in report.warnings[0] and "adapter.rank=16" in report.warnings[0]
     )
     assert "a guess" in dict(plan.describe(report))["time of a step"]
+    gpu = roofline.this_cpu()
+    assert "model.device: there is no GPU here" in run_checks(make(model, rows, tmp_path, "model.device=cuda")).warnings[0]
 
 
 def test_rows_that_cannot_be_used(model: Path, tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ def test_settings_by_size_and_adapter(model: str, tmp_path: Path) -> None:
     many = sft_config(model, write(tmp_path / "many.jsonl", [{**row, "n": i} for i in range(90) for row in ROWS]), lora=8, epochs=2.0)
     assert many.data.eval.size == 200 and many.train.prompts_per_step == 16 and many.train.learning_rate == 2e-4
     assert many.adapter is not None and many.adapter.rank == 8 and many.train.epochs == 2.0
+    short = sft_config(model, write(tmp_path / "few.jsonl", ROWS[:8]), overrides=["train.steps=3"])
+    assert short.train.steps == 3 and short.train.epochs is None  # steps replace the epochs
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,10 @@ def test_settings_by_size_and_adapter(model: str, tmp_path: Path) -> None:
         ({"prompt": "1+1="}, r"rows\.jsonl:4\): has no answer to train on: no column completion"),
         ({"prompt": "1+1=", "completion": 5}, r"rows\.jsonl:4\): completion is int, not text"),
         ({"prompt": 7, "completion": "5"}, r"rows\.jsonl:4: prompt is int, not text"),
-        ({"prompt": "1+1=", "completion": ""}, r"rows\.jsonl:4\): completion is empty"),
+        ({"prompt": "1+1=", "completion": ""}, r"rows\.jsonl:4\): completion is empty\. Repair or remove the row\.$"),
+        ({"prompt": "1+1=", "completion": None}, r"rows\.jsonl:4\): completion is missing \(null\)"),
+        ({"conversations": [{"from": "human", "value": "hi"}]}, r"rows\.jsonl:4: has no prompt: .* only conversations\. Rewrite"),
+        ({"messages": [{"from": "human", "value": "hi"}]}, r"rows\.jsonl:4: messages\[0\] has the keys from and value\. Rewrite"),
         ({"messages": [{"role": "user", "content": "hi"}, {"role": "asistant", "content": "x"}]}, r"rows\.jsonl:4: messages\[1\] has the role 'asistant'"),
         ({"instruction": "1+1=", "output": "5"}, r"rows\.jsonl:4: has no prompt: none of the columns prompt, .* only instruction, output"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -160,3 +161,42 @@ def _ours() -> list[str]:
             if parent == os.getpid() and b"reinforge.sandbox.workers" in words:
                 found.append(words.decode())
     return found
+
+
+def test_runs_of_one_launcher_cannot_meet_at_a_name() -> None:
+    """They share a network: a socket of a pair, taken apart and given an abstract name, would be heard by the one that runs beside it."""
+    containment("own")
+    code = """
+import ctypes, socket
+a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+b.send(b"pairs still work")
+def f():
+    calls = ctypes.CDLL(None, use_errno=True)
+    name = ctypes.create_string_buffer(b"\\x01\\x00\\x00leak", 7)
+    apart = calls.connect(a.fileno(), (ctypes.c_uint16 * 8)(), 16)
+    return [a.recv(16).decode(), apart, calls.bind(a.fileno(), name, 7), calls.listen(a.fileno(), 1), ctypes.get_errno()]
+"""
+    pool = Pool(1, backend="namespaces", warm=True)
+    try:
+        verdict = asyncio.run(pool.call(judge_calls, code, "f", [([], ["pairs still work", -1, -1, -1, 1])], Rules()))
+    finally:
+        pool.close()
+    assert verdict.passed == 1, verdict
+
+
+def test_a_process_with_many_open_files_still_gets_verdicts() -> None:
+    containment("own")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1500:
+        pytest.skip(f"at most {hard} open files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1500), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    reward = CodeReward(entry_point="f", workers=1, backend="namespaces").open()
+    try:
+        assert asyncio.run(reward(["def f():\n    return 1"], tests=[[[[], 1]]])).scores == [1.0]
+    finally:
+        for fd in held:
+            os.close(fd)
+        assert reward.pool is not None
+        reward.pool.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -231,3 +231,19 @@ def test_the_names_need_no_torch() -> None:
 def test_whether_the_kl_term_is_weighted_reaches_the_loss() -> None:
     weighted, plain = (build("grpo", kl_coefficient=0.1, kl_importance=flag).loss for flag in (True, False))
     assert weighted.kl_importance is True and plain.kl_importance is False  # type: ignore[attr-defined]
+
+
+def test_an_error_in_a_users_advantage_is_theirs_and_says_which_line(tmp_path: Path) -> None:
+    def wrong(rollouts: Any, options: Any) -> Any:
+        return rollouts.reward  # line of the error
+
+    class Empty:
+        pass
+
+    line = wrong.__code__.co_firstlineno + 1
+    with pytest.raises(InputError, match=rf"algorithm.advantage: wrong raised AttributeError: .*'reward' \(test_table.py:{line}\)"):
+        build("grpo", advantage=wrong).advantage(Empty())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"raised TypeError: .*called with \(rollouts, options\)"):
+        build("grpo", advantage=lambda rollouts: rollouts).advantage(Empty())  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):  # one of ours stays a bug
+        build("grpo").advantage(Empty())  # type: ignore[arg-type]

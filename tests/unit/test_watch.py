@@ -404,3 +404,7 @@ def test_an_evaluation_is_printed_once_not_with_every_step_after_it() -> None:
     view.update(6, {"reward/mean": 0.5, "eval/accuracy": 0.5})
     steps = [line.split()[1] for line in out.getvalue().splitlines() if line.startswith("step")]
     assert steps == ["1/10", "3/10", "6/10"]
+    view.update(10, {"reward/mean": 0.5, "eval/accuracy": 0.5})  # the last step, then its evaluation, which found the same
+    view.update(10, {"reward/mean": 0.5, "eval/accuracy": 0.5})
+    last = [line for line in out.getvalue().splitlines() if line.startswith("step 10/10")]
+    assert last == ["step 10/10  reward 0.500", "step 10/10  reward 0.500  eval 50.0%"]  # an old evaluation is not this step's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,26 @@ def test_what_was_cut_is_not_there(tmp_path: Path) -> None:
 
 
 def test_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
-    mine, dead = FileChannel(tmp_path), tmp_path / "reinforge-weights-999999999-x"
+    mine, dead, cut = FileChannel(tmp_path), tmp_path / "reinforge-weights-999999999-x", tmp_path / "reinforge-weights-999999998-x"
     dead.mkdir()
+    (dead / "owner").touch()
+    cut.mkdir()  # killed before it held it
+    os.utime(cut, (0, 0))
     sweep(tmp_path)
-    assert mine.folder.is_dir() and not dead.exists()
+    assert mine.folder.is_dir() and not dead.exists() and not cut.exists()
+
+
+def test_what_a_process_of_another_container_holds_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number means nothing here: containers that share /dev/shm do not see each other's processes."""
+    monkeypatch.setattr(os, "getpid", lambda: 999999999)
+    theirs = FileChannel(tmp_path)
+    monkeypatch.undo()
+    theirs.publish([("a", torch.ones(3))], 1)
+    mine = FileChannel(tmp_path)
+    assert dict(from_files(theirs.folder))["a"].tolist() == [1.0, 1.0, 1.0]
+    folder = theirs.folder
+    theirs.close()
+    assert not folder.exists() and mine.folder.is_dir()
 
 
 def test_safetensors_are_a_model_directory(tmp_path: Path) -> None:

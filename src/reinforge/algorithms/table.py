@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -132,13 +134,29 @@ def _advantage(o: Options, binder: Binder, row: Row) -> Callable[[Rollouts], dic
 
 def _call(function: Advantage, options: AdvantageOptions, rollouts: Rollouts) -> dict[str, Tensor]:
     """Calls an advantage, checks what it gave, and clips."""
-    values = function(rollouts, options)
+    try:
+        values = function(rollouts, options)
+    except Exception as error:
+        if (blamed := _blamed(function, error)) is None:
+            raise
+        raise blamed from error
     found = dict(values) if isinstance(values, Mapping) else {"advantages": values}
     for name, tensor in found.items():
         _check_values(name_of(function), name, tensor, tuple(rollouts.sequence.shape))
     if options.clip is not None:
         found["advantages"] = found["advantages"].clamp(-options.clip, options.clip)
     return found
+
+
+def _blamed(function: Advantage, error: Exception) -> InputError | None:
+    """The error of a user's own function, as theirs: which line raised what. None: it is ours, and stays as it is."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    own = getattr(function, "func", function)  # settings may be bound to it
+    if isinstance(error, InputError) or getattr(own, "__module__", "").startswith("reinforge."):
+        return None
+    place = f" ({Path(at.filename).name}:{at.lineno})" if at.filename != __file__ else ""
+    return InputError(f"{name_of(function)} raised {type(error).__name__}: {error}{place}.", where="algorithm.advantage",
+                      fix="It is called with (rollouts, options). Repair it; --debug shows the traceback.")  # fmt: skip
 
 
 def _check_values(function: str, name: str, values: Any, want: tuple[int, ...]) -> None:

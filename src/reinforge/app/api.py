@@ -276,9 +276,9 @@ def evaluate(config_or_run: str | Path, overrides: Sequence[str] = (), *, checkp
 
 
 def generate(model: str, prompts: str | Path | None, out: str | Path, *, n: int = 1, temperature: float = 1.0, top_p: float = 1.0,
-             max_new_tokens: int = 256, seed: int = 0, adapter: str | None = None, **more: Any) -> int:  # fmt: skip
+             max_new_tokens: int | None = None, seed: int = 0, adapter: str | None = None, **more: Any) -> int:  # fmt: skip
     """Completions for every row of a prompts file, as JSONL: the row's columns, completion, tokens, logprobs, stop. Returns rows
-    written. `more`: config, server, labelling, raw, logprobs and token_ids of `reinforge.app.generate.generate_file`."""
+    written. `max_new_tokens` is by default that of the run or configuration, else 256. `more`: config, server, labelling, raw, logprobs and token_ids of `reinforge.app.generate.generate_file`."""
     from reinforge.app.generate import generate_file
 
     return run_sync(

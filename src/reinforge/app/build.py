@@ -48,7 +48,7 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
     source, parts = make_source(cfg, shop.algorithm, rows, cursor, everybody, journal, shop.best, lengths, carry)
     ahead, begun = make_ahead(cfg, source, steps)
     parts |= begun | ({"rewards": running} if running.rules else {}) | ({"critic": critic} if critic is not None else {})
-    session = Session(cfg, backend, cursor, steps, view, averaged(evaluate, backend, shop.engine), journal.clear,
+    session = Session(cfg, backend, cursor, steps, view, averaged(evaluate, backend, shop.engine, None if ahead.drain else ahead.settle), journal.clear,
                       {"algorithm": shop.algorithm, **backend.parts(), **parts}, played)  # fmt: skip
     session.uncontained = shop.uncontained
     session.prediction = predict_run(cfg, backend, [len(ids) for ids in encoded.values()], shop.algorithm.needs)

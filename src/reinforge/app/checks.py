@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reinforge.app.check_outside import check_engine, check_env, check_heads, check_ranks
 from reinforge.app.gold import check_rewards, named, sample
 from reinforge.app.hub import go_offline_if_unreachable
 from reinforge.app.predict import predict_plan
@@ -55,6 +56,13 @@ def run_checks(config: Config) -> Report:
         _check_curriculum(config, train)
         _stage("rendering prompts")
         _check_prompts(config, sample(train, SAMPLE_ABOVE), sample(held_out, SAMPLE_ABOVE), report, offline)
+        if report.ok:
+            _stage("beginning an episode")
+            check_env(config, train, report)
+        _stage("looking for engines and ranks")
+        check_engine(config, report)
+        check_heads(config, report)
+        check_ranks(config, report)
         _stage("predicting memory and time")
         predict_plan(config, report)
         _stage("scoring gold answers")

@@ -109,7 +109,7 @@ def sft(
 ) -> None:
     """Fine-tune a model on rows of your own: {"prompt", "completion"}, {"messages"} or {"text"}. No configuration needed.
 
-    A twentieth of the rows is held out. The same command goes on after a stop. The run's config.json has all settings.
+    A twentieth of the rows is held out (of 40 rows or more). The same command goes on after a stop. The run's config.json has all settings.
 
     [bold]Examples[/bold]
 

@@ -100,6 +100,10 @@ def template(
 
       reinforge check template models/mine --chat-template mine.jinja
     """
+    from reinforge.app.hub import offline
+
+    if not Path(model).expanduser().exists():
+        offline()  # before the hub's libraries are imported: they would try for a minute, aloud
     from reinforge.app.check_template import check_template
 
     print_mapping(check_template(model, chat_template))

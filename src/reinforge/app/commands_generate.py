@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 = greedy.", min=0)]
 TopP = Annotated[float, typer.Option(help="Nucleus: sample from the most likely tokens that hold this much probability.", min=0, max=1)]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest completion.", min=1)]
+Longest = Annotated[
+    int | None, typer.Option(help="Longest completion; default: the configuration's or run's rollout.max_new_tokens, else 256.", min=1)
+]
+Prompts = Annotated[
+    str | None,
+    typer.Option(
+        "--prompts", "--data", help="A .jsonl file with a `prompt` per line, text or messages, or any source; default: the configuration's."
+    ),
+]
 KEY = "REINFORGE_API_KEY"
 
 
@@ -28,18 +37,11 @@ def generate(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The .jsonl file to write: the rows with their completions.")],
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            "--prompts",
-            "--data",
-            help="A .jsonl file with a `prompt` per line, text or messages, or any source; default: the configuration's.",
-        ),
-    ] = None,
+    prompts: Prompts = None,
     n: Annotated[int, typer.Option("-n", help="Completions per prompt.", min=1)] = 1,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
-    max_new_tokens: MaxNewTokens = 256,
+    max_new_tokens: Longest = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     adapter: Annotated[str | None, typer.Option(help="A saved adapter to put on the model.")] = None,
     server: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead, e.g. http://127.0.0.1:8000/v1.")] = None,
@@ -99,6 +101,16 @@ def generate(
         model, source, out, n=n, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, adapter=adapter, **more
     )
     print(f"{rows} rows in {out}")
+    if pairs:
+        _tell_pairs(out)
+
+
+def _tell_pairs(out: Path) -> None:
+    from reinforge.app.generate import pairs_path
+
+    made = pairs_path(out)
+    with made.open(encoding="utf-8") as lines:
+        print(f"{sum(1 for _ in lines)} pairs in {made}")
 
 
 def _source(prompts: str | None, out: Path) -> Path | str | None:

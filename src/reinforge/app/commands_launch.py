@@ -142,9 +142,18 @@ def _prepared(job: Any, on: On, starter: Any, standing: bool, uses_ray: bool, ad
         documents = kubernetes.manifests(job, kubernetes.read_config(job.config), standing=standing, in_worker=not uses_ray)
         return {folder / "manifests.yaml": kubernetes.as_yaml(documents)}, kubernetes.submission(job, str(folder / "manifests.yaml"))
     if on is On.ray:
-        files = {folder / "ray" / "config.yaml": kubernetes.read_config(job.config), folder / "ray" / "run.sh": ray_job.script(job)}
-        return files, ray_job.submission(job, str(folder / "ray"), address)
+        sent, runtime = folder / "ray", folder / "runtime-env.yaml"
+        files = {
+            sent / "config.yaml": kubernetes.read_config(job.config),
+            sent / "run.sh": ray_job.script(job),
+            runtime: ray_job.runtime(job, str(sent)),
+        }
+        return files, ray_job.submission(str(runtime), address)
     return {}, job.command()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _submit(job: Any, files: dict[Path, str], command: list[str], on: On) -> None:
@@ -153,7 +162,9 @@ def _submit(job: Any, files: dict[Path, str], command: list[str], on: On) -> Non
         raise InputError(f"there is no {tool} here.", where="--on", fix=TOOLS[tool])
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.unlink(missing_ok=True)
+        with open(path, "w", encoding="utf-8", opener=_private) as file:  # --env may hold a secret
+            file.write(text)
     if on is On.local:
         os.execvpe(tool, command, {**os.environ, **dict(job.env)})
     (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)  # Slurm does not make it, and the job would end without a word

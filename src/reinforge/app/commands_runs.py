@@ -28,6 +28,14 @@ def _json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
+def _best(best: dict[str, Any] | None) -> str | None:
+    """
+    >>> _best({"metric": "eval/accuracy", "value": 0.5625, "step": 5, "low": None, "high": None})
+    '0.5625 (eval/accuracy, step 5)'
+    """
+    return None if best is None else f"{best['value']:.4g} ({best['metric']}, step {best['step']})"
+
+
 @app.command("list")
 def list_command(
     root: Annotated[Path, typer.Argument(help="Where to look for run directories.")] = Path("runs"), as_json: AsJson = False
@@ -47,7 +55,10 @@ def list_command(
         _json(found)
     else:
         print_table(
-            [{**run, "updated": time.strftime("%Y-%m-%d %H:%M", time.localtime(run["updated"]))} for run in found],
+            [
+                {**run, "best_eval": _best(run["best_eval"]), "updated": time.strftime("%Y-%m-%d %H:%M", time.localtime(run["updated"]))}
+                for run in found
+            ],
             empty=f"no runs under {root}",
         )
 

@@ -67,8 +67,11 @@ class Remote:
         return [{"completion": a.text, "tokens": a.tokens, "logprobs": a.logprobs, "stop": str(a.stop)} for a in made]
 
 
+DEFAULT_NEW_TOKENS = 256
+
+
 async def generate_file(
-    model_name: str, prompts: Path | str | None, out: Path, *, n: int, temperature: float, top_p: float, max_new_tokens: int, seed: int,
+    model_name: str, prompts: Path | str | None, out: Path, *, n: int, temperature: float, top_p: float, max_new_tokens: int | None, seed: int,
     adapter: str | None, config: Config | None = None, server: Server | None = None, labelling: Labelling | None = None, raw: bool = False,
     logprobs: bool = True, token_ids: bool = False,
 ) -> int:  # fmt: skip
@@ -79,7 +82,8 @@ async def generate_file(
         config = config_of(Path(model_name))[0]
     data = data_of(prompts, config)
     rows = load_rows(data)
-    sampling = Sampling(max_new_tokens, temperature, top_p=top_p)
+    longest = max_new_tokens or (config.rollout.max_new_tokens if config is not None else DEFAULT_NEW_TOKENS)
+    sampling = Sampling(longest, temperature, top_p=top_p)
     store = Generated(out, n)
     async with AsyncExitStack() as stack:
         source: Source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ async def _score_gold(config: Config, rewards: Sequence[Any], rows: list[Row], r
             continue
         key = f"rewards.{i} ({reward.name})"
         scores[reward.name] = {}
+        print(f"stage: scoring gold answers with {key}", file=sys.stderr, flush=True)
         for kind in totals:
             texts = [str(row.columns["answer"]) if kind == "gold" else "" for row in rows]
             values = await _score(reward, key, rows, texts, kind, report)

@@ -22,8 +22,11 @@ def needs_hub(config: Config) -> bool:
 
 def go_offline_if_unreachable(config: Config) -> str | None:
     """Switches the hub libraries to their caches if the hub does not answer, and says why. Call before importing them."""
-    if not needs_hub(config):
-        return None
+    return offline() if needs_hub(config) else None
+
+
+def offline() -> str | None:
+    """The same for whoever is sure to need the hub."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")

@@ -94,6 +94,9 @@ def predict_plan(cfg: Config, report: Report) -> None:
     if counted is None:
         return
     machine, adapter = machine_at(cfg.model.device), cfg.adapter
+    if cfg.model.device.startswith("cuda") and machine.kind != "cuda":
+        report.warn("model.device", "there is no GPU here that torch can use; memory and time are predicted for this CPU.",
+                    "Set model.device=auto or cpu if the run is to be on this machine.")  # fmt: skip
     facts = Facts.of(
         load_config(cfg.model).get_text_config(), itemsize=4 if "float32" in (cfg.model.dtype, {"cpu": "float32"}.get(machine.kind)) else 2,
         rank=adapter.rank if adapter else None, targets=tuple(adapter.targets) if adapter and not isinstance(adapter.targets, str) else None,

@@ -147,6 +147,8 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _check_model(config: Config, report: Report) -> None:
+    from reinforge.algorithms.bind import closest
+
     model, adapter = config.model, config.adapter
     places = [("model.path", model.path)] + ([("model.tokenizer", model.tokenizer)] if model.tokenizer else [])
     places += [("critic.path", config.critic.path)] if config.critic and config.critic.path else []
@@ -173,6 +175,10 @@ def _check_model(config: Config, report: Report) -> None:
                 report.refuse(key, f"{text} is a file, but not a .gguf file.", "Give the directory that holds config.json.")
         elif text.startswith((".", "/", "~")) or text.endswith(".gguf") or not HUB_ID.fullmatch(text):
             report.refuse(key, f"no such file or directory: {text}.", "Give a hub id (org/name), an existing directory or a .gguf file.")
+        elif "/" in text and path.parent.is_dir():
+            near = closest(path.name, [child.name for child in path.parent.iterdir() if child.is_dir()], 0.6)
+            fix = f"Did you mean {path.parent / near}?" if near else ""
+            report.warn(key, f"there is no directory {text} here, so it is taken for a hub id.", fix)
     if model.chat_template and not Path(model.chat_template).is_file():
         report.refuse("model.chat_template", f"no such file: {model.chat_template}.")
     if adapter and adapter.path and not (Path(adapter.path) / "adapter_config.json").is_file():

@@ -33,6 +33,8 @@ def sft_config(model: str, data: str, *, out: str | None = None, epochs: float =
         },
         "run": {"dir": out or f"runs/sft-{_slug(model)}-{_slug(Path(data).stem)}"},
     }
+    if any(override.startswith("train.steps=") for override in overrides):
+        del tree["train"]["epochs"]  # one of the two says how long
     if lora:
         tree["adapter"] = {"rank": lora}
     if not rows:

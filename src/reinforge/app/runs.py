@@ -26,6 +26,12 @@ def config_of(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, Path |
     """The config of a file, or of a run directory (and then that directory)."""
     if is_run(path):
         return config_from_dict(json.loads((path / "config.json").read_text()), where=str(path / "config.json"), overrides=overrides), path
+    if path.is_dir():
+        stages = sorted(str(child) for child in path.iterdir() if is_run(child))
+        fix = (
+            f"Its runs are: {', '.join(stages)}." if stages else "Give a run directory, or a .yaml file whose model.path is this directory."
+        )
+        raise InputError("this is a directory, but not a run's.", where=str(path), fix=fix)
     return load_config(path, overrides), None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.ranks import Ranks, current, rank_here, serve
+from reinforge.backends.ranks import Ranks, current, how_many, rank_here, serve
 from reinforge.backends.zero import DeepSpeedBackend
 from reinforge.config.schema import AdapterConfig, Config, ModelConfig
 from reinforge.core.engine import Engine
@@ -33,6 +33,11 @@ def open_ranks(cfg: Config) -> AbstractContextManager[Any]:
     if rank_here() > 0:
         serve()
     return Ranks.open(cfg.train.ranks, pick_device(cfg.model.device).type)
+
+
+def ranks_here(cfg: Config) -> int:
+    """How many ranks the config would start on this machine; an error where it cannot."""
+    return how_many(cfg.train.ranks, pick_device(cfg.model.device).type)
 
 
 def ranks_of(cfg: Config) -> Ranks | None:

@@ -238,13 +238,18 @@ def open_shop(cfg: Config, given: Given, view: ViewLike) -> Workshop:
     return RemoteWorkshop(cfg, given, view)
 
 
-def averaged(evaluate: Evaluate | None, backend: AnyBackend, engine: Engine | None) -> Evaluate | None:
-    """The evaluation with the average of the weights in place, where the run keeps one (train.ema). `engine`: where it generates."""
+def averaged(
+    evaluate: Evaluate | None, backend: AnyBackend, engine: Engine | None, settle: Callable[[], Awaitable[None]] | None = None
+) -> Evaluate | None:
+    """The evaluation with the average of the weights in place, where the run keeps one (train.ema). `engine`: where it generates;
+    `settle` waits for rollouts that it has under way: they would go on with the average, under the version of the policy."""
     if evaluate is None or backend.ema is None:
         return evaluate
     ema = backend.ema
 
     async def run() -> dict[str, float]:
+        if settle is not None:
+            await settle()
         try:
             with ema.swapped():
                 if engine is not None:

@@ -114,7 +114,7 @@ class Ranks:
             _matches(size, _open.size)
             yield _open
             return
-        ranks = cls(_size(size, kind), kind)
+        ranks = cls(how_many(size, kind), kind)
         _open = ranks
         if launched():
             atexit.register(ranks.close)
@@ -241,7 +241,8 @@ class Ranks:
                 os._exit(StoppedByPolicy.exit_code)
 
 
-def _size(size: int | None, kind: str) -> int:
+def how_many(size: int | None, kind: str) -> int:
+    """The ranks that can be started here where `size` are asked for."""
     if launched():
         world = int(os.environ["WORLD_SIZE"])
         _matches(size, world)

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from reinforge.core.weights import Weights
+from reinforge.models.causal import VALUE_HEAD
 
 BUCKET = 256 << 20  # bytes of one object
 SAMPLED = 256  # values of a tensor that its fingerprint reads
 
 
 def trained_of(weights: Weights) -> dict[str, Tensor]:
-    """The parameters that training changes, by their names in the module: of an adapter, only the adapter's."""
+    """The parameters that training changes and generation reads, by their names in the module: of an adapter, only the adapter's."""
     assert weights.module is not None, f"weights of kind {weights.kind} have no module to read"
-    named = dict(weights.module.named_parameters())
+    named = {name: p for name, p in weights.module.named_parameters() if not name.startswith(f"{VALUE_HEAD}.")}
     return {name: p.detach() for name, p in named.items() if p.requires_grad} or {name: p.detach() for name, p in named.items()}
 
 

@@ -24,6 +24,15 @@ EXPECTED = {
     "too_short": "at least {min_length} items",
 }  # fmt: skip
 
+# What to write for a section that is missing.
+EXAMPLES: dict[Loc, str] = {
+    ("model",): "write e.g. `model: {path: org/name}`.",
+    ("algorithm",): "write e.g. `algorithm: {name: grpo}`.",
+    ("data",): "write e.g. `data: {source: rows.jsonl}`.",
+    ("train",): "write e.g. `train: {steps: 100, learning_rate: 1e-5}`.",
+    ("run",): "write e.g. `run: {dir: runs/first}`.",
+}
+
 # What other libraries call our keys.
 OTHER_NAMES = {
     "lr": "train.learning_rate", "output_dir": "run.dir", "max_steps": "train.steps", "num_train_epochs": "train.epochs",
@@ -111,7 +120,7 @@ def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[s
         elif kind == "extra_forbidden":
             sentences[loc] = f"unknown key, {did_you_mean(loc)}"
         elif kind == "missing":
-            what = _description(loc)
+            what = _description(loc) or EXAMPLES.get(loc, "")
             sentences[loc] = "is required but missing" + (f": {what}" if what else ".")
         else:
             form = EXPECTED.get(kind)

@@ -34,8 +34,11 @@ def check_ranks(train: Any) -> None:
     used = [key for key, value in ParallelConfig().model_dump().items() if getattr(train, key) != value]
     if used and train.backend != "fsdp":
         raise ValueError(f"{used[0]}: the backend {train.backend} does not know it; set train.backend=fsdp, or leave it out")
-    if train.ranks is not None and train.ranks % (train.sequence_parallel * train.tensor_parallel):
-        raise ValueError("ranks: sequence_parallel x tensor_parallel must divide it")
+    together = train.sequence_parallel * train.tensor_parallel
+    if train.ranks is not None and train.ranks % together:
+        raise ValueError(
+            f"ranks: {train.ranks} cannot be dealt into groups of {together} (sequence_parallel x tensor_parallel must divide it); set a multiple of {together}"
+        )
 
 
 def check_parallel(cfg: Any) -> None:
@@ -45,6 +48,8 @@ def check_parallel(cfg: Any) -> None:
         raise ValueError("model.exact: it is proved for one process; set train.backend=local, or leave it out")
     if backend == "fsdp" and cfg.adapter is not None and cfg.adapter.kind == "qlora":
         raise ValueError("adapter.kind: a base in 4 bits is for one process; set train.backend=local, or use lora")
+    if cfg.train.tensor_parallel > 1 and cfg.adapter is not None:
+        raise ValueError("train.tensor_parallel: the matrices of an adapter are not cut; set it to 1, or train all weights")
     if cfg.train.sequence_parallel > 1 and cfg.teacher is not None:
         raise ValueError("train.sequence_parallel: a teacher's distributions are not split over ranks; set it to 1")
     if cfg.rollout.all_ranks and (backend == "local" or cfg.rollout.engine != "native" or cfg.cluster.kind != "local"):

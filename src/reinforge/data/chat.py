@@ -71,6 +71,8 @@ class Renderer:
             raise InputError(
                 "is one whole text, and nothing says which part the assistant wrote", where=_where(row), fix="Set data.loss_on: all."
             )
+        elif "completion" in columns:
+            raise InputError("completion is missing (null)", where=_where(row), fix="Repair or remove the row.")
         else:
             raise InputError(f"has no answer to train on: no column completion, messages or text, only {', '.join(columns) or 'the prompt'}",
                              where=_where(row), fix="Name it with data.columns, e.g. {completion: answer}.")  # fmt: skip

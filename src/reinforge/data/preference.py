@@ -71,6 +71,8 @@ def verdict(value: Any, where: str) -> bool:
     found = known.get(str(value).lower())
     if found is None:
         raise InputError(
-            f"label is {value!r}, neither true nor false", where=where, fix="Name it with data.columns: {label: <their name>}."
+            f"label is {value!r}, neither true nor false",
+            where=where,
+            fix="Write true or false, or 1 or 0. If another column says it: data.columns: {label: <their name>}.",
         )
     return found

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reinforge.core.sample import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = 'Rewrite {"from": "human", "value": ...} as {"role": "user", "content": ...} and gpt as assistant, in a column messages.'
 PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked for, in this order
 MIXTURE = "mixture"  # data.source where there are several; also the column that says which one a row is of
 PYTHON = "python"  # data.source of rows that came as Python objects
@@ -145,7 +146,7 @@ def _prompt(
     name = next((name for name in PROMPTS if name in record), None)
     if name is None:
         raise InputError(f"has no prompt: none of the columns {', '.join(PROMPTS)}, only {', '.join(map(str, record)) or 'none at all'}", where=place,
-                         fix="Name the column with data.columns: {prompt: <their name>}, or build a prompt with data.template.")  # fmt: skip
+                         fix=SHAREGPT if "conversations" in record else "Name the column with data.columns: {prompt: <their name>}, or build a prompt with data.template.")  # fmt: skip
     value = record[name] if name in ("messages", "text") else record.pop(name)
     if name == "messages" and value is not None:
         prompt = value[:-1] if value[-1]["role"] == "assistant" else value
@@ -166,7 +167,8 @@ def _prompt(
 def check_text(value: Any, place: str, name: str) -> str:
     if not isinstance(value, str) or not value:
         what = "empty" if value == "" else "missing (null)" if value is None else f"{type(value).__name__}, not text"
-        raise InputError(f"{name} is {what}", where=place, fix="Repair or remove the row, or build the prompt with data.template.")
+        other = ", or build the prompt with data.template" if name in PROMPTS else ""
+        raise InputError(f"{name} is {what}", where=place, fix=f"Repair or remove the row{other}.")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -180,6 +182,8 @@ def check_messages(value: Any, place: str, name: str) -> list[dict[str, Any]]:
         raise InputError(f"{name} is not a list of messages", where=place, fix='A message is {"role": "user", "content": "..."}.')
     for i, message in enumerate(value):
         if message.get("role") not in ROLES:
+            if "from" in message and "value" in message:
+                raise InputError(f"{name}[{i}] has the keys from and value", where=place, fix=SHAREGPT)
             raise InputError(f"{name}[{i}] has the role {message.get('role')!r}", where=place, fix=f"Roles are: {', '.join(ROLES)}.")
         content = message.get("content")
         if content != "" and not (content is None and message.get("tool_calls")):
@@ -320,7 +324,8 @@ def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
         options["split"] = "eval"
     if same and kind in ("games", "reasoning_gym") and "seed" not in wanted.options:
         options["seed"] = options.get("seed", 0) + (size_of(source, cfg.options) or 0)
-    options["size"] = size
+    if kind != "episodes":  # it says how many in its name, and further ones follow
+        options["size"] = size
     where = {**cfg.where, **wanted.where} if wanted.source is None else wanted.where
     asked = {prompt_text(row) for row in train}
     kept: list[Row] = []

@@ -29,7 +29,7 @@ class ServerProcess:
         self.command, self.log, self.where = list(command), log, where
         log.parent.mkdir(parents=True, exist_ok=True)
         self._start = log.stat().st_size if log.exists() else 0
-        with log.open("ab") as out:
+        with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:  # a server may write its key into it
             try:
                 self.child = subprocess.Popen(
                     self.command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True

@@ -119,7 +119,7 @@ class Replica:
         if cfg.address:
             self.http = Http(cfg.address[self.index], os.environ.get(cfg.key_env, "") if cfg.key_env else None)
             return
-        key, port = secrets.token_urlsafe(24), free_port()
+        key, port = secrets.token_hex(24), free_port()
         python = cfg.python or sys.executable
         env = {name: value for name, value in os.environ.items() if name not in FOREIGN and not name.startswith("TORCHELASTIC_")}
         if cfg.python is not None and Path(cfg.python).absolute() != Path(sys.executable).absolute():

@@ -61,6 +61,7 @@ class Here:
         self.loop = asyncio.get_running_loop()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.moving = asyncio.Lock()  # weights on their way: an update, or those of a replica that comes back; servers have room for one
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def once(self, name: str, make: Awaitable[None]) -> None:
@@ -107,7 +108,7 @@ class ServedEngine:
             raise InputError("an empty prompt has nothing to continue.", fix="Give at least one token, e.g. the BOS token.")
         if len(prompt) + limit > self.setup.context:
             raise InputError(f"prompt of {len(prompt)} tokens + max_new_tokens {limit} is past the model's context of {self.setup.context}.",
-                             where="rollout.max_new_tokens", fix="Shorten one of them, or set data.length.")  # fmt: skip
+                             where="rollout.max_new_tokens", fix="Set fewer new tokens (reinforge generate: --max-new-tokens), or shorten the prompt with data.length.")  # fmt: skip
         stops = frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
         drafts = [Draft(i) for i in range(n)]
         self._begin()
@@ -135,37 +136,45 @@ class ServedEngine:
             self.stats.seconds += time.monotonic() - self._since
 
     async def score(self, tokens: Sequence[int]) -> Tensor:
-        while True:
+        problem: Exception | None = None
+        for _ in range(RESENDS):
             replica = await self._free()
             replica.load += 1
             life = replica.life
             try:
                 return torch.tensor(await self.dialect.score(_of(replica), list(tokens)), dtype=torch.float32)
-            except ServerDown:
+            except ServerFault as error:  # an update interrupted it, or it can never be scored: the server is well
+                problem = error
+            except ServerDown as error:
+                problem = error
                 self._lost(replica, life)
             finally:
                 replica.load -= 1
+        raise RuntimeError(f"the same tokens could not be scored {RESENDS} times: {problem}")
 
     async def update(self, weights: Weights, version: int) -> None:
         """Old or new, never mixed: what was published before stays until every replica has proved the new one."""
         here, start = self._here(), time.monotonic()
         await self._awake()
-        up = await self._all_up()
-        fresh = self.transfer.publish(weights, version)
-        await asyncio.gather(*(self._or_lost(r, self.transfer.stage(r, fresh)) for r in up))
-        here.gate.clear()
-        try:
-            await self._quiet()
-            checks = await asyncio.gather(*(self._or_lost(r, self.transfer.commit(r, fresh)) for r in up if r.up))
-            self.version = version
-            self.transfer.keep(fresh)
-        except BaseException:
-            fresh.channel.close()
-            for replica in up:
-                replica.stop()  # it serves the one or the other, nobody knows: started again, it gets what was served before
-            raise
-        finally:
-            here.gate.set()
+        await self._all_up()
+        async with here.moving:
+            up = [(r, r.life) for r in self.replicas if r.up]
+            fresh = self.transfer.publish(weights, version)
+            await asyncio.gather(*(self._or_lost(r, self.transfer.stage(r, fresh)) for r, _ in up))
+            here.gate.clear()
+            try:
+                await self._quiet()
+                staged = [r for r, life in up if r.up and r.life == life]  # who died and is up again has nothing staged
+                checks = await asyncio.gather(*(self._or_lost(r, self.transfer.commit(r, fresh)) for r in staged))
+                self.version = version
+                self.transfer.keep(fresh)
+            except BaseException:
+                fresh.channel.close()
+                for replica, _ in up:
+                    replica.stop()  # it serves the one or the other, nobody knows: started again, it gets what was served before
+                raise
+            finally:
+                here.gate.set()
         if not any(r.version == version for r in self.replicas):
             await self._free()  # all of them died of it: the first that is back proves it
         errors = [check.error for check in checks if check is not None]
@@ -279,12 +288,13 @@ class ServedEngine:
                 if replica.process is None or not replica.process.alive:
                     replica.start()
                 await replica.ready()
-            current = self.transfer.published
-            if current is None:
-                replica.version = self.version
-            elif replica.version != current.version:
-                await self.transfer.stage(replica, current)
-                await self.transfer.commit(replica, current)
+            async with self._here().moving:
+                current = self.transfer.published
+                if current is None:
+                    replica.version = self.version
+                elif replica.version != current.version:
+                    await self.transfer.stage(replica, current)
+                    await self.transfer.commit(replica, current)
             replica.failures = 0
         except (ServerDown, InputError) as error:
             replica.failures += 1
@@ -292,15 +302,14 @@ class ServedEngine:
             if replica.failures >= STARTS or self.restarts == 0 or isinstance(error, ServerFault):
                 raise
 
-    async def _all_up(self) -> list[Replica]:
-        """Everybody who can be brought up; at least one."""
+    async def _all_up(self) -> None:
+        """Brings everybody up who can be; at least one."""
         here = self._here()
         rising = [here.once(f"rise {r.index}", self._rise(r)) for r in self.replicas if not r.up and r.failures < STARTS]
         results = await asyncio.gather(*rising, return_exceptions=True)
         up = [r for r in self.replicas if r.up]
         if not up or (self.transfer.published is None and len(up) < len(self.replicas)):  # at the start nothing may be missing
             raise next((r for r in results if isinstance(r, BaseException)), RuntimeError("no replica is up"))
-        return up
 
     async def _quiet(self) -> None:
         """Interrupts everything until nothing is under way. What is sent late is interrupted in the next round."""

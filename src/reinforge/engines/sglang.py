@@ -17,6 +17,12 @@ from reinforge.engines.replica import Draw, Piece, Setup
 from reinforge.engines.vllm import ASK, LOAD, options
 
 SEEDS = 2**31
+KEY = "REINFORGE_SGLANG_KEY"
+# SGLang takes its key only as an argument, and those of a process are there for every user to read: it becomes one inside
+BOOT = (
+    f"import os, runpy, sys; sys.argv += ['--api-key=' + os.environ.pop('{KEY}')]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
 
 
 class Sglang:
@@ -36,11 +42,10 @@ class Sglang:
         args |= {"enable-memory-saver": True} if setup.sleep_level else {}
         args |= {"device": "cpu"} if setup.device == "cpu" else {}
         given = {name.strip("-").replace("_", "-"): value for name, value in setup.cfg.args.items()}
-        return [python, "-m", "sglang.launch_server", *options({**args, **given}), "--api-key", self._key]
+        return [python, "-c", BOOT, *options({**args, **given})]
 
     def environment(self, setup: Setup, key: str) -> dict[str, str]:
-        self._key = key
-        return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}  # log-probs after temperature: those of sampling
+        return {KEY: key, "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}  # log-probs after temperature: those of sampling
 
     async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
         await http.get("/health_generate", timeout=ASK)

@@ -91,6 +91,13 @@ class Episode:
         return [t for track in self.tracks for t, v in zip(track.tokens, track.versions, strict=True) if v >= 0]
 
 
+async def opening(dialogue: Dialogue, talk: Talk, world: World) -> list[int]:
+    """The environment's first words as the ids of the first prompt, with the tools where there are some."""
+    given = await world.reset()
+    first = talk.opened(given)
+    return list(dialogue.begin(first.messages, first.tools) if given.tokens is None else given.tokens)
+
+
 @dataclass
 class Player:
     """Plays episodes. Draws depend on (seed, purpose, sample uid, turn) and nothing else."""
@@ -141,10 +148,8 @@ class Player:
 
     async def _turns(self, row: Row, episode: Episode, world: World, sampling: Sampling, phase: list[str]) -> None:
         dialogue = Dialogue(self.renderer, f"row {row.id}")
-        given = await world.reset()
-        first = self.talk.opened(given)
         track = Track()
-        track.give(dialogue.begin(first.messages, first.tools) if given.tokens is None else given.tokens)
+        track.give(await opening(dialogue, self.talk, world))
         episode.tracks.append(track)
         while True:
             phase[0] = "generate"

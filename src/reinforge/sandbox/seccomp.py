@@ -30,6 +30,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "open_by_handle_at": (304, 265), "lookup_dcookie": (212, 18), "personality": (135, 92), "fanotify_init": (300, 262),
     "move_pages": (279, 239), "migrate_pages": (256, 238), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),  # a socket of a pair stays one
 }  # fmt: skip
 SPECIAL = {"clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "socketpair": (53, 199), "ioctl": (16, 29)}
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH

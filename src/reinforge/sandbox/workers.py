@@ -43,7 +43,9 @@ class Worker:
         """`function(isolation, cancel, ...)`, done over there. Raises what it raises, and OSError if the worker died or was cancelled."""
         body = pickle.dumps((function, isolation, args, kwargs))
         self._socket.sendall(HEAD.pack(len(body)) + body)
-        while not select.select([self._socket], [], [], LOOK)[0]:
+        answer = select.poll()  # not select: this process may have more than 1024 descriptors
+        answer.register(self._socket, select.POLLIN)
+        while not answer.poll(LOOK * 1000):
             if cancel.is_set():
                 self.close(kill=True)
                 raise OSError("cancelled")

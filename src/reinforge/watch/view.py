@@ -77,6 +77,7 @@ class View:
         self._total = self._first = 0
         self._printed: float | None = None
         self._evaluated: dict[str, float] = {}
+        self._step: int | None = None
         self._began = clock()
 
     def start(self, total_steps: int, title: str, first_step: int = 0) -> None:
@@ -113,10 +114,12 @@ class View:
             return
         now = self.clock()
         found = {key: value for key, value in metrics.items() if key.startswith("eval/")}
-        evaluated, self._evaluated = bool(found) and found != self._evaluated, found
+        evaluated = bool(found) and (found != self._evaluated or step == self._step)  # a step that was told twice was evaluated
+        self._evaluated, self._step = found, step
         if self._printed is None or evaluated or step >= self._total or now - self._printed >= self.plain_seconds:
             self._printed = now
-            values = "  ".join(f"{label} {value}" for label, value in numbers(metrics))
+            news = metrics if evaluated else {key: value for key, value in metrics.items() if key not in found}
+            values = "  ".join(f"{label} {value}" for label, value in numbers(news))
             text = f"step {step}/{self._total}  {values}  {self._eta(step, now)}".rstrip()
             self.console.print(Text(text), soft_wrap=True)
 

@@ -6,10 +6,12 @@ A folder is whole or absent: the manifest comes last, by a rename, and holds the
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +24,7 @@ BUCKET = 512 << 20  # bytes
 ALIGN = 64
 RAM = Path("/dev/shm")
 PREFIX = "reinforge-weights-"
+OWNER = "owner"  # a file that the process holds whose folder it is
 Pairs = Iterable[tuple[str, Tensor]]
 
 
@@ -36,7 +39,7 @@ class FileChannel:
         root.mkdir(parents=True, exist_ok=True)
         sweep(root)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
-        self._gone = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._gone = weakref.finalize(self, _remove, self.folder, _hold(self.folder))
 
     def publish(self, pairs: Pairs, version: int) -> None:
         write(self.folder, pairs, self.bucket)
@@ -54,8 +57,37 @@ def sweep(root: Path) -> None:
     """Removes what processes of this host left behind that were killed: in memory it would stay until the host starts again."""
     for folder in root.glob(f"{PREFIX}*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[0]
-        if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists():
+        if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists() and not _held(folder):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hold(folder: Path) -> int:
+    """A lock that ends with this process. Containers may share the memory and not see each other's processes."""
+    held = os.open(folder / OWNER, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def _held(folder: Path) -> bool:
+    """Whether somebody holds it, or has only just made it."""
+    try:
+        asked = os.open(folder / OWNER, os.O_RDWR)
+    except FileNotFoundError:
+        return folder.exists() and time.time() - folder.stat().st_mtime < 60
+    except OSError:  # another user's
+        return True
+    try:
+        fcntl.flock(asked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(asked)
+
+
+def _remove(folder: Path, held: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(held)
 
 
 def write(folder: Path, pairs: Pairs, bucket: int = BUCKET) -> None:

@@ -15,19 +15,12 @@ def script(job: Job) -> str:
     return f"#!/bin/bash\nexec {shlex.join(job.command('config.yaml', 'python', str(job.run_dir)))}\n"
 
 
-def submission(job: Job, folder: str, address: str | None = None) -> list[str]:
-    """`folder` holds config.yaml and run.sh and is sent. The token comes from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."""
-    runtime = {"working_dir": folder, "env_vars": dict((("PYTHONUNBUFFERED", "1"), *job.env))}
-    return [
-        "ray",
-        "job",
-        "submit",
-        "--address",
-        address or ADDRESS,
-        "--no-wait",
-        "--runtime-env-json",
-        json.dumps(runtime),
-        "--",
-        "bash",
-        "run.sh",
-    ]
+def runtime(job: Job, folder: str) -> str:
+    """What Ray is to prepare, as the text of a file (JSON is YAML): variables may be secrets, and arguments are there for every user to
+    read. `folder` holds config.yaml and run.sh and is sent."""
+    return json.dumps({"working_dir": folder, "env_vars": dict((("PYTHONUNBUFFERED", "1"), *job.env))}, indent=2) + "\n"
+
+
+def submission(path: str, address: str | None = None) -> list[str]:
+    """`path` is the file with what `runtime` says. The token comes from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."""
+    return ["ray", "job", "submit", "--address", address or ADDRESS, "--no-wait", "--runtime-env", path, "--", "bash", "run.sh"]

@@ -93,7 +93,7 @@ class NativeEngine:
         longest = len(prompt) + params.max_new_tokens
         if self.context is not None and longest > self.context:
             raise InputError(f"prompt of {len(prompt)} tokens + max_new_tokens {params.max_new_tokens} is past the model's context of {self.context}.",
-                             where="rollout.max_new_tokens", fix="Shorten one of them, or set data.length.")  # fmt: skip
+                             where="rollout.max_new_tokens", fix="Set fewer new tokens (reinforge generate: --max-new-tokens), or shorten the prompt with data.length.")  # fmt: skip
         if self.pool.needed(longest) > self.pool.total:
             raise InputError(
                 f"one sequence of {longest} tokens does not fit the KV cache of {self.pool.total * BLOCK} tokens.",
