@@ -50,7 +50,9 @@ def test_stopping_ends_the_whole_group(tmp_path: Path) -> None:
     assert not server.alive and wait_for(lambda: not alive(child))
 
 
-def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_its_children", [False, True])
+def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path, with_its_children: bool) -> None:
+    """Also where all children of the owner are killed with it, as Ray does with its workers'."""
     owner = subprocess.Popen([sys.executable, "-c", f"""
 import os, sys, time
 from pathlib import Path
@@ -59,7 +61,10 @@ server = ServerProcess([sys.executable, "-c", {GROUP!r}], os.environ, Path({str(
 time.sleep(300)"""], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
     assert wait_for((tmp_path / "log").exists, 60)
     child = child_of(tmp_path / "log")
-    os.kill(owner.pid, signal.SIGKILL)
+    children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split() if with_its_children else []
+    os.kill(owner.pid, signal.SIGSTOP)  # it notices nothing
+    for pid in [*map(int, children), owner.pid]:
+        os.kill(pid, signal.SIGKILL)
     assert wait_for(lambda: not alive(child)), "the server's own child is still there"
     owner.wait()
 

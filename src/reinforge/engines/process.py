@@ -77,9 +77,11 @@ class ServerProcess:
 
 
 def leash(group: int) -> subprocess.Popen[bytes]:
-    """Ends a process group when this process ends, however it does: a shell that waits for the end of a pipe that only we hold."""
+    """Ends a process group when this process ends, however it does: a shell that waits for the end of a pipe that only we hold. It is
+    nobody's child, because who kills us may kill all our children with us (Ray does), and the server's own would be left."""
+    waits = 'exec 3<&0; (read _ <&3; kill -s KILL -- "-$1") </dev/null &'
     return subprocess.Popen(
-        ["/bin/sh", "-c", 'read _; kill -s KILL -- "-$1"', "leash", str(group)],
+        ["/bin/sh", "-c", waits, "leash", str(group)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
