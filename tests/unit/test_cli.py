@@ -177,13 +177,15 @@ def test_eval_chat_export_demo_check(
 
 
 def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"dir": "runs/a", "status": "finished", "reward": 0.25, "updated": 0.0}]
+    best = {"metric": "eval/accuracy", "value": 0.5625, "step": 5, "low": None, "high": None}
+    rows = [{"dir": "runs/a", "status": "finished", "reward": 0.25, "best_eval": best, "updated": 0.0}]
     fake(monkeypatch, "reinforge.watch.runs", list_runs=lambda root: rows, show_run=lambda d: {"dir": str(d), "last": {"reward/mean": 0.75}},
          compare_runs=lambda dirs: {"runs": [str(d) for d in dirs], "step": [3, 4], "config": {"run.seed": [0, 1]}, "metrics": {}})  # fmt: skip
     fake(monkeypatch, "reinforge.checkpoint.store", digest_run=lambda d: "abc123")
     assert main(["runs", "list", str(tmp_path)]) == 0
     header, line = capsys.readouterr().out.splitlines()
-    assert header.split("\t") == ["dir", "status", "reward", "updated"] and line.startswith("runs/a\tfinished\t0.25\t19")
+    assert header.split("\t") == ["dir", "status", "reward", "best_eval", "updated"]
+    assert line.startswith("runs/a\tfinished\t0.25\t0.5625 (eval/accuracy, step 5)\t19")
     assert main(["runs", "list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == rows
     assert main(["runs", "show", "runs/a"]) == 0
