@@ -74,7 +74,7 @@ def test_serve_answers_and_ends(tiny: Path, tmp_path: Path) -> None:
     finally:
         server.send_signal(signal.SIGINT)
         rest, _ = server.communicate(timeout=60)
-    assert server.returncode == 130 and "Traceback" not in rest, rest
+    assert server.returncode in (0, 130) and "Traceback" not in rest, rest  # 0: uvicorn had seen the signal before it was passed on
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
     code, said = runs.forked("generate", tiny, "--prompts", "p.jsonl", "--out", "o.jsonl", "-t", 0, "--max-new-tokens", 4, cwd=tmp_path)
     assert code == 0, said
