@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from reinforge.backends.dealt import Dealt, DealtBackend
 from reinforge.backends.grid import Grid
-from reinforge.backends.local import LocalBackend
 from reinforge.backends.memory import KEEP, Facts, budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import CPU_BUDGET, combine
 from reinforge.backends.pieces import ShardedAdamW, ShardedReference, shard
@@ -31,18 +31,16 @@ from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
 from reinforge.core.batch import Batch, Totals
-from reinforge.core.errors import InputError
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 from reinforge.models.sequence import Slices, check_splittable
 
-Dealt = Sequence[tuple[Batch, bool]]  # packs of one rank, and whether they count
 
-
-class ShardBackend(LocalBackend):
+class ShardBackend(DealtBackend):
     """One rank's part of a backend. `make` loads the model, whole and on the host; `compiled`: its layers are compiled once it is cut."""
 
+    saves = "model.gradient_checkpointing=true"
     optimizer: ShardedAdamW
 
     def __init__(self, member: Member, make: Callable[[], PackedModel], cfg: TrainConfig, settings: Mapping[str, Any], compiled: bool):
@@ -106,16 +104,6 @@ class ShardBackend(LocalBackend):
 
     # ---- passes ----
 
-    @torch.no_grad()
-    def annotate_packs(self, dealt: Dealt, needs: frozenset[str]) -> list[tuple[dict[str, Tensor], Tensor | None]]:
-        """Streams and bootstraps of the packs that count, in their order."""
-        found = []
-        for batch, counts in dealt:
-            self._safely(batch, partial(self._annotate, batch, needs))
-            if counts:
-                found.append(({name: batch.streams[name] for name in needs if name in batch.streams}, batch.bootstrap))
-        return found
-
     def _annotate(self, batch: Batch, needs: frozenset[str]) -> None:
         own = needs - {"reference"}
         if own:
@@ -136,10 +124,6 @@ class ShardBackend(LocalBackend):
         self.optimizer.collect()
         return found
 
-    @torch.no_grad()
-    def evaluate_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
-        return self._run(dealt, loss, totals)
-
     def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
         parts: list[dict[str, Tensor]] = []
         for batch, counts in dealt:
@@ -155,14 +139,6 @@ class ShardBackend(LocalBackend):
         if value.requires_grad:
             (value if counts else value * 0.0).backward()
         return {"train/loss": value.detach(), **metrics}
-
-    def _safely(self, batch: Batch, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except torch.OutOfMemoryError as error:  # the other ranks wait in the middle of the pass: it cannot be done again in smaller pieces
-            raise InputError(f"a micro-batch of {batch.n_tokens} tokens does not fit into the memory of rank {self.member.rank}.",
-                             where="train.tokens_per_microbatch", fix=f"Set it to {max(1, batch.n_tokens // 2)}, or use more ranks, or "
-                             "model.gradient_checkpointing=true. The newest checkpoint is intact.") from error  # fmt: skip
 
     # ---- whole tensors ----
 

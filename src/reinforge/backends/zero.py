@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reinforge.backends.dealt import Dealt, DealtBackend
 from reinforge.backends.deepspeed import Frozen, Zero, whole_state
 from reinforge.backends.fsdp import FsdpBackend
-from reinforge.backends.local import LocalBackend
 from reinforge.backends.memory import CPU_BUDGET, KEEP, Facts, budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import combine, facts_of
 from reinforge.backends.optimizer import learning_rate
 from reinforge.backends.ranks import Member
 from reinforge.backends.reference import Reference
-from reinforge.backends.shard import Dealt
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
@@ -31,9 +30,10 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
 
-class ZeroShard(LocalBackend):
+class ZeroShard(DealtBackend):
     """One rank's part. `make` loads the model, whole and on the host. Methods are run by all ranks at once."""
 
+    saves = "train.deepspeed.stage=3"
     optimizer: Zero  # type: ignore[assignment]
 
     def __init__(self, member: Member, make: Callable[[], PackedModel], cfg: TrainConfig, settings: Mapping[str, Any], compiled: bool):
@@ -89,16 +89,6 @@ class ZeroShard(LocalBackend):
 
     # ---- passes ----
 
-    @torch.no_grad()
-    def annotate_packs(self, dealt: Dealt, needs: frozenset[str]) -> list[tuple[dict[str, Tensor], Tensor | None]]:
-        """Streams and bootstraps of the packs that count, in their order."""
-        found = []
-        for batch, counts in dealt:
-            self._safely(batch, partial(self._annotate, batch, needs))
-            if counts:
-                found.append(({name: batch.streams[name] for name in needs if name in batch.streams}, batch.bootstrap))
-        return found
-
     def _annotate(self, batch: Batch, needs: frozenset[str]) -> None:
         own = needs - {"reference"}
         if own:
@@ -115,10 +105,6 @@ class ZeroShard(LocalBackend):
             return self._run(dealt, loss, totals)
         finally:
             self.model.recompute(False)
-
-    @torch.no_grad()
-    def evaluate_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
-        return self._run(dealt, loss, totals)
 
     def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
         found = [(self._safely(batch, partial(self._one, batch, loss, totals, counts)), counts) for batch, counts in dealt]
@@ -137,14 +123,6 @@ class ZeroShard(LocalBackend):
         if value.requires_grad:
             self.optimizer.backward(value if counts else value * 0.0)
         return {"train/loss": value.detach(), **metrics}
-
-    def _safely(self, batch: Batch, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except torch.OutOfMemoryError as error:  # the other ranks wait in the middle of the pass: it cannot be done again in smaller pieces
-            raise InputError(f"a micro-batch of {batch.n_tokens} tokens does not fit into the memory of rank {self.member.rank}.",
-                             where="train.tokens_per_microbatch", fix=f"Set it to {max(1, batch.n_tokens // 2)}, or use more ranks, or "
-                             "train.deepspeed.stage=3. The newest checkpoint is intact.") from error  # fmt: skip
 
     def step(self) -> Metrics:
         rate = learning_rate(self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps)

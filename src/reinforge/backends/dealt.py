@@ -1,0 +1,52 @@
+"""What the rank side of every backend on several processes does with the packs that it was dealt, whoever cuts the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from reinforge.backends.local import LocalBackend
+from reinforge.backends.ranks import Member
+from reinforge.backends.recovery import memory_errors
+from reinforge.core.backend import Loss, Metrics
+from reinforge.core.batch import Batch, Totals
+from reinforge.core.errors import InputError
+
+Dealt = Sequence[tuple[Batch, bool]]  # packs of one rank, and whether they count
+
+
+class DealtBackend(LocalBackend):
+    """`_annotate` and `_run` are those of the one who cuts the weights."""
+
+    member: Member
+    saves: ClassVar[str]  # a setting with which less memory is needed
+
+    @torch.no_grad()
+    def annotate_packs(self, dealt: Dealt, needs: frozenset[str]) -> list[tuple[dict[str, Tensor], Tensor | None]]:
+        """Streams and bootstraps of the packs that count, in their order."""
+        found = []
+        for batch, counts in dealt:
+            self._safely(batch, partial(self._annotate, batch, needs))
+            if counts:
+                found.append(({name: batch.streams[name] for name in needs if name in batch.streams}, batch.bootstrap))
+        return found
+
+    @torch.no_grad()
+    def evaluate_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+        return self._run(dealt, loss, totals)
+
+    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+        raise AssertionError("how packs are run is for whoever cuts the weights")
+
+    def _safely(self, batch: Batch, work: Callable[[], Any]) -> Any:
+        try:
+            with memory_errors():
+                return work()
+        except torch.OutOfMemoryError as error:  # the other ranks wait in the middle of the pass: it cannot be done again in smaller pieces
+            raise InputError(f"a micro-batch of {batch.n_tokens} tokens does not fit into the memory of rank {self.member.rank}.",
+                             where="train.tokens_per_microbatch", fix=f"Set it to {max(1, batch.n_tokens // 2)}, or use more ranks, or "
+                             f"{self.saves}. The newest checkpoint is intact.") from error  # fmt: skip
