@@ -93,6 +93,7 @@ class Bench:
             print(f"{script} failed with {settings}", flush=True)
             return None
         run = found[0] | summary(found[0], self.args.warmup)
+        print(run.pop("kernels", ""), end="")
         if self.runs and run["tokens"] != self.runs[0]["tokens"]:
             print(
                 f"NOT the same tokens: {sum(run['tokens'])} instead of {sum(self.runs[0]['tokens'])} (tokenizers split the rows differently)"
@@ -106,7 +107,9 @@ class Bench:
         return run
 
     def ours(self, budget: int, compiled: bool, precompute: bool) -> dict[str, Any] | None:
-        return self.run(sys.executable, "", "ours_dpo.py", budget=budget, compile=compiled, precompute=precompute)
+        return self.run(
+            sys.executable, "", "ours_dpo.py", budget=budget, compile=compiled, precompute=precompute, profile=self.args.profile
+        )
 
     def trl(self, precision: str, micro: int, precompute: bool) -> dict[str, Any] | None:
         a = self.args
@@ -140,6 +143,7 @@ def main() -> int:
     parser.add_argument("--precisions", default="pure,mixed")
     parser.add_argument("--live", action=argparse.BooleanOptionalAction, default=True, help="also with a live reference")
     parser.add_argument("--peer-compile", action="store_true")
+    parser.add_argument("--profile", type=int, default=0, metavar="STEP", help="print the kernels of that step of ours")
     parser.add_argument("--peer-python", default="")
     parser.add_argument("--peer-path", default="")
     parser.add_argument("--out", type=Path)

@@ -1,5 +1,5 @@
 """reinforge's side of gpu_dpo.py: the ordinary run of a config, timed from outside. argv: a JSON object with model, rows, steps, pairs, budget,
-compile, precompute, rate, beta."""
+compile, precompute, rate, beta, and `profile`: the number of a step whose kernels are told."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class Clock:
         self.times: list[float] = []
         self.lines: list[dict[str, float]] = []
         self.reserved = 0
+        self.profile: torch.profiler.profile | None = None
+        self.kernels = ""
 
     def start(self, total_steps: int, title: str) -> None:
         self.times.append(now())
@@ -40,6 +42,13 @@ class Clock:
         self.times.append(now())
         self.lines.append(dict(metrics))
         self.reserved = max(self.reserved, torch.cuda.memory_reserved() if cuda else 0)
+        if self.profile is not None:
+            self.profile.__exit__(None, None, None)
+            for by in ("self_device_time_total", "self_cpu_time_total"):
+                self.kernels += self.profile.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=70)
+            self.profile = None
+        if given.get("profile") == step + 1:
+            self.profile = torch.profiler.profile().__enter__()
 
     def table(self, groups: Any) -> None: ...
 
@@ -85,4 +94,5 @@ print(json.dumps({
     "computed": [line["tokens/processed"] for line in clock.lines], "peak_gib": max(line["memory/peak_gib"] for line in clock.lines) if cuda else 0.0,
     "reserved_gib": clock.reserved / 2**30, "precompute_s": spent["precompute"],
     "phases": {k: clock.lines[-1][k] for k in clock.lines[-1] if k.startswith("time/")}, "knobs": cfg.train.model_dump(mode="json"),
+    "kernels": clock.kernels,
 }))  # fmt: skip
