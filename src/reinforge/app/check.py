@@ -17,7 +17,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 
 STEPS = 40
-TARGET = 0.3  # how much the reward must rise
+RISE, SHARE = 0.3, 0.6  # how much the reward must rise; a model that begins high need only make this share of the way to 1
 
 
 def share_of_even(prompts: list[Any], completions: list[str], **columns: Any) -> list[float | None]:
@@ -27,7 +27,7 @@ def share_of_even(prompts: list[Any], completions: list[str], **columns: Any) ->
 
 
 def check(config: Config | None = None) -> dict[str, Any]:
-    """Trains with the trivial reward and compares the first steps with the last. With a config: its model, algorithm and
+    """Trains with the trivial reward and compares the first step, before any update, with the last ones. With a config: its model, algorithm and
     sampling on its own prompts, with short completions; without: a tiny model made for it."""
     with tempfile.TemporaryDirectory(prefix="reinforge-check-") as folder:
         data = None
@@ -51,9 +51,10 @@ def check(config: Config | None = None) -> dict[str, Any]:
         raw["eval"] = {}
         raw["env"] = None  # single turns: what is proved is that the reward rises
         before, after = _first_and_last(config_from_dict(raw, where="check"), Given(data=data))
-    result = {"reward_before": before, "reward_after": after, "steps": STEPS, "learned": after > before + TARGET}
+    wanted = min(RISE, SHARE * (1 - before))
+    result = {"reward_before": before, "reward_after": after, "steps": STEPS, "learned": after >= before + wanted and after > before}
     if not result["learned"]:
-        raise StoppedByPolicy(f"the reward went from {before:.2f} to {after:.2f} in {STEPS} steps; it should rise by {TARGET}. The pipeline does not learn: "
+        raise StoppedByPolicy(f"the reward went from {before:.2f} to {after:.2f} in {STEPS} steps; it should rise by {wanted:.2f}. The pipeline does not learn: "
                               "try a larger train.learning_rate, and look at train/grad_norm, policy/clip_fraction and groups/zero_variance.")  # fmt: skip
     return result
 
@@ -63,4 +64,4 @@ def _first_and_last(config: Config, given: Given) -> tuple[float, float]:
 
     result = train_config(config, given)
     rewards = [line["reward/mean"] for line in read_lines(result.run_dir / "metrics.jsonl") if line.get("reward/mean") is not None]
-    return sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    return rewards[0], sum(rewards[-3:]) / 3
