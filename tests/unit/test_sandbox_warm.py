@@ -7,13 +7,16 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from reinforge.rewards.code import CodeReward
-from reinforge.sandbox import Limits, Pool, Program
+from reinforge.sandbox import Limits, Pool, Program, run_sync, zygote
+from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
+from reinforge.sandbox.program import Result
 from sandboxes import containment, descriptors
 
 LOOK = """
@@ -93,6 +96,80 @@ def test_every_run_is_a_fresh_one(pool: Pool) -> None:
         return [(await pool.call(judge_calls, code, "f", [([], [1, 1, 2])], Rules())).passed for _ in range(3)]
 
     assert asyncio.run(go()) == [1, 1, 1]
+
+
+@pytest.fixture(params=[True, False], ids=["prepared", "sharing nothing"])
+def boxes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[zygote.Zygote]:
+    """The launcher of this process, with boxes to look at."""
+    containment("own")
+    monkeypatch.setattr(zygote, "_enabled", True)
+    monkeypatch.setattr(zygote, "_prepares", request.param)
+    monkeypatch.setattr(zygote, "_running", None)
+    made = zygote.ready()
+    assert made is not None and zygote._prepares is request.param
+    yield made
+    made.close()
+
+
+def ran(code: str, seconds: float = 5.0) -> Result:
+    return run_sync(Program(code), Limits(seconds=seconds, memory_mb=256), Isolation("own"))
+
+
+LEAVES = """
+import os, time
+os.makedirs("/tmp/a/b"); open("/tmp/a/b/left", "w").write("marker")
+try:
+    os.setxattr("/tmp", "user.note", b"marker")
+except OSError:
+    pass  # this kernel's tmpfs has none
+os.chmod("/tmp", 0o777); os.utime("/tmp", (1, 1))
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    for fd in range(3):
+        os.close(fd)
+    while True:
+        time.sleep(0.01)
+print("left")
+"""
+LOOKS = """
+import os
+print(sorted(os.listdir("/tmp")), oct(os.stat("/tmp").st_mode), os.stat("/tmp").st_mtime > 2, os.listxattr("/tmp"),
+      [n for n in os.listdir("/proc") if n.isdigit()], len(os.listdir("/proc/self/fd")), os.getpid())
+"""
+
+
+def test_a_box_is_used_again_and_holds_nothing_of_the_run_before(boxes: zygote.Zygote) -> None:
+    first = ran(LOOKS).stdout
+    assert b"['main.py']" in first and b"True [] ['2']" in first, first
+    [box] = boxes._boxes
+    leaves = ran(LEAVES)
+    assert leaves.status == "ok" and leaves.stdout == b"left\n", leaves
+    assert ran(LOOKS).stdout == first and boxes._boxes == [box]
+    assert ran("import os\nos.kill(os.getpid(), 11)").status == "crashed" and ran(LOOKS).stdout == first and boxes._boxes == [box]
+
+
+def test_a_box_whose_run_was_killed_is_replaced(boxes: zygote.Zygote) -> None:
+    ran("pass")
+    [box] = boxes._boxes
+    before = descriptors()
+    for code, status in (("while True: pass", "timeout"), ("print('x' * 10**8)", "output"), ("x = bytearray(10**9)", "memory")):
+        assert ran(code, seconds=1.0).status == status
+        assert ran("print(1)").stdout == b"1\n"
+    assert box not in boxes._boxes and len(boxes._boxes) == 1 and descriptors() <= before
+    [idle] = boxes._boxes
+    os.kill(idle.pid, signal.SIGKILL)  # and so is one that died while nobody looked
+    while idle.alive():
+        time.sleep(0.01)
+    assert ran("print(1)").stdout == b"1\n" and descriptors() <= before
+
+
+def test_the_programs_before_are_not_in_memory(boxes: zygote.Zygote) -> None:
+    judge_calls(Isolation("own"), None, "def f():\n    return 'plugh-" + "4711'", "f", [([], "plugh-4711")], Rules())
+    code = LOOK.replace('("x" + "yzzy-%d")', '("p" + "lugh-%d")') + "\ndef f():\n    return look(4710)['held']"
+    assert judge_calls(Isolation("own"), None, code, "f", [([], 1)], Rules(Limits(seconds=20))).passed == 1
+    assert len(boxes._boxes) == 1
 
 
 def test_ends_are_as_without(pool: Pool) -> None:

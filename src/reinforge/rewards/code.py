@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from reinforge.core.errors import InputError
 from reinforge.rewards.outcome import Outcome
-from reinforge.sandbox.isolation import Backend
+from reinforge.sandbox.isolation import Backend, Isolation
 from reinforge.sandbox.judge import Rules, Verdict, judge_asserts, judge_beside, judge_calls, judge_stdin
 from reinforge.sandbox.local import Pool
 from reinforge.sandbox.program import LANGUAGES, Limits, Program
 
 Kind = Literal["stdin", "calls", "asserts"]
+Call = tuple[Callable[..., Verdict], tuple[Any, ...], int]
+MOST_AT_ONCE = 8  # programs in one message to a process that judges
+MESSAGE_SECONDS = 0.03  # as many as take about this long
 FENCE = "```"
 UNSAFE = "reward code runs WITHOUT containment (allow_unsafe): what the model writes can read, change and delete whatever you can."
 
@@ -120,6 +125,7 @@ class CodeReward:
     where: str = "rewards"
     counts: Counter[str] = field(default_factory=Counter)  # how verdicts came about: judged, timeout, memory, crashed, failed_here, ...
     pool: Pool | None = field(default=None, repr=False)
+    seconds: float = 0.1  # that a program takes: a running mean
 
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:
@@ -155,17 +161,12 @@ class CodeReward:
             None if t is None else parse_tests(t, self.entry_point or e, self.kind, self.tests)
             for t, e in zip(columns[self.tests], entries, strict=True)
         ]
-        asked: dict[tuple[str, str], asyncio.Future[Verdict | None]] = {}  # the same program with the same tests is run once
         names = [(extract(text), repr(tests)) for text, tests in zip(completions, parsed, strict=True)]
-        for name, text, tests in zip(names, completions, parsed, strict=True):
-            if name not in asked:
-                asked[name] = asyncio.ensure_future(self.verdict(text, tests))
-        try:
-            await asyncio.gather(*asked.values())
-        finally:
-            for task in asked.values():
-                task.cancel()
-        verdicts = [asked[name].result() for name in names]
+        different = {name: (name[0], tests) for name, tests in zip(names, parsed, strict=True) if tests is not None}
+        found = dict(
+            zip(different, await self.judge(list(different.values())), strict=True)
+        )  # the same program with the same tests is run once
+        verdicts = [found.get(name) for name in names]
         ran = [v for v in verdicts if v is not None]
         return Outcome([self.score(v) for v in verdicts], sandbox=sum(v.failed_here for v in ran), unsafe=sum(v.unsafe for v in ran))
 
@@ -178,20 +179,34 @@ class CodeReward:
             return None
         return verdict.passed / verdict.total if self.partial else float(verdict.passed == verdict.total)
 
-    async def verdict(self, completion: str, tests: Tests | None) -> Verdict | None:
-        """One completion; None if there is nothing to test it with."""
-        if tests is None:
-            return None
+    async def judge(self, programs: Sequence[tuple[str, Tests]]) -> list[Verdict]:
+        """All of them at once, several in a message where they are quick: each message costs the process that trains."""
+        calls = [self._call(code, tests) for code, tests in programs]
+        size = min(MOST_AT_ONCE, max(1, int(MESSAGE_SECONDS / max(self.seconds, 1e-9))))
+        tasks = [asyncio.ensure_future(self._judged(calls[at : at + size])) for at in range(0, len(calls), size)]
         try:
-            return await self._judged(completion, tests)
-        except (OSError, ValueError) as error:  # no processes or descriptors left; tests too large to be sent
-            return Verdict(0, len(tests.cases), "failed_here", str(error))
+            return [verdict for verdicts in await asyncio.gather(*tasks) for verdict in verdicts]
+        finally:
+            for task in tasks:
+                task.cancel()
 
-    async def _judged(self, completion: str, tests: Tests) -> Verdict:
+    async def _judged(self, calls: Sequence[Call]) -> list[Verdict]:
+        """Where the process that judges died with several of them, each gets another try, alone."""
         assert self.pool is not None
-        code, rules = extract(completion), self.rules
+        try:
+            verdicts, seconds = await self.pool.call(several, calls)
+        except (OSError, ValueError) as error:  # no processes or descriptors left; tests too large to be sent
+            if len(calls) == 1:
+                return [Verdict(0, calls[0][2], "failed_here", str(error))]
+            return [verdict for call in calls for verdict in await self._judged([call])]
+        self.seconds += 0.2 * (seconds / len(calls) - self.seconds)
+        return verdicts
+
+    def _call(self, code: str, tests: Tests) -> Call:
+        """What judges it, and how many tests there are."""
+        rules, total = self.rules, len(tests.cases)
         if tests.kind == "stdin":
-            return await self.pool.call(judge_stdin, Program(code, self.language), tests.cases, rules)
+            return judge_stdin, (Program(code, self.language), tests.cases, rules), total
         if self.language != "python":
             raise InputError(
                 f"tests of kind {tests.kind} are for Python.",
@@ -199,14 +214,24 @@ class CodeReward:
                 fix="Other languages have tests by stdin and stdout.",
             )
         if tests.kind == "calls":
-            assert tests.entry is not None
-            return await self.pool.call(judge_calls, code, tests.entry, tests.cases, rules)
+            return judge_calls, (code, tests.entry, tests.cases, rules), total
         if not self.apart:
-            return await self.pool.call(judge_beside, code, [_with_check(t, tests.entry) for t in tests.cases], rules)
+            return judge_beside, (code, [_with_check(t, tests.entry) for t in tests.cases], rules), total
         if self.url is not None:
             raise InputError("assert-style tests need two sandboxes that can talk, which a remote one cannot.", where=f"{self.where}.apart",
                              fix="Set apart: false (the solution can then forge its verdict), or remove url.")  # fmt: skip
-        return await self.pool.call(judge_asserts, code, tests.cases, tests.entry, rules)
+        return judge_asserts, (code, tests.cases, tests.entry, rules), total
+
+
+def several(isolation: Isolation, cancel: threading.Event | None, calls: Sequence[Call]) -> tuple[list[Verdict], float]:
+    """One after the other, and the seconds they took."""
+    start, found = time.perf_counter(), []
+    for function, args, total in calls:
+        try:
+            found.append(function(isolation, cancel, *args))
+        except (OSError, ValueError) as error:
+            found.append(Verdict(0, total, "failed_here", str(error)))
+    return found, time.perf_counter() - start
 
 
 def _with_check(test: str, entry: str | None) -> str:
@@ -216,7 +241,7 @@ def _with_check(test: str, entry: str | None) -> str:
 
 def code_reward(options: Mapping[str, Any], where: str = "rewards") -> CodeReward:
     """From the options of a config; an unknown one is an error with the nearest name."""
-    known = [f.name for f in fields(CodeReward) if f.name not in ("where", "counts", "pool")]
+    known = [f.name for f in fields(CodeReward) if f.name not in ("where", "counts", "pool", "seconds")]
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, n=1)

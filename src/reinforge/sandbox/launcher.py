@@ -4,8 +4,8 @@ Two processes. The outer one stays outside and waits. The inner one is process 1
 whatever reason, the kernel kills everything else in there, so nothing outlives a run. It cannot be reached from the program: signals
 to process 1 from inside are dropped by the kernel, it is not dumpable, and what it holds is no secret (the program, its limits).
 
-Only the standard library and no package around it: it starts once per run, or once for many (forks.py): then it forks for each, and
-our drivers need not be started either. A fork holds nothing of other runs: jobs are read after it. The job comes by `marshal` from our own process, over
+Only the standard library and no package around it: it starts once per run, or once for many (forks.py): then our drivers need not
+be started either. A fork holds nothing of other runs: jobs are read after it. The job comes by `marshal` from our own process, over
 the pipe `control`, whose end of file means that nobody waits any more. Lines on the pipe `report`: `pid N` (process 1, as seen from
 outside), `started`, `exit STATUS CPU RSS`, `memory`, or `error WORDS`. A `go` byte is waited for after `pid`, so that whoever is to
 kill process 1 holds a handle on it before anything foreign runs.
@@ -126,16 +126,14 @@ def pivot_root(new: str, old: str) -> None:
         raise Failed(f"pivot_root: {os.strerror(ctypes.get_errno())}")
 
 
-def mount_work(job: dict[str, Any], target: str) -> None:
-    limits = job["limits"]
-    owner = OUTSIDE if job["mode"] == "bwrap" and os.getuid() == 0 else INSIDE
+def mount_work(limits: dict[str, Any], target: str, owner: int = INSIDE) -> None:
     size = f"size={limits['disk']},nr_inodes={limits['files']},mode=0700,uid={owner},gid={owner}"
     mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, size)
 
 
 def new_root(job: dict[str, Any], whole: bool = True) -> None:
-    """A root of its own: system folders read only, five devices, a fresh /proc, one writable folder, nothing else of the host. Not
-    `whole`: without the last two, and with the host's /proc, which each run covers with its own (`finish_root`)."""
+    """A root of its own: system folders read only, five devices, a fresh /proc, one writable folder (for a job that says how large),
+    nothing else of the host. Not `whole`: without the last two, and with the host's /proc, to be covered (`finish_root`)."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
     os.mkdir("/tmp/old")
@@ -165,7 +163,8 @@ def new_root(job: dict[str, Any], whole: bool = True) -> None:
             mount("proc", "/new/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
         except Failed:  # the host's is masked, as in most containers: then there is none, which is less and not more
             pass
-        mount_work(job, "/new/tmp")
+        if "limits" in job:
+            mount_work(job["limits"], "/new/tmp")
     else:
         mount("/old/proc", "/new/proc", None, MS_BIND | MS_REC)
     mount("none", "/new", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
@@ -177,10 +176,9 @@ def new_root(job: dict[str, Any], whole: bool = True) -> None:
         must("sethostname", b"sandbox", 7)
 
 
-def finish_root(job: dict[str, Any]) -> None:
-    """What a run adds to a root that was made for many. The host's /proc must be covered, or there is no run."""
+def finish_root() -> None:
+    """What is added to a root that was made for many. The host's /proc must be covered, or there is no run."""
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
-    mount_work(job, "/tmp")
     must("sethostname", b"sandbox", 7)
 
 
@@ -254,6 +252,8 @@ def start(job: dict[str, Any], report: int, channel: list[int]) -> None:
         os.chdir(job["work"])
         os.umask(0o022)
         for name, data in job["content"]:
+            if job["driver"] in DRIVERS and name.startswith("reinforge/"):
+                continue  # it is loaded
             os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
             with open(name, "wb") as file:
                 file.write(data)
@@ -277,11 +277,9 @@ def start(job: dict[str, Any], report: int, channel: list[int]) -> None:
     os._exit(127)
 
 
-def memory_used(job: dict[str, Any]) -> int:
+def memory_used(work: str) -> int:
     """Anonymous memory of all processes in here, and the files."""
-    if job["mode"] == "bare":
-        return 0
-    files = os.statvfs(job["work"])
+    files = os.statvfs(work)
     total = (files.f_blocks - files.f_bfree) * files.f_frsize
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
@@ -294,17 +292,48 @@ def memory_used(job: dict[str, Any]) -> int:
     return total
 
 
-def inner(job: dict[str, Any], control: int, report: int, channel: list[int]) -> None:
-    """Process 1: make the root, start the program, reap whatever dies, watch memory, and end when the program does."""
-    if job["mode"] == "own":
-        (finish_root if PREPARED else new_root)(job)
-    elif job["mode"] == "bwrap":
-        mount_work(job, "/tmp")
-        if os.getuid() == 0:
-            own_user_namespace()
+def first_process() -> None:
+    """Makes this process 1 of a run: out of the program's reach, and gone when whoever started it is."""
     libc.signal(SIGINT, None)  # signals without a handler never reach process 1 from inside (`import signal` takes longer than all else)
     must("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     must("prctl", PR_SET_PDEATHSIG, 9, 0, 0, 0)  # after the change of uid, which clears it
+
+
+def watch(main: int, control: int, report: int, memory: int | None, work: str) -> None:
+    """Reaps whatever dies and looks at memory until the program ends, has too much, or nobody waits for it."""
+    ended, poll = os.pidfd_open(main), select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(control, 0)  # only its end: whoever asked has gone
+    try:
+        while True:
+            if control in [fd for fd, _ in poll.poll(TICK_MS)]:
+                return
+            while True:
+                try:
+                    pid, status, used = os.wait4(-1, os.WNOHANG)
+                except ChildProcessError:
+                    break
+                if pid == main:
+                    os.write(report, f"exit {status} {used.ru_utime + used.ru_stime:.3f} {used.ru_maxrss}\n".encode())
+                    return
+                if pid == 0:
+                    break
+            if memory and memory_used(work) > memory:
+                os.write(report, b"memory\n")
+                return
+    finally:
+        os.close(ended)
+
+
+def inner(job: dict[str, Any], control: int, report: int, channel: list[int]) -> None:
+    """Process 1: make the root, start the program, and end when it does."""
+    if job["mode"] == "own":
+        new_root(job)
+    elif job["mode"] == "bwrap":
+        mount_work(job["limits"], "/tmp", OUTSIDE if os.getuid() == 0 else INSIDE)
+        if os.getuid() == 0:
+            own_user_namespace()
+    first_process()
     if read_exactly(control, 1) != b"g":
         os._exit(1)
     main = os.fork()
@@ -312,33 +341,16 @@ def inner(job: dict[str, Any], control: int, report: int, channel: list[int]) ->
         start(job, report, channel)
     for fd in (0, 1, 2, *channel):
         os.close(fd)
-    ended, poll = os.pidfd_open(main), select.poll()
-    poll.register(ended, select.POLLIN)
-    poll.register(control, select.POLLIN)  # nothing more is ever sent: this is its end of file
-    while True:
-        ready = [fd for fd, _ in poll.poll(TICK_MS)]
-        if control in ready:
-            break
-        while True:
-            try:
-                pid, status, used = os.wait4(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == main:
-                os.write(report, f"exit {status} {used.ru_utime + used.ru_stime:.3f} {used.ru_maxrss}\n".encode())
-                return
-            if pid == 0:
-                break
-        if job["limits"]["memory"] and memory_used(job) > job["limits"]["memory"]:
-            os.write(report, b"memory\n")
-            break
+    watch(main, control, report, None if job["mode"] == "bare" else job["limits"]["memory"], job["work"])
 
 
-def run(handed: list[int]) -> None:
-    """One run, from its job to its end. Never returns."""
+def run(handed: list[int], boxed: bool = False) -> None:
+    """One run, from its job to its end. `boxed`: process 1 is there already, and this is the program's. Never returns."""
     control, report, *channel = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in handed)  # out of the program's numbers
     close_all_but(0, 1, 2, control, report, *channel)
     job = marshal.loads(read_exactly(control, int.from_bytes(read_exactly(control, 8), "little")))
+    if boxed:
+        start(job, report, channel)
     try:
         if job["mode"] != "own":
             if job["mode"] == "bare":

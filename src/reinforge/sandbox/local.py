@@ -57,7 +57,11 @@ class Pool:
     ):
         self.isolation = Isolation("remote", url) if url else choose(backend, allow_unsafe)
         self._workers = Workers() if warm and url is None else None
-        self._threads = ThreadPoolExecutor(size or os.cpu_count() or 1, thread_name_prefix="sandbox")
+        size = size or os.cpu_count() or 1
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="sandbox")
+        if (workers := self._workers) is not None:  # they start while there is nothing to judge yet
+            for _ in range(size):
+                self._threads.submit(lambda: workers.call(_nothing, self.isolation, threading.Event()))
 
     async def call(self, function: Callable[Concatenate[Isolation, threading.Event, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`function(isolation, cancel, ...)` in a thread of the pool."""
@@ -81,6 +85,10 @@ class Pool:
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self._workers is not None:
             self._workers.close()
+
+
+def _nothing(isolation: Isolation, cancel: threading.Event | None) -> None:
+    """What a worker is asked for first."""
 
 
 def _run(isolation: Isolation, cancel: threading.Event | None, program: Program, limits: Limits) -> Result:

@@ -41,20 +41,22 @@ class Process:
         self._in: dict[str, bytearray] = {}
         self._fds: dict[str, int] = {}
         self._pidfd: int | None = None
+        self._forks: zygote.Zygote | None = None
         self._started = self._ended = 0.0
         self._born = time.monotonic()
         self._give_up = float("inf")
         self._folder = tempfile.mkdtemp(prefix="reinforge-unsafe-") if isolation.unsafe else None
         work = os.path.realpath(self._folder) if self._folder else WORK
-        job = marshal.dumps(job_of(isolation, argv, dict(files), limits, work, node, driver))
+        told = job_of(isolation, argv, dict(files), limits, work, node, driver)
+        job = marshal.dumps(told)
         self._selector = selectors.DefaultSelector()
-        self._launch(channel)
+        self._launch(channel, told["limits"])
         self._send("control", len(job).to_bytes(8, "little") + job)
         self._send("stdin", stdin)
         if not stdin:
             self._close("stdin")
 
-    def _launch(self, channel: bool) -> None:
+    def _launch(self, channel: bool, limits: dict[str, int | None]) -> None:
         ours: dict[str, int] = {}
         theirs: dict[str, int] = {}
         names_out = ["stdout", "stderr", "report", *(["info"] if self.isolation.mode == "bwrap" else []), *(["replies"] if channel else [])]
@@ -65,14 +67,14 @@ class Process:
             for name in names_in:
                 theirs[name], ours[name] = os.pipe()
             handed = [theirs[name] for name in ("control", "report", "requests", "replies") if name in theirs]
-            forks = zygote.ready() if self.isolation.mode == "own" and not self.limits.packages else None
-            self._popen: subprocess.Popen[bytes] | zygote.Forked = (
-                forks.start([theirs[name] for name in ("stdin", "stdout", "stderr")] + handed) if forks is not None
-                else subprocess.Popen(
-                    arguments(self.isolation, self.limits, theirs.get("info", -1), handed),
-                    stdin=theirs["stdin"], stdout=theirs["stdout"], stderr=theirs["stderr"], env={}, cwd="/",
-                    pass_fds=[fd for name, fd in theirs.items() if not name.startswith("std")], start_new_session=True,
-                )
+            box = self._box()
+            if box is not None:
+                box.start([theirs[name] for name in ("stdin", "stdout", "stderr")] + handed, limits)
+                self._pidfd = os.dup(box.first)
+            self._popen: subprocess.Popen[bytes] | zygote.Box = box or subprocess.Popen(
+                arguments(self.isolation, self.limits, theirs.get("info", -1), handed),
+                stdin=theirs["stdin"], stdout=theirs["stdout"], stderr=theirs["stderr"], env={}, cwd="/",
+                pass_fds=[fd for name, fd in theirs.items() if not name.startswith("std")], start_new_session=True,
             )  # fmt: skip
         except OSError:
             for fd in ours.values():
@@ -87,6 +89,17 @@ class Process:
             os.set_blocking(fd, False)
             if name in names_out:
                 self._selector.register(fd, selectors.EVENT_READ, name)
+
+    def _box(self) -> zygote.Box | None:
+        """Where this run takes place, if there are boxes here. What they lack to be made, a launcher of its own says better."""
+        if self.isolation.mode != "own" or self.limits.packages:
+            return None
+        self._forks = zygote.ready()
+        try:
+            return self._forks.take() if self._forks is not None else None
+        except OSError:
+            self._forks = None
+            return None
 
     def __enter__(self) -> Process:
         return self
@@ -160,6 +173,8 @@ class Process:
                 self._kill("memory", f"more than {self.limits.memory_mb} MB in all")
             elif word == "error":
                 self._kill("refused", rest_of_line)
+            elif word == "clean" and isinstance(self._popen, zygote.Box):
+                self._popen.idle = True
             else:
                 self._ended = time.monotonic()
                 self._lines.append(line.decode())
@@ -273,6 +288,11 @@ class Process:
 
     def close(self) -> None:
         """Kill what is left, reap it, close every descriptor, remove every file. May be called twice."""
+        if self._forks is not None and not self._over:  # a box kills what is left by itself, and says when
+            self._close("control")
+            self._status, self._ended = "killed", self._ended or time.monotonic()
+            self._give_up = time.monotonic() + GIVE_UP_SECONDS
+            self._pump(lambda: self._popen.poll() is not None)
         if self._popen.poll() is None:
             if any(name in self._fds for name in self._out):
                 self._kill("killed")
@@ -292,6 +312,10 @@ class Process:
             os.close(self._pidfd)
             self._pidfd = None
         self._selector.close()
+        if self._forks is not None:
+            assert isinstance(self._popen, zygote.Box)
+            self._forks.give(self._popen)
+            self._forks = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

@@ -1,4 +1,4 @@
-"""A launcher that is up already: it forks for every run, so a run costs no start of an interpreter.
+"""A launcher that is up already, and the boxes that it forks (forks.py): a run costs no start of an interpreter and no namespaces.
 
 It is a process of its own, between the one that judges and what it contains: it knows neither tests nor expected values, so a fork
 of it has nothing to give away. Only for our own namespaces; bubblewrap is a program that has to be started.
@@ -7,19 +7,22 @@ of it has nothing to give away. Only for our own namespaces; bubblewrap is a pro
 from __future__ import annotations
 
 import json
+import marshal
 import os
 import select
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from reinforge.sandbox.isolation import TEXTS, layout
 from reinforge.sandbox.program import interpreter
 
 FORKS = Path(__file__).with_name("forks.py")
+SETUP_SECONDS = 60.0  # for a box to be there
 _enabled = False
 _prepares = True  # until a launcher that should have made the root beforehand could not
 _running: Zygote | None = None
@@ -52,10 +55,66 @@ class Forked:
                 pass
 
 
+class Box:
+    """One run at a time. Seen by a run as the process that it waits for."""
+
+    def __init__(self, launcher: Zygote):
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(SETUP_SECONDS)
+        self.idle = False
+        self.first = -1  # handle on process 1
+        self._outer = launcher.fork(theirs)
+        theirs.close()
+        for _ in range(2):  # the two that answer do not wait for each other
+            message, handles, _, _ = socket.recv_fds(self._socket, 512, 1)
+            self.first = handles[0] if handles else self.first
+            if message not in (b"up", b"first"):
+                self.close()
+                raise OSError(message.decode() or "the box did not start")
+        self.idle = True
+
+    @property
+    def pid(self) -> int:
+        return self._outer.pid
+
+    def start(self, fds: Sequence[int], limits: Mapping[str, Any]) -> None:
+        self.idle = False
+        socket.send_fds(self._socket, [marshal.dumps(dict(limits))], list(fds))
+
+    def poll(self) -> int | None:
+        """0 when its run has ended and nothing is left of it."""
+        return 0 if self.idle else self._outer.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0 if self.idle else self._outer.wait(timeout)
+
+    def kill(self) -> None:
+        if self.first >= 0:
+            try:
+                signal.pidfd_send_signal(self.first, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        else:
+            self._outer.kill()
+
+    def alive(self) -> bool:
+        return self._outer.poll() is None
+
+    def close(self) -> None:
+        self.idle = False
+        self.kill()
+        self._socket.close()
+        self._outer.wait()
+        if self.first >= 0:
+            os.close(self.first)
+            self.first = -1
+
+
 class Zygote:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
+        self._boxes: list[Box] = []  # idle
         binds, links = layout()
         job = json.dumps({"prepare": _prepares, "binds": binds, "links": links, "texts": TEXTS})
         self._popen = subprocess.Popen(
@@ -67,18 +126,36 @@ class Zygote:
             self.close()
             raise OSError("the launcher did not start")
 
-    def start(self, fds: Sequence[int]) -> Forked:
+    def fork(self, asked: socket.socket) -> Forked:
         with _lock:
-            socket.send_fds(self._socket, [b"r"], list(fds))
+            socket.send_fds(self._socket, [b"r"], [asked.fileno()])
             message, handles, _, _ = socket.recv_fds(self._socket, 32, 1)
         if not message:
             raise OSError("the launcher is gone")
         return Forked(int(message), handles[0])
 
+    def take(self) -> Box:
+        """An idle box, or a new one."""
+        while self._boxes:
+            box = self._boxes.pop()
+            if box.alive():
+                return box
+            box.close()
+        return Box(self)
+
+    def give(self, box: Box) -> None:
+        """After a run: to be used again if nothing is left in it."""
+        if box.idle and self.alive():
+            self._boxes.append(box)
+        else:
+            box.close()
+
     def alive(self) -> bool:
         return self._popen.poll() is None
 
     def close(self) -> None:
+        while self._boxes:
+            self._boxes.pop().close()
         self._socket.close()
         try:
             self._popen.wait(5)
