@@ -4,7 +4,7 @@
     python benchmarks/gpu_code_reward.py --tiny                 # a few steps of a model of random numbers, to see that it runs
 
 SmolLM2-135M-Instruct is asked for a Python function f(a, b) in words ("the larger of a and b, minus 7"). What it writes is run in
-the sandbox, a fresh one for every program, and called with numbers; all calls right: 1, otherwise 0. Rows are made here (seeded); no
+the sandbox and called with numbers; all calls right: 1, otherwise 0. Rows are made here (seeded); no
 constant of a held-out row occurs with the same words in training. Greedy accuracy on 240 held-out rows is measured every few steps.
 
 Seconds are those of training, all compiling and graph capture included; loading, evaluations and checkpoints are not counted.
@@ -62,7 +62,7 @@ def row(words: str, expression: str, k: int) -> dict[str, Any]:
     shown = [
         {"role": role, "content": text}
         for w, e in SHOWN
-        for role, text in (("user", ask(w)), ("assistant", f"```python\ndef f(a, b):\n    return {e}\n```"))
+        for role, text in (("user", ask(w)), ("assistant", f'```python\ndef f(a, b):\n    """Return {w}."""\n    return {e}\n```'))
     ]
     names = {"max": max, "min": min, "abs": abs}
     tests = [[[a, b], eval(expression.format(k=k), {"__builtins__": names}, {"a": a, "b": b})] for a, b in PLACES]

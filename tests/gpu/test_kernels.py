@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
-@pytest.mark.parametrize("size", [64, 96, 128])
+@pytest.mark.parametrize("size", [8, 64, 96, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2)])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 3.0)])
 def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap: float) -> None:

@@ -73,7 +73,7 @@ def paged_decode(
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     _paged_decode[(rows, kv_heads)](
         q, k, v, keys, values, out, tables, cached, scale, softcap, window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        tables.stride(0), HK=kv_heads, G=groups, GP=max(16, triton.next_power_of_2(groups)), D=size, DP=triton.next_power_of_2(size), BLOCK=block,
+        tables.stride(0), HK=kv_heads, G=groups, GP=max(16, triton.next_power_of_2(groups)), D=size, DP=max(16, triton.next_power_of_2(size)), BLOCK=block,
         CAP=softcap > 0, WINDOW=window > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=2, **_decode_tile(rows * kv_heads, size),
     )  # fmt: skip
     return out
