@@ -1,6 +1,6 @@
 """One GPU: a real model learns to write functions that pass their tests, and the rewards are computed while the GPU works.
 
-    python benchmarks/gpu_code_reward.py MODEL [--seconds 150] [--staleness 1] [--compare 20] [--seed 0] [--set KEY=VALUE ...] [--out FILE]
+    python benchmarks/gpu_code_reward.py MODEL [--seconds 150] [--staleness 2] [--compare 20] [--seed 0] [--set KEY=VALUE ...] [--out FILE]
     python benchmarks/gpu_code_reward.py --tiny                 # a few steps of a model of random numbers, to see that it runs
 
 SmolLM2-135M-Instruct is asked for a Python function f(a, b) in words ("the larger of a and b, minus 7"). What it writes is run in
@@ -98,7 +98,14 @@ def containment(allow_unsafe: bool) -> tuple[str, bool]:
 
 def config(args: argparse.Namespace, folder: str, staleness: int, seconds: float, box: tuple[str, bool]) -> Any:
     backend = "bubblewrap" if box[0].startswith("bubblewrap") else "namespaces"
-    options = {"timeout": 5, "total_timeout": 10, "memory_mb": 256, "workers": args.workers, "backend": backend, "allow_unsafe": box[1]}
+    options = {
+        "timeout": args.timeout,
+        "total_timeout": 2 * args.timeout,
+        "memory_mb": 256,
+        "workers": args.workers,
+        "backend": backend,
+        "allow_unsafe": box[1],
+    }
     tree: dict[str, Any] = {
         "model": {"path": str(args.model)},
         "algorithm": {"name": "grpo", "group_size": 8},
@@ -200,8 +207,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=150.0, help="of training")
     parser.add_argument("--compare", type=float, default=0.0, metavar="SECONDS", help="of training with staleness 0, for comparison")
-    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--staleness", type=int, default=2)
     parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) * 3 // 2), help="programs at once")
+    parser.add_argument("--timeout", type=float, default=1.0, help="seconds for a call; a program that hangs holds its step for as long")
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--allow-unsafe", action="store_true", help="run programs uncontained where nothing contains them, and say so")

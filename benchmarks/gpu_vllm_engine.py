@@ -138,6 +138,8 @@ def main() -> None:
     result: dict[str, Any] = {"shape": args.shape, "channel": engine.transfer.kind, "note": engine.transfer.note, "weights_gib": size, "best": best,
                               "probe_error": max(r["probe_error"] for r in rows), "trainer_peak_gib": peak, "rows": rows}  # fmt: skip
     print(json.dumps({k: v for k, v in result.items() if k != "rows"}), flush=True)
+    if args.out:  # the peer may take longer than there is time
+        args.out.write_text(json.dumps(result, indent=1))
     if args.peer:
         del model, engine
         gc.collect()
