@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from odd_reward import odd
+from reinforge.app.api import train_config
+from reinforge.app.build import Given
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.sample import Group
 from reinforge.train.rl import RLTrainer, average
 from tiny_runs import DATA, LORA, digest, launch, lines, tensors
+from toys import SilentView
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -59,7 +64,9 @@ def test_off_policy_ratios_move_after_the_first_update(make: Callable[..., Confi
 @pytest.mark.parametrize("value", [1.0, None], ids=["equal", "unscored"])
 def test_a_step_without_signal_touches_nothing(make: Callable[..., Config], algorithm: str, value: float | None) -> None:
     """All rewards equal, or none at all: weights and Adam as before, the step is counted as empty, the run goes on and can be saved."""
-    cfg = make("run", algorithm, "run.checkpoint.every=1", "algorithm.overlong_buffer=0", "train.optimizer.weight_decay=0.1")
+    cfg = make(
+        "run", algorithm, "train.steps=2", "run.checkpoint.every=1", "algorithm.overlong_buffer=0", "train.optimizer.weight_decay=0.1"
+    )
     result = launch(cfg, lambda completions: [value] * len(completions))
     found = tensors(cfg)
     from reinforge.models.load import load_model
@@ -68,8 +75,8 @@ def test_a_step_without_signal_touches_nothing(make: Callable[..., Config], algo
     assert all(torch.equal(found[f"model/{name}"], p) for name, p in start.items())
     assert not any(name.startswith("optimizer/") for name in found)
     steps = lines(cfg)
-    assert [m["step"] for m in steps] == [1, 2, 3] and [m["train/empty"] for m in steps] == [1, 1, 1]
-    assert len([e for e in lines(cfg, "events.jsonl") if e["kind"] == "empty_step"]) == 3 and result.steps == 3
+    assert [m["step"] for m in steps] == [1, 2] and [m["train/empty"] for m in steps] == [1, 1]
+    assert len([e for e in lines(cfg, "events.jsonl") if e["kind"] == "empty_step"]) == 2 and result.steps == 2
     assert steps[0]["reward/unscored"] == float(value is None) and steps[0]["groups/zero_variance"] == 1.0
     json.loads((Path(cfg.run.dir) / "summary.json").read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
 
@@ -140,6 +147,35 @@ def test_three_bad_steps_in_a_row_end_the_run(make: Callable[..., Config], monke
     with pytest.raises(StoppedByPolicy, match="3 steps in a row"):
         launch(cfg)
     assert len(lines(cfg)) == 6
+
+
+def test_rewards_that_score_nothing_for_three_steps_end_the_run(make: Callable[..., Config]) -> None:
+    """Not silently at the end, with nothing learned. Two such steps and a good one are no reason."""
+    asked = iter([None] * 2 + [1.0] + [None] * 10)
+    per_step = {"n": 0, "value": None}
+
+    def flaky(completions: list[str]) -> list[float | None]:
+        if per_step["n"] % 4 == 0:  # prompts per step
+            per_step["value"] = next(asked)
+        per_step["n"] += 1
+        return [per_step["value"]] * len(completions)
+
+    cfg = make("run", "grpo", "train.steps=20", "run.checkpoint.every=1")
+    assert cfg.train.prompts_per_step == 4
+    with pytest.raises(StoppedByPolicy, match="3 steps in a row had no sample that could be scored.*check rewards"):
+        launch(cfg, flaky)
+    assert [m["reward/unscored"] for m in lines(cfg)] == [1, 1, 0, 1, 1, 1]
+
+
+def test_a_directory_without_a_checkpoint_begins_again_and_says_so(make: Callable[..., Config]) -> None:
+    cfg = make("run", "grpo", "train.steps=2", "run.checkpoint.every=1")
+    launch(cfg)
+    view = SilentView()
+    view.message = (heard := list[str]()).append  # type: ignore[method-assign]
+    shutil.rmtree(Path(cfg.run.dir) / "checkpoints")
+    train_config(cfg, Given(data=DATA, rewards=[odd]), view)
+    assert any("has no checkpoint: what was begun there begins again" in text for text in heard)
+    assert [m["step"] for m in lines(cfg)] == [1, 2]
 
 
 # the same run, however it is cut

@@ -28,7 +28,7 @@ from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
 from reinforge.train.changes import Changes, check_changes
-from reinforge.train.troubles import tell_faults, tell_troubles
+from reinforge.train.troubles import tell_faults, tell_troubles, what_is_bad
 from reinforge.watch.memory import device_peak, process_peak
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.sinks import Target, make_sinks
@@ -87,6 +87,7 @@ class Session:
         self.lock = RunLock(self.dir)
         self.lock.__enter__()
         try:
+            begun = (self.dir / "metrics.jsonl").exists()
             offsets = self._restore()
             target = Target(
                 self.dir, self.cfg.model_dump(mode="json"), self.cfg.run.log.project, self.step if offsets is not None else None
@@ -97,6 +98,8 @@ class Session:
             self.view.start(self.total, self.dir.name)
             if offsets is not None:
                 self.view.message(f"resumed at step {self.step} from {self.dir}")
+            elif begun:
+                self.view.message(f"{self.dir} has no checkpoint: what was begun there begins again")
             self._tell_changes()
             if self.uncontained:
                 self.recorder.event(UNCONTAINED, rewards=self.uncontained)
@@ -242,16 +245,14 @@ class Session:
         return self.cfg.run.max_seconds is not None and self.seconds >= self.cfg.run.max_seconds
 
     def _judge(self, metrics: Metrics, groups: Sequence[Group] = ()) -> None:
-        """A skipped step is counted and reported; several in a row end the run. Empty steps and lack of memory are noted."""
+        """A step that taught nothing is counted and reported; several in a row end the run. Other troubles are noted."""
+        why = what_is_bad(metrics)
+        self.bad_steps = self.bad_steps + 1 if why else 0
         if metrics.get("train/skipped"):
-            self.bad_steps += 1
             self.recorder.event("skipped_step", step=self.step, grad_norm=metrics.get("train/grad_norm"))
-            if self.bad_steps >= BAD_STEPS_IN_A_ROW:
-                raise StoppedByPolicy(f"{self.bad_steps} steps in a row had a non-finite loss or gradient; weights are as before them. "
-                                      "Lower train.learning_rate, or look at the rewards and at events.jsonl.")  # fmt: skip
-        else:
-            self.bad_steps = 0
         tell_troubles(self.recorder, self.view.message, self.step, metrics, groups)
+        if self.bad_steps >= BAD_STEPS_IN_A_ROW:
+            raise StoppedByPolicy(f"{self.bad_steps} steps in a row {why}")
 
     def _stamp(self) -> Metrics:
         """What every line of metrics says of a run whose results are not to be trusted like others."""

@@ -1,4 +1,4 @@
-"""What went wrong in a step and does not end the run, as lines of events.jsonl: no groups to train, lack of memory, faults of rollouts."""
+"""What went wrong in a step: what may end the run if it goes on, and what does not, as lines of events.jsonl: no groups to train, lack of memory, faults of rollouts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from reinforge.core.backend import Metrics
 from reinforge.core.faults import fault_events
 from reinforge.core.sample import Group
 from reinforge.watch.recorder import Recorder
+
+
+def what_is_bad(metrics: Metrics) -> str:
+    """Why a step taught nothing though it should have, as the end of a sentence; nothing if it is not so."""
+    if metrics.get("train/skipped"):
+        return "had a non-finite loss or gradient; weights are as before them. Lower train.learning_rate, or look at the rewards and at events.jsonl."
+    if metrics.get("reward/unscored") == 1.0:
+        return (
+            "had no sample that could be scored. Why is in events.jsonl (kind fault); `reinforge check rewards CONFIG` tries each reward."
+        )
+    return ""
 
 
 def tell_troubles(recorder: Recorder, tell: Callable[[str], None], step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
