@@ -1,4 +1,4 @@
-"""Shared by tests of several ranks: the same model in one process and cut, and one pass over the same samples in each."""
+"""Shared by tests of backends: the same small model in one process and cut, a loss that asks for everything, and one pass over the same samples in each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from reinforge.algorithms.loss import PolicyLoss
+from reinforge.algorithms.corrections import tis
+from reinforge.algorithms.loss import NLLLoss, PolicyLoss
 from reinforge.algorithms.reduce import REDUCERS
 from reinforge.algorithms.surrogates import ppo_clip
 from reinforge.backends.fsdp import FsdpBackend
@@ -15,6 +16,7 @@ from reinforge.backends.local import LocalBackend
 from reinforge.backends.ranks import Ranks
 from reinforge.backends.shard import ShardBackend
 from reinforge.config.schema import AdapterConfig
+from reinforge.core.backend import State
 from reinforge.core.batch import Totals, pack
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
@@ -25,17 +27,19 @@ from toys import ToyTokenizer, gradients, make_module, train_config
 LENGTHS = (20, 5, 12, 3, 9, 31, 4, 2)
 
 
-def load(kind: str, arch: str = "llama", **changes: Any) -> PackedModel:
-    """What each rank calls. A vocabulary of 67 does not divide by 2."""
-    module = make_module(arch, 0, **{"vocab_size": 67, **changes})
+def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> PackedModel:
+    """What each rank calls: the weights are a function of the seed. A vocabulary of 67 does not divide by 2."""
+    module = make_module(
+        arch or ("qwen3" if kind == "lora" else "llama"), seed, **{"vocab_size": 67, "tie_word_embeddings": kind == "tied", **changes}
+    )
     if kind == "lora":
-        module = add_adapter(module, AdapterConfig(rank=3), seed=0)
+        module = add_adapter(module, AdapterConfig(rank=3), seed=seed)
         with torch.no_grad():
             for name, p in module.named_parameters():
                 if "lora_B" in name:
                     p.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    if kind == "critic":
-        return ScalarModel.on_trunk(module, ToyTokenizer())
+    if kind in ("critic", "low critic"):
+        return ScalarModel.on_trunk(module.bfloat16() if kind == "low critic" else module, ToyTokenizer())
     if kind == "checkpointed":
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = CausalModel(module.bfloat16() if kind == "bfloat16" else module)
@@ -51,9 +55,26 @@ def both(ranks: Ranks, make: Any, reference: bool = True, **changes: Any) -> tup
     return local, FsdpBackend(ranks, make, train_config(backend="fsdp", **changes), full=make(), **settings)
 
 
-def policy_loss(surrogate: Any = None) -> PolicyLoss:
-    return PolicyLoss(surrogate or partial(ppo_clip, low=0.2, high=0.2), REDUCERS["token_mean"], kl_coefficient=0.1,
+def policy_loss(surrogate: Any = None, reduce: str = "token_mean") -> PolicyLoss:
+    """Everything that a loss can ask of a backend."""
+    return PolicyLoss(surrogate or partial(ppo_clip, low=0.2, high=0.2), REDUCERS[reduce], correction=partial(tis, cap=2.0), kl_coefficient=0.1,
                       entropy_coefficient=0.02, off_policy=True)  # fmt: skip
+
+
+def update(backend: Any, samples: list[Any], loss: Any = None, budget: int = 40) -> dict[str, float]:
+    """One step."""
+    batches = pack(samples, budget, share=True)
+    loss = loss or NLLLoss()
+    backend.annotate(batches, loss.needs)
+    return {**backend.forward_backward(batches, loss, Totals.of(batches, 32)), **backend.step()}
+
+
+def frozen(state: State) -> State:
+    return State({k: v.clone() for k, v in state.tensors.items()}, dict(state.meta))
+
+
+def identical(a: State, b: State) -> bool:
+    return a.tensors.keys() == b.tensors.keys() and a.meta == b.meta and all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
 
 
 def summed(shard: ShardBackend) -> dict[str, torch.Tensor]:

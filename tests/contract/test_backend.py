@@ -10,20 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.corrections import tis
 from reinforge.algorithms.loss import NLLLoss, PolicyLoss
 from reinforge.algorithms.reduce import REDUCERS
 from reinforge.algorithms.surrogates import ppo_clip
 from reinforge.backends.local import LocalBackend
-from reinforge.config.schema import AdapterConfig
-from reinforge.core.backend import Backend, State
+from reinforge.core.backend import Backend
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.sample import Sample
-from reinforge.models.adapters import add_adapter
-from reinforge.models.causal import CausalModel
-from toys import gradients, make_module, make_samples, parameters, relative, train_config
-
-LENGTHS = (20, 5, 12, 3, 9, 31, 4, 2)
+from split_backends import LENGTHS, frozen, identical, load, policy_loss, update
+from toys import gradients, make_samples, parameters, relative, train_config
 
 
 @dataclass
@@ -33,16 +28,7 @@ class Case:
 
 
 def _local(kind: str, seed: int = 0, temperature: float = 0.8, **changes: Any) -> LocalBackend:
-    module = make_module("qwen3" if kind == "lora" else "llama", seed)
-    if kind == "lora":
-        module = add_adapter(module, AdapterConfig(rank=4), seed=seed)
-        with torch.no_grad():
-            for name, p in module.named_parameters():
-                if "lora_B" in name:
-                    p.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    if kind == "bfloat16":
-        module = module.bfloat16()
-    return LocalBackend(CausalModel(module), train_config(**changes), total_steps=10, temperature=temperature, reference=True)
+    return LocalBackend(load(kind, seed=seed), train_config(**changes), total_steps=10, temperature=temperature, reference=True)
 
 
 CASES = {kind: Case(partial(_local, kind), kind != "bfloat16") for kind in ("full", "lora", "bfloat16")}
@@ -51,12 +37,6 @@ CASES = {kind: Case(partial(_local, kind), kind != "bfloat16") for kind in ("ful
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
-
-
-def policy_loss(reduce: str = "token_mean") -> PolicyLoss:
-    """Everything that a loss can ask of a backend."""
-    return PolicyLoss(partial(ppo_clip, low=0.2, high=0.2), REDUCERS[reduce], correction=partial(tis, cap=2.0), kl_coefficient=0.1,
-                      entropy_coefficient=0.02, off_policy=True)  # fmt: skip
 
 
 def one_pass(backend: Any, samples: list[Sample], budget: int, loss: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -68,21 +48,6 @@ def one_pass(backend: Any, samples: list[Sample], budget: int, loss: Any) -> tup
     return found, metrics
 
 
-def update(backend: Any, samples: list[Sample], loss: Any = None) -> dict[str, float]:
-    batches = pack(samples, 64)
-    loss = loss or NLLLoss()
-    backend.annotate(batches, loss.needs)
-    return {**backend.forward_backward(batches, loss, Totals.of(batches, 32)), **backend.step()}
-
-
-def frozen(state: State) -> State:
-    return State({k: v.clone() for k, v in state.tensors.items()}, dict(state.meta))
-
-
-def identical(a: State, b: State) -> bool:
-    return a.tensors.keys() == b.tensors.keys() and a.meta == b.meta and all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
-
-
 def test_is_a_backend(case: Case) -> None:
     assert isinstance(case.make(), Backend)
 
@@ -90,7 +55,7 @@ def test_is_a_backend(case: Case) -> None:
 @pytest.mark.parametrize("reduce", list(REDUCERS))
 def test_gradient_does_not_depend_on_the_cut(case: Case, reduce: str) -> None:
     """Any budget and any order: the same gradient and the same metrics (12, 13, 31)."""
-    backend, loss = case.make(), policy_loss(reduce)
+    backend, loss = case.make(), policy_loss(reduce=reduce)
     samples = make_samples(LENGTHS)
     samples[4] = samples[4].with_(trained=torch.zeros_like(samples[4].trained))  # masked: counts nowhere
     want, metrics = one_pass(backend, samples, 10_000, loss)

@@ -13,26 +13,18 @@ import torch
 if find_spec("deepspeed") is None:
     pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
 
-from reinforge.algorithms.corrections import tis
-from reinforge.algorithms.loss import NLLLoss, PolicyLoss
-from reinforge.algorithms.reduce import REDUCERS
-from reinforge.algorithms.surrogates import ppo_clip
+from reinforge.algorithms.loss import NLLLoss
 from reinforge.algorithms.value import ValueLoss
 from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.ranks import Ranks
 from reinforge.backends.zero import DeepSpeedBackend, ZeroShard
-from reinforge.config.schema import AdapterConfig
 from reinforge.core.backend import Backend, State
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError
-from reinforge.models.adapters import add_adapter
-from reinforge.models.causal import CausalModel
-from reinforge.models.packed import PackedModel
-from reinforge.models.scalar import ScalarModel
-from toys import ToyTokenizer, make_module, make_samples, relative, train_config
+from split_backends import LENGTHS, frozen, identical, load, policy_loss, update
+from toys import make_samples, relative, train_config
 
-LENGTHS = (20, 5, 12, 3, 9, 31, 4, 2)
 KINDS = ("full", "tied", "lora", "bfloat16", "checkpointed")
 STAGES = (2, 3)
 
@@ -41,25 +33,6 @@ STAGES = (2, 3)
 def ranks() -> Iterator[Ranks]:
     with Ranks.open(2, "cpu") as opened:
         yield opened
-
-
-def load(kind: str, seed: int = 0) -> PackedModel:
-    """What each rank calls. A vocabulary of 67 does not divide by 2: pieces are padded."""
-    module = make_module("qwen3" if kind == "lora" else "llama", seed, vocab_size=67, tie_word_embeddings=kind == "tied")
-    if kind == "lora":
-        module = add_adapter(module, AdapterConfig(rank=3), seed=seed)
-        with torch.no_grad():
-            for name, p in module.named_parameters():
-                if "lora_B" in name:
-                    p.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    if kind in ("critic", "low critic"):
-        return ScalarModel.on_trunk(module.bfloat16() if kind == "low critic" else module, ToyTokenizer())
-    if kind == "checkpointed":
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = CausalModel(module.bfloat16() if kind == "bfloat16" else module)
-    if kind == "head":
-        model.add_value_head()
-    return model
 
 
 def one(kind: str = "full", reference: bool = True, **changes: Any) -> LocalBackend:
@@ -71,29 +44,9 @@ def many(ranks: Ranks, stage: int, kind: str = "full", reference: bool = True, m
     return DeepSpeedBackend(ranks, partial(load, kind), cfg, full=load(kind), total_steps=10, temperature=0.8, reference=reference)
 
 
-def policy_loss() -> PolicyLoss:
-    return PolicyLoss(partial(ppo_clip, low=0.2, high=0.2), REDUCERS["token_mean"], correction=partial(tis, cap=2.0), kl_coefficient=0.1,
-                      entropy_coefficient=0.02, off_policy=True)  # fmt: skip
-
-
-def update(backend: Any, samples: list[Any], loss: Any = None, budget: int = 40) -> dict[str, float]:
-    batches = pack(samples, budget, share=True)
-    loss = loss or NLLLoss()
-    backend.annotate(batches, loss.needs)
-    return {**backend.forward_backward(batches, loss, Totals.of(batches, 32)), **backend.step()}
-
-
 def gradient(state: State) -> dict[str, torch.Tensor]:
     """After the first step the first moment is a tenth of it."""
     return {key: 10 * t for key, t in state.tensors.items() if key.endswith("/exp_avg")}
-
-
-def frozen(state: State) -> State:
-    return State({k: v.clone() for k, v in state.tensors.items()}, dict(state.meta))
-
-
-def identical(a: State, b: State) -> bool:
-    return a.tensors.keys() == b.tensors.keys() and a.meta == b.meta and all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -9,28 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.corrections import tis
-from reinforge.algorithms.loss import NLLLoss, PolicyLoss
-from reinforge.algorithms.reduce import REDUCERS
-from reinforge.algorithms.surrogates import ppo_clip
+from reinforge.algorithms.loss import NLLLoss
 from reinforge.algorithms.value import ValueLoss
 from reinforge.backends.fsdp import FsdpBackend, deal, even
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.ranks import Ranks
-from reinforge.backends.shard import ShardBackend
 from reinforge.config.algorithm import ReferenceConfig
-from reinforge.config.schema import AdapterConfig
 from reinforge.core.backend import Backend, State
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError
-from reinforge.models.adapters import add_adapter
-from reinforge.models.causal import CausalModel
-from reinforge.models.packed import PackedModel
-from reinforge.models.scalar import ScalarModel
+from split_backends import LENGTHS, frozen, identical, load, policy_loss, summed, update
 from tiny_runs import EVAL, LORA, launch, lines, tensors
-from toys import ToyTokenizer, gradients, make_module, make_samples, relative, train_config
+from toys import gradients, make_samples, relative, train_config
 
-LENGTHS = (20, 5, 12, 3, 9, 31, 4, 2)
 KINDS = ("full", "tied", "lora", "bfloat16", "checkpointed")
 
 
@@ -40,35 +31,9 @@ def ranks() -> Iterator[Ranks]:
         yield opened
 
 
-def load(kind: str, seed: int = 0) -> PackedModel:
-    """What each rank calls: the weights are a function of the seed. A vocabulary of 67 does not divide by 2."""
-    module = make_module("qwen3" if kind == "lora" else "llama", seed, vocab_size=67, tie_word_embeddings=kind == "tied")
-    if kind == "lora":
-        module = add_adapter(module, AdapterConfig(rank=3), seed=seed)
-        with torch.no_grad():
-            for name, p in module.named_parameters():
-                if "lora_B" in name:
-                    p.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    if kind == "critic":
-        return ScalarModel.on_trunk(module, ToyTokenizer())
-    if kind == "checkpointed":
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return CausalModel(module.bfloat16() if kind == "bfloat16" else module)
-
-
 def both(ranks: Ranks, kind: str = "full", reference: Any = True, **changes: Any) -> tuple[LocalBackend, FsdpBackend]:
     cfg, settings = train_config(**changes), {"total_steps": 10, "temperature": 0.8, "reference": reference}
     return LocalBackend(load(kind), cfg, **settings), FsdpBackend(ranks, partial(load, kind), cfg, full=load(kind), **settings)
-
-
-def policy_loss(reduce: str = "token_mean") -> PolicyLoss:
-    return PolicyLoss(partial(ppo_clip, low=0.2, high=0.2), REDUCERS[reduce], correction=partial(tis, cap=2.0), kl_coefficient=0.1,
-                      entropy_coefficient=0.02, off_policy=True)  # fmt: skip
-
-
-def summed(shard: ShardBackend) -> dict[str, torch.Tensor]:
-    """Run by all ranks: the whole gradient."""
-    return {name: shard._whole(name, piece).clone() for name, piece in shard.optimizer.sums.items()}
 
 
 def gradient_of(backend: Any) -> dict[str, torch.Tensor]:
@@ -84,21 +49,6 @@ def one_pass(backend: Any, samples: list[Any], budget: int, loss: Any) -> tuple[
     found = gradient_of(backend)
     backend.load(backend.state()) if isinstance(backend, FsdpBackend) else backend.optimizer.zero()
     return found, metrics
-
-
-def update(backend: Any, samples: list[Any], loss: Any = None) -> dict[str, float]:
-    batches = pack(samples, 64)
-    loss = loss or NLLLoss()
-    backend.annotate(batches, loss.needs)
-    return {**backend.forward_backward(batches, loss, Totals.of(batches, 32)), **backend.step()}
-
-
-def frozen(state: State) -> State:
-    return State({k: v.clone() for k, v in state.tensors.items()}, dict(state.meta))
-
-
-def identical(a: State, b: State) -> bool:
-    return a.tensors.keys() == b.tensors.keys() and a.meta == b.meta and all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
 
 
 # ---- dealing ----

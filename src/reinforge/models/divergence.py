@@ -69,24 +69,15 @@ class _ChunkedDivergence(torch.autograd.Function):
     def backward(ctx, g):  # type: ignore[no-untyped-def]
         h, weight, bias, teacher_h = ctx.saved_tensors
         rule, teacher, divergence, step = ctx.settings
-        grad_h = torch.empty_like(h) if ctx.needs_input_grad[0] else None
-        grad_w = torch.zeros_like(weight, dtype=g.dtype) if ctx.needs_input_grad[1] else None
-        grad_b = torch.zeros_like(bias, dtype=g.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        grads = head.HeadGradients(h, weight, bias, ctx.needs_input_grad, g.dtype)
         for a in range(0, h.shape[0], step):
             part = slice(a, a + step)
             x = linear(h[part], weight, bias).detach().requires_grad_()
             goal = teacher.logits(teacher_h[part])
             with torch.enable_grad():
                 value = divergence(rule.apply(_wide(x)), goal)
-            (grad,) = torch.autograd.grad(value, x, g[part])
-            if grad_h is not None:
-                grad_h[part] = grad @ weight
-            if grad_w is not None:
-                grad_w += grad.t() @ h[part]
-            if grad_b is not None:
-                grad_b += grad.sum(0)
-        cast = lambda x, like: None if x is None else x.to(like.dtype)  # noqa: E731
-        return grad_h, cast(grad_w, weight), cast(grad_b, bias), None, None, None, None
+            grads.add(part, torch.autograd.grad(value, x, g[part])[0])
+        return *grads.found(), None, None, None, None
 
 
 def chunked_divergence(

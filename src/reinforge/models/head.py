@@ -99,6 +99,30 @@ def gradient(
     return grad.to(x.dtype)
 
 
+class HeadGradients:
+    """Gradients of [N, E] states and of the head that reads them, gathered from the logits' chunk by chunk. `needs`: which of the three."""
+
+    def __init__(self, h: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...], dtype: torch.dtype):
+        self._h, self._weight, self._bias = h, weight, bias
+        self._of_h = torch.empty_like(h) if needs[0] else None
+        self._of_weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
+        self._of_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needs[2] else None
+
+    def add(self, part: slice, grad: Tensor) -> None:
+        """`grad` [n, V]: of the logits of these rows."""
+        if self._of_h is not None:
+            self._of_h[part] = grad @ self._weight
+        if self._of_weight is not None:
+            self._of_weight += grad.t() @ self._h[part]
+        if self._of_bias is not None:
+            self._of_bias += grad.sum(0)
+
+    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        weight = None if self._of_weight is None else self._of_weight.to(self._weight.dtype)
+        bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
+        return self._of_h, weight, bias
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Forward: logp_i = z_i[y_i] − lse_i, H_i = lse_i − Σ_v p_iv z_iv; backward: `gradient`, from logits computed again."""
 
@@ -130,22 +154,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx, g_logp, g_entropy):  # type: ignore[no-untyped-def]
         h, weight, bias, targets, lse, entropy = ctx.saved_tensors
         temperature, rule, step, use_entropy = ctx.settings
-        grad_h = torch.empty_like(h) if ctx.needs_input_grad[0] else None
-        grad_w = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_b = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
+        grads = HeadGradients(h, weight, bias, ctx.needs_input_grad, torch.float32)
         for a in range(0, h.shape[0], step):
             part = slice(a, a + step)
             x = F.linear(h[part], weight, bias)
             terms = (entropy[part], g_entropy[part]) if use_entropy else (None, None)
-            grad = gradient(x, targets[part], lse[part], g_logp[part], temperature, rule, *terms)
-            if grad_h is not None:
-                grad_h[part] = grad @ weight
-            if grad_w is not None:
-                grad_w += grad.t() @ h[part]
-            if grad_b is not None:
-                grad_b += grad.sum(0)
-        cast = lambda x, like: None if x is None else x.to(like.dtype)  # noqa: E731
-        return grad_h, cast(grad_w, weight), cast(grad_b, bias), None, None, None, None, None, None
+            grads.add(part, gradient(x, targets[part], lse[part], g_logp[part], temperature, rule, *terms))
+        return *grads.found(), None, None, None, None, None, None
 
 
 def token_logprobs(h: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float = 1.0, rule: LogitRule | None = None,

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reinforge.core.errors import InputError
+from reinforge.core.frames import HEAD
 from reinforge.rewards.outcome import Outcome
 from reinforge.rewards.wire import NotPlain, encode
-from reinforge.rewards.worker import HEAD, packed
+from reinforge.rewards.worker import packed
 
 START = 180.0  # seconds for importing the reward
 LARGEST = 64 << 20  # bytes of an answer; more is nonsense

@@ -17,26 +17,24 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from reinforge.core.errors import InputError
+from reinforge.core.frames import frame, read_frame
 from reinforge.rewards.adapt import adapted
 from reinforge.rewards.load import load_function
 from reinforge.rewards.outcome import checked
 from reinforge.rewards.wire import decode
 
-HEAD = struct.Struct(">I")
 PRINTED = 20_000  # characters that one call may print
 DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 def packed(message: Any) -> bytes:
-    body = json.dumps(message).encode()
-    return HEAD.pack(len(body)) + body
+    return frame(json.dumps(message).encode())
 
 
 class Printed(io.TextIOBase):
@@ -122,18 +120,7 @@ def serve(channel: socket.socket, function: Callable[..., Any] | str, spec: dict
 
 
 def receive(channel: socket.socket) -> dict[str, Any]:
-    (length,) = HEAD.unpack(_exactly(channel, HEAD.size))
-    return json.loads(_exactly(channel, length))
-
-
-def _exactly(channel: socket.socket, length: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < length:
-        part = channel.recv(min(1 << 20, length - len(parts)))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
+    return json.loads(read_frame(channel))
 
 
 def answer(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:

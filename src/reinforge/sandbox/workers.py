@@ -11,19 +11,18 @@ import json
 import pickle
 import select
 import socket
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from reinforge.core.frames import frame, read_frame
 from reinforge.sandbox import zygote
 from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.process import Process
 from reinforge.sandbox.program import Limits, interpreter
 
-HEAD = struct.Struct(">I")
 LOOK = 0.25  # seconds between looks at whether a call was cancelled
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from reinforge.sandbox.workers import serve; serve(int(sys.argv[1]))"
 
@@ -41,15 +40,14 @@ class Worker:
         self, function: Callable[..., Any], isolation: Isolation, cancel: threading.Event, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`function(isolation, cancel, ...)`, done over there. Raises what it raises, and OSError if the worker died or was cancelled."""
-        body = pickle.dumps((function, isolation, args, kwargs))
-        self._socket.sendall(HEAD.pack(len(body)) + body)
+        self._socket.sendall(frame(pickle.dumps((function, isolation, args, kwargs))))
         answer = select.poll()  # not select: this process may have more than 1024 descriptors
         answer.register(self._socket, select.POLLIN)
         while not answer.poll(LOOK * 1000):
             if cancel.is_set():
                 self.close(kill=True)
                 raise OSError("cancelled")
-        done, value = pickle.loads(_receive(self._socket))
+        done, value = pickle.loads(read_frame(self._socket))
         if not done:
             raise value
         return value
@@ -95,21 +93,6 @@ class Workers:
             self._all.pop().close()
 
 
-def _receive(channel: socket.socket) -> bytes:
-    (length,) = HEAD.unpack(_exactly(channel, HEAD.size))
-    return _exactly(channel, length)
-
-
-def _exactly(channel: socket.socket, length: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < length:
-        part = channel.recv(min(1 << 20, length - len(parts)))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
-
-
 def serve(fd: int) -> None:
     """A worker: one call after the other, until nobody is there to ask."""
     channel = socket.socket(fileno=fd)
@@ -117,7 +100,7 @@ def serve(fd: int) -> None:
     tried = False
     while True:
         try:
-            function, isolation, args, kwargs = pickle.loads(_receive(channel))
+            function, isolation, args, kwargs = pickle.loads(read_frame(channel))
         except EOFError:
             return
         if not tried and isolation.mode == "own":
@@ -127,8 +110,7 @@ def serve(fd: int) -> None:
             reply = (True, function(isolation, None, *args, **kwargs))
         except Exception as error:
             reply = (False, error)
-        body = pickle.dumps(reply)
-        channel.sendall(HEAD.pack(len(body)) + body)
+        channel.sendall(frame(pickle.dumps(reply)))
 
 
 def _try(isolation: Isolation) -> None:
