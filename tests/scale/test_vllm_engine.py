@@ -222,18 +222,28 @@ def test_an_update_in_the_middle_of_completions(both: Both) -> None:
     assert run(work()), "no update fell into the middle of completions"
 
 
-def test_an_adapter_travels_merged(both: Both) -> None:
+def test_an_adapter_travels_alone_once_its_base_is_there(both: Both) -> None:
     module = load_model(ModelConfig(path=both.engine.setup.model, device="cpu")).module
     adapted = add_adapter(module, AdapterConfig(rank=4), seed=0)
     with torch.no_grad():
         for name, p in adapted.named_parameters():
             if "lora_B" in name:
                 p.copy_(torch.randn_like(p) * 0.2)
-    model = CausalModel(adapted, both.model.tokenizer)
-    run(both.engine.update(Weights("shared", module=adapted, probe=trainer_score(model)), 5))
-    done = run(both.engine.generate(PROMPT, FREE, key=8))[0]
-    want = Both(model, both.engine).logprobs(PROMPT, done.tokens, 1.0)
-    assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4
+    model, transfer = CausalModel(adapted, both.model.tokenizer), both.engine.transfer
+    weights, bases = Weights("shared", module=adapted, probe=trainer_score(model)), []
+    for version in (4, 5):
+        with torch.no_grad():
+            for name, p in adapted.named_parameters():
+                if "lora_B" in name:
+                    p.add_(torch.randn_like(p) * 0.1)
+        run(both.engine.update(weights, version))
+        assert transfer.published is not None and transfer.published.channel.kind == "adapter" and transfer.base is not None
+        bases.append(transfer.base[1].folder)
+        done = run(both.engine.generate(PROMPT, FREE, key=8))[0]
+        want = Both(model, both.engine).logprobs(PROMPT, done.tokens, 1.0)
+        assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4 and set(done.versions) == {version}
+    sent = sum(file.stat().st_size for file in transfer.published.channel.folder.glob("*.bin"))  # type: ignore[union-attr]
+    assert bases[0] == bases[1] and sent < 0.2 * sum(file.stat().st_size for file in bases[0].glob("*.bin"))
     both.engine.transfer.kind = "disk"
     run(both.engine.update(both.weights, 6))
     assert len(list((both.engine.setup.folder / "engine-weights").iterdir())) == 1 and both.engine.measured["weights/probe_error"] < 1e-4

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from reinforge.config.schema import AdapterConfig
-from reinforge.engines.vllm_plugin import from_files
+from reinforge.engines.vllm_plugin import from_files, on_base
 from reinforge.models.adapters import add_adapter, merged
 from reinforge.models.causal import CausalModel
-from reinforge.models.named import named_weights
+from reinforge.models.named import base_weights, low_rank, named_weights
 from reinforge.weights.files import FileChannel, SafetensorsChannel, sweep
 from reinforge.weights.probe import WeightMismatch, compare, probe_tokens
 from toys import make_module
@@ -161,3 +161,30 @@ def test_probe_tokens_are_in_the_vocabulary_and_differ() -> None:
     for size in (64, 259, 32000, 151936):
         tokens = probe_tokens(size)
         assert len(tokens) == 48 and all(0 <= t < size for t in tokens) and len(set(tokens)) > 40
+
+
+@pytest.mark.parametrize(("arch", "options"), [("llama", {}), ("qwen2", {"kind": "rslora"}), ("qwen3", {"rank": 3, "alpha": 7})], ids=str)
+def test_an_adapter_alone_makes_the_merged_weights(arch: str, options: dict[str, object]) -> None:
+    """Base once, then the adapter: what the worker adds up is what the trainer would have sent, to the rounding of one sum."""
+    module = add_adapter(make_module(arch, 0), AdapterConfig(**{"rank": 4, **options}), seed=0)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    low, base, want = low_rank(module), dict(base_weights(module)), dict(named_weights(module))
+    assert low is not None and base.keys() == want.keys()
+    sent = {f"{name}/{side}": getattr(pair, side) for name, pair in low.items() for side in "ab"}
+    assert sum(t.numel() for t in sent.values()) < sum(base[name].numel() for name in low)
+    found = dict(on_base(base, sent, torch.device("cpu"), changed_only=False))
+    assert found.keys() == want.keys() and all(torch.allclose(found[k], want[k], atol=1e-6, rtol=1e-5) for k in want)
+    assert any(not torch.equal(found[name], base[name]) for name in low)
+    assert {name for name, _ in on_base(base, sent, torch.device("cpu"), changed_only=True)} == set(low)
+
+
+def test_what_is_no_plain_sum_travels_merged() -> None:
+    assert low_rank(make_module("llama", 0)) is None
+    assert low_rank(add_adapter(make_module("llama", 0), AdapterConfig(rank=2, kind="dora"), seed=0)) is None
+    module = add_adapter(make_module("llama", 0), AdapterConfig(rank=2), seed=0)
+    assert low_rank(module) is not None
+    next(p for name, p in module.named_parameters() if "norm" in name).requires_grad_()  # trained beside the adapter
+    assert low_rank(module) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,8 @@ from torch import Tensor
 from reinforge.core.weights import Weights
 from reinforge.engines.http import ServerFault
 from reinforge.engines.replica import Dialect, Replica, Setup
-from reinforge.models.named import named_weights
-from reinforge.weights.files import FileChannel, SafetensorsChannel
+from reinforge.models.named import base_weights, low_rank, named_weights
+from reinforge.weights.files import AdapterChannel, FileChannel, SafetensorsChannel
 from reinforge.weights.ipc import IpcChannel, usable
 from reinforge.weights.probe import Check, Scorer, compare, probe_tokens
 
@@ -36,6 +37,7 @@ class Transfer:
         self.fix_head = True  # a test turns it off to see that the proof notices
         self.kind = self._kind()
         self.published: Published | None = None  # what replicas serve
+        self.base: tuple[weakref.ref[torch.nn.Module], FileChannel] | None = None  # what an adapter is added to
         self.note = ""
 
     def _kind(self) -> str:
@@ -48,14 +50,40 @@ class Transfer:
     def publish(self, weights: Weights, version: int) -> Published:
         """The new weights, ready to be staged; those of before are still there."""
         ours = weights.module is not None and next(weights.module.parameters()).is_cuda  # not where ranks gather into host memory
-        channel: Channel = IpcChannel() if self.kind == "ipc" and ours else self._files()
-        channel.publish(self.pairs(weights), version)
+        low = (
+            None
+            if weights.kind != "shared" or weights.module is None or "adapter" not in self.dialect.channels
+            else low_rank(weights.module)
+        )
+        channel: Channel
+        if self.kind == "ipc" and ours:
+            channel = IpcChannel()  # handles of merged weights: nothing travels
+            channel.publish(self.pairs(weights), version)
+        elif low is not None and weights.module is not None:
+            channel = AdapterChannel(self._base(weights.module), self._root)
+            channel.publish((pair for name, (a, b) in low.items() for pair in ((f"{name}/a", a), (f"{name}/b", b))), version)
+        else:
+            channel = self._files()
+            channel.publish(self.pairs(weights), version)
         score = weights.probe or self.score
         return Published(channel, version, None if score is None else score(self.tokens).float().cpu())
 
+    @property
+    def _root(self) -> Path | None:
+        return self.setup.folder / "engine-weights" if self.kind == "disk" else None
+
     def _files(self) -> FileChannel:
-        root = self.setup.folder / "engine-weights" if self.kind == "disk" else None
-        return FileChannel(root) if "files" in self.dialect.channels else SafetensorsChannel(root, Path(self.setup.model))
+        return FileChannel(self._root) if "files" in self.dialect.channels else SafetensorsChannel(self._root, Path(self.setup.model))
+
+    def _base(self, module: torch.nn.Module) -> FileChannel:
+        """The weights below an adapter, published once: afterwards only the adapter travels."""
+        if self.base is None or self.base[0]() is not module:
+            if self.base is not None:
+                self.base[1].close()
+            channel = FileChannel(self._root)
+            channel.publish(self._cast(base_weights(module)), 0)
+            self.base = (weakref.ref(module), channel)
+        return self.base[1]
 
     def pairs(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """In the precision that the engine computes in."""
@@ -65,8 +93,11 @@ class Transfer:
         else:
             assert weights.buckets is not None, f"weights of kind {weights.kind} without buckets"
             found = weights.buckets()
+        return self._cast(found)
+
+    def _cast(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, self.setup.dtype)
-        return ((name, t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t) for name, t in found)
+        return ((name, t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t) for name, t in pairs)
 
     def keep(self, fresh: Published) -> None:
         """The update is through: what was served before may go."""
@@ -105,3 +136,6 @@ class Transfer:
         if self.published is not None:
             self.published.channel.close()
             self.published = None
+        if self.base is not None:
+            self.base[1].close()
+            self.base = None

@@ -51,7 +51,7 @@ def options(args: Mapping[str, Any]) -> list[str]:
 
 class Vllm:
     name = "vllm"
-    channels: tuple[str, ...] = ("ipc", "files")
+    channels: tuple[str, ...] = ("ipc", "files", "adapter")
 
     def command(self, setup: Setup, python: str, port: int) -> list[str]:
         args: dict[str, Any] = {

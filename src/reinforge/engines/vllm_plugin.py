@@ -155,6 +155,8 @@ class Front:
                 "context": config.model_config.max_model_len, **(await self.do_call(engine, {"method": "facts"}))["results"][0]}  # fmt: skip
 
     async def do_sleep(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        if asked["level"] > 1:  # its weights will be gone
+            await self.do_call(engine, {"method": "forget"})
         await engine.sleep(asked["level"])
         return {}
 
@@ -175,11 +177,23 @@ class Worker:
     def _reinforge_device(self) -> torch.device:
         return next(self.model_runner.get_model().parameters()).device  # type: ignore[attr-defined]
 
+    def _reinforge_direct(self) -> bool:
+        """Whether weights can be written one by one into what kernels read."""
+        quantised = self.model_runner.model_config.quantization is not None  # type: ignore[attr-defined]
+        return self._reinforge_device().type == "cuda" and not quantised
+
     def reinforge_stage(self, message: str) -> str:
         """Phase one: everything that is new is here, whole and proved; what is served has not changed."""
         asked = json.loads(message)
         staged = from_files(Path(asked["folder"])) if asked["kind"] == "files" else from_ipc(asked["tensors"])
-        self._reinforge_staged = (asked["version"], staged)
+        base = asked.get("base")
+        if base is not None:
+            known = getattr(self, "_reinforge_base", None)
+            if known is None or known[0] != base:
+                known = self._reinforge_base = (base, dict(from_files(Path(base))))
+            changed_only = getattr(self, "_reinforge_below", None) == base and self._reinforge_direct()
+            staged = on_base(known[1], dict(staged), self._reinforge_device(), changed_only)
+        self._reinforge_staged, self._reinforge_next = (asked["version"], staged), base
         return json.dumps({"tensors": len(staged), "bytes": sum(t.numel() * t.element_size() for _, t in staged)})
 
     @torch.no_grad()
@@ -190,16 +204,20 @@ class Worker:
             raise RuntimeError(f"weights of version {version} were to be served, but {found} are staged")
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
-        direct = self._reinforge_device().type == "cuda" and runner.model_config.quantization is None
-        if direct:  # into the parameters that kernels and graphs read
+        if self._reinforge_direct():  # into the parameters that kernels and graphs read
             model.load_weights(iter(staged))
             torch.cuda.synchronize()
         else:  # packed for the CPU's kernels, or quantised: vLLM's own way, layer by layer
             runner.reload_weights(weights_iterator=iter(staged))
         if fix_head:
             point_head(model)
-        self._reinforge_staged, self._reinforge_version = (None, []), version
+        self._reinforge_staged, self._reinforge_version, self._reinforge_below = (None, []), version, self._reinforge_next
         return json.dumps({"version": version, "head_error": head_error(model)})
+
+    def reinforge_forget(self) -> str:
+        """The next weights must be all of them."""
+        self._reinforge_below = None
+        return json.dumps({})
 
     def reinforge_drop(self) -> str:
         self._reinforge_staged = (None, [])
@@ -248,6 +266,17 @@ def from_files(folder: Path) -> list[tuple[str, torch.Tensor]]:
             raise RuntimeError(f"{bucket['file']} does not hold what the trainer wrote")
         for name, dtype, shape, start, size in bucket["tensors"]:
             found.append((name, flat[start : start + size].view(getattr(torch, dtype)).view(shape)))
+    return found
+
+
+def on_base(
+    base: dict[str, torch.Tensor], low: dict[str, torch.Tensor], device: torch.device, changed_only: bool
+) -> list[tuple[str, torch.Tensor]]:
+    """Base weights, and for each NAME with `NAME/a` and `NAME/b` the sum of base and b @ a, rounded once."""
+    found = [] if changed_only else [(name, tensor) for name, tensor in base.items() if f"{name}/a" not in low]
+    for name in sorted({key.rpartition("/")[0] for key in low}):
+        weight, a, b = (tensor.to(device) for tensor in (base[name], low[f"{name}/a"], low[f"{name}/b"]))
+        found.append((name, (weight.float() + b @ a).to(weight.dtype)))
     return found
 
 

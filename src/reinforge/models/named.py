@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,62 @@ def named_weights(module: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
         yield from revert_weight_conversion(plain, dict(pairs)).items()
     else:
         yield from pairs
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a weight: b @ a."""
+
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r], the scale in it
+
+
+@torch.no_grad()
+def low_rank(module: nn.Module) -> dict[str, LowRank] | None:
+    """The adapter alone, by the names of the weights it changes. None where weights are no plain sum of base and product: no adapter, DoRA, embeddings,
+    a base in 4 bits, one that is stored under other names or trained as well."""
+    if not is_adapted(module):
+        return None
+    from peft.tuners.lora import LoraLayer
+
+    plain: Any = module.get_base_model()  # type: ignore[operator]
+    layers = {name: layer for name, layer in plain.named_modules() if isinstance(layer, LoraLayer)}
+    others = [name for name, p in plain.named_parameters() if p.requires_grad and ".lora_" not in name and not name.startswith(VALUE_HEAD)]
+    if others or not all(_is_sum(layer) for layer in layers.values()) or not _stored_as_computed(plain, dict(base_weights(module))):
+        return None
+    found = {}
+    for name, layer in layers.items():
+        used: Any = layer.active_adapters
+        a = torch.cat([layer.lora_A[adapter].weight.float() for adapter in used])
+        b = torch.cat([layer.lora_B[adapter].weight.float() * layer.scaling[adapter] for adapter in used], 1)
+        found[f"{name}.weight"] = LowRank(a, b)
+    return found
+
+
+def _stored_as_computed(plain: Any, found: dict[str, Tensor]) -> bool:
+    """Whether a checkpoint has the names that the module has."""
+    if getattr(plain, "_weight_conversions", None) == []:
+        return True
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(plain, dict(found)).keys() == found.keys()
+
+
+def _is_sum(layer: Any) -> bool:
+    base = layer.get_base_layer()
+    return (
+        type(base) is nn.Linear
+        and not (layer.merged or layer.disable_adapters or any(layer.use_dora.values()) or any(layer.lora_bias.values()))
+        and not getattr(layer, "fan_in_fan_out", False)
+        and all(adapter in layer.lora_A for adapter in layer.active_adapters)
+    )
+
+
+def base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """As `named_weights`, with the adapter left out."""
+    plain: Any = module.get_base_model()  # type: ignore[operator]
+    for name, tensor in _plain(plain):
+        if ".lora_" not in name and not name.startswith(VALUE_HEAD):
+            yield name.replace(".base_layer.", "."), tensor
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -125,6 +125,19 @@ def _write_bucket(folder: Path, file: str, pairs: list[tuple[str, Tensor]]) -> d
     return {"file": file, "bytes": total, "sum": int(flat.view(torch.int64).sum()), "tensors": places}
 
 
+class AdapterChannel(FileChannel):
+    """What an adapter adds to weights that the reader has in another folder: `NAME/a` and `NAME/b` for each weight that it changes."""
+
+    kind = "adapter"
+
+    def __init__(self, base: FileChannel, root: Path | None = None):
+        super().__init__(root)
+        self.base = base
+
+    def message(self) -> dict[str, Any]:
+        return {**super().message(), "base": str(self.base.folder.resolve())}
+
+
 class SafetensorsChannel(FileChannel):
     """The same as a model directory in Hugging Face format, for engines that load one: `config` is where the other files are."""
 
