@@ -186,6 +186,17 @@ def test_overrides(override: str, path: tuple[str | int, ...], value: Any) -> No
 
 
 @pytest.mark.parametrize(
+    ("short", "override", "long"),
+    [({"agent": "a.py:f"}, "agent.seconds=60", {"agent": {"name": "a.py:f", "seconds": 60}}), ({"agent": ["sh", "-c"]}, "agent.concurrent=2", {"agent": {"command": ["sh", "-c"], "concurrent": 2}}),
+     ({"env": [{"name": "x"}]}, "env.max_turns=3", {"env": {"mix": [{"name": "x"}], "max_turns": 3}}), ({"env": [{"name": "x"}]}, "env.0.name=y", {"env": [{"name": "y"}]})],
+    ids=str,
+)  # fmt: skip
+def test_a_key_of_a_section_in_its_short_form(short: dict[str, Any], override: str, long: dict[str, Any]) -> None:
+    apply_override(short, override)
+    assert short == long
+
+
+@pytest.mark.parametrize(
     ("override", "word"),
     [("a.b", "key=value"), ("=3", "key=value"), ("a..b=3", "key=value"), ("l.5=1", "list of 2"), ("l.x=1", "list of 2"), ("a.b.c=1", "`a.b` is 1"),
      ("a.b=.inf", "not a finite number"), ("a.b=[1", "not YAML"), ("a.b={x: 1, x: 2}", "given twice"), ("a.b=[!!python/none x]", "tag")],

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from reinforge.config.base import Count, Positive, Section
+from reinforge.config.base import Count, Positive, Section, spelled_out
 
 
 class AgentConfig(Section):
@@ -36,9 +36,7 @@ class AgentConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, data: Any) -> Any:
-        if isinstance(data, str):
-            return {"name": data}
-        return {"command": data} if isinstance(data, list) else data
+        return spelled_out("agent", data)
 
     @model_validator(mode="after")
     def _one(self) -> AgentConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
@@ -15,3 +15,16 @@ Natural = Annotated[int, Field(ge=0)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+
+SHORT: dict[str, dict[type, str]] = {"env": {str: "name", list: "mix"}, "agent": {str: "name", list: "command"}}
+
+
+def spelled_out(section: str, data: Any) -> Any:
+    """A section that may be a text or a list, as the mapping that is meant.
+
+    >>> spelled_out("env", "games.py:Chess")
+    {'name': 'games.py:Chess'}
+    """
+    key = SHORT.get(section, {}).get(type(data))
+    return data if key is None else {key: data}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from reinforge.config.base import Count, Positive, Section
+from reinforge.config.base import Count, Positive, Section, spelled_out
 
 
 class EnvEntryConfig(Section):
@@ -47,9 +47,7 @@ class EnvConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, data: Any) -> Any:
-        if isinstance(data, str):
-            return {"name": data}
-        return {"mix": data} if isinstance(data, list) else data
+        return spelled_out("env", data)
 
     @model_validator(mode="after")
     def _one_or_many(self) -> EnvConfig:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from reinforge.config.base import spelled_out
 from reinforge.config.explain import explain
 from reinforge.config.schema import Config
 from reinforge.config.strict import clean, dotted, parse, scalar
@@ -101,6 +102,8 @@ def apply_override(data: dict[str, Any], override: str) -> tuple[str | int, ...]
     value = override_value(text.strip(), where=where)
     here: Any = data
     path: tuple[str | int, ...] = ()
+    if len(parts) > 1 and not parts[1].isdecimal() and parts[0] in data:  # `agent: file.py:function` and agent.seconds=60
+        data[parts[0]] = spelled_out(parts[0], data[parts[0]])
     for i, part in enumerate(parts):
         if not isinstance(here, list | dict):
             raise InputError(f"`{dotted(path)}` is {here!r}: it has no keys.", where=where)
