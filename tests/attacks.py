@@ -123,6 +123,12 @@ CONTAINED: list[Attack] = [
     Attack("32-bit system calls", "int main(){int r;__asm__ volatile(\"int $0x80\":\"=a\"(r):\"a\"(20));__builtin_printf(\"ESCAPED\");}", (CRASHED,), "c"),
     Attack("ctypes system", "import ctypes\nctypes.CDLL(None).system(b'cat /etc/shadow && echo ESCAPED; touch /usr/x && echo ESCAPED')", (OK,)),
     Attack("posix.system", "import posix\nposix.system('cat /etc/shadow && echo ESCAPED; touch /etc/x && echo ESCAPED')", (OK,)),
+    # what would outlive a run, or reach who runs beside
+    tries("limits of process 1", "import resource\nresource.prlimit(1, resource.RLIMIT_AS, (1 << 26, 1 << 26))"),
+    tries("descriptors in a cycle", "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\nsocket.send_fds(a, [b'x'], [a.fileno(), b.fileno()])"),
+    tries("a message to a name", "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\ntry: a.sendto(b'x', b'\\0" + "0" * 5 + "')\nexcept ConnectionRefusedError: pass"),
+    tries("watchers of our user", "libc = ctypes.CDLL(None, use_errno=True)\nif libc.inotify_init1(0) < 0:\n    raise OSError(ctypes.get_errno(), 'refused')"),
+    Attack("shared memory without a name", "import mmap, time\nx = [mmap.mmap(-1, 40 << 20) for _ in range(10)]\nfor m in x: m.write(b'x' * (40 << 20))\ntime.sleep(1)\nprint('ESCAPED')", (MEMORY, CRASHED)),
 ]  # fmt: skip
 
 RIGHT = "def add(a, b):\n    return a + b"

@@ -142,3 +142,35 @@ def test_what_does_not_go_together_is_told() -> None:
         scores([""], [[[1], 2]], language="c", entry_point="f")
     with pytest.raises(InputError, match="a remote one cannot"):
         scores([""], ["assert f(1) == 2"], url="http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['{"t":"complex","v":[1' + "0" * 400 + ",0]}", '{"t":"dict","v":[[' + '{"t":"tuple","v":[' * 120 + "1" + "]}" * 120 + ",1]]}"],
+    ids=["huge", "deep"],
+)
+def test_an_answer_that_cannot_be_compared_is_wrong_and_costs_nobody_else(value: str) -> None:
+    """Written past our encoder, straight into the channel."""
+    containment("own")
+    forged = f"""
+import json, os
+class Answer: pass
+def add(a, b):
+    frame = __import__("sys")._getframe()
+    while frame is not None:
+        for name, found in frame.f_locals.items():
+            nonce = found.get("nonce") if isinstance(found, dict) else None
+            if nonce:
+                os.write(4, ('{{"nonce":"' + nonce + '","value":' + {value!r} + '}}\\n').encode())
+                os._exit(0)
+        frame = frame.f_back
+    return 0
+"""
+    reward = CodeReward(entry_point="add", workers=1, backend="namespaces").open()
+    reward.seconds = 1e-3  # all in one message
+    try:
+        outcome = asyncio.run(reward([RIGHT, forged, RIGHT + "\n# too"], tests=[[[[2, 3], 5]], [[[2, 3], {"a": 1}]], [[[2, 3], 5]]]))
+    finally:
+        assert reward.pool is not None
+        reward.pool.close()
+    assert outcome.scores == [1.0, 0.0, 1.0] and outcome.sandbox == 0

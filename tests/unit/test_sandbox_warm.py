@@ -16,6 +16,7 @@ from reinforge.rewards.code import CodeReward
 from reinforge.sandbox import Limits, Pool, Program, run_sync, zygote
 from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
+from reinforge.sandbox.process import Process
 from reinforge.sandbox.program import Result
 from sandboxes import containment, descriptors
 
@@ -165,11 +166,40 @@ def test_a_box_whose_run_was_killed_is_replaced(boxes: zygote.Zygote) -> None:
     assert ran("print(1)").stdout == b"1\n" and descriptors() <= before
 
 
+def test_a_box_that_was_struck_is_not_used_again(boxes: zygote.Zygote) -> None:
+    """Its last words may be read after the decision to kill it, or before: either way it is gone."""
+    for order in ("strike first", "clean first"):
+        process = Process(Isolation("own"), ["/bin/true"], {}, Limits(seconds=5))
+        box = process._popen
+        steps = [process._strike, lambda process=process: (process._out["report"].extend(b"clean\n"), process._heard("report"))]
+        for step in steps if order == "strike first" else steps[::-1]:
+            step()
+        assert isinstance(box, zygote.Box) and not box.idle
+        process.close()
+        assert box not in boxes._boxes and not box.alive()
+
+
 def test_the_programs_before_are_not_in_memory(boxes: zygote.Zygote) -> None:
     judge_calls(Isolation("own"), None, "def f():\n    return 'plugh-" + "4711'", "f", [([], "plugh-4711")], Rules())
     code = LOOK.replace('("x" + "yzzy-%d")', '("p" + "lugh-%d")') + "\ndef f():\n    return look(4710)['held']"
     assert judge_calls(Isolation("own"), None, code, "f", [([], 1)], Rules(Limits(seconds=20))).passed == 1
     assert len(boxes._boxes) == 1
+
+
+def test_pairs_and_pipes_of_honest_programs_work(boxes: zygote.Zygote) -> None:
+    code = """
+import asyncio, multiprocessing, resource, socket
+async def nothing():
+    proc = await asyncio.create_subprocess_exec("/bin/echo", "sub", stdout=asyncio.subprocess.PIPE)
+    return (await proc.communicate())[0]
+a, b = multiprocessing.Pipe()
+a.send([1, 2])
+c, d = socket.socketpair()
+c.send(b"pair")
+resource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))
+print(asyncio.run(nothing()), b.recv(), d.recv(9), resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    assert ran(code).stdout == b"b'sub\\n' [1, 2] b'pair' (50, 50)\n"
 
 
 def test_ends_are_as_without(pool: Pool) -> None:

@@ -229,8 +229,10 @@ def several(isolation: Isolation, cancel: threading.Event | None, calls: Sequenc
     for function, args, total in calls:
         try:
             found.append(function(isolation, cancel, *args))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # no processes or descriptors left; tests too large to be sent
             found.append(Verdict(0, total, "failed_here", str(error)))
+        except Exception as error:  # what a solution said was too much for us: its own fault, and not that of the next
+            found.append(Verdict(0, total, "crashed", f"{type(error).__name__}: {error}"[:300], isolation.unsafe))
     return found, time.perf_counter() - start
 
 

@@ -69,13 +69,21 @@ def _close(a: str, b: str, tolerance: float) -> bool:
 
 
 def same_value(got: Any, expected: Any, tolerance: float = 0.0) -> bool:
+    """Whether the values agree. What cannot be compared (too deep, too large) does not: it came from the solution."""
+    try:
+        return _same(got, expected, tolerance)
+    except (ArithmeticError, ValueError, TypeError, RecursionError):
+        return False
+
+
+def _same(got: Any, expected: Any, tolerance: float) -> bool:
     """Both plain. As in Python, but what was expected came from JSON, which has no tuples and only text as keys; nan equals nan."""
     if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
-        return len(got) == len(expected) and all(same_value(g, e, tolerance) for g, e in zip(got, expected, strict=True))
+        return len(got) == len(expected) and all(_same(g, e, tolerance) for g, e in zip(got, expected, strict=True))
     if isinstance(got, dict) and isinstance(expected, dict):
         if got.keys() != expected.keys() and all(isinstance(k, str) for k in expected):
             got = {k if isinstance(k, str) else str(encode(k)): v for k, v in got.items()}
-        return got.keys() == expected.keys() and all(same_value(v, expected[k], tolerance) for k, v in got.items())
+        return got.keys() == expected.keys() and all(_same(v, expected[k], tolerance) for k, v in got.items())
     if isinstance(got, float) and isinstance(expected, float) and math.isnan(got) and math.isnan(expected):
         return True
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (got, expected))
@@ -141,7 +149,7 @@ def checked(line: bytes, nonce: str) -> dict[str, Any] | None:
         decode(said["value"])
         reply = {"value": said["value"]} | ({"args": said["args"]} if isinstance(decode(said.get("args")), list) else {})
         return reply if len(dumps(reply)) < LARGEST - 100 else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

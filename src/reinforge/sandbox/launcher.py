@@ -209,7 +209,7 @@ def drop(job: dict[str, Any]) -> None:
     limits, r = job["limits"], resource
     for kind, value in ((r.RLIMIT_CPU, limits["cpu"]), (r.RLIMIT_AS, limits["space"]), (r.RLIMIT_FSIZE, limits["disk"]),
                         (r.RLIMIT_NOFILE, limits["descriptors"]), (r.RLIMIT_NPROC, limits["processes"]), (r.RLIMIT_MEMLOCK, 1 << 16),
-                        (r.RLIMIT_CORE, 1), (r.RLIMIT_MSGQUEUE, 0), (r.RLIMIT_RTPRIO, 0), (r.RLIMIT_NICE, 0)):  # fmt: skip
+                        (r.RLIMIT_CORE, 1), (r.RLIMIT_MSGQUEUE, 0), (r.RLIMIT_RTPRIO, 0), (r.RLIMIT_NICE, 0), (r.RLIMIT_SIGPENDING, 1024)):  # fmt: skip
         if value is not None:  # a core size of 1, unlike 0, also keeps a core handler of the host from being started
             hard = r.getrlimit(kind)[1]
             value = value if hard == r.RLIM_INFINITY else min(value, hard)
@@ -278,16 +278,15 @@ def start(job: dict[str, Any], report: int, channel: list[int]) -> None:
 
 
 def memory_used(work: str) -> int:
-    """Anonymous memory of all processes in here, and the files."""
+    """Memory of all processes in here that is no file's, shared among them or not, and the files. Files that are mapped count twice."""
     files = os.statvfs(work)
     total = (files.f_blocks - files.f_bfree) * files.f_frsize
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
             try:
-                with open(f"/proc/{name}/statm", "rb") as file:
-                    fields = file.read().split()
-                total += (int(fields[1]) - int(fields[2])) * resource.getpagesize()
-            except (OSError, IndexError):
+                with open(f"/proc/{name}/status", "rb") as file:
+                    total += sum(int(line.split()[1]) * 1024 for line in file if line.startswith((b"RssAnon:", b"RssShmem:")))
+            except (OSError, IndexError, ValueError):
                 pass  # it has just ended
     return total
 

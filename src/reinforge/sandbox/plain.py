@@ -93,7 +93,10 @@ def decode(said: Any, depth: int = 0) -> Any:
         raise ValueError("no value")
     try:
         if kind == "complex":
-            return complex(float(content[0]), float(content[1]))
+            real, imaginary = content
+            if not isinstance(real, str) or not isinstance(imaginary, str):
+                raise ValueError("no value")
+            return complex(float(real), float(imaginary))
         if kind == "dict":
             pairs = [(decode(k, depth + 1), decode(v, depth + 1)) for k, v in content]
             spread([k for k, _ in pairs])
@@ -106,7 +109,7 @@ def decode(said: Any, depth: int = 0) -> Any:
             return tuple(items)
         if kind == "iterator":
             return iter(items)
-    except (TypeError, IndexError) as error:  # unhashable, too few
+    except (TypeError, IndexError, OverflowError) as error:  # unhashable, too few
         raise ValueError(str(error)) from error
     raise ValueError(f"no such type {str(kind)[:40]!r}")
 

@@ -42,6 +42,7 @@ class Process:
         self._fds: dict[str, int] = {}
         self._pidfd: int | None = None
         self._forks: zygote.Zygote | None = None
+        self._struck = False
         self._started = self._ended = 0.0
         self._born = time.monotonic()
         self._give_up = float("inf")
@@ -69,8 +70,12 @@ class Process:
             handed = [theirs[name] for name in ("control", "report", "requests", "replies") if name in theirs]
             box = self._box()
             if box is not None:
-                box.start([theirs[name] for name in ("stdin", "stdout", "stderr")] + handed, limits)
-                self._pidfd = os.dup(box.first)
+                try:
+                    box.start([theirs[name] for name in ("stdin", "stdout", "stderr")] + handed, limits)
+                    self._pidfd = os.dup(box.first)
+                except OSError:  # it died just now
+                    box.close()
+                    raise
             self._popen: subprocess.Popen[bytes] | zygote.Box = box or subprocess.Popen(
                 arguments(self.isolation, self.limits, theirs.get("info", -1), handed),
                 stdin=theirs["stdin"], stdout=theirs["stdout"], stderr=theirs["stderr"], env={}, cwd="/",
@@ -174,7 +179,7 @@ class Process:
             elif word == "error":
                 self._kill("refused", rest_of_line)
             elif word == "clean" and isinstance(self._popen, zygote.Box):
-                self._popen.idle = True
+                self._popen.idle = not self._struck
             else:
                 self._ended = time.monotonic()
                 self._lines.append(line.decode())
@@ -198,6 +203,9 @@ class Process:
         self._strike()
 
     def _strike(self) -> None:
+        self._struck = True
+        if isinstance(self._popen, zygote.Box):
+            self._popen.idle = False
         self._give_up = min(self._give_up, time.monotonic() + GIVE_UP_SECONDS)
         if self._pidfd is None:
             self._popen.kill()
@@ -249,8 +257,9 @@ class Process:
         if kill and not self._over:
             self._kill("ok", "no longer needed")
         self._pump(lambda: False)
+        result = self._result()
         self.close()
-        return self._result()
+        return result
 
     def _result(self) -> Result:
         code: int | None = None

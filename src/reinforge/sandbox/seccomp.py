@@ -30,14 +30,24 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "open_by_handle_at": (304, 265), "lookup_dcookie": (212, 18), "personality": (135, 92), "fanotify_init": (300, 262),
     "move_pages": (279, 239), "migrate_pages": (256, 238), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),  # a socket of a pair stays one
+    "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),  # a socket of a pair stays one,
+    "sendmsg": (46, 211), "sendmmsg": (307, 269),  # ... and nothing is passed through it that could outlive its process
+    "inotify_init": (253, None), "inotify_init1": (294, 26),  # counted for the user that we are outside
 }  # fmt: skip
-SPECIAL = {"clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "socketpair": (53, 199), "ioctl": (16, 29)}
+SPECIAL = {
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "ioctl": (16, 29),
+    "sendto": (44, 206),
+    "prlimit64": (302, 261),
+}
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
 
 LOAD, JEQ, JGE, JSET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL = 0x7FFF0000, 0x80000000
-NR, ARCH, ARG0, ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data; the low halves of little-endian arguments
+NR, ARCH, ARG0, ARG1, ARG4 = 0, 4, 16, 24, 48  # offsets in struct seccomp_data; the low halves of little-endian arguments
 
 
 def bpf_filter(machine: str | None = None) -> bytes | None:
@@ -79,6 +89,18 @@ def bpf_filter(machine: str | None = None) -> bytes | None:
     emit(LOAD, ARG0)
     emit(JEQ, AF_UNIX, 1, 0)
     refuse(EAFNOSUPPORT)
+    emit(RETURN, ALLOW)
+    emit(JEQ, number["prlimit64"], 0, 4)  # only its own: another's need no more than the same user, and process 1 may be that
+    emit(LOAD, ARG0)
+    emit(JEQ, 0, 1, 0)
+    refuse(EPERM)
+    emit(RETURN, ALLOW)
+    emit(JEQ, number["sendto"], 0, 6)  # only to the other end: an address needs no bind to be heard by who runs beside
+    emit(LOAD, ARG4)
+    emit(JEQ, 0, 0, 2)
+    emit(LOAD, ARG4 + 4)
+    emit(JEQ, 0, 1, 0)
+    refuse(EPERM)
     emit(RETURN, ALLOW)
     emit(JEQ, number["ioctl"], 0, 4)
     emit(LOAD, ARG1)

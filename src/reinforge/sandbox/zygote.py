@@ -98,7 +98,8 @@ class Box:
             self._outer.kill()
 
     def alive(self) -> bool:
-        return self._outer.poll() is None
+        """Whether process 1 lives; the one outside ends after it."""
+        return self.first >= 0 and not select.select([self.first], [], [], 0)[0]
 
     def close(self) -> None:
         self.idle = False
