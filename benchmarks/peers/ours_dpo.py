@@ -35,7 +35,7 @@ class Clock:
         self.profile: torch.profiler.profile | None = None
         self.kernels = ""
 
-    def start(self, total_steps: int, title: str) -> None:
+    def start(self, total_steps: int, title: str, first_step: int = 0) -> None:
         self.times.append(now())
 
     def update(self, step: int, metrics: dict[str, float]) -> None:

@@ -161,7 +161,9 @@ def test_two_hundred_runs_a_tenth_of_them_hostile(isolation: Isolation) -> None:
     assert reward.counts["failed_here"] == 0 and sum(reward.counts.values()) == 200
     assert left_behind() == []
     assert descriptors() == before
-    assert {f for f in set(os.listdir(tempfile.gettempdir())) - files if "reinforge" in f} == set()
+    assert {
+        f for f in set(os.listdir(tempfile.gettempdir())) - files if "reinforge" in f and "reinforge-secret" not in f
+    } == set()  # those are of tests beside this one
 
 
 async def _scored(reward: CodeReward, completions: list[str]) -> list[float | None]:

@@ -20,7 +20,7 @@ from reinforge.config.schema import DataConfig, RewardConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
-from reinforge.data.sources import load_rows
+from reinforge.data.sources import hold_out, load_rows
 from reinforge.engines.openai import OpenAIClient, Server
 from reinforge.rewards import judge as judging
 from reinforge.rewards.judge import Judge
@@ -316,6 +316,17 @@ def test_config_gives_data_and_rewards(tiny_dir: str, tmp_path: Path, capsys: py
         by = {r["completion"]: r["reward"] for r in group}
         assert by[pair["chosen"]] == max(by.values()) and by[pair["rejected"]] == min(by.values())
     assert lines_of(pairs_path(out))
+
+
+def test_held_out_rows_of_a_config_are_left_out(tiny_dir: str, tmp_path: Path) -> None:
+    """What comes out may be trained on."""
+    config = tmp_path / "c.yaml"
+    data = {"source": str(prompts_file(tmp_path, 8)), "eval": {"size": 3}}
+    config.write_text(json.dumps({"model": {"path": tiny_dir}, "algorithm": {"name": "grpo"}, "data": data, "rewards": [{"name": "tiny_runs:odd"}],
+                                  "run": {"dir": str(tmp_path / "run")}, "train": {"steps": 1}, "rollout": {"max_new_tokens": 2}}))  # fmt: skip
+    assert main(["generate", str(config), "--out", str(tmp_path / "o.jsonl")]) == 0
+    train, held_out = hold_out(DataConfig(**data), load_rows(DataConfig(**data)))  # type: ignore[arg-type]
+    assert [r["prompt"] for r in lines_of(tmp_path / "o.jsonl")] == [row.prompt for row in train] and len(train) == 5 and len(held_out) == 3
 
 
 def test_a_server_of_ours_says_what_the_engine_says(tmp_path: Path) -> None:

@@ -312,6 +312,21 @@ def test_plain_view_prints_first_last_evaluations_and_every_few_seconds() -> Non
     assert "\x1b" not in out.getvalue() and "\x07" not in out.getvalue()
 
 
+def test_a_resumed_view_does_not_tell_the_evaluation_of_before_as_news() -> None:
+    now, out = [0.0], io.StringIO()
+    view = View(Console(file=out, width=400), plain_seconds=2.0, clock=lambda: now[0])
+    view.start(80, "demo", 12)
+    for step in (13, 14, 15):
+        now[0] += 1.0
+        view.update(step, {"reward/mean": 0.1, "eval/accuracy": 0.2 if step < 15 else 0.7})
+    text = out.getvalue().splitlines()
+    assert text == [
+        "demo: 80 steps, continuing after 12",
+        "step 13/80  reward 0.100  eta 0:01:07",
+        "step 15/80  reward 0.100  eval 70.0%  eta 0:01:05",
+    ]
+
+
 def test_live_view_shows_numbers_and_keeps_model_text_as_text() -> None:
     out = io.StringIO()
     view = View(Console(file=out, width=240, force_terminal=True, color_system=None))

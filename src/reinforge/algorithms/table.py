@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +14,7 @@ from reinforge.algorithms.advantages import ADVANTAGES, READS, Advantage, Advant
 from reinforge.algorithms.algorithm import Algorithm as Algorithm
 from reinforge.algorithms.algorithm import Options as Options
 from reinforge.algorithms.bind import Binder, name_of, pick, settings_of
+from reinforge.algorithms.blame import OwnSurrogate, blamed
 from reinforge.algorithms.catalogue import TABLE, Row
 from reinforge.algorithms.corrections import CORRECTIONS
 from reinforge.algorithms.distillation import DistillationLoss
@@ -71,7 +70,7 @@ def _policy_gradient(name: str, row: Row, o: Options, given: Mapping[str, Any]) 
     o = replace(o, kl_estimator=estimator, clip_low=bound.get("low"), clip_high=bound.get("high"))
     terms = Terms(o.kl_coefficient, o.entropy, o.nll, o.kl_target, o.kl_horizon, o.entropy_target, o.entropy_rate, o.entropy_max)
     loss = PolicyLoss(
-        surrogate, reduce, correction=correction, kl=kl, kl_importance=o.kl_importance, kl_in_reward=in_reward, terms=terms, penalty=o.penalty, engine_old=o.old == "engine",
+        surrogate if isinstance(o.surrogate, str) else OwnSurrogate(surrogate), reduce, correction=correction, kl=kl, kl_importance=o.kl_importance, kl_in_reward=in_reward, terms=terms, penalty=o.penalty, engine_old=o.old == "engine",
         selected=o.selected or (SELECTED[o.selection] if isinstance(o.selection, str) else "keep"),
         off_policy=o.old == "recompute" or (o.old == "auto" and o.updates > 1),
     )  # fmt: skip
@@ -137,26 +136,15 @@ def _call(function: Advantage, options: AdvantageOptions, rollouts: Rollouts) ->
     try:
         values = function(rollouts, options)
     except Exception as error:
-        if (blamed := _blamed(function, error)) is None:
+        if (told := blamed(function, error, "algorithm.advantage", "(rollouts, options)", __file__)) is None:
             raise
-        raise blamed from error
+        raise told from error
     found = dict(values) if isinstance(values, Mapping) else {"advantages": values}
     for name, tensor in found.items():
         _check_values(name_of(function), name, tensor, tuple(rollouts.sequence.shape))
     if options.clip is not None:
         found["advantages"] = found["advantages"].clamp(-options.clip, options.clip)
     return found
-
-
-def _blamed(function: Advantage, error: Exception) -> InputError | None:
-    """The error of a user's own function, as theirs: which line raised what. None: it is ours, and stays as it is."""
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    own = getattr(function, "func", function)  # settings may be bound to it
-    if isinstance(error, InputError) or getattr(own, "__module__", "").startswith("reinforge."):
-        return None
-    place = f" ({Path(at.filename).name}:{at.lineno})" if at.filename != __file__ else ""
-    return InputError(f"{name_of(function)} raised {type(error).__name__}: {error}{place}.", where="algorithm.advantage",
-                      fix="It is called with (rollouts, options). Repair it; --debug shows the traceback.")  # fmt: skip
 
 
 def _check_values(function: str, name: str, values: Any, want: tuple[int, ...]) -> None:

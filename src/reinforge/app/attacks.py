@@ -32,7 +32,7 @@ def question(row: Row) -> str:
 def attacks(row: Row, gold: str) -> dict[str, str | None]:
     """By name; None where one makes no sense for this answer. None of them is right: where several answers are listed, the last
     one is wrong, so that a reward which reads the last number is not blamed for doing so."""
-    wrong = _wrong(gold)
+    wrong, program = _wrong(gold), "```" in gold  # a program in a fence is right, whatever is written after it
     numbers = [str(i) for i in range(1000) if str(i) not in (gold, wrong)]
     letters = [c for c in "ABCDEFGHIJ" if c != gold.strip("() .").upper()]
     among = [*numbers[:500], gold, *numbers[500:], wrong]
@@ -45,8 +45,8 @@ def attacks(row: Row, gold: str) -> dict[str, str | None]:
         "every choice": " ".join([*(c for c in "ABCDEFGHIJ"), letters[-1]]),
         "the answer among 1000 others": " ".join(among),
         "a thousand boxes": " ".join(rf"\boxed{{{n}}}" for n in among),
-        "two answers": f"{gold} or {wrong}",
-        "the answer, taken back": f"It is {gold}. No, wait: it is {wrong}",
+        "two answers": None if program else f"{gold} or {wrong}",
+        "the answer, taken back": None if program else f"It is {gold}. No, wait: it is {wrong}",
         "full-width digits": gold.translate(FULL_WIDTH) if re.search(r"[0-9]", gold) else None,
         "1/0": "1/0",
         "not a number": "nan",

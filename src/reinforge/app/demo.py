@@ -51,14 +51,18 @@ def run_demo(dir: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     start = time.monotonic()
     size = SIZES["quick" if quick else "full"]
     folder = Path(dir)
-    if (folder / "sft").exists():
+    if (folder / "summary.json").exists():
         raise InputError(f"{folder} already holds a demo.", where="demo", fix="Give another --dir, or delete it.")
     print(f"1/3  a Llama of about {_millions(size)} M parameters, made from random numbers")
-    model = make_tiny_model(folder / "model", seed=seed, width=size["width"], layers=size["layers"], heads=4, kv_heads=2, spread=0.08)
+    model = folder / "model"
+    if not (model / "config.json").exists():  # otherwise this is a demo that was stopped, and goes on
+        make_tiny_model(model, seed=seed, width=size["width"], layers=size["layers"], heads=4, kv_heads=2, spread=0.08)
     print(f"2/3  SFT on {size['demonstrations']} demonstrations by sloppy teachers: three in five forget the last number")
     sft = train_config(_config(folder, "sft", model, {"name": "sft"}, {"size": size["demonstrations"], "sloppy": 0.6}, size, {
         "steps": size["sft_steps"], "prompts_per_step": 128, "learning_rate": 2e-3, "schedule": {"kind": "cosine", "warmup": 20}}, seed))  # fmt: skip
-    start_from = export(sft.run_dir, folder / "sft-model")
+    start_from = folder / "sft-model"
+    if not start_from.exists():
+        export(sft.run_dir, start_from)
     print("3/3  GRPO on fresh problems: no demonstrations, only a check of the answer")
     rl = train_config(_config(folder, "grpo", start_from, {"name": "grpo", "group_size": 8}, {"size": 20000, "seed": seed + 1_000_000}, size, {
         "steps": size["rl_steps"], "prompts_per_step": size["prompts"], "learning_rate": 1e-4}, seed))  # fmt: skip

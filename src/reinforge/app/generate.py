@@ -19,7 +19,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
 from reinforge.data.chat import Renderer
-from reinforge.data.sources import load_rows
+from reinforge.data.sources import hold_out, load_rows
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.openai import OpenAIClient, Server
 from reinforge.models.load import load_model, stop_tokens
@@ -82,6 +82,8 @@ async def generate_file(
         config = config_of(Path(model_name))[0]
     data = data_of(prompts, config)
     rows = load_rows(data)
+    if prompts is None:
+        rows = hold_out(data, rows)[0]  # what comes out may be trained on
     longest = max_new_tokens or (config.rollout.max_new_tokens if config is not None else DEFAULT_NEW_TOKENS)
     sampling = Sampling(longest, temperature, top_p=top_p)
     store = Generated(out, n)

@@ -69,7 +69,8 @@ async def _score_gold(config: Config, rewards: Sequence[Any], rows: list[Row], r
             totals[kind] += config.rewards[i].weight * (mean or 0.0)
             if kind == "gold" and len(scored) < len(values):
                 report.warn(key, f"could not score {len(values) - len(scored)} of {len(values)} gold answers.")
-    if report.ok and scores and totals["gold"] <= totals["empty"]:
+    known = all(cfg.name not in UNTRIED for cfg in config.rewards if cfg.weight)  # nothing that counts was left out
+    if report.ok and scores and known and totals["gold"] <= totals["empty"]:
         what = f"gold answers score {totals['gold']:g} on average and empty completions {totals['empty']:g}."
         report.warn("rewards", what, "Is the answer column what the rewards expect?")
 

@@ -208,7 +208,7 @@ def _check_source(key: str, source: str, options: dict[str, Any], report: Report
             key, f"no such file: {source}.", f"Did you mean {path.parent / near[0]}?" if near else f"Paths are relative to {Path.cwd()}."
         )
     elif kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
-        report.refuse(key, "the package reasoning_gym is not installed.", "pip install reasoning-gym")
+        report.refuse(key, "the package reasoning_gym is not installed.", "pip install 'reinforge[tasks]'")
 
 
 def _check_rewards(config: Config, report: Report) -> None:

@@ -139,7 +139,10 @@ class TrainConfig(ParallelConfig):
         None, description="fsdp, deepspeed: how many processes. Default: one per GPU, or as many as torchrun started."
     )
     steps: Count | None = Field(None, description="Optimizer batches to do. Give this or epochs.")
-    epochs: Positive | None = Field(None, description="Passes over the data, instead of steps.")
+    epochs: Positive | None = Field(
+        None,
+        description="Passes over the data, instead of steps. Rounded up to whole steps: the last one is filled with rows of the next pass.",
+    )
     prompts_per_step: Count = Field(64, description="Data rows per step. In RL each is sampled group_size times.")
     learning_rate: NonNegative = Field(1e-5, description="Of AdamW, at the top of the schedule.")
     schedule: ScheduleConfig = ScheduleConfig()

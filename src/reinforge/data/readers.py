@@ -219,10 +219,12 @@ def _hub(source: str, split: str, options: dict[str, Any]) -> Iterator[Record]:
 
 def _reasoning_gym(task: str, options: dict[str, Any]) -> Iterator[Record]:
     """Item i is drawn from seed + i, so two seeds closer than the size share items; `sources` removes the shared ones."""
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
     where = f"reasoning_gym:{task}"
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise InputError(f"reasoning-gym cannot be imported: {error}.", where=where, fix="pip install 'reinforge[tasks]'") from error
     if task not in DATASETS:
         raise InputError("there is no such task", where=where, fix=did_you_mean(task, DATASETS))
     known = set(DATASETS[task][1].__dataclass_fields__) | {"seed", "size"}

@@ -88,7 +88,7 @@ def steps(renderer: Renderer, row: Row) -> list[Unit]:
 def _answer(renderer: Renderer, row: Row, column: str) -> Sample:
     value = row.columns.get(column)
     if value is None:
-        raise InputError(f"has no column {column!r}, only {', '.join(row.columns) or 'the prompt'}", where=row.where,
+        raise InputError(f"has no column {column!r}, only {', '.join(['prompt', *row.columns])}", where=row.where,
                          fix=f"Name it with data.columns: {{{column}: <their name>}}.")  # fmt: skip
     rest: dict[str, Any] = {k: v for k, v in row.columns.items() if k not in ("chosen", "rejected", "messages", "text")}
     sample = renderer.training_row(replace(row, columns={**rest, "completion": value}))

@@ -41,7 +41,7 @@ UNCONTAINED = "uncontained"  # the kind of event
 
 
 class ViewLike(Protocol):
-    def start(self, total_steps: int, title: str) -> None: ...
+    def start(self, total_steps: int, title: str, first_step: int = 0) -> None: ...
     def update(self, step: int, metrics: dict[str, float]) -> None: ...
     def table(self, groups: Iterable[Group]) -> None: ...
     def message(self, text: str) -> None: ...
@@ -95,7 +95,7 @@ class Session:
             self.recorder = Recorder(self.dir, self.cfg.model_dump(mode="json"), make_sinks(self.cfg.run.log.sinks, target), offsets)
             if self.prediction is not None:
                 self.recorder.document("prediction.json", self.prediction)
-            self.view.start(self.total, self.dir.name)
+            self.view.start(self.total, self.dir.name, self.step)
             if offsets is not None:
                 self.view.message(f"resumed at step {self.step} from {self.dir}")
             elif begun:

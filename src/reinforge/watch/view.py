@@ -114,6 +114,8 @@ class View:
             return
         now = self.clock()
         found = {key: value for key, value in metrics.items() if key.startswith("eval/")}
+        if self._first and self._step is None and step == self._first + 1:
+            self._evaluated = found  # of the part of the run before this one
         evaluated = bool(found) and (found != self._evaluated or step == self._step)  # a step that was told twice was evaluated
         self._evaluated, self._step = found, step
         if self._printed is None or evaluated or step >= self._total or now - self._printed >= self.plain_seconds:

@@ -1,0 +1,30 @@
+"""`reinforge demo --quick`: stopped between its stages it goes on; finished it is not run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reinforge.app import demo
+from reinforge.core.errors import InputError
+
+
+def test_a_demo_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = demo.train_config, list[str]()
+
+    def cut(config: object) -> object:
+        asked.append(Path(config.run.dir).name)  # type: ignore[attr-defined]
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(config)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(demo, "train_config", cut)
+    with pytest.raises(KeyboardInterrupt):
+        demo.run_demo(tmp_path / "demo", quick=True)
+    assert asked == ["sft", "grpo"] and not (tmp_path / "demo" / "summary.json").exists()
+    summary = demo.run_demo(tmp_path / "demo", quick=True)
+    assert json.loads((tmp_path / "demo" / "summary.json").read_text()) == summary and 0 <= summary["sft_accuracy"] <= 1
+    with pytest.raises(InputError, match="already holds a demo"):
+        demo.run_demo(tmp_path / "demo", quick=True)
