@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from attacks import CHEATS, CONTAINED, RIGHT
 from reinforge.rewards.code import CodeReward
-from reinforge.sandbox import Limits, Program, run_sync
+from reinforge.sandbox import Limits, Pool, Program, run_sync
 from reinforge.sandbox.isolation import Isolation, choose
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
 from reinforge.sandbox.program import interpreter
@@ -69,7 +69,20 @@ def costs(isolation: Isolation, count: int) -> dict[str, Any]:
         "overhead_ms": told(boxed, base),
         "overhead_cpu_ms": round((end + start - 2 * middle) / count, 1),
         "call_ms": told(calls),
+        **({"warm_call_ms": told(asyncio.run(warm(count)))} if isolation.mode == "own" else {}),
     }
+
+
+async def warm(count: int) -> list[float]:
+    """The same as the reward does it, in boxes that are used again: with the way to the worker and back."""
+    pool, out = Pool(1, backend="namespaces", warm=True), []
+    for i in range(count + 5):
+        start = time.perf_counter()
+        verdict = await pool.call(judge_calls, RIGHT, "add", CALLS, Rules())
+        assert verdict.passed == len(CALLS)
+        out += [(time.perf_counter() - start) * 1e3] if i >= 5 else []
+    pool.close()
+    return sorted(out)
 
 
 def contained(isolation: Isolation) -> dict[str, Any]:
@@ -97,7 +110,8 @@ def mixed(backend: Any, runs: int, workers: int) -> dict[str, Any]:
     completions, expected = [], []
     for i in range(runs):
         right = rng.random() < 0.5
-        completions.append(rng.choice(hostile) if i % 10 == 3 else RIGHT if right else "def add(a, b): return a - b")
+        code = rng.choice(hostile) if i % 10 == 3 else RIGHT if right else "def add(a, b): return a - b"
+        completions.append(f"{code}\n# {i}")  # the same program would be run once
         expected.append(0.0 if i % 10 == 3 else float(right))
     before = descriptors()
     reward = CodeReward(entry_point="add", timeout=3.0, total_timeout=5.0, memory_mb=256, workers=workers, backend=backend)

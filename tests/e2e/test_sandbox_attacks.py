@@ -146,11 +146,11 @@ def test_two_hundred_runs_a_tenth_of_them_hostile(isolation: Isolation) -> None:
     completions, expected = [], []
     for i in range(200):
         if i % 10 == 3:
-            completions.append(rng.choice(hostile))
+            completions.append(f"{rng.choice(hostile)}\n# {i}")  # the same program would be run once
             expected.append(0.0)
         else:
             right = rng.random() < 0.5
-            completions.append(f"Here:\n```python\n{RIGHT if right else 'def add(a, b):' + chr(10) + '    return a - b'}\n```")
+            completions.append(f"Here:\n```python\n{RIGHT if right else 'def add(a, b):' + chr(10) + '    return a - b'}\n# {i}\n```")
             expected.append(float(right))
     before, files = descriptors(), set(os.listdir(tempfile.gettempdir()))
     reward = CodeReward(entry_point="add", timeout=3.0, total_timeout=5.0, memory_mb=256, workers=4, backend=backend)
