@@ -2,7 +2,7 @@
 
 A box is a process 1 with namespaces and a root of its own, and has one run after the other. Between two of them it kills whatever
 is left in there, throws the writable folder away, makes a fresh one and counts processes from 2 again. Nothing else can stay behind: the rest
-of the root is read only, and the system call filter leaves a program no socket, queue, segment, key or mount. A box whose run was
+of the root is read only, and the system call filter leaves a program no socket with a name, no queue, segment, key or mount. A box whose run was
 killed from outside is gone, and the next one is a new one.
 
 As root the launcher also makes, once, what all its boxes share: a root of read-only folders and a network without interfaces. Making
