@@ -22,7 +22,7 @@ test: lint pytest ## ruff, mypy, then every test
 test-scale: env-scale ## several processes: FSDP2, DeepSpeed, Ray, vLLM, Slurm (2 GB more to install)
 	@echo "== pytest, tests/scale"
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-		$(PY) -m pytest -q tests/scale --timeout 600 $(ARGS)
+		$(PY) -m pytest -q -p no:hypothesispytest tests/scale --timeout 600 $(ARGS)
 
 pytest: env-test
 	@echo "== pytest ($(JOBS) processes)"
