@@ -125,6 +125,7 @@ CONTAINED: list[Attack] = [
     Attack("posix.system", "import posix\nposix.system('cat /etc/shadow && echo ESCAPED; touch /etc/x && echo ESCAPED')", (OK,)),
     # what would outlive a run, or reach who runs beside
     tries("limits of process 1", "import resource\nresource.prlimit(1, resource.RLIMIT_AS, (1 << 26, 1 << 26))"),
+    tries("limits of another process", "import resource, time\npid = os.fork()\nif pid == 0:\n    time.sleep(1)\n    os._exit(0)\nresource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))"),
     tries("descriptors in a cycle", "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\nsocket.send_fds(a, [b'x'], [a.fileno(), b.fileno()])"),
     tries("a message to a name", "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\ntry: a.sendto(b'x', b'\\0" + "0" * 5 + "')\nexcept ConnectionRefusedError: pass"),
     tries("watchers of our user", "libc = ctypes.CDLL(None, use_errno=True)\nif libc.inotify_init1(0) < 0:\n    raise OSError(ctypes.get_errno(), 'refused')"),

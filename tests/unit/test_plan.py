@@ -265,6 +265,17 @@ def test_rewards_meet_their_gold_answers(model: Path, tmp_path: Path, name: str,
         assert report.summary["rewards"] == {"good": {"gold": 1.0, "empty": 0.0}} and not report.warnings
 
 
+def test_a_total_that_is_not_known_beforehand_is_no_warning(model: Path, tmp_path: Path) -> None:
+    """What counts comes from a server that is not asked: whether gold answers are preferred cannot be said."""
+    file = tmp_path / "mine.py"
+    file.write_text(REWARDS)
+    rows = jsonl(tmp_path / "two.jsonl", [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in (5, 19)])
+    more = (f"rewards.0.name={file}:flat", "rewards.0.weight=0", "data.eval.size=0", "train.prompts_per_step=2")
+    assert any("gold answers score 0" in w for w in run_checks(make(model, rows, tmp_path, *more)).warnings)
+    other = ("rewards.1.name=http", "rewards.1.options={url: 'http://127.0.0.1:9'}")
+    assert not any("gold answers score" in w for w in run_checks(make(model, rows, tmp_path, *more, *other)).warnings)
+
+
 def test_rows_without_answers_are_a_warning(model: Path, tmp_path: Path) -> None:
     rows = jsonl(tmp_path / "bare.jsonl", [{"prompt": f"{i}"} for i in range(10)])
     report = run_checks(make(model, rows, tmp_path, "data.eval.size=0"))

@@ -40,8 +40,9 @@ class OwnSurrogate:
         try:
             found = self.func(logprobs, old, advantages, sequence)
         except Exception as error:
-            told = blamed(self.func, error, "algorithm.surrogate", "(logprobs, old, advantages, sequence)", __file__)
-            raise error if told is None else told from error
+            if (told := blamed(self.func, error, "algorithm.surrogate", "(logprobs, old, advantages, sequence)", __file__)) is None:
+                raise
+            raise told from error
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor) and isinstance(found[1], Mapping)):
             raise self._wrong(f"a {type(found).__name__}" if not isinstance(found, tuple) else f"a tuple of {len(found)}")
         if found[0].shape != logprobs.shape:

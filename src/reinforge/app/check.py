@@ -26,6 +26,15 @@ def share_of_even(prompts: list[Any], completions: list[str], **columns: Any) ->
     return [sum(ord(ch) % 2 == 0 for ch in c) / max(1, len(c)) for c in completions]
 
 
+def rise_from(before: float) -> float:
+    """How much the reward must rise from there.
+
+    >>> rise_from(0.2), round(rise_from(0.8), 2)
+    (0.3, 0.12)
+    """
+    return min(RISE, SHARE * (1 - before))
+
+
 def check(config: Config | None = None) -> dict[str, Any]:
     """Trains with the trivial reward and compares the first step, before any update, with the last ones. With a config: its model, algorithm and
     sampling on its own prompts, with short completions; without: a tiny model made for it."""
@@ -51,7 +60,7 @@ def check(config: Config | None = None) -> dict[str, Any]:
         raw["eval"] = {}
         raw["env"] = None  # single turns: what is proved is that the reward rises
         before, after = _first_and_last(config_from_dict(raw, where="check"), Given(data=data))
-    wanted = min(RISE, SHARE * (1 - before))
+    wanted = rise_from(before)
     result = {"reward_before": before, "reward_after": after, "steps": STEPS, "learned": after >= before + wanted and after > before}
     if not result["learned"]:
         raise StoppedByPolicy(f"the reward went from {before:.2f} to {after:.2f} in {STEPS} steps; it should rise by {wanted:.2f}. The pipeline does not learn: "

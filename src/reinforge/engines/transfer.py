@@ -13,7 +13,7 @@ from torch import Tensor
 from reinforge.core.weights import Weights
 from reinforge.engines.http import ServerFault
 from reinforge.engines.replica import Dialect, Replica, Setup
-from reinforge.models.named import base_weights, low_rank, named_weights
+from reinforge.models.named import LowRank, base_weights, low_rank, named_weights
 from reinforge.weights.files import AdapterChannel, FileChannel, SafetensorsChannel
 from reinforge.weights.ipc import IpcChannel, usable
 from reinforge.weights.probe import Check, Scorer, compare, probe_tokens
@@ -50,23 +50,22 @@ class Transfer:
     def publish(self, weights: Weights, version: int) -> Published:
         """The new weights, ready to be staged; those of before are still there."""
         ours = weights.module is not None and next(weights.module.parameters()).is_cuda  # not where ranks gather into host memory
-        low = (
-            None
-            if weights.kind != "shared" or weights.module is None or "adapter" not in self.dialect.channels
-            else low_rank(weights.module)
-        )
         channel: Channel
         if self.kind == "ipc" and ours:
-            channel = IpcChannel()  # handles of merged weights: nothing travels
-            channel.publish(self.pairs(weights), version)
-        elif low is not None and weights.module is not None:
+            channel, pairs = IpcChannel(), self.pairs(weights)  # handles of merged weights: nothing travels
+        elif (low := self._low_rank(weights)) is not None and weights.module is not None:
             channel = AdapterChannel(self._base(weights.module), self._root)
-            channel.publish((pair for name, (a, b) in low.items() for pair in ((f"{name}/a", a), (f"{name}/b", b))), version)
+            pairs = (pair for name, (a, b) in low.items() for pair in ((f"{name}/a", a), (f"{name}/b", b)))
         else:
-            channel = self._files()
-            channel.publish(self.pairs(weights), version)
+            channel, pairs = self._files(), self.pairs(weights)
+        channel.publish(pairs, version)
         score = weights.probe or self.score
         return Published(channel, version, None if score is None else score(self.tokens).float().cpu())
+
+    def _low_rank(self, weights: Weights) -> dict[str, LowRank] | None:
+        """The adapter, where it can travel alone."""
+        alone = weights.kind == "shared" and weights.module is not None and "adapter" in self.dialect.channels
+        return low_rank(weights.module) if alone and weights.module is not None else None
 
     @property
     def _root(self) -> Path | None:
@@ -78,8 +77,6 @@ class Transfer:
     def _base(self, module: torch.nn.Module) -> FileChannel:
         """The weights below an adapter, published once: afterwards only the adapter travels."""
         if self.base is None or self.base[0]() is not module:
-            if self.base is not None:
-                self.base[1].close()
             channel = FileChannel(self._root)
             channel.publish(self._cast(base_weights(module)), 0)
             self.base = (weakref.ref(module), channel)
@@ -104,6 +101,8 @@ class Transfer:
         old, self.published = self.published, fresh
         if old is not None:
             old.channel.close()
+            if isinstance(old.channel, AdapterChannel) and (self.base is None or old.channel.base is not self.base[1]):
+                old.channel.base.close()  # of another model
 
     async def stage(self, replica: Replica, source: Published) -> None:
         """Phase one. Where handles of GPU memory cannot be opened, files in memory do it from now on."""

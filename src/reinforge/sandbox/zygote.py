@@ -65,12 +65,15 @@ class Box:
         self.first = -1  # handle on process 1
         self._outer = launcher.fork(theirs)
         theirs.close()
-        for _ in range(2):  # the two that answer do not wait for each other
-            message, handles, _, _ = socket.recv_fds(self._socket, 512, 1)
-            self.first = handles[0] if handles else self.first
-            if message not in (b"up", b"first"):
-                self.close()
-                raise OSError(message.decode() or "the box did not start")
+        try:
+            for _ in range(2):  # the two that answer do not wait for each other
+                message, handles, _, _ = socket.recv_fds(self._socket, 512, 1)
+                self.first = handles[0] if handles else self.first
+                if message not in (b"up", b"first"):
+                    raise OSError(message.decode() or "the box did not start")
+        except OSError:
+            self.close()
+            raise
         self.idle = True
 
     @property
