@@ -21,8 +21,8 @@ import runs
 
 from reinforge.backends.ranks import Ranks
 from reinforge.checkpoint import store
-from tiny_runs import EVAL, LORA, launch, lines, tensors
-from toys import relative
+from split_runs import compare, served_by
+from tiny_runs import LORA
 
 RANKS = ("train.backend=deepspeed", "train.ranks=2")
 STEPS = 4
@@ -55,12 +55,6 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> runs.Eviden
     assert process.wait() == 0, process.output()
     assert "deepspeed" not in process.output().lower()  # it keeps its words to itself
     return runs.evidence(folder / "run")
-
-
-def served_by(pid: int) -> int:
-    found = [int(p) for task in Path(f"/proc/{pid}/task").iterdir() for p in (task / "children").read_text().split()]
-    (one,) = [p for p in found if "backends.ranks" in Path(f"/proc/{p}/cmdline").read_text()]
-    return one
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -99,7 +93,7 @@ def test_torchrun_and_one_process(config: Path, whole: runs.Evidence, tmp_path: 
 
 def test_runs_in_one_process_each_with_ranks_of_its_own(make: Any) -> None:
     """What DeepSpeed counts in a process does not outlast the ranks: new ones count from 0. The first test here, before any are shared."""
-    compare(make, "sft", ("train.deepspeed.stage=3",), {})
+    compare(make, "sft", (*RANKS, "train.deepspeed.stage=3"))
 
 
 @pytest.mark.parametrize(
@@ -115,43 +109,4 @@ def test_runs_in_one_process_each_with_ranks_of_its_own(make: Any) -> None:
     ],
 )
 def test_a_run_is_that_of_one_process(ranks: Ranks, make: Any, algorithm: str, more: tuple[str, ...], sections: dict[str, Any]) -> None:
-    compare(make, algorithm, more, sections)
-
-
-def compare(make: Any, algorithm: str, more: tuple[str, ...], sections: dict[str, Any]) -> None:
-    """Rollouts, rewards and steps; then half of it on ranks and the rest in one process, and the other way round."""
-    held = EVAL if algorithm == "sft" else None
-    alone = tuple(key for key in more if not key.startswith("train.deepspeed"))
-    given = {"data": PAIRS} if algorithm == "dpo" else {}
-    runs_of = {name: make(name, algorithm, *keys, **sections) for name, keys in (("one", alone), ("two", (*more, *RANKS)))}
-    for cfg in runs_of.values():
-        start(cfg, held, **given)
-    watched = ("train/loss", "train/grad_norm", "reward/mean", "eval/loss", "policy/kl", "tokens/trained", "critic/loss")
-    log = {name: [{k: v for k, v in line.items() if k in watched} for line in lines(cfg)] for name, cfg in runs_of.items()}
-    first = {name: next(line["train/loss"] for line in found if "train/loss" in line) for name, found in log.items()}
-    assert abs(first["two"] - first["one"]) < 1e-6 and len(log["one"]) == len(log["two"])
-    for ours, theirs in zip(log["two"], log["one"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-    theirs = tensors(runs_of["one"])
-    trained = [k for k in theirs if "model/" in k]
-    for first, last in ((alone, (*more, *RANKS)), ((*more, *RANKS), alone)):
-        name = "half" + str(len(first))
-        start(make(name, algorithm, *first, "train.steps=1", **sections), held, **given)
-        end = make(name, algorithm, *last, **sections)
-        start(end, held, **given)
-        found = tensors(end)
-        assert relative({k: found[k] for k in trained}, {k: theirs[k] for k in trained}) < 1e-4
-
-
-PAIRS = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": f"{i} and {i}"} for i in range(16)]
-
-
-def start(cfg: Any, held: Any, data: Any = None) -> None:
-    if data is None:
-        launch(cfg, eval_data=held)
-        return
-    from reinforge.app.api import train_config
-    from reinforge.app.build import Given
-    from toys import SilentView
-
-    train_config(cfg, Given(data=data), SilentView())
+    compare(make, algorithm, (*RANKS, *more), **sections)

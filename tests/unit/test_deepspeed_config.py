@@ -45,8 +45,6 @@ def test_qlora_and_a_section_that_nobody_reads(make: Any) -> None:
         make("x", "sft", *KEYS, adapter={"kind": "qlora"})
     with pytest.raises(InputError, match=r"train.deepspeed: only the backend deepspeed reads it"):
         make("x", "sft", "train.deepspeed.stage=3")
-    with pytest.raises(InputError, match="no Megatron backend"):
-        make("x", "sft", "train.backend=megatron")
 
 
 def test_a_directory_that_is_not_there(make: Any, tmp_path: Path) -> None:

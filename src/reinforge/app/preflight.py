@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reinforge.config import ahead, deepspeed, engine
+from reinforge.config import ahead, deepspeed, engine, megatron
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.train.changes import check_changes
@@ -72,7 +72,7 @@ def preflight(config: Config) -> Report:
     _check_exact(config, report)
     for told in ahead.warnings(config):
         report.warn(*told)
-    for told in (*engine.missing(config), *deepspeed.missing(config)):
+    for told in (*engine.missing(config), *deepspeed.missing(config), *megatron.missing(config)):
         report.refuse(*told)
     _check_run_dir(config, report)
     if config.eval.every and not (config.data.eval.size or config.data.eval.source):

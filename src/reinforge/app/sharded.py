@@ -1,4 +1,4 @@
-"""`train.backend: fsdp` or `deepspeed` becomes ranks and backends on them. What is loaded, is loaded by every rank for itself, into host memory."""
+"""`train.backend: fsdp`, `deepspeed` or `megatron` becomes ranks and backends on them. What is loaded, is loaded by every rank for itself, into host memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.local import LocalBackend
+from reinforge.backends.model_parallel import MegatronBackend
 from reinforge.backends.ranks import Ranks, current, how_many, rank_here, serve
 from reinforge.backends.zero import DeepSpeedBackend
 from reinforge.config.schema import AdapterConfig, Config, ModelConfig
@@ -20,7 +21,7 @@ from reinforge.models.load import load_model, load_scalar, pick_device, pick_dty
 from reinforge.models.packed import PackedModel
 
 AnyBackend = LocalBackend | FsdpBackend
-ON_RANKS = {"fsdp": FsdpBackend, "deepspeed": DeepSpeedBackend}
+ON_RANKS: dict[str, type[FsdpBackend]] = {"fsdp": FsdpBackend, "deepspeed": DeepSpeedBackend, "megatron": MegatronBackend}
 
 
 def open_ranks(cfg: Config) -> AbstractContextManager[Any]:

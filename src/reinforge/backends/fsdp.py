@@ -123,7 +123,7 @@ class FsdpBackend:
         assert self.full is not None, "this backend was made without a module to generate with"
         if self._stale:
             own = dict(self.full.module.named_parameters())
-            targets = {name: own[name] for name in self.shard.optimizer.parameters}
+            targets = {name: own[name] for name in self.shard.shapes}
             self.ranks.call(self.id, "publish", [(targets,), *[(None,)] * (self.ranks.size - 1)])
             self._stale = False
         return Weights("shared", module=self.full.module)

@@ -83,3 +83,11 @@ class Reference:
         if self.average is not None:
             self.average.load(state)
             self._refresh()
+
+
+class FrozenReference(Reference):
+    """The model with its adapter off, or a copy that was made before the model was cut."""
+
+    def __init__(self, model: CausalModel, cfg: ReferenceConfig, copied: CausalModel | None):
+        assert cfg.kind == "frozen", "the config refuses it"
+        self.model, self.cfg, self.copy, self.average, self.steps = model, cfg, copied, None, 0

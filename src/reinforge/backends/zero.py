@@ -19,7 +19,7 @@ from reinforge.backends.memory import CPU_BUDGET, KEEP, Facts, budget, gradient_
 from reinforge.backends.microbatch import combine, facts_of
 from reinforge.backends.optimizer import learning_rate
 from reinforge.backends.ranks import Member
-from reinforge.backends.reference import Reference
+from reinforge.backends.reference import FrozenReference, Reference
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
@@ -170,14 +170,6 @@ class ZeroShard(DealtBackend):
         self.steps = meta["steps"]
         if self.cfg.tokens_per_microbatch in ("auto", meta.get("budget_asked")):
             self.budget = meta["budget"]
-
-
-class FrozenReference(Reference):
-    """The model with its adapter off, or a copy that was made before the model was cut."""
-
-    def __init__(self, model: CausalModel, cfg: ReferenceConfig, copied: CausalModel | None):
-        assert cfg.kind == "frozen", "the config refuses it"
-        self.model, self.cfg, self.copy, self.average, self.steps = model, cfg, copied, None, 0
 
 
 class DeepSpeedBackend(FsdpBackend):

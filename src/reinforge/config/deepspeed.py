@@ -5,24 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from reinforge.config.base import Section
 
 Place = Literal["none", "cpu", "nvme"]
-
-
-def _not_megatron(name: Any) -> Any:
-    if name == "megatron":
-        raise ValueError(
-            "there is no Megatron backend (docs/distributed.md says why); use fsdp, which has tensor_parallel and sequence_parallel"
-        )
-    return name
-
-
-BackendName = Annotated[Literal["local", "fsdp", "deepspeed"], BeforeValidator(_not_megatron)]
 
 
 class DeepSpeedConfig(Section):

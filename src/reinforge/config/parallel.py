@@ -8,13 +8,16 @@ from pydantic import Field
 
 from reinforge.config.base import Count, Section
 
+BackendName = Literal["local", "fsdp", "deepspeed", "megatron"]
+
 
 class ParallelConfig(Section):
     sequence_parallel: Count = Field(
         1, description="fsdp: so many ranks share every pack, each a slice of its tokens (Ulysses), for rows too long for one device."
     )
     tensor_parallel: Count = Field(
-        1, description="fsdp: so many ranks share every matrix product, by the plan that transformers has for the architecture."
+        1,
+        description="fsdp, megatron: so many ranks share every matrix product (fsdp: by the plan that transformers has for the architecture).",
     )
     offload_weights: bool = Field(
         False, description="fsdp: weights, gradients and moments are in host memory; layers come to the device one by one. Slow, and small."
@@ -30,9 +33,10 @@ class ShardedConfig(Section):
 def check_ranks(train: Any) -> None:
     """Raises ValueError, naming the key under `train`, for what one process or another backend cannot do."""
     if train.backend == "local" and (train.ranks or 1) > 1:
-        raise ValueError(f"ranks: the backend local is one process; set train.backend=fsdp or deepspeed for {train.ranks}")
-    used = [key for key, value in ParallelConfig().model_dump().items() if getattr(train, key) != value]
-    if used and train.backend != "fsdp":
+        raise ValueError(f"ranks: the backend local is one process; set train.backend=fsdp, deepspeed or megatron for {train.ranks}")
+    known = {"fsdp": set(ParallelConfig.model_fields), "megatron": {"tensor_parallel"}}.get(train.backend, set())
+    used = [key for key, value in ParallelConfig().model_dump().items() if getattr(train, key) != value and key not in known]
+    if used:
         raise ValueError(f"{used[0]}: the backend {train.backend} does not know it; set train.backend=fsdp, or leave it out")
     together = train.sequence_parallel * train.tensor_parallel
     if train.ranks is not None and train.ranks % together:
@@ -53,6 +57,8 @@ def check_parallel(cfg: Any) -> None:
     if cfg.train.sequence_parallel > 1 and cfg.teacher is not None:
         raise ValueError("train.sequence_parallel: a teacher's distributions are not split over ranks; set it to 1")
     if cfg.rollout.all_ranks and (backend == "local" or cfg.rollout.engine != "native" or cfg.cluster.kind != "local"):
-        raise ValueError("rollout.all_ranks: it is for the native engine on the ranks of train.backend fsdp or deepspeed; leave it out")
+        raise ValueError(
+            "rollout.all_ranks: it is for the native engine on the ranks of train.backend fsdp, deepspeed or megatron; leave it out"
+        )
     if cfg.run.checkpoint.sharded is True and backend != "fsdp":
         raise ValueError(f"run.checkpoint.sharded: the backend {backend} writes whole tensors; leave it out")

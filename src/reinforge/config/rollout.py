@@ -23,7 +23,8 @@ class RolloutConfig(AheadConfig):
     stop: list[str] = Field([], description="Strings that end a completion.")
     max_batch: Count = Field(512, description="Sequences decoded at once.")
     all_ranks: bool = Field(
-        False, description="fsdp, deepspeed, with the native engine: every rank has a whole copy of the model and generates a share."
+        False,
+        description="fsdp, deepspeed, megatron, with the native engine: every rank has a whole copy of the model and generates a share.",
     )
     kv_gib: Positive | None = Field(None, description="Memory of the KV cache; default: computed once from what is free, then recorded.")
     prefix_cache: bool = Field(

@@ -14,12 +14,13 @@ from reinforge.config.ahead import check_ahead
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
 from reinforge.config.cluster import ClusterConfig
-from reinforge.config.deepspeed import BackendName, DeepSpeedConfig, check_deepspeed
+from reinforge.config.deepspeed import DeepSpeedConfig, check_deepspeed
 from reinforge.config.engine import EngineConfig, check_engine
 from reinforge.config.env import EnvConfig
 from reinforge.config.families import ONLINE, OPPOSED
+from reinforge.config.megatron import check_megatron
 from reinforge.config.mixture import MixtureConfig
-from reinforge.config.parallel import ParallelConfig, ShardedConfig, check_parallel, check_ranks
+from reinforge.config.parallel import BackendName, ParallelConfig, ShardedConfig, check_parallel, check_ranks
 from reinforge.config.rewards import RewardConfig as RewardConfig
 from reinforge.config.rollout import RolloutConfig as RolloutConfig
 from reinforge.config.sampling import SamplingConfig
@@ -132,11 +133,13 @@ class OptimizerConfig(Section):
 
 class TrainConfig(ParallelConfig):
     backend: BackendName = Field(
-        "local", description="local: one process. fsdp, deepspeed: several, each with its part of weights and moments (FSDP2, ZeRO)."
+        "local",
+        description="local: one process. fsdp, deepspeed: several, each with its part of weights and moments (FSDP2, ZeRO). "
+        "megatron: several, with Megatron's layers.",
     )
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     ranks: Count | None = Field(
-        None, description="fsdp, deepspeed: how many processes. Default: one per GPU, or as many as torchrun started."
+        None, description="fsdp, deepspeed, megatron: how many processes. Default: one per GPU, or as many as torchrun started."
     )
     steps: Count | None = Field(None, description="Optimizer batches to do. Give this or epochs.")
     epochs: Positive | None = Field(
@@ -293,6 +296,7 @@ class Config(Section):
             raise ValueError(f"algorithm.group_size: a group of 1 has no spread, {what}; use at least 2")
         check_parallel(self)
         check_deepspeed(self)
+        check_megatron(self)
         check_engine(self)
         self._check_family()
         self._check_online()

@@ -1,0 +1,308 @@
+"""A causal LM made of Megatron's transformer layers: the only file that knows megatron-core (0.16).
+
+Megatron has the matrices of a layer cut over the ranks of a tensor group (column- and row-parallel linears), joint q/k/v and gate/up
+products, norms and residuals. Ours are packs instead of padded rows (attention is `models/attention.py`, put in as Megatron's
+`core_attention`), embedding and head, which every rank has whole, and everything after the hidden states. Neither Transformer
+Engine nor apex is needed, nor CUDA.
+
+Legend: T ranks of a tensor group, G key/value heads of this rank, R query heads for each of them, D head size, E hidden size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from reinforge.backends.ranks import Member
+from reinforge.core.errors import InputError
+from reinforge.models.attention import Layout, Packed
+from reinforge.models.causal import CausalModel
+from reinforge.models.packed import PackedModel
+
+_world: Any = None  # the process group that Megatron's own groups were made for
+View = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter of transformers lies: in `own`, a parameter of `MegatronModel.module`, whose part `view` it is; of a parameter
+    that the tensor group has cut along `dim`, this rank's piece."""
+
+    own: str
+    view: View
+    dim: int | None = None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The piece in a tensor like `own` (a weight, a moment), shaped as in transformers."""
+        part = self.view(tensor)
+        return part.flatten(0, -tensor.ndim) if part.ndim > tensor.ndim else part
+
+    def put(self, tensor: Tensor, piece: Tensor) -> None:
+        part = self.view(tensor)
+        part.copy_(piece.reshape(part.shape))
+
+    def cut(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """The piece of one rank of the group."""
+        return whole if self.dim is None else whole.chunk(size, self.dim)[rank]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Attend(nn.Module):
+    """Megatron's place for attention between the linears. `now` is shared by the layers and holds the layout of the pack."""
+
+    def __init__(self, now: SimpleNamespace, config: Any, layer_number: int, *_: Any, **__: Any):
+        super().__init__()
+        self.now, self.layer, self.scale = now, layer_number - 1, config.kv_channels**-0.5
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        """q [N, 1, H, D], k and v [N, 1, K, D] -> [N, 1, H·D]."""
+        out: Tensor = self.now.layout.attend(self.layer, q[:, 0], k[:, 0], v[:, 0], self.scale, None, None)
+        return out.flatten(1)[:, None]
+
+
+class Parts(nn.Module):
+    """What is trained, and what transformers' wrapper would be asked for."""
+
+    def __init__(self, embed: nn.Module, layers: nn.ModuleList, norm: nn.Module, head: nn.Module):
+        super().__init__()
+        self.embed, self.layers, self.norm, self.head = embed, layers, norm, head
+
+
+class MegatronModel(CausalModel):
+    """`hosted`, loaded whole into host memory, in Megatron's layers, this rank's part of them, on its device. `places` tells where each
+    parameter of `hosted` went."""
+
+    def __init__(self, member: Member, hosted: CausalModel, tensor: int, *, trained: bool = True):
+        self.group, self.copies = connect(tensor)
+        self.tensor, self.place = tensor, dist.get_rank(self.group)
+        self.config, self.tokenizer, self.exact, self.rule = hosted.config, hosted.tokenizer, False, hosted.rule
+        check_architecture(hosted, tensor)
+        self.now = SimpleNamespace(layout=None)
+        names = {id(p): name for name, p in hosted.module.named_parameters()}
+        self.places: dict[str, Place] = {}
+        layers = nn.ModuleList()
+        settings = configuration(hosted, tensor)
+        for i, theirs in enumerate(hosted.layers):
+            layers.append(self._layer(settings, i, theirs, names))
+        trunk: Any = hosted.trunk
+        self.module = Parts(trunk.embed_tokens, layers, trunk.norm, hosted.head).requires_grad_(trained).eval()
+        self.plain = self.causal = self.trunk = self.module
+        self.head = hosted.head
+        for name, part in (("embed", trunk.embed_tokens), ("norm", trunk.norm), ("head", hosted.head)):
+            for key, p in part.named_parameters():
+                self.places.setdefault(names[id(p)], Place(f"{name}.{key}", whole))
+        odd = sorted(set(names.values()) - self.places.keys())
+        if odd:
+            raise unsupported(hosted, f"a parameter {odd[0]}")
+        self.checkpointing = bool(getattr(hosted.plain, "is_gradient_checkpointing", False))
+        self.frequencies: Tensor = trunk.rotary_emb.inv_freq.float()
+        self.recomputes = False
+        prove(self, hosted)
+        self.module.to(member.device)
+        self.frequencies = self.frequencies.to(member.device)
+
+    def _layer(self, settings: Any, i: int, theirs: Any, names: dict[int, str]) -> nn.Module:
+        """Layer `i` with this rank's part of the weights of transformers' layer."""
+        attention = theirs.self_attn
+        layer = build_layer(settings, i, partial(Attend, self.now), normed=hasattr(attention, "q_norm"))
+        groups, size = settings.num_query_groups // self.tensor, settings.kv_channels
+        queries = settings.num_attention_heads // settings.num_query_groups
+
+        def heads(which: slice, tensor: Tensor) -> Tensor:
+            return tensor.view(groups, queries + 2, size, *tensor.shape[1:])[:, which]
+
+        def half(which: int, tensor: Tensor) -> Tensor:
+            return tensor.view(2, -1, *tensor.shape[1:])[which]
+
+        q, k, v = (partial(heads, which) for which in (slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2)))
+        found: list[tuple[nn.Module, str, View, int | None]] = [
+            (attention.q_proj, "self_attention.linear_qkv", q, 0),
+            (attention.k_proj, "self_attention.linear_qkv", k, 0),
+            (attention.v_proj, "self_attention.linear_qkv", v, 0),
+            (attention.o_proj, "self_attention.linear_proj", whole, 1),
+            (theirs.mlp.gate_proj, "mlp.linear_fc1", partial(half, 0), 0),
+            (theirs.mlp.up_proj, "mlp.linear_fc1", partial(half, 1), 0),
+            (theirs.mlp.down_proj, "mlp.linear_fc2", whole, 1),
+            (theirs.input_layernorm, "input_layernorm", whole, None),
+            (theirs.post_attention_layernorm, "pre_mlp_layernorm", whole, None),
+        ]
+        if hasattr(attention, "q_norm"):
+            found += [
+                (attention.q_norm, "self_attention.q_layernorm", whole, None),
+                (attention.k_norm, "self_attention.k_layernorm", whole, None),
+            ]
+        ours = dict(layer.named_parameters())
+        for part, own, view, dim in found:
+            for key, p in part.named_parameters():
+                place = Place(f"layers.{i}.{own}.{key}", view, dim)
+                place.put(ours[f"{own}.{key}"].data, place.cut(p.data, self.place, self.tensor))
+                self.places[names[id(p)]] = place
+        return layer
+
+    @property
+    def cut_over_group(self) -> set[str]:
+        """Parameters of `module` of which each rank of the tensor group has another piece."""
+        return {place.own for place in self.places.values() if place.dim is not None}
+
+    @property
+    def summed_over_group(self) -> set[str]:
+        """Parameters that every rank has whole, and that see a part of the heads on each."""
+        return {place.own for place in self.places.values() if "q_layernorm" in place.own or "k_layernorm" in place.own}
+
+    def recompute(self, on: bool) -> None:
+        self.recomputes = on and self.checkpointing
+
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """[N, E]. Every rank of the tensor group has all tokens."""
+        self.now.layout = layout
+        x = self.module.embed(tokens)[:, None]  # [N, 1, E], as Megatron has it
+        angles = positions[:, None].float() * self.frequencies
+        turns = torch.cat([angles, angles], -1)[:, None, None]
+        for layer in self.module.layers:
+            run = partial(_run, layer, turns)
+            x = checkpoint(run, x, use_reentrant=False) if self.recomputes and torch.is_grad_enabled() else run(x)
+        out: Tensor = self.module.norm(x[:, 0])
+        return out
+
+
+def _run(layer: nn.Module, turns: Tensor, x: Tensor) -> Tensor:
+    out: Tensor = layer(x, attention_mask=None, rotary_pos_emb=turns)[0]
+    return out
+
+
+# ---- what can be made of Megatron's layers ----
+
+
+def unsupported(hosted: PackedModel, why: str) -> InputError:
+    return InputError(f"{type(hosted.plain).__name__} has {why}, which the backend megatron does not know.", where="train.backend",
+                      fix="Set train.backend=fsdp, which trains every architecture.")  # fmt: skip
+
+
+def check_architecture(hosted: CausalModel, tensor: int) -> None:
+    """Layers as Llama, Qwen2 and Qwen3 have them. What their names do not show, `prove` finds."""
+    config, layer = hosted.config, hosted.layers[0]
+    wanted = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+    for part, names in wanted.items():
+        if not all(hasattr(getattr(layer, part, None), name) for name in names):
+            raise unsupported(hosted, f"layers without {part}.{names[0]}")
+    if layer.self_attn.o_proj.bias is not None or layer.mlp.down_proj.bias is not None:
+        raise unsupported(hosted, "biases behind attention or in its MLP")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise unsupported(hosted, f"the activation {config.hidden_act}")
+    if any(getattr(part.self_attn, "sliding_window", None) for part in hosted.layers):
+        raise unsupported(hosted, "sliding windows")
+    if getattr(hosted.trunk.rotary_emb, "attention_scaling", 1.0) != 1.0 or "dynamic" in str(getattr(config, "rope_scaling", None)):
+        raise unsupported(hosted, "a rotary embedding that scales attention or depends on the length")
+    keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    odd = next((n for n in (keys, config.num_attention_heads, config.intermediate_size) if n % tensor), None)
+    if odd is not None:
+        raise InputError(f"{config.num_attention_heads} query heads, {keys} key heads and an inner width of {config.intermediate_size} cannot all be cut into "
+                         f"{tensor} equal parts.", where="train.tensor_parallel", fix=f"Set it to a number that divides them, at most {keys}.")  # fmt: skip
+
+
+@torch.no_grad()
+def prove(ours: MegatronModel, hosted: CausalModel) -> None:
+    """The same log-probs on a few tokens, before anything is trained. Run by all ranks of a tensor group at once."""
+    size = hosted.head.weight.shape[0]
+    tokens = torch.arange(12) * 7919 % min(size, 1000) % size
+    lengths = [7, 5]
+    positions, starts = torch.cat([torch.arange(n) for n in lengths]), torch.tensor([0, 7, 12], dtype=torch.int32)
+    found, wanted = (m.logits(m.hidden(tokens, positions, Packed(lengths, starts))).log_softmax(-1) for m in (ours, hosted))
+    error = float((found - wanted).abs().mean())
+    if not error < (1e-3 if hosted.dtype == torch.float32 else 0.1):
+        raise unsupported(hosted, f"other log-probs in Megatron's layers (mean difference {error:.3g})")
+
+
+# ---- megatron-core ----
+
+
+USED = {
+    "megatron.core": ("parallel_state",),
+    "megatron.core.fusions.fused_bias_dropout": ("get_bias_dropout_add",),
+    "megatron.core.tensor_parallel.layers": ("ColumnParallelLinear", "RowParallelLinear"),
+    "megatron.core.transformer": ("TransformerConfig",),
+    "megatron.core.transformer.attention": ("SelfAttention", "SelfAttentionSubmodules"),
+    "megatron.core.transformer.enums": ("AttnMaskType",),
+    "megatron.core.transformer.identity_op": ("IdentityOp",),
+    "megatron.core.transformer.mlp": ("MLP", "MLPSubmodules"),
+    "megatron.core.transformer.spec_utils": ("ModuleSpec", "build_module"),
+    "megatron.core.transformer.torch_norm": ("WrappedTorchNorm",),
+    "megatron.core.transformer.transformer_layer": ("TransformerLayer", "TransformerLayerSubmodules"),
+}
+
+
+@cache
+def library() -> SimpleNamespace:
+    """What is used of it. It says much while it is imported, about packages that it can do without."""
+    if find_spec("megatron") is None:
+        raise InputError("megatron-core is not installed.", where="train.backend", fix="pip install 'reinforge[megatron]'")
+    # advice about other packages, and about environment variables, which docs/distributed.md gives
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    return SimpleNamespace(**{name: getattr(import_module(module), name) for module, names in USED.items() for name in names})
+
+
+def connect(tensor: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's tensor group, and the ranks that have the same piece of every matrix as this one. Megatron's groups are global: they are made again for ranks that were opened anew, or cut otherwise."""
+    global _world
+    state = library().parallel_state
+    if _world != (dist.group.WORLD, tensor):
+        if state.model_parallel_is_initialized():
+            state.destroy_model_parallel()
+        state.initialize_model_parallel(tensor_model_parallel_size=tensor)
+        _world = (dist.group.WORLD, tensor)
+    return state.get_tensor_model_parallel_group(), state.get_data_parallel_group()
+
+
+def configuration(hosted: CausalModel, tensor: int) -> Any:
+    config, attention = hosted.config, cast(Any, hosted.layers[0].self_attn)
+    heads = config.num_attention_heads
+    return library().TransformerConfig(
+        num_layers=config.num_hidden_layers, hidden_size=config.hidden_size, ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=heads, num_query_groups=getattr(config, "num_key_value_heads", None) or heads, kv_channels=int(attention.head_dim),
+        normalization="RMSNorm", layernorm_epsilon=config.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, add_qkv_bias=attention.q_proj.bias is not None, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=tensor, params_dtype=hosted.dtype, bf16=hosted.dtype == torch.bfloat16, pipeline_dtype=hosted.dtype,
+        use_cpu_initialization=True, perform_initialization=False, bias_activation_fusion=False, bias_dropout_fusion=False,
+        apply_rope_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+    )  # fmt: skip
+
+
+def build_layer(settings: Any, i: int, attend: Callable[..., nn.Module], *, normed: bool) -> nn.Module:
+    """One of Megatron's layers; `normed`: queries and keys are, head by head."""
+    its = library()
+    head_norm = its.WrappedTorchNorm if normed else its.IdentityOp
+    attention = its.SelfAttentionSubmodules(
+        linear_qkv=its.ColumnParallelLinear, core_attention=attend, linear_proj=its.RowParallelLinear, q_layernorm=head_norm, k_layernorm=head_norm
+    )  # fmt: skip
+    spec = its.ModuleSpec(
+        module=its.TransformerLayer,
+        submodules=its.TransformerLayerSubmodules(
+            input_layernorm=its.WrappedTorchNorm,
+            self_attention=its.ModuleSpec(
+                module=its.SelfAttention, params={"attn_mask_type": its.AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=its.get_bias_dropout_add,
+            pre_mlp_layernorm=its.WrappedTorchNorm,
+            mlp=its.ModuleSpec(
+                module=its.MLP, submodules=its.MLPSubmodules(linear_fc1=its.ColumnParallelLinear, linear_fc2=its.RowParallelLinear)
+            ),
+            mlp_bda=its.get_bias_dropout_add,
+        ),
+    )
+    layer: nn.Module = its.build_module(spec, config=settings, layer_number=i + 1)
+    return layer.to(settings.params_dtype)

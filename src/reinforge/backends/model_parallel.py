@@ -1,0 +1,193 @@
+"""Several processes around Megatron's layers: each rank's part of every pass, and rank 0's side of it, which is that of FSDP.
+
+Ranks of a tensor group work on the same packs. Groups work on packs of their own, and add their gradients up once per optimizer step;
+each has masters and moments of everything its ranks hold. States have transformers' names and whole tensors, so a run
+continues on any other backend, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from reinforge.backends.dealt import Dealt, DealtBackend
+from reinforge.backends.fsdp import FsdpBackend
+from reinforge.backends.grid import Grid
+from reinforge.backends.megatron import MegatronModel, Place
+from reinforge.backends.microbatch import combine
+from reinforge.backends.optimizer import MasterAdamW
+from reinforge.backends.ranks import Member
+from reinforge.backends.reference import FrozenReference, Reference
+from reinforge.config.algorithm import ReferenceConfig
+from reinforge.config.schema import OptimizerConfig, TrainConfig
+from reinforge.core.backend import Loss, Metrics, State
+from reinforge.core.batch import Batch, Totals
+from reinforge.core.errors import InputError
+from reinforge.models.causal import CausalModel
+from reinforge.models.packed import PackedModel
+
+
+class GroupAdamW(MasterAdamW):
+    """What one rank holds. The gradient is added up over ranks before the step, and its norm is that of the whole model."""
+
+    def __init__(self, model: MegatronModel, cfg: OptimizerConfig):
+        super().__init__(model.module, cfg)
+        self.group, self.copies, self.cut, self.summed = model.group, model.copies, model.cut_over_group, model.summed_over_group
+
+    def reduce(self) -> None:
+        """Once per optimizer step. Ranks have gradients of the same parameters: each computes something in every pass."""
+        for name, master in self.masters.items():
+            if master.grad is None:
+                continue
+            if name in self.summed:
+                dist.all_reduce(master.grad, group=self.group)
+            dist.all_reduce(master.grad, group=self.copies)
+
+    def gradient_norm(self) -> Tensor:
+        grads = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+        if not grads:
+            return torch.zeros(())
+        squares = {name: grad.float().pow(2).sum() for name, grad in grads.items()}
+        pieces = torch.stack([s for name, s in squares.items() if name in self.cut])
+        dist.all_reduce(total := pieces.sum(), group=self.group)
+        return torch.stack([total, *(s for name, s in squares.items() if name not in self.cut)]).sum().sqrt()
+
+
+class MegatronShard(DealtBackend):
+    """One rank's part. `make` loads the model, whole and on the host. Methods are run by all ranks at once."""
+
+    saves = "train.tensor_parallel, model.gradient_checkpointing=true"
+    optimizer: GroupAdamW
+    model: MegatronModel
+
+    def __init__(self, member: Member, make: Callable[[], PackedModel], cfg: TrainConfig, settings: Mapping[str, Any], compiled: bool):
+        assert not compiled, "the config refuses it"
+        hosted = make()
+        if not isinstance(hosted, CausalModel) or hosted.value_head is not None:
+            raise InputError("the backend megatron trains causal LMs without further heads.", where="train.backend",
+                             fix="Set train.backend=fsdp for critics and reward models.")  # fmt: skip
+        self.member, self.grid = member, Grid.of(cfg, member.size)
+        trained = dict(hosted.module.named_parameters())
+        self.stored = {name: p.dtype for name, p in trained.items()}
+        self.shapes = {name: p.shape for name, p in trained.items()}
+        self._frozen = MegatronModel(member, loaded_again(make), self.grid.tensor, trained=False) if settings.get("reference") else None
+        self._inbox: dict[str, Tensor] = {}
+        super().__init__(MegatronModel(member, hosted, self.grid.tensor), cfg, **settings)
+
+    def _optimizer(self) -> GroupAdamW:
+        return GroupAdamW(self.model, self.cfg.optimizer)
+
+    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
+        return FrozenReference(model, kind, self._frozen)
+
+    def limit(self, budget: int) -> None:
+        self.budget = budget
+
+    # ---- passes ----
+
+    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+        self.model.recompute(True)
+        try:
+            return self._run(dealt, loss, totals)
+        finally:
+            self.model.recompute(False)
+
+    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+        found = [(self._safely(batch, partial(self._one, batch, loss, totals, counts)), counts) for batch, counts in dealt]
+        return combine([part for part, counts in found if counts])
+
+    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
+        """A pack that does not count gives gradients of 0, so that every rank has some to add."""
+        value, metrics = self._micro(batch, loss, totals)
+        if value.requires_grad:
+            (value if counts else value * 0.0).backward()
+        return {"train/loss": value.detach(), **metrics}
+
+    def step(self) -> Metrics:
+        self.optimizer.reduce()
+        return super().step()
+
+    # ---- whole tensors ----
+
+    def _pieces(self) -> Iterator[tuple[str, Place, Tensor]]:
+        """Of each tensor of the state: its key with transformers' name, where that lies, and Megatron's tensor."""
+        places: dict[str, list[tuple[str, Place]]] = {}
+        for name, place in self.model.places.items():
+            places.setdefault(place.own, []).append((name, place))
+        for key, tensor in super().state().tensors.items():
+            kind, own, *rest = key.split("/")
+            for name, place in places[own]:
+                yield "/".join([kind, name, *rest]), place, tensor
+
+    def _whole(self, place: Place, tensor: Tensor) -> Tensor:
+        """What the pieces of a tensor group make up. A number (of steps) is what it is."""
+        if tensor.ndim == 0:
+            return tensor
+        piece = place.take(tensor.detach()).contiguous()
+        if place.dim is None or self.grid.tensor == 1:
+            return piece
+        parts = [torch.empty_like(piece) for _ in range(self.grid.tensor)]
+        dist.all_gather(parts, piece, group=self.model.group)
+        return torch.cat(parts, place.dim)
+
+    @torch.no_grad()
+    def gathered(self, part: str = "") -> State | None:
+        """The whole state of the backend in the host memory of rank 0."""
+        assert not part, "nothing follows the weights"
+        out: dict[str, Tensor] = {}
+        for key, place, tensor in self._pieces():
+            found = self._whole(place, tensor)
+            if self.member.rank == 0:
+                out[key] = found.to("cpu", copy=True)
+        return State(out, super().state().meta) if self.member.rank == 0 else None
+
+    @torch.no_grad()
+    def publish(self, targets: Mapping[str, Tensor] | None) -> None:
+        """Puts the trained weights into `targets` on rank 0, one at a time."""
+        own = self.optimizer.parameters
+        for name, place in self.model.places.items():
+            found = self._whole(place, own[place.own])
+            if targets is not None:
+                targets[name].copy_(found)
+
+    def receive(self, tensors: dict[str, Tensor]) -> None:
+        """Whole tensors, of which each rank keeps its piece."""
+        model = self.model
+        for key, tensor in tensors.items():
+            place = model.places[key.split("/")[1]]
+            self._inbox[key] = tensor if tensor.ndim == 0 else place.cut(tensor, model.place, model.tensor).clone()
+
+    @torch.no_grad()
+    def load_received(self, part: str, meta: dict[str, Any]) -> None:
+        own, found = self.optimizer.parameters, dict[str, Tensor]()
+        for key, piece in self._inbox.items():
+            kind, name, *rest = key.split("/")
+            place = self.model.places[name]
+            target = "/".join([kind, place.own, *rest])
+            if piece.ndim == 0:
+                found[target] = piece
+                continue
+            place.put(found.setdefault(target, torch.empty(own[place.own].shape, dtype=piece.dtype)), piece)
+        self._inbox = {}
+        self.load(State(found, meta))
+
+
+def loaded_again(make: Callable[[], PackedModel]) -> CausalModel:
+    model = make()
+    assert isinstance(model, CausalModel)
+    return model
+
+
+class MegatronBackend(FsdpBackend):
+    """Rank 0's side: packs are dealt out and states gathered as with FSDP; every rank gets whole tensors and cuts them itself."""
+
+    side = MegatronShard
+    in_pieces = False
+
+    def _pieces(self, name: str, tensor: Tensor) -> list[Tensor]:
+        return [tensor] * self.ranks.size
