@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +16,11 @@ if find_spec("megatron") is None:
 from reinforge.algorithms.loss import NLLLoss
 from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.megatron import MegatronModel, check_architecture
-from reinforge.backends.model_parallel import MegatronBackend, MegatronShard
+from reinforge.backends.model_parallel import MegatronBackend
 from reinforge.backends.ranks import Ranks
 from reinforge.core.backend import Backend, State
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError
-from reinforge.models.causal import CausalModel
 from split_backends import LENGTHS, frozen, identical, load, policy_loss, update
 from toys import make_samples, relative, train_config
 
@@ -157,33 +154,3 @@ def test_gradients_of_several_passes_are_added_once(ranks: Ranks) -> None:
         backend.step()
     assert relative(gradient(cut.state()), gradient(local.state())) < 1e-6
     cut.close()
-
-
-@pytest.mark.parametrize(
-    ("arch", "changes", "tensor", "said"),
-    [
-        ("llama", {"num_key_value_heads": 1}, 2, "equal parts"),
-        ("llama", {"attention_bias": True}, 1, "biases"),
-        ("llama", {"hidden_act": "gelu"}, 1, "activation gelu"),
-        ("gemma3", {}, 1, "Gemma3ForCausalLM has"),
-        ("gpt2", {}, 1, "GPT2LMHeadModel has layers without"),
-    ],
-)
-def test_what_its_layers_are_not_is_refused(arch: str, changes: dict[str, Any], tensor: int, said: str) -> None:
-    model = load("full", arch, **changes)
-    assert isinstance(model, CausalModel)
-    with pytest.raises(InputError, match=said):
-        check_architecture(model, tensor)
-
-
-def test_layers_that_compute_something_else_are_found(ranks: Ranks) -> None:
-    """The proof before training, on tokens: Granite's parameters have Llama's names, but its layers scale what they add."""
-    MegatronModel(ranks.own, load("full", "granite"), 1)
-    with pytest.raises(InputError, match="other log-probs in Megatron's layers"):
-        MegatronModel(ranks.own, load("full", "granite", residual_multiplier=0.5), 1)
-
-
-@pytest.mark.parametrize("kind", ["critic", "head"])
-def test_other_heads_are_refused(kind: str) -> None:
-    with pytest.raises(InputError, match="causal LMs"):
-        MegatronShard(SimpleNamespace(), partial(load, kind), train_config(backend="megatron"), {}, False)

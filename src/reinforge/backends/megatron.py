@@ -257,7 +257,8 @@ def library() -> SimpleNamespace:
 
 
 def connect(tensor: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's tensor group, and the ranks that have the same piece of every matrix as this one. Megatron's groups are global: they are made again for ranks that were opened anew, or cut otherwise."""
+    """This rank's tensor group, and the ranks that have the same piece of every matrix as this one. Run by all ranks at once: Megatron's
+    groups are global, and made again for ranks that were opened anew, or are to be cut otherwise."""
     global _world
     state = library().parallel_state
     if _world != (dist.group.WORLD, tensor):
