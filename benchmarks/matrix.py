@@ -3,7 +3,7 @@
     python benchmarks/matrix.py [--start MODEL] [--vllm-python .venv-vllm/bin/python] [--only native,local,none ...]
                                 [--no-check] [--learn native,fsdp,none ...] [--out FILE]
 
-For each of {native, vllm} x {local, fsdp, deepspeed} x {none, ray}: `reinforge check` (a trivial reward must rise), then the first step of
+For each of {native, vllm} x {local, fsdp, deepspeed, megatron} x {none, ray}: `reinforge check` (a trivial reward must rise), then the first step of
 recipes/scale.yaml, whose loss and gradient norm must be those of the same engine with the local backend in one process. vLLM draws other
 samples than the native engine, so each engine is compared with itself; that both sample the same policy is what the mismatch (mean
 |log-prob of the trainer - log-prob of the engine|) shows. --learn trains the named combinations to the recipe's end and tells the held-out
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 from reinforge.watch.runs import read_lines  # noqa: E402
 
-COMBINATIONS = list(product(("native", "vllm"), ("local", "fsdp", "deepspeed"), ("none", "ray")))
+COMBINATIONS = list(product(("native", "vllm"), ("local", "fsdp", "deepspeed", "megatron"), ("none", "ray")))
 LOSS, NORM = 1e-5, 1e-3  # how far the first step may be from that of one process: absolutely; relatively
 Combination = tuple[str, str, str]
 
@@ -40,6 +40,7 @@ def overrides(combination: Combination, args: argparse.Namespace) -> list[str]:
         f"rollout.engine={engine}",
         f"train.backend={backend}",
         *(["train.ranks=2"] if backend != "local" else []),
+        *(["train.tensor_parallel=2"] if backend == "megatron" else []),
         *([f"engine.python={args.vllm_python}"] if engine == "vllm" else []),
         *(["cluster.kind=ray"] if cluster == "ray" else []),
     ]
