@@ -258,8 +258,9 @@ def main() -> int:
         results, plots = (folder, folder) if args.smoke else (ROOT / "benchmarks" / "results", ROOT / "docs" / "plots")
         if not args.model and args.start is None:
             args.start = starting_model(args, folder)
+        named = {**vars(args), "model": Path(args.model).name}  # where it lies is nobody's business
         settings = {
-            key: v.name if isinstance(v, Path) else v for key, v in vars(args).items() if key not in ("smoke", "start", "device", "resume")
+            key: v.name if isinstance(v, Path) else v for key, v in named.items() if key not in ("smoke", "start", "device", "resume")
         }
 
         def save(curves: dict[str, dict[int, Curve]]) -> None:
