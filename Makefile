@@ -19,7 +19,7 @@ demo: env ## train a small model on the CPU and show what it learned
 
 test: lint pytest ## ruff, mypy, then every test
 
-test-scale: env-scale ## several processes: FSDP2, DeepSpeed, Ray, vLLM, Slurm (2 GB more to install)
+test-scale: env-scale ## several processes: FSDP2, DeepSpeed, Megatron, Ray, vLLM, Slurm (2 GB more to install)
 	@echo "== pytest, tests/scale"
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 		$(PY) -m pytest -q -p no:hypothesispytest tests/scale --timeout 600 $(ARGS)

@@ -103,7 +103,16 @@ class Bench:
               f"peak {run['peak_gib']:.2f} GiB allocated, {run['reserved_gib']:.2f} reserved; precomputing {run['precompute_s']:.1f} s", flush=True)  # fmt: skip
         if self.args.out:
             self.args.out.parent.mkdir(parents=True, exist_ok=True)
-            self.args.out.write_text(json.dumps({"settings": self.common, "warmup": self.args.warmup, "runs": self.runs}, indent=1))
+            self.args.out.write_text(
+                json.dumps(
+                    {
+                        "settings": {**self.common, "model": self.args.model.name, "rows": self.rows.name},
+                        "warmup": self.args.warmup,
+                        "runs": self.runs,
+                    },
+                    indent=1,
+                )
+            )
         return run
 
     def ours(self, budget: int, compiled: bool, precompute: bool) -> dict[str, Any] | None:

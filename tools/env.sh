@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Brings .venv to what the given set needs: runtime, test (runtime + tools), docs or scale (Ray, DeepSpeed, and vLLM in .venv-vllm). Does nothing when it is there already.
+# Brings .venv to what the given set needs: runtime, test (runtime + tools), docs or scale (Ray, DeepSpeed, Megatron, and vLLM in .venv-vllm). Does nothing when it is there already.
 # Knobs: PYTHON (default: the first python3 that is 3.11 or newer), TORCH (version to install instead of the pinned one),
 # SYSTEM_TORCH (1: use the system's torch, 0: never; default: use it if it is 2.11 or newer).
 set -euo pipefail
@@ -94,7 +94,7 @@ case $want in
   docs) must_install "documentation tools (about half a minute)" -c "$venv/constraints.txt" -e '.[docs]' ;;
   scale)
     fresh test || "$0" test
-    must_install "Ray and DeepSpeed (about a minute)" -c "$venv/constraints.txt" -e '.[ray,deepspeed,mcp]'
+    must_install "Ray, DeepSpeed and Megatron (about a minute)" -c "$venv/constraints.txt" -e '.[ray,deepspeed,megatron,mcp]'
     # vLLM pins its own torch and transformers, so it lives apart; the build for CPUs, because tests run on those.
     if [ ! -e .venv-vllm/.ready ]; then
       rm -rf .venv-vllm
