@@ -1,4 +1,4 @@
-"""Megatron's layers on one, two and four ranks against one process without them: the same losses, gradients, steps and states."""
+"""Megatron's layers on two ranks against one process without them: the same losses, gradients, steps and states."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 if find_spec("megatron") is None:
     pytest.skip("pip install 'reinforge[megatron]'", allow_module_level=True)
@@ -20,6 +21,9 @@ from reinforge.models.causal import CausalModel
 from split_backends import load
 from toys import train_config
 
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.0, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("arch", "changes", "tensor", "said"),
@@ -27,8 +31,11 @@ from toys import train_config
         ("llama", {"num_key_value_heads": 1}, 2, "equal parts"),
         ("llama", {"attention_bias": True}, 1, "biases"),
         ("llama", {"hidden_act": "gelu"}, 1, "activation gelu"),
-        ("gemma3", {}, 1, "Gemma3ForCausalLM has"),
-        ("gpt2", {}, 1, "GPT2LMHeadModel has layers without"),
+        ("gemma3", {}, 1, "Gemma3ForCausalLM has the architecture gemma3_text"),
+        ("granite", {}, 1, "GraniteForCausalLM has the architecture granite"),
+        ("mistral", {}, 1, "sliding windows"),
+        ("llama", {"rope_parameters": LONG}, 1, "depends on the length"),
+        ("gpt2", {}, 1, "GPT2LMHeadModel has the architecture gpt2"),
     ],
 )
 def test_what_its_layers_are_not_is_refused(arch: str, changes: dict[str, Any], tensor: int, said: str) -> None:
@@ -39,12 +46,13 @@ def test_what_its_layers_are_not_is_refused(arch: str, changes: dict[str, Any], 
 
 
 def test_layers_that_compute_something_else_are_found() -> None:
-    """The proof before training, on tokens: Granite's parameters have Llama's names, but its layers scale what they add."""
-    same = {"attention_multiplier": 8**-0.5}
+    """The proof before training, on tokens."""
+    other = load("full", "llama")
+    other.layers[1].mlp.act_fn = torch.nn.GELU()
     with Ranks.open(1, "cpu") as one:
-        MegatronModel(one.own, load("full", "granite", **same), 1)
+        MegatronModel(one.own, load("full", "llama"), 1)
         with pytest.raises(InputError, match="other log-probs in Megatron's layers"):
-            MegatronModel(one.own, load("full", "granite", residual_multiplier=0.5, **same), 1)
+            MegatronModel(one.own, other, 1)
 
 
 @pytest.mark.parametrize("kind", ["critic", "head"])

@@ -129,7 +129,7 @@ class _Tail:
 def describe(report: Report) -> list[tuple[str, str]]:
     """The summary as (label, text) lines for people."""
     s = report.summary
-    lines = [("model", s.get("model")), ("trained", s.get("trained")), ("algorithm", s.get("algorithm"))]
+    lines = [("model", s.get("model")), ("trained", s.get("trained")), ("algorithm", s.get("algorithm")), ("backend", s.get("backend"))]
     if "rows" in s:
         lines.append(("rows", f"{s['rows']['train']:,} to train on, {s['rows']['eval']:,} held out"))
     for name in {"prompt_tokens", "row_tokens"} & s.keys():

@@ -70,6 +70,7 @@ def preflight(config: Config) -> Report:
     _check_agent(config, report)
     _check_parts(config, report)
     _check_exact(config, report)
+    _check_cut(config, report)
     for told in ahead.warnings(config):
         report.warn(*told)
     for told in (*engine.missing(config), *deepspeed.missing(config), *megatron.missing(config)):
@@ -90,6 +91,23 @@ def _check_exact(config: Config, report: Report) -> None:
         report.warn("algorithm.correction.name", "model.exact leaves no mismatch: every weight will be 1.", "Leave one of them out.")
     if config.algorithm.old == "recompute":
         report.warn("algorithm.old", "model.exact: the pass will find what sampling reported, to the bit.", "Use engine: it costs nothing.")
+
+
+def _check_cut(config: Config, report: Report) -> None:
+    """What the config.json of a model in a directory tells about ranks that share its matrices."""
+    train, path = config.train, Path(config.model.path).expanduser() / "config.json"
+    if not path.is_file() or (train.backend != "megatron" and train.tensor_parallel == 1):
+        return
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return  # whoever loads it will say so
+    if train.backend == "megatron" and (why := megatron.unknown_in(model)) is not None:
+        report.refuse(
+            "train.backend", f"{config.model.path} has {why}, which the backend megatron does not know.", "Set train.backend=fsdp."
+        )
+    elif (why := megatron.uncut(model, train.tensor_parallel)) is not None:
+        report.refuse("train.tensor_parallel", why, "Set it to a number that divides them.")
 
 
 def _check_agent(config: Config, report: Report) -> None:
@@ -120,6 +138,17 @@ def _check_parts(config: Config, report: Report) -> None:
             report.refuse(f"algorithm.{key}", f"there is no {key.partition('.')[0]} {name!r}.", _nearest(name, known))
 
 
+def _backend(config: Config) -> str | None:
+    """Where several processes train: which, and how they stand."""
+    train = config.train
+    if train.backend == "local":
+        return None
+    shares = [
+        f"{key.replace('_', ' ')} in groups of {n}" for key in ("tensor_parallel", "sequence_parallel") if (n := getattr(train, key)) > 1
+    ]
+    return ", ".join([f"{train.backend}, {f'{train.ranks} ranks' if train.ranks else 'a rank for every GPU'}", *shares])
+
+
 def _step_summary(config: Config) -> dict[str, Any]:
     rl, per_step = config.algorithm.rl, config.train.prompts_per_step
     samples = per_step * config.algorithm.group_size if rl else per_step
@@ -129,6 +158,7 @@ def _step_summary(config: Config) -> dict[str, Any]:
         "model": config.model.path,
         "trained": f"{KINDS[adapter.kind]} of rank {adapter.rank} on {targets}" if adapter else "all weights",
         "algorithm": config.algorithm.name,
+        "backend": _backend(config),
         "samples_per_step": samples,
         "optimizer_steps_per_step": config.algorithm.epochs * config.algorithm.minibatches if rl else 1,
         "steps": config.train.steps,

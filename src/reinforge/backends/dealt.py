@@ -48,5 +48,5 @@ class DealtBackend(LocalBackend):
                 return work()
         except torch.OutOfMemoryError as error:  # the other ranks wait in the middle of the pass: it cannot be done again in smaller pieces
             raise InputError(f"a micro-batch of {batch.n_tokens} tokens does not fit into the memory of rank {self.member.rank}.",
-                             where="train.tokens_per_microbatch", fix=f"Set it to {max(1, batch.n_tokens // 2)}, or use more ranks, or "
+                             where="train.tokens_per_microbatch", fix=f"Set it to {max(1, batch.n_tokens // 2)}, or use "
                              f"{self.saves}. The newest checkpoint is intact.") from error  # fmt: skip

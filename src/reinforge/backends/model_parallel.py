@@ -44,8 +44,10 @@ class GroupAdamW(MasterAdamW):
         for name, master in self.masters.items():
             if master.grad is None:
                 continue
-            if name in self.summed:
+            if name not in self.cut:
                 dist.all_reduce(master.grad, group=self.group)
+                if name not in self.summed:  # each rank has all of it, but for rounding, which must not drive the copies apart
+                    master.grad /= self.group.size()
             dist.all_reduce(master.grad, group=self.copies)
 
     def gradient_norm(self) -> Tensor:
@@ -61,7 +63,7 @@ class GroupAdamW(MasterAdamW):
 class MegatronShard(DealtBackend):
     """One rank's part. `make` loads the model, whole and on the host. Methods are run by all ranks at once."""
 
-    saves = "train.tensor_parallel, model.gradient_checkpointing=true"
+    saves = "a larger train.tensor_parallel, or model.gradient_checkpointing=true"
     optimizer: GroupAdamW
     model: MegatronModel
 
@@ -172,7 +174,7 @@ class MegatronShard(DealtBackend):
             if piece.ndim == 0:
                 found[target] = piece
                 continue
-            place.put(found.setdefault(target, torch.empty(own[place.own].shape, dtype=piece.dtype)), piece)
+            place.put(found.setdefault(target, torch.zeros(own[place.own].shape, dtype=piece.dtype)), piece)
         self._inbox = {}
         self.load(State(found, meta))
 

@@ -40,7 +40,7 @@ from reinforge.models.sequence import Slices, check_splittable
 class ShardBackend(DealtBackend):
     """One rank's part of a backend. `make` loads the model, whole and on the host; `compiled`: its layers are compiled once it is cut."""
 
-    saves = "model.gradient_checkpointing=true"
+    saves = "more ranks, or model.gradient_checkpointing=true"
     optimizer: ShardedAdamW
 
     def __init__(self, member: Member, make: Callable[[], PackedModel], cfg: TrainConfig, settings: Mapping[str, Any], compiled: bool):

@@ -33,7 +33,7 @@ from reinforge.models.packed import PackedModel
 class ZeroShard(DealtBackend):
     """One rank's part. `make` loads the model, whole and on the host. Methods are run by all ranks at once."""
 
-    saves = "train.deepspeed.stage=3"
+    saves = "more ranks, or train.deepspeed.stage=3"
     optimizer: Zero  # type: ignore[assignment]
 
     def __init__(self, member: Member, make: Callable[[], PackedModel], cfg: TrainConfig, settings: Mapping[str, Any], compiled: bool):

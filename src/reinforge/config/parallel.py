@@ -33,11 +33,14 @@ class ShardedConfig(Section):
 def check_ranks(train: Any) -> None:
     """Raises ValueError, naming the key under `train`, for what one process or another backend cannot do."""
     if train.backend == "local" and (train.ranks or 1) > 1:
-        raise ValueError(f"ranks: the backend local is one process; set train.backend=fsdp, deepspeed or megatron for {train.ranks}")
+        raise ValueError(
+            f"ranks: the backend local is one process; set train.backend=fsdp, deepspeed or megatron for {train.ranks}, or leave ranks out (train.ranks=null)"
+        )
     known = {"fsdp": set(ParallelConfig.model_fields), "megatron": {"tensor_parallel"}}.get(train.backend, set())
     used = [key for key, value in ParallelConfig().model_dump().items() if getattr(train, key) != value and key not in known]
     if used:
-        raise ValueError(f"{used[0]}: the backend {train.backend} does not know it; set train.backend=fsdp, or leave it out")
+        others = "fsdp or megatron" if used[0] == "tensor_parallel" else "fsdp"
+        raise ValueError(f"{used[0]}: the backend {train.backend} does not know it; set train.backend={others}, or leave it out")
     together = train.sequence_parallel * train.tensor_parallel
     if train.ranks is not None and train.ranks % together:
         raise ValueError(

@@ -28,7 +28,19 @@ if TYPE_CHECKING:
     from reinforge.core.sample import Group, Sample
 
 LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl")
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy", "triton")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "datasets",
+    "numpy",
+    "triton",
+    "ray",
+    "deepspeed",
+    "megatron-core",
+)
 _SECRET = re.compile(r"(^|_)(api_?key|access_?key|secret|password|passwd|credentials?|token)$", re.IGNORECASE)
 
 
