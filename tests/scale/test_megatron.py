@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -24,8 +24,15 @@ from reinforge.core.errors import InputError
 from split_backends import LENGTHS, frozen, identical, load, policy_loss, update
 from toys import make_samples, relative, train_config
 
-MODELS = {"llama": ("full", "llama"), "tied": ("tied", "llama"), "biased": ("full", "qwen2"), "normed": ("full", "qwen3"),
-          "bfloat16": ("bfloat16", "llama"), "checkpointed": ("checkpointed", "qwen3")}  # fmt: skip
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": partial(load, "full", "llama"),
+    "tied": partial(load, "tied", "llama"),
+    "biased": partial(load, "full", "qwen2"),
+    "normed": partial(load, "full", "qwen3"),
+    "unbounded": partial(load, "full", "mistral", sliding_window=None),
+    "bfloat16": partial(load, "bfloat16", "llama"),
+    "checkpointed": partial(load, "checkpointed", "qwen3"),
+}
 LAYOUTS = {"two groups of one": 1, "one group of two": 2}  # train.tensor_parallel on two ranks
 
 
@@ -36,12 +43,12 @@ def ranks() -> Iterator[Ranks]:
 
 
 def one(name: str, reference: bool = True, **changes: Any) -> LocalBackend:
-    return LocalBackend(load(*MODELS[name]), train_config(**changes), total_steps=10, temperature=0.8, reference=reference)
+    return LocalBackend(MODELS[name](), train_config(**changes), total_steps=10, temperature=0.8, reference=reference)
 
 
 def many(ranks: Ranks, name: str, tensor: int, reference: bool = True, **changes: Any) -> MegatronBackend:
     cfg = train_config(backend="megatron", tensor_parallel=tensor, **changes)
-    make = partial(load, *MODELS[name])
+    make = MODELS[name]
     return MegatronBackend(ranks, make, cfg, full=make(), total_steps=10, temperature=0.8, reference=reference)
 
 
@@ -114,7 +121,7 @@ def test_state_continues_bit_for_bit_and_on_other_backends(ranks: Ranks, name: s
     assert identical(second.state(), middle)
     assert [update(second, r)["sft/loss"] for r in rows[2:]] == losses[2:]
     assert identical(second.state(), end)
-    make = partial(load, *MODELS[name])
+    make = MODELS[name]
     fsdp = FsdpBackend(ranks, make, train_config(backend="fsdp", **settings), total_steps=10, temperature=0.8)
     for other in (local, fsdp):
         other.load(middle)

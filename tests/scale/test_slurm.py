@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -100,11 +101,8 @@ def test_two_nodes_are_preempted_and_resume_exactly(here: slurm_here.Slurm, conf
     here.until(lambda: here.state(second) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 240, "end", lambda: logs(cut))
     assert here.state(second) == "COMPLETED", logs(cut)
     said = (cut / "logs" / f"slurm-{second}.log").read_text()
-    assert (
-        "started 1 times before" in said
-        and "exit code 143 after the signal: back into the queue" in said
-        and "ended with exit code 0" in said
-    )
+    back = re.search(r"exit code [1-9]\d* after the signal: back into the queue", said)  # 143, or that of a rank that lost the other first
+    assert "started 1 times before" in said and back and "ended with exit code 0" in said, said
     assert "resumed at step 3" in logs(cut) and {p.name.rpartition("-")[0] for p in (cut / "logs").glob("rank-*")} == {"rank-0", "rank-1"}
     steps = [json.loads(line)["step"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
