@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +145,16 @@ def alive() -> list[int]:
     return found
 
 
-def gone(seconds: float = 5.0) -> bool:
-    """Whether all of them end: a process that was killed may be there for a moment longer."""
-    until = time.monotonic() + seconds
-    while alive() and time.monotonic() < until:
+def until(true: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """A process that was started may not be there yet, one that was killed may be there for a moment longer."""
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
         time.sleep(0.05)
-    return not alive()
+    return true()
+
+
+def gone() -> bool:
+    return until(lambda: not alive())
 
 
 def test_tools_of_a_server_are_called_like_any_other_and_nothing_is_left_of_it(folder: Path) -> None:
@@ -175,7 +179,7 @@ def test_tools_of_a_server_are_called_like_any_other_and_nothing_is_left_of_it(f
         assert await said(env, ("hangs", {})) == ["error: hangs took longer than 0.5 s"] and time.monotonic() - start < 20
         env.tool_seconds = 20
         child = int((await said(env, ("spawn", {})))[0])
-        assert child in alive() and len(alive()) == 2
+        assert until(lambda: child in alive() and len(alive()) == 2)
         return child
 
     child = asyncio.run(go())  # the end of the loop is the end of the run
