@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.local import LocalBackend
+from reinforge.backends.microbatch import combine
 from reinforge.backends.ranks import Member
 from reinforge.backends.recovery import memory_errors
 from reinforge.core.backend import Loss, Metrics
@@ -20,7 +21,7 @@ Dealt = Sequence[tuple[Batch, bool]]  # packs of one rank, and whether they coun
 
 
 class DealtBackend(LocalBackend):
-    """`_annotate` and `_run` are those of the one who cuts the weights."""
+    """Who cuts the weights says how one pack is run, and annotated, where that differs."""
 
     member: Member
     saves: ClassVar[str]  # a setting with which less memory is needed
@@ -39,8 +40,26 @@ class DealtBackend(LocalBackend):
     def evaluate_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
         return self._run(dealt, loss, totals)
 
+    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+        self.model.recompute(True)
+        try:
+            return self._run(dealt, loss, totals)
+        finally:
+            self.model.recompute(False)
+
     def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
-        raise AssertionError("how packs are run is for whoever cuts the weights")
+        found = [(self._safely(batch, partial(self._one, batch, loss, totals, counts)), counts) for batch, counts in dealt]
+        return combine([part for part, counts in found if counts])
+
+    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
+        """A pack that does not count gives gradients of 0, so that every rank has some to add."""
+        value, metrics = self._micro(batch, loss, totals)
+        if value.requires_grad:
+            (value if counts else value * 0.0).backward()
+        return {"train/loss": value.detach(), **metrics}
+
+    def limit(self, budget: int) -> None:
+        self.budget = budget
 
     def _safely(self, batch: Batch, work: Callable[[], Any]) -> Any:
         try:

@@ -8,25 +8,22 @@ continues on any other backend, and the other way round.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reinforge.backends.dealt import Dealt, DealtBackend
+from reinforge.backends.dealt import DealtBackend
 from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.grid import Grid
 from reinforge.backends.megatron import MegatronModel, Place
-from reinforge.backends.microbatch import combine
 from reinforge.backends.optimizer import MasterAdamW
 from reinforge.backends.ranks import Member
 from reinforge.backends.reference import FrozenReference, Reference
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import OptimizerConfig, TrainConfig
-from reinforge.core.backend import Loss, Metrics, State
-from reinforge.core.batch import Batch, Totals
+from reinforge.core.backend import Metrics, State
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
@@ -86,29 +83,6 @@ class MegatronShard(DealtBackend):
 
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
         return FrozenReference(model, kind, self._frozen)
-
-    def limit(self, budget: int) -> None:
-        self.budget = budget
-
-    # ---- passes ----
-
-    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
-        self.model.recompute(True)
-        try:
-            return self._run(dealt, loss, totals)
-        finally:
-            self.model.recompute(False)
-
-    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
-        found = [(self._safely(batch, partial(self._one, batch, loss, totals, counts)), counts) for batch, counts in dealt]
-        return combine([part for part, counts in found if counts])
-
-    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
-        """A pack that does not count gives gradients of 0, so that every rank has some to add."""
-        value, metrics = self._micro(batch, loss, totals)
-        if value.requires_grad:
-            (value if counts else value * 0.0).backward()
-        return {"train/loss": value.detach(), **metrics}
 
     def step(self) -> Metrics:
         self.optimizer.reduce()

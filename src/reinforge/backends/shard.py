@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from reinforge.backends.dealt import Dealt, DealtBackend
 from reinforge.backends.grid import Grid
 from reinforge.backends.memory import KEEP, Facts, budget, gradient_bytes, optimizer_bytes
-from reinforge.backends.microbatch import CPU_BUDGET, combine
+from reinforge.backends.microbatch import CPU_BUDGET
 from reinforge.backends.pieces import ShardedAdamW, ShardedReference, shard
 from reinforge.backends.ranks import Member
 from reinforge.backends.reference import Reference
@@ -116,22 +116,14 @@ class ShardBackend(DealtBackend):
             self.root.reshard()
 
     def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
-        self.model.recompute(True)
-        try:
-            found = self._run(dealt, loss, totals)
-        finally:
-            self.model.recompute(False)
+        found = super().train_packs(dealt, loss, totals)
         self.optimizer.collect()
         return found
 
     def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
-        parts: list[dict[str, Tensor]] = []
-        for batch, counts in dealt:
-            found = self._safely(batch, partial(self._one, batch, loss, totals, counts))
-            if counts:
-                parts.append(found)
+        found = super()._run(dealt, loss, totals)
         self.root.reshard()
-        return combine(parts)
+        return found
 
     def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
         """A pack that does not count runs through the same graph, so that no rank waits for a gradient that never comes, times 0."""
@@ -223,9 +215,6 @@ class ShardBackend(DealtBackend):
             self._swapped.enter_context(getattr(self, part).swapped())
         else:
             self._swapped.close()
-
-    def limit(self, budget: int) -> None:
-        self.budget = budget
 
 
 def _meshes(kind: str, grid: Grid) -> tuple[DeviceMesh, DeviceMesh | None]:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforge.backends.dealt import Dealt, DealtBackend
+from reinforge.backends.dealt import DealtBackend
 from reinforge.backends.deepspeed import Frozen, Zero, whole_state
 from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.memory import CPU_BUDGET, KEEP, Facts, budget, gradient_bytes, optimizer_bytes
-from reinforge.backends.microbatch import combine, facts_of
+from reinforge.backends.microbatch import facts_of
 from reinforge.backends.optimizer import learning_rate
 from reinforge.backends.ranks import Member
 from reinforge.backends.reference import FrozenReference, Reference
@@ -79,9 +79,6 @@ class ZeroShard(DealtBackend):
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
         return FrozenReference(model, kind, self._frozen)
 
-    def limit(self, budget: int) -> None:
-        self.budget = budget
-
     def close(self) -> None:
         for engine in (self.optimizer.engine, None if self._asked is None else self._asked.engine):
             if engine is not None:
@@ -98,17 +95,6 @@ class ZeroShard(DealtBackend):
             ask = partial(self.reference.logprobs, batch.to(self.member.device), self.temperature)
             found = self.optimizer.run(ask) if self._frozen is None else ask() if self._asked is None else self._asked.run(ask)
             batch.streams["reference"] = found.cpu()
-
-    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
-        self.model.recompute(True)
-        try:
-            return self._run(dealt, loss, totals)
-        finally:
-            self.model.recompute(False)
-
-    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
-        found = [(self._safely(batch, partial(self._one, batch, loss, totals, counts)), counts) for batch, counts in dealt]
-        return combine([part for part, counts in found if counts])
 
     def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
         """A pack that does not count runs through the same graph, so that no rank waits for a gradient that never comes, times 0."""
