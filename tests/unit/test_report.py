@@ -7,16 +7,21 @@ import hashlib
 import json
 import math
 import re
-import shutil
-import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from reinforge.config.schema import Config
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import curves, phases, sections, thin, write_report
+from tiny_runs import EVAL, launch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+from chromium import Chromium, find
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> @@DATA@@ & \" ' <!-- \u2028 \ud800"
 
@@ -129,65 +134,87 @@ def test_long_runs_are_averaged_over_bins() -> None:
     assert sections({"reward/exact": 0, "reward/mean": 0, "odd": 0}) == [("Reward", ["reward/mean", "reward/exact"]), ("Other", ["odd"])]
 
 
-# A document of a few lines, enough to run the page's script outside a browser and count what it draws.
-DOCUMENT = r"""
-const fs = require("fs");
-const page = fs.readFileSync(process.argv[2], "utf8");
-const json = page.match(/<script type="application\/json" id="data">([^]*?)<\/script>/)[1];
-const script = page.match(/<script>([^]*?)<\/script>/)[1];
-const all = [];
-class Node {
-  constructor(name) { this.name = name; this.attributes = {}; this.children = []; this.clientWidth = 400; this.dataset = {}; this.textContent = ""; all.push(this); }
-  setAttribute(k, v) { if (String(v).includes("NaN") || String(v).includes("Infinity")) throw new Error(`${this.name} ${k}=${v}`); this.attributes[k] = v; }
-  append(...c) { for (const x of c) { if (x instanceof Node) x.parent = this; this.children.push(x); } }
-  remove() { this.parent.children = this.parent.children.filter(c => c !== this); }
-  replaceChildren(...c) { this.children = []; this.append(...c); }
-  find(name) { for (const c of this.children) if (c instanceof Node) { if (c.name === name) return c; const f = c.find(name); if (f) return f; } return null; }
-  querySelector(s) { return this.find(s.split(" ").at(-1)); }
-  getBoundingClientRect() { return { left: 0, width: 400 }; }
-  count(test) { return (test(this) ? 1 : 0) + this.children.reduce((n, c) => n + (c instanceof Node ? c.count(test) : 0), 0); }
-}
-const ids = {};
-global.window = {};
-global.document = {
-  getElementById: id => (ids[id] ??= Object.assign(new Node("div"), id === "data" ? { textContent: json } : {})),
-  createElement: n => new Node(n), createElementNS: (_, n) => new Node(n), querySelectorAll: () => [],
-};
-new Function(script + "\nglobalThis.probe = { smooth, ticks };")();
-const kind = c => n => n.attributes.class === c;
-const curves = ids.curves;
-const svg = curves.find("svg");
-svg.onmousemove({ clientX: 399 });
-ids.smoothing.oninput({ target: { value: "0.9" } });
-ids.axis.onchange({ target: { value: "1" } });
-console.log(JSON.stringify({
-  cards: curves.count(kind("chart")), svgs: curves.count(n => n.name === "svg"), whiskers: curves.count(kind("whisker")), nans: curves.count(kind("nan")),
-  bars: ids.phases.count(n => n.name === "rect"), legend: (ids.legend?.children ?? []).map(c => c.children[1]), hover: svg.parent ? "ok" : "lost",
-  smooth: probe.smooth([1, null, 3], 0.5), ticks: probe.ticks(0, 1, 4).marks, flat: probe.ticks(2, 2, 4).marks.length > 1,
-}));
-"""
+# What a browser makes of it.
 
 
-def run_page(path: Path, tmp_path: Path) -> dict:
-    (tmp_path / "document.js").write_text(DOCUMENT)
-    done = subprocess.run(["node", str(tmp_path / "document.js"), str(path)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    if find() is None:
+        pytest.skip("chromium is not installed")
+    with Chromium() as page:
+        yield page
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
-def test_the_script_draws_every_curve(run: Path, tmp_path: Path) -> None:
-    drawn = run_page(write_report(run), tmp_path)
-    assert drawn["cards"] == drawn["svgs"] == 4 and drawn["whiskers"] == 1 and drawn["nans"] == 1
-    assert drawn["bars"] == 8 and drawn["legend"] == ["generate 67%", "train 33%"]
-    assert drawn["smooth"] == [1, None, pytest.approx((0.5 * 0.5 + 3 * 0.5) / 0.75)]
-    assert drawn["ticks"] == [0, 0.25, 0.5, 0.75, 1] and drawn["flat"]
+COUNTS = """(() => {
+  const count = wanted => document.querySelectorAll(wanted).length;
+  return {
+    cards: count("#curves .chart"), svgs: count("#curves .chart > svg"), curves: count("#curves path.smooth[d^=M]"),
+    whiskers: count("#curves .whisker"), nans: count("#curves .nan"), bars: count("#phases rect"),
+    legend: [...document.querySelectorAll("#legend span")].map(item => item.textContent),
+    odd: [...document.querySelectorAll("svg *")].flatMap(n => n.getAttributeNames().map(a => n.getAttribute(a))).filter(v => /NaN|Infinity/.test(v)),
+  };
+})()"""
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
-def test_the_script_survives_a_metric_that_was_never_finite(tmp_path: Path) -> None:
+def drawn(browser: Chromium, report: Path) -> dict:
+    """What the page's own script drew, of a page without an error in its console."""
+    browser.errors.clear()
+    browser.open(report)
+    found = browser.evaluate(COUNTS)
+    assert browser.errors == [] and found.pop("odd") == []
+    return found
+
+
+def test_a_browser_draws_every_curve_and_every_bar(browser: Chromium, run: Path) -> None:
+    found = drawn(browser, write_report(run))
+    assert found["cards"] == found["svgs"] == found["curves"] == 4 and found["whiskers"] == 1 and found["nans"] == 1
+    assert found["bars"] == 8 and found["legend"] == ["generate 67%", "train 33%"]
+
+
+def test_a_browser_draws_the_report_of_a_real_run(browser: Chromium, make: Callable[..., Config]) -> None:
+    cfg = make("run", "grpo", "train.steps=2", "eval.every=1")
+    report = launch(cfg, eval_data=EVAL).report
+    assert report is not None
+    data, found = embedded(Page(report.read_text(encoding="utf-8"))), drawn(browser, report)
+    finite = [name for name, points in data["series"].items() if any(p[2] is not None for p in points)]
+    assert found["curves"] == len(finite) > 20 and found["cards"] == found["svgs"] == len(data["series"])
+    assert found["bars"] == 2 * len(data["phases"]["names"]) and len(found["legend"]) == len(data["phases"]["names"]) >= 4
+
+
+def test_a_browser_survives_a_metric_that_was_never_finite(browser: Chromium, tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "r", {})
     recorder.log(1, {"train/loss": math.nan})
     recorder.close()
-    drawn = run_page(write_report(tmp_path / "r"), tmp_path)
-    assert drawn["cards"] == 1 and drawn["nans"] == 1 and drawn["bars"] == 0
+    found = drawn(browser, write_report(tmp_path / "r"))
+    assert found["cards"] == 1 and found["nans"] == 1 and found["curves"] == 0 and found["bars"] == 0
+
+
+def test_a_browser_refuses_a_script_that_is_not_ours(browser: Chromium, run: Path) -> None:
+    """The policy's hash is that of the script in the page: another one does not run."""
+    report = write_report(run)
+    page = report.read_text(encoding="utf-8")
+    report.write_text(page.replace("</body>", "<script>document.title = 'theirs'</script></body>"), encoding="utf-8")
+    browser.errors.clear()
+    browser.open(report)
+    assert browser.evaluate("document.title") == "run <b>" and "Content Security Policy" in " ".join(browser.errors)
+
+
+def test_controls_smooth_choose_an_axis_and_samples(browser: Chromium, run: Path) -> None:
+    browser.open(write_report(run))
+    shapes = "[...document.querySelectorAll('#curves .smooth')].map(line => line.getAttribute('d')).join()"
+
+    def turned(name: str, value: str, event: str) -> str:
+        browser.evaluate(
+            f"(() => {{ const it = document.getElementById('{name}'); it.value = '{value}'; it.dispatchEvent(new Event('{event}')); }})()"
+        )
+        return browser.evaluate(shapes)
+
+    plain = browser.evaluate(shapes)
+    smoothed = turned("smoothing", "0.9", "input")
+    assert smoothed != plain and browser.evaluate("document.getElementById('amount').textContent") == "0.90"
+    assert turned("axis", "1", "change") != smoothed
+    assert browser.evaluate("[...document.querySelectorAll('#samples tbody tr')].filter(row => !row.hidden).length") == 1
+    browser.evaluate(
+        "(() => { const s = document.getElementById('step'); s.append(new Option('9')); s.value = '9'; s.onchange({ target: s }); })()"
+    )
+    assert browser.evaluate("[...document.querySelectorAll('#samples tbody tr')].filter(row => !row.hidden).length") == 0
