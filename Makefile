@@ -1,11 +1,15 @@
 # The two commands that matter: `make demo` and `make test`. Both make .venv on first use and leave it alone afterwards.
 # Knobs: PYTHON=python3.12  TORCH=2.12.0  SYSTEM_TORCH=1|0  JOBS=2  ARGS="-k grpo" (pytest)
+#        OMP_NUM_THREADS=2 (threads of each test process)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-scale pytest lint format docs reference lock clean env env-test env-docs env-scale
 export PYTHON TORCH SYSTEM_TORCH
+
+OMP_NUM_THREADS ?= 1
+test test-scale pytest: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 
 PY := .venv/bin/python
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 8 ? 8 : n )))
@@ -21,12 +25,12 @@ test: lint pytest ## ruff, mypy, then every test
 
 test-scale: env-scale ## several processes: FSDP2, DeepSpeed, Megatron, Ray, vLLM, Slurm (2 GB more to install)
 	@echo "== pytest, tests/scale"
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 		$(PY) -m pytest -q -p no:hypothesispytest tests/scale --timeout 600 $(ARGS)
 
 pytest: env-test
 	@echo "== pytest ($(JOBS) processes)"
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 		$(PY) -m pytest -q -n $(JOBS) --dist worksteal --ignore tests/scale $(ARGS)
 
 lint: env-test ## ruff and mypy only

@@ -6,6 +6,7 @@ host knows: in its environment, in a file of its temporary folder (PATH), and in
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 
 CRASHED, OK, KILLED, TIMEOUT, MEMORY, OUTPUT = "crashed", "ok", "killed", "timeout", "memory", "output"
@@ -31,7 +32,32 @@ def tries(name: str, code: str, ends: tuple[str, ...] = (OK, CRASHED), **kw: flo
     )
 
 
-SYSCALL = "libc = ctypes.CDLL(None, use_errno=True)\nif libc.syscall(%s) < 0:\n    raise OSError(ctypes.get_errno(), 'refused')"
+# x86_64, aarch64; from the kernel's headers, not from sandbox/seccomp.py: a wrong number there must be found here
+NUMBERS = {
+    "shmget": (29, 194),
+    "clone": (56, 220),
+    "ptrace": (101, 117),
+    "chroot": (161, 51),
+    "mount": (165, 40),
+    "keyctl": (250, 219),
+    "unshare": (272, 97),
+    "perf_event_open": (298, 241),
+    "process_vm_readv": (310, 270),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+}
+
+
+def calls(name: str, arguments: str) -> str:
+    """Python that makes a system call by the number it has on this machine."""
+    number = NUMBERS[name][platform.machine() == "aarch64"]
+    return f"""
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.syscall({number}, {arguments}) < 0:
+    raise OSError(ctypes.get_errno(), 'refused')
+"""
+
 
 CONTAINED: list[Attack] = [
     # time
@@ -50,7 +76,7 @@ CONTAINED: list[Attack] = [
     Attack("malloc in C", "#include <stdlib.h>\n#include <string.h>\nint main(){for(;;){char*p=malloc(1<<20);memset(p,1,1<<20);}}", (CRASHED, MEMORY), "c"),
     Attack("node heap", "let x=[];for(;;)x.push(new Array(1e6).fill(1))", (CRASHED, MEMORY, KILLED), "node"),
     tries("memory file", "os.memfd_create('x')"),
-    tries("shared segment", SYSCALL % "29, 0, ctypes.c_size_t(1 << 32), 0o1600"),
+    tries("shared segment", calls("shmget", "0, ctypes.c_size_t(1 << 32), 0o1600")),
     Attack("deep recursion", "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(x): return [f(x)]\nf(1)", (CRASHED, MEMORY, TIMEOUT), seconds=0.7),
     Attack("long repr of an int", "import sys\nsys.set_int_max_str_digits(0)\nprint(1 << (1 << 26))", (OUTPUT, TIMEOUT, MEMORY), seconds=0.7),
     # output and files
@@ -99,8 +125,8 @@ CONTAINED: list[Attack] = [
     Attack("reads all of /proc", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ /proc/[0-9]*/maps /proc/[0-9]*/fd/* </dev/null 2>/dev/null | head -c 500000", (OK, CRASHED, TIMEOUT), "bash", seconds=0.7),
     tries("memory of the parent", "open(f'/proc/{os.getppid()}/mem', 'rb', 0).read(1)"),
     tries("memory of process 1", "open('/proc/1/mem', 'rb', 0)"),
-    tries("traces the parent", SYSCALL % "101, 16, os.getppid(), 0, 0"),
-    tries("reads another's memory", SYSCALL % "310, 1, 0, 0, 0, 0, 0"),
+    tries("traces the parent", calls("ptrace", "16, os.getppid(), 0, 0")),
+    tries("reads another's memory", calls("process_vm_readv", "1, 0, 0, 0, 0, 0")),
     Attack("looks for open descriptors", "import os\nprint([os.readlink(f'/proc/self/fd/{f}') for f in os.listdir('/proc/self/fd') if f not in '012' and os.path.exists(f'/proc/self/fd/{f}')] and 'ESCAPED' if len([f for f in range(3, 256) if os.path.exists(f'/proc/self/fd/{f}')]) > 1 else 'none')", (OK,)),
     # network
     tries("connects out", "import socket\nsocket.create_connection(('1.1.1.1', 53), 1)"),
@@ -109,18 +135,17 @@ CONTAINED: list[Attack] = [
     tries("netlink", "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)"),
     Attack("bash connects", "(echo > /dev/tcp/127.0.0.1/22) && echo ESCAPED", (CRASHED,), "bash"),
     # privileges
-    tries("namespaces again", SYSCALL % "272, 0x10000000"),
-    tries("clone into new ones", SYSCALL % "56, 0x10000011, 0, 0, 0, 0"),
-    tries("mounts", SYSCALL % "165, b'none', b'/tmp', b'tmpfs', 0, 0"),
-    tries("changes its root", SYSCALL % "161, b'/tmp'"),
+    tries("namespaces again", calls("unshare", "0x10000000")),
+    tries("clone into new ones", calls("clone", "0x10000011, 0, 0, 0, 0")),
+    tries("mounts", calls("mount", "b'none', b'/tmp', b'tmpfs', 0, 0")),
+    tries("changes its root", calls("chroot", "b'/tmp'")),
     tries("becomes root", "os.setuid(0)"),
     tries("set-uid program", "import subprocess\nif subprocess.run(['su', '-c', 'true'], stdin=-3, capture_output=True).returncode: raise OSError"),
-    tries("loads a kernel program", SYSCALL % "321, 0, 0, 0"),
-    tries("key ring", SYSCALL % "250, 0, -3, 1"),
-    tries("page faults", SYSCALL % "323, 0"),
-    tries("io_uring", SYSCALL % "425, 8, ctypes.create_string_buffer(200)"),
-    tries("perf events", SYSCALL % "298, ctypes.create_string_buffer(200), 0, -1, -1, 0"),
-    Attack("32-bit system calls", "int main(){int r;__asm__ volatile(\"int $0x80\":\"=a\"(r):\"a\"(20));__builtin_printf(\"ESCAPED\");}", (CRASHED,), "c"),
+    tries("loads a kernel program", calls("bpf", "0, 0, 0")),
+    tries("key ring", calls("keyctl", "0, -3, 1")),
+    tries("page faults", calls("userfaultfd", "0")),
+    tries("io_uring", calls("io_uring_setup", "8, ctypes.create_string_buffer(200)")),
+    tries("perf events", calls("perf_event_open", "ctypes.create_string_buffer(200), 0, -1, -1, 0")),
     Attack("ctypes system", "import ctypes\nctypes.CDLL(None).system(b'cat /etc/shadow && echo ESCAPED; touch /usr/x && echo ESCAPED')", (OK,)),
     Attack("posix.system", "import posix\nposix.system('cat /etc/shadow && echo ESCAPED; touch /etc/x && echo ESCAPED')", (OK,)),
     # what would outlive a run, or reach who runs beside
@@ -131,6 +156,16 @@ CONTAINED: list[Attack] = [
     tries("watchers of our user", "libc = ctypes.CDLL(None, use_errno=True)\nif libc.inotify_init1(0) < 0:\n    raise OSError(ctypes.get_errno(), 'refused')"),
     Attack("shared memory without a name", "import mmap, time\nx = [mmap.mmap(-1, 40 << 20) for _ in range(10)]\nfor m in x: m.write(b'x' * (40 << 20))\ntime.sleep(1)\nprint('ESCAPED')", (MEMORY, CRASHED)),
 ]  # fmt: skip
+
+if platform.machine() == "x86_64":  # the other ABI of a 64-bit process; on ARM it would take another program
+    CONTAINED.append(
+        Attack(
+            "32-bit system calls",
+            'int main(){int r;__asm__ volatile("int $0x80":"=a"(r):"a"(20));__builtin_printf("ESCAPED");}',
+            (CRASHED,),
+            "c",
+        )
+    )
 
 RIGHT = "def add(a, b):\n    return a + b"
 # Solutions for add(a, b) that do not add. Whatever way they are judged they must not pass; those in CHEATS_LOUD must not even when beside.

@@ -1,4 +1,4 @@
-"""Shared by every test: few threads, no network, and `toys` on the path."""
+"""Shared by every test: few threads, no network, `toys` on the path, and what the machine must have (needs.py)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+
+import needs
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(needs)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+import needs
 from reinforge.sandbox.isolation import Isolation, missing
 
 WAYS: tuple[Literal["own", "bwrap"], ...] = ("own", "bwrap")
@@ -23,7 +24,7 @@ def containment(mode: Literal["own", "bwrap"]) -> Isolation:
         pytest.fail(f"unshare(1) makes namespaces here, and we do not: {reason}")
     if mode == "bwrap" and shutil.which("bwrap") and os.system("bwrap --unshare-all --ro-bind / / true 2>/dev/null") == 0:
         pytest.fail(f"bubblewrap works here, and we do not make it: {reason}")
-    pytest.skip(f"cannot contain programs by {mode}: {reason}")
+    needs.missing("sandbox", f"cannot contain programs by {mode}: {reason}")
 
 
 def left_behind(run: int | None = None) -> list[str]:

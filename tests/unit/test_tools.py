@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 
 import pytest
 
+import needs
 from reinforge.core.env import Action, Call, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
@@ -256,6 +257,6 @@ def test_python_runs_in_the_sandbox() -> None:
     try:
         found = said(ToolEnv([made]), Call("python", {"code": "print(6*7)"}))
     except Unavailable as error:
-        pytest.skip(str(error))
+        needs.missing("sandbox", str(error))
     assert found == ["42"]
     assert "ZeroDivisionError" in said(ToolEnv([made]), Call("python", {"code": "1/0"}))[0]
