@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-scale pytest lint format docs reference lock clean env env-test env-docs env-scale
+.PHONY: help demo test test-scale test-resolution pytest lint format docs reference lock clean env env-test env-docs env-scale
 export PYTHON TORCH SYSTEM_TORCH
 
 OMP_NUM_THREADS ?= 1
@@ -32,6 +32,10 @@ pytest: env-test
 	@echo "== pytest ($(JOBS) processes)"
 	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 		$(PY) -m pytest -q -n $(JOBS) --dist worksteal --ignore tests/scale $(ARGS)
+
+test-resolution: env-test ## tests with the lowest versions of our dependencies, then with the newest (installs both)
+	@tools/resolution.sh lowest $(ARGS)
+	@tools/resolution.sh newest $(ARGS)
 
 lint: env-test ## ruff and mypy only
 	@echo "== ruff check";  $(PY) -m ruff check --output-format concise .

@@ -43,8 +43,13 @@ def stub_server(say: Callable[[dict[str, Any]], Reply]) -> Iterator[Stub]:
         protocol_version = "HTTP/1.1"
 
         def _reply(self) -> None:
-            raw = self.rfile.read(int(self.headers.get("content-length", 0)))
-            status, headers, body = stub.answer(self.path, json.loads(raw or b"{}"), {k.lower(): v for k, v in self.headers.items()})
+            length = int(self.headers.get("content-length", 0))
+            raw = self.rfile.read(length)
+            if len(raw) < length:  # a client that was cancelled between its headers and its body
+                self.close_connection = True
+                return
+            asked = {name.lower(): value for name, value in self.headers.items()}
+            status, headers, body = stub.answer(self.path, json.loads(raw or b"{}"), asked)
             data = json.dumps(body).encode()
             self.send_response(status)
             for name, value in {**headers, "content-length": str(len(data))}.items():

@@ -30,7 +30,7 @@ app = typer.Typer(
     epilog="Start with [bold]reinforge demo[/bold], then [bold]reinforge plan CONFIG[/bold] and [bold]reinforge train CONFIG[/bold].",
 )  # fmt: skip
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file; `reinforge schema --markdown` lists its keys.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, or recipe:NAME (`reinforge recipes`).")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file, e.g. train.steps=10.")
 ]
@@ -64,11 +64,11 @@ def train(
 
     [bold]Examples[/bold]
 
-      reinforge train recipes/chain_sum.yaml
+      reinforge train recipe:chain_sum
 
-      reinforge train recipes/chain_sum.yaml train.steps=10 run.dir=runs/short
+      reinforge train recipe:chain_sum train.steps=10 run.dir=runs/short
 
-      reinforge train recipes/pipeline.yaml
+      reinforge train recipe:pipeline
     """
     from reinforge.config.pipeline import Pipeline, load_any
 
@@ -146,11 +146,11 @@ def plan(
 
     [bold]Examples[/bold]
 
-      reinforge plan recipes/chain_sum.yaml
+      reinforge plan recipe:chain_sum
 
-      reinforge plan recipes/chain_sum.yaml model.path=./my-model --json
+      reinforge plan recipe:chain_sum model.path=./my-model --json
 
-      reinforge plan recipes/chain_sum.yaml --cluster --gpus 8..256 --from runs/chain-sum
+      reinforge plan recipe:chain_sum --cluster --gpus 8..256 --from runs/chain-sum
     """
     if cluster:
         _plan_cluster(config, overrides or [], as_json, gpus=gpus, gpu=gpu, run=run, length=length)
@@ -210,6 +210,34 @@ def algorithms(as_json: Annotated[bool, typer.Option("--json", help="Print the l
         print(json.dumps(describe(), indent=2))
     else:
         print_table(printed())
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe instead of the list.")] = None,
+    copy: Annotated[Path | None, typer.Option(metavar="DIR", help="Copy all of them to a new directory.")] = None,
+) -> None:
+    """List the configurations that come with reinforge. Every command that takes CONFIG takes recipe:NAME.
+
+    [bold]Examples[/bold]
+
+      reinforge recipes
+
+      reinforge recipes algorithms/grpo > grpo.yaml
+
+      reinforge recipes --copy recipes
+
+      reinforge train recipe:chain_sum model.path=./my-model
+    """
+    from reinforge.config.recipes import copy_recipes, recipe_names, recipe_path, summary
+
+    if copy is not None:
+        copy_recipes(copy)
+        print(f"copied {len(recipe_names())} recipes to {copy}")
+    elif name is not None:
+        print(recipe_path(name).read_text(encoding="utf-8"), end="")
+    else:
+        print_table([{"recipe": each, "what it does": summary(each)} for each in recipe_names()])
 
 
 @app.command()

@@ -26,7 +26,7 @@ app = typer.Typer(
     cls=WithDefault,
     rich_markup_mode="rich",
     help="Prove that the pipeline can learn, and that rewards cannot be cheated; tell what a chat template does.\n\n[bold]Examples[/bold]\n\n  reinforge check\n\n"
-    "  reinforge check rewards recipes/chain_sum.yaml",
+    "  reinforge check rewards recipe:chain_sum",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -44,7 +44,7 @@ def learning(
 
       reinforge check
 
-      reinforge check recipes/chain_sum.yaml train.learning_rate=1e-4
+      reinforge check recipe:chain_sum train.learning_rate=1e-4
     """
     from reinforge.config.load import load_config
 
@@ -70,7 +70,7 @@ def rewards(
 
     [bold]Examples[/bold]
 
-      reinforge check rewards recipes/chain_sum.yaml
+      reinforge check rewards recipe:chain_sum
 
       reinforge check rewards my.yaml --gold "<answer>{answer}</answer>"
     """

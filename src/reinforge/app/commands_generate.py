@@ -74,7 +74,7 @@ def generate(
 
       reinforge generate HuggingFaceTB/SmolLM2-135M-Instruct --prompts prompts.jsonl --out out.jsonl -n 4
 
-      reinforge generate recipes/chain_sum.yaml --out out.jsonl -n 8 --rewards --pairs best-worst
+      reinforge generate recipe:chain_sum --out out.jsonl -n 8 --rewards --pairs best-worst
 
       reinforge generate my-model --server http://127.0.0.1:8000/v1 --data prompts.jsonl --out out.jsonl
     """

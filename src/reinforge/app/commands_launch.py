@@ -66,9 +66,9 @@ def launch(
 
     [bold]Examples[/bold]
 
-      reinforge launch recipes/chain_sum.yaml --on slurm --nodes 2 --gpus 8 --time 4:00:00 train.backend=fsdp
+      reinforge launch recipe:chain_sum --on slurm --nodes 2 --gpus 8 --time 4:00:00 train.backend=fsdp
 
-      reinforge launch recipes/chain_sum.yaml --on kubernetes --nodes 4 --gpus 8 --image reinforge:1 --dry-run cluster.kind=ray train.backend=fsdp
+      reinforge launch recipe:chain_sum --on kubernetes --nodes 4 --gpus 8 --image reinforge:1 --dry-run cluster.kind=ray train.backend=fsdp
     """
     from reinforge.cluster.launchers.job import Job
 

@@ -39,7 +39,7 @@ def evaluate(
 
     [bold]Examples[/bold]
 
-      reinforge eval recipes/chain_sum.yaml
+      reinforge eval recipe:chain_sum
 
       reinforge eval runs/chain-sum eval.samples=8 eval.temperature=0.7
 
@@ -132,7 +132,7 @@ def tiny(
 
       reinforge tiny runs/tiny
 
-      reinforge train recipes/algorithms/grpo.yaml
+      reinforge train recipe:algorithms/grpo
     """
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty.", where="OUT", fix="Choose another directory, or use the model that is there.")

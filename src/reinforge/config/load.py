@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from reinforge.config.base import spelled_out
 from reinforge.config.explain import explain
+from reinforge.config.recipes import is_recipe, recipe_text
 from reinforge.config.schema import Config
 from reinforge.config.strict import clean, dotted, parse, scalar
 from reinforge.core.errors import InputError
@@ -37,7 +38,9 @@ def config_from_dict(data: dict[str, Any], *, where: str = "config", overrides: 
 
 
 def read_text(path: Path) -> str:
-    """A configuration file's text, or an error that says why there is none."""
+    """A configuration file's text (or that of `recipe:NAME`), or an error that says why there is none."""
+    if is_recipe(path):
+        return recipe_text(str(path))
     if path.is_dir():
         raise InputError("this is a directory, not a configuration file.", where=str(path), fix="Give the .yaml file.")
     if not path.exists():

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
+import httpx2
 
 from reinforge.core.errors import InputError
 
@@ -22,17 +22,17 @@ class ServerFault(ServerDown):
 class Http:
     def __init__(self, address: str, key: str | None = None):
         self.address, self.key = address.rstrip("/"), key
-        self._client: httpx.AsyncClient | None = None
+        self._client: httpx2.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def _here(self) -> httpx.AsyncClient:
+    def _here(self) -> httpx2.AsyncClient:
         """The client of the running loop. That of a loop that is gone is dropped: its connections went with it."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a kept one may be closed as it is used
-            self._client = httpx.AsyncClient(
-                base_url=self.address, headers=headers, limits=limits, timeout=httpx.Timeout(None, connect=60.0), trust_env=False
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)  # a kept one may be closed as it is used
+            self._client = httpx2.AsyncClient(
+                base_url=self.address, headers=headers, limits=limits, timeout=httpx2.Timeout(None, connect=60.0), trust_env=False
             )
             self._loop = loop
         return self._client
@@ -49,7 +49,7 @@ class Http:
             reply = await asyncio.wait_for(
                 self._here().request(method, path, content=content, headers={"content-type": "application/json"}), timeout
             )
-        except (httpx.TransportError, TimeoutError, OSError) as error:
+        except (httpx2.TransportError, TimeoutError, OSError) as error:
             raise ServerDown(f"{self.address}{path}: {type(error).__name__} {error}".strip()) from error
         if reply.status_code == 200:
             return json.loads(reply.content) if reply.content[:1] in (b"{", b"[") else reply.text

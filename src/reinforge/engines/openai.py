@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import httpx2
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
@@ -48,8 +48,8 @@ class OpenAIClient:
     def __init__(self, server: Server, *, where: str = "--server"):
         self.server, self.where = server, where
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
-        self.http = httpx.AsyncClient(base_url=server.url.rstrip("/") + "/", headers=headers, timeout=httpx.Timeout(server.timeout, connect=10.0),
-                                      limits=httpx.Limits(max_connections=server.parallel))  # fmt: skip
+        self.http = httpx2.AsyncClient(base_url=server.url.rstrip("/") + "/", headers=headers, timeout=httpx2.Timeout(server.timeout, connect=10.0),
+                                      limits=httpx2.Limits(max_connections=server.parallel))  # fmt: skip
         self._room = asyncio.Semaphore(server.parallel)
         self._next = 0.0  # when the next request may start
         self._model = server.model
@@ -112,7 +112,7 @@ class OpenAIClient:
                 await self._turn()
                 try:
                     reply = await self.http.request(method, path, json=body)
-                except httpx.TransportError as error:
+                except httpx2.TransportError as error:
                     problem, wait = f"{type(error).__name__} {error}".strip(), None
                 else:
                     if reply.status_code == 200:
@@ -143,7 +143,7 @@ def _answer(choice: dict[str, Any], raw: bool) -> Answer:
     return Answer(text or "", reasons.get(str(choice.get("finish_reason")), Stop.EOS), logprobs, choice.get("token_ids"))
 
 
-def _object(reply: httpx.Response, where: str) -> dict[str, Any]:
+def _object(reply: httpx2.Response, where: str) -> dict[str, Any]:
     try:
         value = reply.json()
     except ValueError:
@@ -157,7 +157,7 @@ def _object(reply: httpx.Response, where: str) -> dict[str, Any]:
     return value
 
 
-def _message(reply: httpx.Response) -> str:
+def _message(reply: httpx2.Response) -> str:
     try:
         error = reply.json()["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:500]

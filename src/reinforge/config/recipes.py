@@ -1,0 +1,62 @@
+"""The recipes by name: `recipe:chain_sum` wherever a configuration file is asked for, installed or from a clone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from reinforge.core.errors import InputError
+
+PREFIX = "recipe:"
+
+
+def recipes_dir() -> Path:
+    """Inside the installed package; in a clone at the root of the repository."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parents[1] / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Every recipe, as `recipe:` takes it: `chain_sum`, `algorithms/grpo` ..."""
+    root = recipes_dir()
+    return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
+
+
+def is_recipe(path: Path | str) -> bool:
+    return str(path).startswith(PREFIX)
+
+
+def recipe_path(name: str) -> Path:
+    """The file of `recipe:chain_sum` or `chain_sum`."""
+    short = name.removeprefix(PREFIX).removesuffix(".yaml")
+    names = recipe_names()
+    if short not in names:
+        near = [other for other in names if short.rsplit("/", 1)[-1] in other] or names
+        raise InputError(
+            f"there is no recipe {short!r}.",
+            where=f"{PREFIX}{short}",
+            fix=f"There are: {', '.join(near[:8])}{' ...' if len(near) > 8 else ''} (`reinforge recipes` lists all).",
+        )
+    return recipes_dir() / f"{short}.yaml"
+
+
+def recipe_text(name: str) -> str:
+    """A recipe's YAML. It names files beside it as `recipes/...`: by name, that is wherever the recipes lie."""
+    text = recipe_path(name).read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    root = f"{recipes_dir()}/"
+    return "".join(line if line.lstrip().startswith("#") else line.replace("recipes/", root) for line in lines)
+
+
+def summary(name: str) -> str:
+    """What the first comment of a recipe says of it."""
+    first = recipe_path(name).read_text(encoding="utf-8").split("\n", 1)[0]
+    return first.lstrip("# ").strip()
+
+
+def copy_recipes(target: Path) -> None:
+    """All of them, with the programs beside them, into a directory that is not there yet."""
+    if target.exists():
+        raise InputError("this exists already.", where=str(target), fix="Name a directory that is not there yet.")
+    shutil.copytree(recipes_dir(), target, ignore=shutil.ignore_patterns("__pycache__"))
