@@ -285,6 +285,33 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
 
 
+def test_everything_is_on_disk_before_the_name_that_promises_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that loses power keeps what was synced: every file, then the directory, then the new name, then the directory of names."""
+    order: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(handle: int) -> None:
+        order.append(("sync", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+        fsync(handle)
+
+    def renamed(source: Path, target: Path) -> None:
+        order.append(("rename", Path(target).name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    path = store.save(tmp_path, 10, make_state(1), make_extra(1))
+    at = order.index(("rename", "step-00000010"))
+    first = [name for _, name in order[:at]]
+    written = {file.name for file in path.iterdir()}
+    assert written <= set(first) and len(written) == 5
+    folder = next(i for i, name in enumerate(first) if name.startswith(".tmp-step-00000010-"))
+    manifest = first.index("MANIFEST.json")
+    assert max(first.index(name) for name in written - {"MANIFEST.json"}) < manifest < folder, "the manifest proves what is there already"
+    assert tmp_path.name in first, "the directory `checkpoints` is new, and its own name must not get lost either"
+    assert ("sync", "checkpoints") in order[at:]
+
+
 def break_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -197,6 +197,19 @@ def test_limits_end_an_episode_as_truncated() -> None:
     assert none.samples[0].stop is Stop.ERROR and none.samples[0].reward is None and none.samples[0].n_trained == 0
 
 
+@pytest.mark.parametrize("truncated", [True, False])
+def test_an_environment_that_ran_into_its_own_limit_says_so(truncated: bool) -> None:
+    """The answer itself ended by a stop token: only the environment knows that the episode did not end by itself."""
+
+    class Limited(Echo):
+        async def step(self, action: Action) -> Step:
+            return Step(None, 1.0, done=True, truncated=truncated)
+
+    renderer = make_renderer()
+    [sample] = run(make_episodes(Saying(renderer, ["x"]), renderer, lambda row: Limited())(ROW, "g")).samples
+    assert sample.stop is (Stop.LENGTH if truncated else Stop.ENVIRONMENT) and sample.reward == 1.0
+
+
 # ---- templates that rewrite history ----
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from reinforge.app.build import Given, build
 from reinforge.app.sampling import carrying
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
 from reinforge.core.engine import Sampling
-from reinforge.core.errors import InputError
+from reinforge.core.errors import InputError, Terminated
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
@@ -28,8 +29,8 @@ from reinforge.rollout.carry import Carry, plain, restored
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.partial import Partial
 from reinforge.train.rl import RLTrainer
-from tiny_runs import digest, launch, lines
-from toys import make_model, make_module
+from tiny_runs import DATA, digest, launch, lines, odd
+from toys import SilentView, make_model, make_module
 from turns import Echo, make_episodes, make_renderer
 
 pytestmark = pytest.mark.timeout(120)
@@ -106,6 +107,25 @@ def test_what_is_whole_is_not_generated_again_and_another_prompt_is_another_requ
         assert carry.tokens() == 0
         alone = await carry.generate([5, 6, 7], Sampling(4), key=1)  # outside of any group nothing is kept
         assert len(alone) == 1 and carry.kept == {}
+
+    asyncio.run(go())
+
+
+def test_siblings_that_were_cut_together_go_on_with_draws_of_their_own(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        carry, generate = Carry(engine), engine.generate
+        keys: list[int] = []
+
+        async def listening(*given: Any, key: int, **named: Any) -> Any:
+            keys.append(key)
+            return await generate(*given, key=key, **named)
+
+        monkeypatch.setattr(engine, "generate", listening)
+        assert await cut_after(carry, 12) is None
+        [asked] = carry.kept["g"].values()
+        assert {len(p.tokens) for p in asked.pieces} == {6}, "cut at one moment, so nothing but their places tells them apart"
+        assert await cut_after(carry, 10**9) is not None
+        assert len(keys) == len(set(keys)) == 3  # the request of both, then one for the rest of each
 
     asyncio.run(go())
 
@@ -315,6 +335,47 @@ def test_a_run_with_partial_rollouts_is_exact_on_resume(make: Callable[..., Conf
     launch(cut)
     assert digest(cut) == digest(whole)
     assert [drop(m) for m in lines(cut)] == [drop(m) for m in lines(whole)]
+
+
+def test_a_run_that_is_stopped_while_it_generates_goes_on_exactly(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third step is cut after some tokens: they are thrown away, and those that were carried into the step are not."""
+    settings = ("train.steps=5", *PARTIAL)
+    whole, cut = make("whole", "grpo", *settings), make("cut", "grpo", *settings)
+    launch(whole)
+    trainer = build(cut, SilentView(), Given(data=DATA, rewards=odd))
+    assert isinstance(trainer, RLTrainer) and isinstance(trainer.source, Partial)
+    session, source, round_ = trainer.session, trainer.source, NativeEngine._round
+    before: list[int] = []  # tokens that were carried into the step
+
+    def counting(self: NativeEngine) -> None:
+        if session.step == 2 and not before:
+            before.append(source.carry.tokens())
+        round_(self)
+        if session.step == 2 and source.carry.tokens() >= before[0] + 12:
+            session.terminate()
+
+    async def go() -> None:
+        with session:
+            await trainer.run()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "_round", counting)
+        with pytest.raises(Terminated, match="at step 2 of 5"):
+            asyncio.run(go())
+    assert before[0] > 0, "nothing was carried over"
+    launch(cut)
+    assert digest(cut) == digest(whole)
+
+
+def test_what_was_trained_is_in_no_later_checkpoint(make: Callable[..., Config]) -> None:
+    """A checkpoint holds the tokens of the groups that are under way and of no others: it does not grow with the run."""
+    cfg = make("run", "grpo", "train.steps=6", "run.checkpoint.every=1", "run.checkpoint.keep=6", *PARTIAL)
+    launch(cfg)
+    found = [store.load(path)[1]["parts"]["partial"] for path in store.steps(Path(cfg.run.dir))]
+    assert len(found) == 6 and any(saved["kept"] for saved in found)
+    for saved in found:
+        under_way = {position for position, *_ in saved["carried"]}
+        assert {int(name.partition(":")[0]) for name in saved["kept"]} <= under_way
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,16 @@ def test_wrong_completions(client: Any) -> None:
             client.completions.create(**{"model": "tiny", "prompt": "a", **changes})
 
 
+def test_the_longest_prompt_of_a_request_decides_what_room_there_is(client: Any, service: Service) -> None:
+    """Two prompts share one limit: what fits after the short one only is refused, and without a limit both get what fits both."""
+    prompts = [[5, 6, 7], [5] * (service.context - 4)]
+    with pytest.raises(openai.BadRequestError, match="5 new tokens after a prompt of 508") as caught:
+        client.completions.create(model="tiny", prompt=prompts, max_tokens=5)
+    assert caught.value.code == "context_length_exceeded"
+    done = client.completions.create(model="tiny", prompt=prompts, extra_body={"ignore_eos": True, "return_token_ids": True})
+    assert [len(choice.token_ids) for choice in done.choices] == [4, 4]
+
+
 def test_what_is_no_request(server: tuple[str, Service]) -> None:
     url = server[0]
     chat = "/v1/chat/completions"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reinforge.core.backend import State
 from reinforge.core.engine import Sampling
@@ -23,7 +24,7 @@ from reinforge.rollout.passrate import Bands, PassRates
 from reinforge.rollout.race import race
 from reinforge.rollout.replay import Replay
 from reinforge.rollout.single import SingleTurn
-from reinforge.rollout.source import Harvest, Source, harvest_metrics
+from reinforge.rollout.source import Harvest, Source, harvest_metrics, has_signal
 from toys import run
 
 pytestmark = pytest.mark.timeout(60)
@@ -85,6 +86,34 @@ def test_groups_without_signal_do_not_count_as_first() -> None:
         and metrics["tokens/sampled"] == 20
         and metrics["groups/zero_variance"] == 0.4
     )
+
+
+def test_rewards_of_turns_are_signal_too() -> None:
+    """Equal last words, other turns on the way: such a group can teach. Equal sums cannot, whichever turn was paid."""
+
+    def episode(i: int, turns: list[float]) -> Sample:
+        sample = Sample.from_tokens(f"g#{i}", [1, 5, 6, 7], [False, True, True, True], group="g", reward=1.0)
+        return sample.with_(token_rewards=torch.tensor([0.0, *turns, 0.0]))
+
+    def group(*turns: list[float]) -> Group:
+        return Group(ROWS[0], [episode(i, t) for i, t in enumerate(turns)], [""] * len(turns))
+
+    assert has_signal(group([0.5, 0.0], [0.0, 0.0]))
+    assert not has_signal(group([0.5, 0.0], [0.0, 0.5])) and not has_signal(group([0.0, 0.0], [0.0, 0.0]))
+
+
+def test_a_row_that_is_solved_retires_although_dynamic_sampling_discards_its_groups() -> None:
+    """Row 0 is always solved, so none of its groups is trained; it is met once in each epoch and sampled in the first only."""
+    clock = Clock(lambda i: 1, flat=[0])
+    rates = PassRates([row.id for row in ROWS], bands=Bands(min_attempts=2))
+    cursor = Cursor(10, 0, False)
+    source = Source(
+        ROWS, cursor, clock, 3, dynamic=True, max_refills=3, chooser=Chooser(cursor, 0, [Teachable(rates, 0.0)]), passrates=rates
+    )
+    for step in range(9):
+        run(source.harvest(step, step))
+    assert cursor.epoch >= 2 and rates.status(0) == "solved" and int(rates.attempts[0]) == 2
+    assert [name for name in clock.started if name.endswith(":r0")] == ["0:r0"]
 
 
 def test_a_refill_round_is_over_provisioned_too() -> None:

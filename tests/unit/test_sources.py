@@ -322,6 +322,18 @@ def test_chain_in_a_config() -> None:
             load_rows(cfg(source, options=options))
 
 
+def test_generated_evaluation_rows_are_all_different() -> None:
+    """A small task draws the same problem again and again: each is asked once, and where there are too few it is said."""
+    small = {"terms": 2, "max_value": 9, "operators": "+", "size": 30}
+    problems = {r["prompt"] for r in islice(arithmetic.generate("chain", {**small, "split": "eval"}), 500)}
+    drawn = [r["prompt"] for r in islice(arithmetic.generate("chain", {**small, "split": "eval"}), len(problems))]
+    assert len(set(drawn)) < len(drawn), "problems come more than once"
+    _, held = train_and_eval_rows(cfg("arithmetic:chain", options=small, eval={"size": len(problems)}))
+    assert {row.prompt for row in held} == problems and len(held) == len(problems)
+    with pytest.raises(InputError, match=f"only {len(problems)} of {len(problems) + 1}"):
+        train_and_eval_rows(cfg("arithmetic:chain", options=small, eval={"size": len(problems) + 1}))
+
+
 def test_sloppy_demonstrations_forget_the_last_number_and_the_answer_does_not() -> None:
     options = {"terms": 3, "max_value": 9, "operators": "+", "size": 1000, "sloppy": 0.6}
     forgot = 0

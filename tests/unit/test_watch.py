@@ -82,6 +82,22 @@ def test_resume_cuts_the_logs_back_so_that_redone_steps_are_not_doubled(tmp_path
     assert [e["kind"] for e in events] == ["started", "resumed"] and events[1]["dropped_bytes"]["metrics.jsonl"] > 0
 
 
+def test_offsets_cover_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint promises that its logs reach to these offsets, also after a power cut: they are synced before they are told."""
+    recorder = Recorder(tmp_path, {})
+    recorder.log(1, {"a": 1.0})
+    fsync, synced = os.fsync, dict[str, int]()
+
+    def listening(handle: int) -> None:
+        fsync(handle)
+        file = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        synced[file.name] = file.stat().st_size
+
+    monkeypatch.setattr(os, "fsync", listening)
+    assert recorder.offsets() == synced and synced["metrics.jsonl"] > 0
+    recorder.close()
+
+
 def test_resume_with_a_log_shorter_than_its_offset_ends_on_a_whole_line(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, {})
     recorder.log(1, {"a": 1.0})

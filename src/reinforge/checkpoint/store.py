@@ -47,7 +47,10 @@ def save(run_dir: Path, step: int, state: State, extra: dict[str, Any]) -> Path:
     target = root / f"step-{step:08d}"
     temporary = _hidden(target, "tmp")
     try:
-        temporary.mkdir(parents=True)
+        if not root.is_dir():
+            root.mkdir(parents=True)
+            files.fsync_path(root.parent)  # or a power cut loses the directory with everything in it
+        temporary.mkdir()
         _write(temporary, step, state, extra)
         crash_point("save:before-rename")
         _put(temporary, target)

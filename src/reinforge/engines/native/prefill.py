@@ -64,7 +64,7 @@ def prefill(model: CausalModel, cache: Cache, forks: list[Fork], budget: int) ->
         if budget <= 0:
             break
         left = len(fork.tokens) - fork.done
-        count = left if left <= budget else max(size, budget // size * size)
+        count = min(left, max(size, budget // size * size)) if left > budget else left
         pieces.append((fork, fork.done + count))
         budget -= count
     lengths = [end - fork.done for fork, end in pieces]
