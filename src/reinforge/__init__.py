@@ -11,9 +11,17 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reinforge.version import __version__
+
+if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` brings the same
+    from reinforge.app.api import evaluate, train
+    from reinforge.config.load import load_config
+    from reinforge.config.schema import Config
+    from reinforge.core.engine import Sampling
+    from reinforge.core.errors import InputError
+    from reinforge.core.sample import Group, Row, Sample
 
 _PUBLIC = {
     "train": "reinforge.app.api:train",
@@ -72,12 +80,14 @@ def _make_callable(module: str) -> None:
     sys.modules[module].__class__ = _CallableModule
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = import_module("reinforge.train") if name == "train" else _resolve(name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # it would give every misspelt name a type
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = import_module("reinforge.train") if name == "train" else _resolve(name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

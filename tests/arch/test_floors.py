@@ -68,7 +68,9 @@ def test_imports_point_down(module: str) -> None:
 
 
 def test_the_front_door_imports_nothing_but_the_version() -> None:
-    assert {i.module for i in imports("reinforge") if i.module.startswith("reinforge")} == {"reinforge.version"}
+    """What it names for type checkers is not imported when it runs."""
+    found = {i.module for i in imports("reinforge") if i.module.startswith("reinforge") and i.at_module_level}
+    assert found == {"reinforge.version"}
 
 
 def test_foreign_systems_stay_in_their_adapters() -> None:

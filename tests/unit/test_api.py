@@ -64,6 +64,48 @@ def test_what_is_missing_is_said(arguments: dict[str, Any], says: str, tmp_path:
         reinforge.train(**arguments, dir=str(tmp_path / "run"))
 
 
+# objects that other libraries take
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tokenizer": object()}, r"reinforge\.train: has no argument tokenizer\..*model\.tokenizer=PATH"),
+        ({"processing_class": object()}, r"has no argument processing_class\..*model\.tokenizer=PATH"),
+        ({"callbacks": []}, r"has no argument callbacks\..*run\.log\.sinks"),
+        ({"train_dataset": ROWS}, r"has no argument train_dataset\. It is called data"),
+        ({"peft_config": object()}, r"has no argument peft_config\. It is called adapter"),
+        ({"learning_rat": 1e-4}, r"has no argument learning_rat\. Did you mean learning_rate"),
+        ({"zzz": 1}, r"has no argument zzz\. There are: config, model, data"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_argument_that_there_is_not_is_an_input_error(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        reinforge.train(model="m", data=ROWS, rewards=[share_of_a], **given)
+
+
+def test_models_and_adapters_as_objects_are_refused_with_the_way_to_go(tiny_dir: str, tmp_path: Path) -> None:
+    """They were taken for the names of files: `File name too long: 'LlamaForCausalLM(…'`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    module, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_dir), AutoTokenizer.from_pretrained(tiny_dir)
+    name = type(module).__name__
+
+    def refused(model: Any, says: str, **more: Any) -> None:
+        with pytest.raises(InputError, match=says):
+            reinforge.train(model=model, data=ROWS, rewards=[share_of_a], dir=tmp_path / "run", **more)
+
+    refused(module, rf"^model: model is a {name} object, and a path is needed\. .*model\.save_pretrained")
+    refused(tokenizer, r"model is a \w+ object.*save_pretrained")
+    refused(object(), r"model is a object object.*hub id")
+    settings = LoraConfig(r=2, target_modules=["q_proj"])
+    refused(tiny_dir, r"^adapter: adapter is a LoraConfig, not a dict\..*rank", adapter=settings)
+    refused(get_peft_model(module, settings), r'model is a Peft\w+ object.*adapter=\{"path": "my-adapter"\}.*merge_and_unload')
+    assert not (tmp_path / "run").exists()
+
+
 def config_of(tiny_dir: str, tmp_path: Path, *overrides: str, **sections: Any) -> Config:
     raw = {"model": {"path": tiny_dir}, "algorithm": {"name": "grpo", "group_size": 4}, "data": {"source": "python"}, "rewards": [{"name": "exact_match"}],
            "rollout": {"max_new_tokens": 4, "kv_gib": 0.01}, "train": {"steps": 1, "prompts_per_step": 2}, "run": {"dir": str(tmp_path / "run")}}  # fmt: skip

@@ -11,6 +11,7 @@ result = reinforge.train(model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows,
 from __future__ import annotations
 
 import asyncio
+import difflib
 import inspect
 import json
 import math
@@ -20,9 +21,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
@@ -31,6 +33,7 @@ from reinforge.config.pipeline import Pipeline, load_any
 from reinforge.config.schema import Config, RewardConfig
 from reinforge.config.strict import parse
 from reinforge.core.errors import InputError
+from reinforge.data.objects import rows_of
 
 if TYPE_CHECKING:
     from reinforge.app.build import Given
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from reinforge.train.session import Session, ViewLike
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,42 @@ def _run(config: Config, given: Given, view: ViewLike, attempt: Attempt | None =
     return session
 
 
+UNKNOWN = {  # what other libraries' trainers take, and what to do here
+    "tokenizer": "The tokenizer in the model's directory is used; another one's directory or hub id: overrides=[\"model.tokenizer=PATH\"].",
+    "processing_class": "The tokenizer in the model's directory is used; another one's directory or hub id: "
+    'overrides=["model.tokenizer=PATH"].',
+    "callbacks": "There are none. Metrics go to metrics.jsonl in the run's directory and to run.log.sinks; "
+    "to act between steps, write the loop yourself: recipes/loop.py.",
+    "args": "Settings are arguments of their own, or overrides; docs/migrate.md has the names.",
+    "train_dataset": "It is called data here.",
+    "eval_dataset": "It is called eval_data here.",
+    "reward_funcs": "It is called rewards here.",
+    "peft_config": 'It is called adapter here, e.g. adapter={"rank": 16}.',
+    "ref_model": "The reference is the model that the run begins with; algorithm.kl.reference lets it move.",
+    "output_dir": "It is called dir here.",
+    "max_steps": "It is called steps here.",
+    "num_generations": "It is called group_size here.",
+}
+
+
+def _known_names(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, with an InputError for a keyword that it does not have. Its signature stays what it is."""
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                listed = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}."
+                fix = UNKNOWN.get(name, listed)
+                raise InputError(f"has no argument {name}.", where="reinforge.train", fix=fix)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_known_names
 def train(
     config: str | Path | Mapping[str, Any] | Config | None = None, *, model: str | Path | None = None, data: str | Path | Iterable[Any] | None = None,
     eval_data: str | Path | Iterable[Any] | None = None, rewards: GivenRewards | None = None, algorithm: str = "grpo",
@@ -166,7 +206,9 @@ def train(
     """Trains a model. Give a config (file, dict or object), or the usual few things by name; `overrides` reach everything else
     (`"train.schedule.kind=cosine"`).
 
-    `data` is a path, a source name, or an iterable of dicts with a `prompt` (and whatever columns the rewards want);
+    `model` is the path of a directory or a hub id. A model that is in memory is saved first, with its tokenizer.
+    `data` is a path, a source name, or rows: an iterable of dicts with a `prompt` (and whatever columns the rewards want), a
+    pandas or polars data frame, a pyarrow table, a `datasets.Dataset`, or a dict of columns;
     `eval_data` the same, or hold rows out with `overrides=["data.eval.size=100"]`.
     `rewards` are names, functions `(prompts, completions, **columns) -> list[float | None]`, plain or async, or pairs
     (function, weight), in any mixture; one alone needs no list. Beside a config they take the place of its rewards, and one
@@ -176,6 +218,7 @@ def train(
     from reinforge.app.build import Given
     from reinforge.rewards.build import describe_rewards
 
+    _check_named(model, adapter)
     paths = {name: str(value) for name, value in (("data", data), ("eval_data", eval_data)) if isinstance(value, str | Path)}
     given = Given(data=_rows("data", data), eval_data=_rows("eval_data", eval_data))
     if config is not None:
@@ -207,6 +250,29 @@ def train(
     return train_config(config_from_dict(dict(config), where="reinforge.train", overrides=overrides), given)
 
 
+def _check_named(model: Any, adapter: Any) -> None:
+    """Objects where a path is wanted: other libraries take them."""
+    if adapter is not None and not isinstance(adapter, Mapping):
+        raise InputError(
+            f"adapter is a {type(adapter).__name__}, not a dict.",
+            where="adapter",
+            fix='Give its settings, e.g. {"rank": 16, "alpha": 32, "targets": ["q_proj", "v_proj"]}.',
+        )
+    if model is None or isinstance(model, str | Path):
+        return
+    kind = type(model).__name__
+    if hasattr(model, "peft_config") and hasattr(model, "merge_and_unload"):
+        fix = (
+            'Save it with model.save_pretrained("my-adapter") and give the base model\'s path, with '
+            'adapter={"path": "my-adapter"}; or save model.merge_and_unload() and give that directory.'
+        )
+    elif hasattr(model, "save_pretrained"):
+        fix = 'Save it with model.save_pretrained("my-model") and tokenizer.save_pretrained("my-model"), and give model="my-model".'
+    else:
+        fix = "Give the path of a directory with config.json and weights, or a hub id such as org/name."
+    raise InputError(f"model is a {kind} object, and a path is needed.", where="model", fix=fix)
+
+
 def _train_pipeline(pipeline: Pipeline, given: Given) -> RunResult:
     """Metrics are named by stage: `grpo/eval/accuracy`."""
     from reinforge.app.pipeline import run_pipeline
@@ -226,11 +292,7 @@ def new_dir(name: str) -> Path:
 
 def _rows(name: str, value: Any) -> list[Any] | None:
     """Rows that were given as objects; None for a path or nothing."""
-    if value is None or isinstance(value, str | Path):
-        return None
-    if isinstance(value, Mapping):
-        raise InputError(f"{name} is a {type(value).__name__}, not a list of rows.", where=name, fix="Give one split, or [row, row, ...].")
-    return list(value)
+    return None if value is None or isinstance(value, str | Path) else rows_of(value, name)
 
 
 def _declared(config: str | Path | Mapping[str, Any]) -> list[RewardConfig]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
+from reinforge.data.objects import rows_of
 from reinforge.data.preference import with_prompt
 from reinforge.data.readers import GENERATED, Record, did_you_mean, kind_of, read, size_of
 
@@ -57,13 +58,17 @@ def rows_from(
     items: Iterable[Any], *, columns: Mapping[str, str] | None = None, where: Mapping[str, Any] | None = None,
     system: str | None = None, template: str | None = None, fixed: Mapping[str, Any] | None = None, limit: int | None = None, name: str = "rows",
 ) -> list[Row]:  # fmt: skip
-    """Rows from a list, an iterable or a `datasets.Dataset` of dicts (or of prompt strings)."""
+    """Rows from what a Python caller has: dicts, texts that are prompts, or what `rows_of` makes dicts of."""
 
     def records() -> Iterator[Record]:
-        for i, item in enumerate(items):
+        for i, item in enumerate(rows_of(items, name)):
             record = {"prompt": item} if isinstance(item, str) else item
             if not isinstance(record, Mapping):
-                raise InputError(f"is {type(item).__name__}, not a dict or a string", where=f"{name} row {i}")
+                raise InputError(
+                    f"is {type(item).__name__}, not a dict or a string",
+                    where=f"{name} row {i}",
+                    fix='A row is a dict such as {"prompt": "...", "answer": "..."}.',
+                )
             yield f"{name} row {i}", dict(record)
 
     rows = _rows(records(), columns or {}, where or {}, system, template, fixed or {})
