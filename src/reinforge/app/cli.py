@@ -107,7 +107,9 @@ def sft(
     epochs: Annotated[float, typer.Option(min=0.001, help="Passes over the rows.")] = 1.0,
     lora: Annotated[int | None, typer.Option(min=1, metavar="RANK", help="Train an adapter of this rank instead of all weights.")] = None,
 ) -> None:
-    """Fine-tune a model on rows of your own: {"prompt", "completion"}, {"messages"} or {"text"}. No configuration needed.
+    """Fine-tune a model on rows of your own: {"prompt", "completion"}, {"messages"}, {"text"}, or Alpaca's or ShareGPT's columns.
+
+    No configuration needed.
 
     A twentieth of the rows is held out (of 40 rows or more). The same command goes on after a stop. The run's config.json has all settings.
 
@@ -121,7 +123,10 @@ def sft(
     """
     from reinforge.app.quick import sft_config
 
-    config = sft_config(model, data, out=out, epochs=epochs, lora=lora, overrides=overrides or [])
+    def say(text: str) -> None:
+        _warn([text])
+
+    config = sft_config(model, data, out=out, epochs=epochs, lora=lora, overrides=overrides or [], say=say)
     _train_run(config)
     print(f"next: reinforge chat {config.run.dir}, or reinforge export {config.run.dir} OUT{' --merge' if config.adapter else ''}")
 

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
-from reinforge.core.errors import InputError
-from reinforge.data.readers import read, size_of
+from reinforge.data.readers import GENERATED, kind_of
+from reinforge.data.sources import held_out, load_rows
 
 MOST_HELD_OUT, SHARE, FEWEST = 200, 20, 40  # one row in SHARE is held out, of a file with at least FEWEST rows
 
 
-def sft_config(model: str, data: str, *, out: str | None = None, epochs: float = 1.0, lora: int | None = None, overrides: Sequence[str] = ()) -> Config:  # fmt: skip
-    """SFT with settings that suit most: a twentieth of the rows (at most 200) held out, 16 rows per step, cosine with warm-up, 1e-5 for
-    all weights and 2e-4 for an adapter. `overrides` are those of `reinforge train`."""
-    rows = size_of(data, {}) or sum(1 for _ in read(data))
-    held_out = min(MOST_HELD_OUT, rows // SHARE) if rows >= FEWEST else 0
+def sft_config(
+    model: str,
+    data: str,
+    *,
+    out: str | None = None,
+    epochs: float = 1.0,
+    lora: int | None = None,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> Config:
+    """SFT with settings that suit most: a twentieth of the rows (at most 200) held out, 16 rows per step, cosine with
+    warm-up, 1e-5 for all weights and 2e-4 for an adapter. `overrides` are those of `reinforge train`. `say` is told where
+    fewer rows are held out, because rows with the same prompt stay together."""
     tree: dict[str, Any] = {
         "model": {"path": model},
         "algorithm": {"name": "sft"},
-        "data": {"source": data, "eval": {"size": held_out}},
+        "data": {"source": data},
         "rewards": [],
         "train": {
             "epochs": epochs,
-            "prompts_per_step": max(1, min(16, (rows - held_out) // 4)),
             "learning_rate": 2e-4 if lora else 1e-5,
             "schedule": {"kind": "cosine", "warmup": 3, "floor": 0.1},
         },
@@ -37,8 +44,15 @@ def sft_config(model: str, data: str, *, out: str | None = None, epochs: float =
         del tree["train"]["epochs"]  # one of the two says how long
     if lora:
         tree["adapter"] = {"rank": lora}
-    if not rows:
-        raise InputError("there are no rows.", where=data, fix="Give a file with at least one row.")
+    cfg = config_from_dict(tree, overrides=list(overrides)).data
+    rows = load_rows(cfg)
+    size = min(MOST_HELD_OUT, len(rows) // SHARE) if len(rows) >= FEWEST else 0
+    if kind_of(data) not in GENERATED:
+        wanted, size = size, len(held_out(rows, size, cfg.eval.where))
+        if size < wanted and cfg.eval.size == 0 and cfg.eval.source is None:  # else it was asked for
+            say(f"{size} rows are held out instead of {wanted}: rows with the same prompt stay together.")
+    tree["data"]["eval"] = {"size": size}
+    tree["train"]["prompts_per_step"] = max(1, min(16, (len(rows) - size) // 4))
     return config_from_dict(tree, overrides=list(overrides))
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
+from reinforge.data.formats import check_nothing_lost, understood
 from reinforge.data.objects import rows_of
 from reinforge.data.preference import with_prompt
 from reinforge.data.readers import GENERATED, Record, did_you_mean, kind_of, read, size_of
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from reinforge.core.sample import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT = 'Rewrite {"from": "human", "value": ...} as {"role": "user", "content": ...} and gpt as assistant, in a column messages.'
 PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked for, in this order
 MIXTURE = "mixture"  # data.source where there are several; also the column that says which one a row is of
 PYTHON = "python"  # data.source of rows that came as Python objects
@@ -110,7 +110,9 @@ def _rows(
         view = {**raw, **{ours: _column(raw, theirs, place) for ours, theirs in columns.items()}}
         if not all(_equal(_column(view, name, place), value) for name, value in where.items()):
             continue
-        view = with_prompt({**view, **fixed}, place)
+        if template is None:
+            check_nothing_lost(raw, columns, place)
+        view = with_prompt(understood({**view, **fixed}, place), place)
         moved = set(columns.values()) - set(columns)
         prompt, rest = _prompt({k: v for k, v in view.items() if k not in moved}, view, template, system, place)
         key = next((name for name in ("id", "uid") if rest.get(name) is not None), None)
@@ -150,8 +152,11 @@ def _prompt(
         return _with_system(fill(template, view, place), system, place), record
     name = next((name for name in PROMPTS if name in record), None)
     if name is None:
-        raise InputError(f"has no prompt: none of the columns {', '.join(PROMPTS)}, only {', '.join(map(str, record)) or 'none at all'}", where=place,
-                         fix=SHAREGPT if "conversations" in record else "Name the column with data.columns: {prompt: <their name>}, or build a prompt with data.template.")  # fmt: skip
+        raise InputError(
+            f"has no prompt: none of the columns {', '.join(PROMPTS)}, only {', '.join(map(str, record)) or 'none at all'}",
+            where=place,
+            fix="Name the column with data.columns: {prompt: <their name>}, or build a prompt with data.template.",
+        )
     value = record[name] if name in ("messages", "text") else record.pop(name)
     if name == "messages" and value is not None:
         prompt = value[:-1] if value[-1]["role"] == "assistant" else value
@@ -187,8 +192,6 @@ def check_messages(value: Any, place: str, name: str) -> list[dict[str, Any]]:
         raise InputError(f"{name} is not a list of messages", where=place, fix='A message is {"role": "user", "content": "..."}.')
     for i, message in enumerate(value):
         if message.get("role") not in ROLES:
-            if "from" in message and "value" in message:
-                raise InputError(f"{name}[{i}] has the keys from and value", where=place, fix=SHAREGPT)
             raise InputError(f"{name}[{i}] has the role {message.get('role')!r}", where=place, fix=f"Roles are: {', '.join(ROLES)}.")
         content = message.get("content")
         if content != "" and not (content is None and message.get("tool_calls")):
@@ -294,25 +297,33 @@ def _kind(source: str) -> str:
 
 
 def _split_off(rows: list[Row], size: int, where: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
-    """Prompts in the order of their hashes go to evaluation, all rows of a prompt together, until `size` rows are there."""
+    """Exactly `size` rows to evaluation, or an error that says how many there can be."""
     if size >= len(rows):
         raise InputError(f"cannot hold out {size} of {len(rows)} rows", where="data.eval.size", fix="Ask for fewer.")
+    held = held_out(rows, size, where)
+    if len(held) < size:
+        few = " and data.eval.where selects few" if where else ""
+        raise InputError(
+            f"cannot hold out exactly {size} rows: rows with the same prompt stay together{few}",
+            where="data.eval.size",
+            fix=f"Ask for {len(held)}, or give data.eval.source.",
+        )
+    return [row for row in rows if row.id not in held], [row for row in rows if row.id in held]
+
+
+def held_out(rows: Sequence[Row], most: int, where: Mapping[str, Any]) -> set[str]:
+    """The ids of at most `most` rows: prompts in the order of their hashes, all rows of a prompt together."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(prompt_text(row), []).append(row)
     held: set[str] = set()
-    room = size
     for text in sorted(groups, key=lambda t: seed_of("held out", t)):
         group = groups[text]
-        if len(group) <= room and all(
+        if len(held) + len(group) <= most and all(
             _equal(_column(row.columns, name, f"row {row.id}"), value) for row in group for name, value in where.items()
         ):
             held.update(row.id for row in group)
-            room -= len(group)
-    if room:
-        raise InputError(f"cannot hold out exactly {size} rows: rows with the same prompt stay together{' and data.eval.where selects few' if where else ''}",
-                         where="data.eval.size", fix=f"Ask for {size - room}, or give data.eval.source.")  # fmt: skip
-    return [row for row in rows if row.id not in held], [row for row in rows if row.id in held]
+    return held
 
 
 def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
