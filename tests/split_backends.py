@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
 from functools import partial
 from typing import Any
 
@@ -38,6 +40,8 @@ def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> P
             for name, p in module.named_parameters():
                 if "lora_B" in name:
                     p.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    if kind == "loaded":
+        module = with_loaded_adapter(module, seed)
     if kind in ("critic", "low critic"):
         return ScalarModel.on_trunk(module.bfloat16() if kind == "low critic" else module, ToyTokenizer())
     if kind == "checkpointed":
@@ -46,6 +50,18 @@ def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> P
     if kind == "head":
         model.add_value_head()
     return model
+
+
+def with_loaded_adapter(module: Any, seed: int = 0) -> Any:
+    """The module with an adapter that was trained and saved before, in the layers and beside them, as `adapter.path` loads it."""
+    asked = AdapterConfig(rank=3, targets=["q_proj", "down_proj", "embed_tokens"])
+    trained = add_adapter(copy.deepcopy(module), asked, seed=seed)
+    with torch.no_grad():
+        for p in (p for p in trained.parameters() if p.requires_grad):
+            p.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    with tempfile.TemporaryDirectory() as folder:
+        trained.save_pretrained(folder, save_embedding_layers=False)
+        return add_adapter(module, AdapterConfig(path=folder), seed=seed + 1)
 
 
 def both(ranks: Ranks, make: Any, reference: bool = True, **changes: Any) -> tuple[LocalBackend, FsdpBackend]:

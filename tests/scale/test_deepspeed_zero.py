@@ -202,6 +202,22 @@ def test_offload_changes_nothing_but_rounding(ranks: Ranks, stage: int, more: di
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_loaded_adapter_is_its_own_reference(ranks: Ranks, stage: int) -> None:
+    """The reference is the adapter as it was loaded, before and after steps; for that the rank keeps a copy of the model."""
+    local, zero = one("loaded"), many(ranks, stage, "loaded", learning_rate=1e-2)
+    start = pack(make_samples(LENGTHS), 64)
+    local.annotate(start, frozenset({"old"}))
+    for _ in range(2):
+        batches = pack(make_samples(LENGTHS), 64)
+        zero.annotate(batches, frozenset({"reference", "old"}))
+        for found, wanted in zip(batches, start, strict=True):
+            assert torch.allclose(found.streams["reference"], wanted.streams["old"], atol=1e-4)
+        update(zero, make_samples(LENGTHS, 1), policy_loss())
+    assert not torch.allclose(batches[0].streams["old"], start[0].streams["old"], atol=1e-2)
+    zero.close()
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_critic_in_float32(ranks: Ranks, stage: int) -> None:
     local, zero = one("critic", False, learning_rate=1e-2), many(ranks, stage, "critic", False, learning_rate=1e-2)
     samples, loss = make_samples(LENGTHS), ValueLoss(0.2)

@@ -226,6 +226,22 @@ def test_what_follows_the_weights(ranks: Ranks) -> None:
     sharded.close()
 
 
+def test_a_loaded_adapter_is_its_own_reference(ranks: Ranks) -> None:
+    """Cut weights too: the reference is the adapter as it was loaded, in the layers and beside them, before and after steps."""
+    local, sharded = both(ranks, "loaded", learning_rate=1e-2)
+    start = pack(make_samples(LENGTHS), 64)
+    local.annotate(start, frozenset({"old"}))
+    for _ in range(2):
+        batches = pack(make_samples(LENGTHS), 64)
+        sharded.annotate(batches, frozenset({"reference", "old"}))
+        for found, wanted in zip(batches, start, strict=True):
+            assert torch.allclose(found.streams["reference"], wanted.streams["old"], atol=1e-4)
+        update(sharded, make_samples(LENGTHS, 1), policy_loss())
+    assert not torch.allclose(batches[0].streams["old"], start[0].streams["old"], atol=1e-2)
+    assert sharded.parts() == {}
+    sharded.close()
+
+
 def test_offloaded_masters(ranks: Ranks) -> None:
     _, plain = both(ranks, "bfloat16", learning_rate=1e-2)
     _, moved = both(ranks, "bfloat16", learning_rate=1e-2, optimizer={"offload": True})

@@ -13,6 +13,7 @@ import torch
 from family_runs import HELD, JUDGED, PAIRS, config, launch, small_model
 from reinforge.app.api import evaluate, train_config
 from reinforge.app.build import Given, build
+from reinforge.app.export import export
 from reinforge.app.supervised import make_units
 from reinforge.app.workshop import Workshop
 from reinforge.backends.local import LocalBackend
@@ -162,6 +163,20 @@ def test_an_adapter_switched_off_is_the_reference(model: str, tmp_path: Path) ->
     launch(cfg, PAIRS)
     metrics = lines(cfg)
     assert metrics[0]["preference/loss"] == pytest.approx(LN2, abs=1e-6) and metrics[-1]["rewards/margin"] > metrics[0]["rewards/margin"]
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["", "precomputed"])
+def test_a_loaded_adapter_is_its_own_reference(model: str, tmp_path: Path, before: bool) -> None:
+    """DPO that continues from an adapter starts at ln 2: its reference is what the run starts from, not the base underneath."""
+    first = config(model, tmp_path / "first", "dpo", steps=8, lr=3e-2, adapter={"rank": 4})
+    launch(first, PAIRS)
+    assert abs(lines(first)[-1]["preference/loss"] - LN2) > 0.01  # to its own reference, the base, it has moved away
+    export(tmp_path / "first", tmp_path / "adapter")
+    adapter = {"path": str(tmp_path / "adapter")}
+    second = config(model, tmp_path / "second", "dpo", steps=4, train={"precompute_reference": before}, adapter=adapter)
+    launch(second, PAIRS)
+    found = [m["preference/loss"] for m in lines(second)]
+    assert found[0] == pytest.approx(LN2, abs=1e-6) and found[-1] < LN2 - 1e-3
 
 
 def test_a_moving_reference_moves(model: str, tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from reinforge.checkpoint import store
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import AdapterConfig, Config, OptimizerConfig
 from reinforge.core.batch import Totals, pack
-from reinforge.models.adapters import add_adapter
+from reinforge.models.adapters import adapter_off, add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_model
+from split_backends import load
 from tiny_runs import DATA, EVAL, LORA, digest, launch, lines, odd, tensors
 from toys import SilentView, make_module, make_samples, parameters, train_config
 
@@ -138,6 +139,28 @@ def test_an_averaged_reference_has_the_averaged_weights(adapted: bool) -> None:
     assert torch.equal(by_hand, reference) and not torch.allclose(policy, reference, atol=1e-3)
 
 
+def test_a_loaded_adapter_is_its_own_reference() -> None:
+    """The reference is the policy that the run starts from, adapter included: not the bare base. It stays so while the adapter
+    is trained, and a resumed run makes the same one from the files again: it is no part of a checkpoint."""
+
+    def begin() -> LocalBackend:
+        return LocalBackend(load("loaded"), train_config(learning_rate=1e-2), total_steps=10, reference=True)  # type: ignore[arg-type]
+
+    backend = begin()
+    start, reference = streams(backend)
+    with adapter_off(backend.model.module):
+        base, _ = streams(backend)
+    assert torch.equal(start, reference) and float((start - base).abs().max()) > 0.1
+    train(backend, 3)
+    policy, reference = streams(backend)
+    assert torch.equal(reference, start) and not torch.allclose(policy, start, atol=1e-2)
+    assert backend.parts() == {} and backend.frozen is None  # nothing of the base was copied
+    again = begin()
+    again.load(backend.state())
+    found = streams(again)
+    assert torch.equal(found[0], policy) and torch.equal(found[1], start)
+
+
 def test_only_what_moves_is_a_part() -> None:
     assert make_backend(False).parts() == {} and make_backend(True).parts() == {}
     moving = make_backend(False, kind="ema").parts()["reference"].state()
@@ -226,6 +249,19 @@ def test_a_moving_reference_keeps_the_kl_small(make: Callable[..., Config]) -> N
         launch(cfg)
         kls[kind] = [m["policy/kl"] for m in lines(cfg)]
     assert kls["sync"] == pytest.approx([0, 0, 0], abs=1e-9) and kls["frozen"][2] > 1e-5
+
+
+def test_the_kl_to_a_loaded_adapter_starts_at_zero(make: Callable[..., Config], tmp_path: Path) -> None:
+    """At learning rate 0 the policy is its reference at every step, whatever the adapter has learned before."""
+    before = make("before", "sft", "train.learning_rate=0.05", "train.steps=6", **LORA)
+    launch(before)
+    export(Path(before.run.dir), tmp_path / "adapter", merge=False)
+    cfg = make("after", "grpo", *KL, "train.learning_rate=0", "train.steps=2", adapter={"path": str(tmp_path / "adapter")})
+    launch(cfg)
+    steps = lines(cfg)
+    assert [m["policy/kl"] for m in steps] == pytest.approx([0, 0], abs=1e-9)
+    learned = load_model(cfg.model, cfg.adapter).module.named_parameters()
+    assert any(float(p.detach().abs().max()) > 1e-2 for name, p in learned if "lora_B" in name)
 
 
 def test_evaluation_and_export_use_the_average(make: Callable[..., Config], tmp_path: Path) -> None:

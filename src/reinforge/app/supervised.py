@@ -140,7 +140,8 @@ def keep_reference(shop: Workshop, backend: AnyBackend, parts: Sequence[Sequence
     if "reference" not in shop.algorithm.needs:
         raise InputError(f"{shop.algorithm.name} has no reference.", where="train.precompute_reference", fix="Remove it.")
     stream = "reference" if backend.reference is not None else "old"
-    name = f"{shop.cfg.model.path}@{shop.cfg.model.revision}"
+    adapter = shop.cfg.adapter.path if shop.cfg.adapter is not None else None
+    name = f"{shop.cfg.model.path}@{shop.cfg.model.revision}" + (f" with {adapter}" if adapter else "")
 
     def ask(batch: Batch) -> Streams:
         backend.annotate([batch], frozenset({stream}))

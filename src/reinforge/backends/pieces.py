@@ -132,11 +132,9 @@ class ShardedAdamW(MasterAdamW):
 
 
 class ShardedReference(Reference):
-    """The frozen copy is cut as the model is; it was made before that."""
+    """The copy is cut as the model is; it was made before that. `root` is that of the copy, or without one the policy's own."""
 
-    def __init__(
-        self, model: CausalModel, optimizer: ShardedAdamW, cfg: ReferenceConfig, copied: CausalModel | None, root: FSDPModule | None
-    ):
+    def __init__(self, model: CausalModel, optimizer: ShardedAdamW, cfg: ReferenceConfig, copied: CausalModel | None, root: FSDPModule):
         self.root, self._made = root, copied
         super().__init__(model, optimizer, cfg)
 
@@ -144,12 +142,12 @@ class ShardedReference(Reference):
         assert self._made is not None
         return self._made
 
+    @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        if self.root is None:
-            return super().logprobs(batch, temperature)
-        with torch.no_grad():
-            found: Tensor = self.root(partial(super().logprobs, batch, temperature))
-        self.root.reshard()
+        """[M]. What is swapped in is there before weights are gathered, and what was gathered is dropped before it is swapped out."""
+        with self.active() as model:
+            found: Tensor = self.root(partial(model.logprobs, batch, temperature=temperature))[0]
+            self.root.reshard()
         return found
 
     @torch.no_grad()

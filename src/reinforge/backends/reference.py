@@ -14,20 +14,27 @@ from reinforge.backends.optimizer import MasterAdamW
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.core.backend import State
 from reinforge.core.batch import Batch
-from reinforge.models.adapters import adapter_off, is_adapted
+from reinforge.models.adapters import adapter_off, begins_as_base, is_adapted
 from reinforge.models.causal import CausalModel
 
 
 class Reference:
-    """With an adapter nothing of the model is copied: frozen is the adapter off, moving is another adapter in its place.
-    A moving reference (TR-DPO, 2404.09656) is a part of the run and in its checkpoints; a frozen one is made again from the model."""
+    """Starts as the policy that the run starts from.
+
+    With an adapter nothing of the base is copied. Frozen is then the adapter off where the adapter is new, and the adapter as it
+    was loaded, put in the place of the trained one, where it is not. Moving is another adapter in its place.
+    A moving reference (TR-DPO, 2404.09656) is a part of the run and in its checkpoints; a frozen one is made again from the model.
+    """
 
     def __init__(self, model: CausalModel, optimizer: MasterAdamW, cfg: ReferenceConfig):
         self.model, self.cfg = model, cfg
         self.steps = 0  # optimizer steps since the run began
-        self.average = None if cfg.kind == "frozen" else Average(optimizer, cfg.decay if cfg.kind == "ema" else 0.0)
+        adapted = is_adapted(model.module)
+        self.average: Average | None = None  # other weights for what is trained; None: there is a copy, or the adapter goes off
+        if self.moving or (adapted and not begins_as_base(model.module)):
+            self.average = Average(optimizer, cfg.decay if cfg.kind == "ema" else 0.0)
         self.copy: CausalModel | None = None
-        if not is_adapted(model.module):
+        if not adapted:
             self.copy = self._copied()
             self._refresh()
 
@@ -39,7 +46,7 @@ class Reference:
 
     @property
     def moving(self) -> bool:
-        return self.average is not None
+        return self.cfg.kind != "frozen"
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
@@ -59,7 +66,7 @@ class Reference:
     def after_step(self) -> None:
         """Moves the reference after every `every`-th optimizer step."""
         self.steps += 1
-        if self.average is not None and self.steps % self.cfg.every == 0:
+        if self.moving and self.average is not None and self.steps % self.cfg.every == 0:
             self.average.after_step()
             self._refresh()
 
@@ -76,11 +83,12 @@ class Reference:
                 own[name].copy_(value)
 
     def state(self) -> State:
-        return State({} if self.average is None else self.average.state().tensors, {"steps": self.steps})
+        moved = self.average.state().tensors if self.moving and self.average is not None else {}
+        return State(moved, {"steps": self.steps})
 
     def load(self, state: State) -> None:
         self.steps = state.meta["steps"]
-        if self.average is not None:
+        if self.moving and self.average is not None:
             self.average.load(state)
             self._refresh()
 

@@ -100,7 +100,8 @@ class ShardBackend(DealtBackend):
         return ShardedAdamW(self.model.module, self.cfg.optimizer, self.stored, self.mesh, self.plan, self.tensor_mesh)
 
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
-        return ShardedReference(model, self.optimizer, kind, self._frozen, self._frozen_root)
+        root = self.root if self._frozen_root is None else self._frozen_root
+        return ShardedReference(model, self.optimizer, kind, self._frozen, root)
 
     # ---- passes ----
 
@@ -111,9 +112,8 @@ class ShardBackend(DealtBackend):
             self.root.reshard()
         if "reference" in needs:
             assert self.reference is not None, "this backend was made without a reference"
-            ask = partial(self.reference.logprobs, batch.to(self.member.device), self.temperature)
-            batch.streams["reference"] = (ask() if self._frozen_root is not None else self.root(ask)).cpu()
-            self.root.reshard()
+            found = self.reference.logprobs(batch.to(self.member.device), self.temperature)
+            batch.streams["reference"] = found.cpu()
 
     def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
         found = super().train_packs(dealt, loss, totals)

@@ -25,7 +25,7 @@ from reinforge.config.schema import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
-from reinforge.models.adapters import is_adapted
+from reinforge.models.adapters import begins_as_base
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
@@ -48,7 +48,7 @@ class ZeroShard(DealtBackend):
         self.shapes = {name: p.shape for name, p in trained.items()}
         self._frozen: CausalModel | None = None
         self._asked: Frozen | None = None
-        if settings.get("reference") and isinstance(model, CausalModel) and not is_adapted(model.module):
+        if settings.get("reference") and isinstance(model, CausalModel) and not begins_as_base(model.module):
             self._frozen = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
             if cfg.deepspeed.stage == 3:
                 self._asked = Frozen(member, self._frozen, cfg.deepspeed)

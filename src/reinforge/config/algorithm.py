@@ -27,7 +27,8 @@ class ClipConfig(Section):
 class ReferenceConfig(Section):
     kind: Literal["frozen", "sync", "ema"] = Field(
         "frozen",
-        description="frozen: the initial policy (LoRA: the adapter off). sync: a copy of the policy every so often. ema: its moving average.",
+        description="frozen: the policy that the run starts from (a new adapter: off; adapter.path: as loaded). "
+        "sync: a copy of the policy every so often. ema: its moving average.",
     )
     every: Count = Field(1, description="sync, ema: optimizer steps between two moves of the reference.")
     decay: Fraction = Field(0.99, description="ema: reference = decay x reference + (1 - decay) x policy.")

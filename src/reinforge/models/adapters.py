@@ -1,4 +1,7 @@
-"""LoRA and its kin through peft. The reference model is the same module with its adapter off; nothing is merged or copied.
+"""LoRA and its kin through peft. Nothing is merged or copied.
+
+The policy that a run starts from is its reference. With a new adapter, which begins as nothing, that is the module with its adapter off;
+with one that was trained before (adapter.path), it is the module with the adapter as it was loaded.
 
 lora: W + s B A with s = alpha / rank (2106.09685). rslora: s = alpha / sqrt(rank) (2312.03732). dora: direction and length of each output are
 trained apart (2402.09353). qlora: lora on a base in 4 bits, NF4 with double quantisation (2305.14314); the base is quantised as it is loaded.
@@ -16,6 +19,9 @@ from torch import Tensor
 
 from reinforge.config.schema import AdapterConfig
 from reinforge.core.errors import InputError
+
+
+_NEW = "_begins_as_its_base"  # on a wrapped module: its adapter adds nothing before the first step
 
 
 def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None = None) -> Any:
@@ -40,6 +46,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     if head:
         getattr(wrapped.get_base_model(), head).requires_grad_(True)
     make_lean(wrapped)
+    setattr(wrapped, _NEW, not cfg.path)
     return wrapped
 
 
@@ -125,10 +132,16 @@ class _Lean:
 
 @contextmanager
 def adapter_off(module: Any) -> Iterator[None]:
-    """Inside, the module is the base model: the reference."""
+    """Inside, the module is the base model."""
     with module.disable_adapter():
         yield
 
 
 def is_adapted(module: Any) -> bool:
     return hasattr(module, "disable_adapter") and hasattr(module, "peft_config")
+
+
+def begins_as_base(module: Any) -> bool:
+    """Whether the module with its adapter off is the policy that the run starts from: the adapter is new.
+    One that was trained before, here or elsewhere, is a part of that policy."""
+    return is_adapted(module) and getattr(module, _NEW, False)
