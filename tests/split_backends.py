@@ -31,6 +31,8 @@ LENGTHS = (20, 5, 12, 3, 9, 31, 4, 2)
 
 def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> PackedModel:
     """What each rank calls: the weights are a function of the seed. A vocabulary of 67 does not divide by 2."""
+    if kind == "experts":
+        arch, changes = "qwen2_moe", {"output_router_logits": True, "router_aux_loss_coef": 0.5, **changes}
     module = make_module(
         arch or ("qwen3" if kind == "lora" else "llama"), seed, **{"vocab_size": 67, "tie_word_embeddings": kind == "tied", **changes}
     )

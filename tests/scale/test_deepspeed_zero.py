@@ -218,6 +218,16 @@ def test_a_loaded_adapter_is_its_own_reference(ranks: Ranks, stage: int) -> None
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_the_load_of_a_router_is_balanced(ranks: Ranks, stage: int) -> None:
+    """The same micro-batches in one process: the same load-balancing loss, and the same gradient."""
+    local, zero = one("experts"), many(ranks, stage, "experts")
+    metrics, again = (update(backend, make_samples(LENGTHS), policy_loss(), 1) for backend in (local, zero))
+    assert metrics["train/router_aux_loss"] > 0.1 and again == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert relative(gradient(zero.state()), gradient(local.state())) < 1e-5
+    zero.close()
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_critic_in_float32(ranks: Ranks, stage: int) -> None:
     local, zero = one("critic", False, learning_rate=1e-2), many(ranks, stage, "critic", False, learning_rate=1e-2)
     samples, loss = make_samples(LENGTHS), ValueLoss(0.2)

@@ -37,7 +37,7 @@ def make_critic(cfg: Config, algorithm: Algorithm, policy: CausalModel, updates:
     train = cfg.train.model_copy(update={
         "learning_rate": cfg.train.learning_rate if critic.learning_rate is None else critic.learning_rate,
         "schedule": critic.schedule or cfg.train.schedule, "optimizer": critic.optimizer or cfg.train.optimizer,
-        "ema": None,
+        "ema": None, "router_aux_loss": None,
     })  # fmt: skip
     return algorithm, Critic(_backend(cfg, critic, policy, train, updates), loss, critic.warmup)
 

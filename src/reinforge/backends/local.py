@@ -19,10 +19,11 @@ from reinforge.backends.teacher import Teachers
 from reinforge.checkpoint.stored import Stored, within
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import TrainConfig
-from reinforge.core.backend import Loss, Metrics, Part, State
+from reinforge.core.backend import Loss, Metrics, Part, State, TrainedTokens
 from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
+from reinforge.models.balance import Balance
 from reinforge.models.causal import CausalModel
 from reinforge.models.divergence import log_collision
 from reinforge.models.neftune import neftune
@@ -45,6 +46,7 @@ class LocalBackend:
         self.steps = 0  # optimizer steps done, skipped and empty ones included: the schedule's clock
         self.share = cfg.share_prompts and cfg.neftune is None  # rows that share tokens cannot have noise of their own
         self.seed, self.teachers = seed, teachers
+        self.balance = Balance.of(model, cfg.router_aux_loss)
         kind = ReferenceConfig() if isinstance(reference, bool) else reference
         self.reference = self._reference(model, kind) if reference and isinstance(model, CausalModel) else None
         self.ema = Average(self.optimizer, cfg.ema) if cfg.ema is not None else None
@@ -156,9 +158,18 @@ class LocalBackend:
         return combine(parts)
 
     def _micro(self, batch: Batch, loss: Loss, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.balance is None or not torch.is_grad_enabled():
+            return loss(self._tokens(batch, loss, totals), totals)
+        with self.balance.watched() as routed:
+            tokens = self._tokens(batch, loss, totals)
+        value, metrics = loss(tokens, totals)
+        share = batch.n_trained / (totals.tokens - totals.left_out)  # of this micro-batch: those of all of them add up to 1
+        uneven = self.balance.loss(routed) * share
+        return value + self.balance.coefficient * uneven, {**metrics, "train/router_aux_loss": uneven.detach()}
+
+    def _tokens(self, batch: Batch, loss: Loss, totals: Totals) -> TrainedTokens:
         with self._noise(batch):
-            tokens = trained_tokens(self.model, batch.to(self.model.device), loss, totals, self.temperature, self.teachers)
-        return loss(tokens, totals)
+            return trained_tokens(self.model, batch.to(self.model.device), loss, totals, self.temperature, self.teachers)
 
     def _noise(self, batch: Batch) -> AbstractContextManager[None]:
         """Noise on the embeddings while training, where it is asked for: a function of the run, the step and the row."""

@@ -165,6 +165,11 @@ class TrainConfig(ParallelConfig):
         None,
         description="SFT: noise on the input embeddings, alpha / sqrt(length x width) x U(-1, 1); 5 is usual (2310.05914). Off by default.",
     )
+    router_aux_loss: NonNegative | None = Field(
+        None,
+        description="Mixture of experts: coefficient of the router's load-balancing loss (2101.03961), beside any loss of a policy. "
+        "Default: router_aux_loss_coef of the model's config where that says output_router_logits, otherwise none. 0: none.",
+    )
     precompute_reference: bool = Field(
         False,
         description="Preference: compute the reference's log-probs of all rows once, before the first step, and keep no copy of the model.",
@@ -327,6 +332,8 @@ class Config(Section):
             raise ValueError("teacher.precompute: a whole distribution per token does not fit a disk; use algorithm topk with one teacher")
         if self.train.neftune is not None and algorithm.family != "supervised":
             raise ValueError(f"train.neftune: noise is for supervised fine-tuning, not for {algorithm.name}; remove it")
+        if self.train.router_aux_loss and algorithm.family == "reward":
+            raise ValueError("train.router_aux_loss: a reward model has no load-balancing loss; remove it")
         if algorithm.family in ("preference", "reward") and self.data.loss_on == "all":
             raise ValueError(f"data.loss_on: {algorithm.name} needs to know which tokens are the answer; use assistant or completion")
         if algorithm.family == "reward" and self.rewards:

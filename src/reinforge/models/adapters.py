@@ -20,7 +20,6 @@ from torch import Tensor
 from reinforge.config.schema import AdapterConfig
 from reinforge.core.errors import InputError
 
-
 _NEW = "_begins_as_its_base"  # on a wrapped module: its adapter adds nothing before the first step
 
 
