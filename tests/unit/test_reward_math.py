@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from attack_lists.restatements import ASKED, HONEST, RESTATED
 from reinforge.config.schema import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.function import FunctionReward
-from reinforge.rewards.math import boxed, decided, final_answer, gold_answer, too_large
+from reinforge.rewards.literal import literal
+from reinforge.rewards.math import TAIL, MathReward, boxed, decided, final_answer, gold_answer, too_large
 from reinforge.rewards.outcome import Outcome
 from toys import run
 
@@ -35,7 +37,7 @@ EQUAL = [
     (r"\boxed{42}", "42"), ("The answer is 42.", "42"), ("so 7 + 35 = 42", 42), ("#### 42", "#### 42"), (r"$42$", r"so \boxed{42}"), (r"\boxed{1} no, \boxed{42}", "42"),
     (r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{0.5}", r"\frac12"), (r"\boxed{1,000}", "1000"), (r"\boxed{1{,}000}", "1000"), (r"\boxed{50\%}", "0.5"),
     (r"\boxed{2\sqrt{3}}", r"\sqrt{12}"), (r"\boxed{x^2+2x+1}", "(x+1)^2"), (r"\boxed{\{1,2\}}", r"\{2,1\}"), (r"\boxed{(1,2)}", "(1, 2)"), (r"\boxed{x=3}", "3"),
-    (r"\boxed{\text{Evelyn}}", "Evelyn"), (r"\boxed{3 \times 10^5}", "300000"), (r"\boxed{2^{10}}", "1024"), (r"\boxed{5 \text{ apples}}", "5"), (r"\boxed{90^\circ}", "90"),
+    (r"\boxed{\text{Evelyn}}", "Evelyn"), (r"\boxed{3 \times 10^5}", "300000"), (r"\boxed{2^{10}}", "2^{10}"), (r"\boxed{5 \text{ apples}}", "5"), (r"\boxed{90^\circ}", "90"),
     (r"\(\frac{\sqrt{3}}{2}\)", r"\frac{\sqrt 3}{2}"), (r"\boxed{-\frac{3}{4}}", "-0.75"), (r"\boxed{[0,1)}", "[0,1)"),
 ]  # fmt: skip
 
@@ -43,6 +45,27 @@ EQUAL = [
 @pytest.mark.parametrize(("text", "gold"), EQUAL)
 def test_equal(reward: FunctionReward, text: str, gold: Any) -> None:
     assert judged(reward, text, gold) == Outcome([1.0])
+
+
+@pytest.mark.parametrize(("answer", "gold"), HONEST)
+def test_an_honest_answer_counts(reward: FunctionReward, answer: str, gold: str) -> None:
+    assert judged(reward, rf"\boxed{{{answer}}}", gold, ASKED) == Outcome([1.0])
+
+
+@pytest.mark.parametrize(("answer", "gold"), RESTATED)
+def test_a_restated_question_is_no_answer(reward: FunctionReward, answer: str, gold: str) -> None:
+    """Equal in value to the gold answer, and still a computation: a rule decides, so it is 0 and never unscored."""
+    texts = [rf"\boxed{{{answer}}}", rf"So ${answer}$"]
+    rows = [Row("r", ASKED, {"answer": gold})] * len(texts)
+    assert run(reward.outcome(rows, texts)) == Outcome([0.0, 0.0])
+
+
+def test_every_literal_is_written_so_that_it_is_read_again() -> None:
+    """What is handed to math-verify is the number itself, without the unit."""
+    for answer, _ in HONEST:
+        if (found := literal(answer)) is not None:
+            again = literal(found.text)
+            assert again is not None and (again.value, again.percent, again.word) == (found.value, found.percent, found.word)
 
 
 ZERO = [
@@ -77,9 +100,10 @@ def test_what_no_rule_stops_is_stopped_by_the_clock() -> None:
     [quick] = build_rewards([RewardConfig(name="math", timeout=1.5, workers=2)])
     slow = r"\boxed{((((10^{99})^{99})^{99})^{99})^{99}}"
     assert not too_large(slow[7:-1])
-    texts = [slow, r"\boxed{\frac{1}{2}}", "0.5", r"\boxed{\frac{1}{3}}"]
-    run(quick.score([Row("r", "?", {"answer": "0.5"})], [r"\boxed{\frac{2}{4}}"]))  # the library is there
-    outcome = run(quick.outcome([Row("r", "?", {"answer": "0.5"})] * 4, texts))
+    texts = [slow, r"\boxed{\sqrt{2}}", r"$\frac{2}{\sqrt{2}}$", r"\boxed{\sqrt{3}}"]
+    row = Row("r", "?", {"answer": r"\sqrt{2}"})
+    run(quick.score([row], [r"\boxed{\sqrt{5}}"]))  # the library is there
+    outcome = run(quick.outcome([row] * 4, texts))
     assert outcome.scores == [None, 1.0, 1.0, 0.0] and outcome.timeouts + outcome.crashes == 1
 
 
@@ -95,11 +119,31 @@ def test_equal_answers_are_compared_once(reward: FunctionReward) -> None:
 
     pool.call = watched
     try:
-        texts = [r"\boxed{\frac{7}{9}}"] * 5 + [r"\boxed{7}"] * 5
-        assert run(reward.score([Row("r", "?", {"answer": "7/9"})] * 10, texts)) == [1.0] * 5 + [0.0] * 5
+        texts = [r"\boxed{2\sqrt{7}}"] * 5 + [r"\boxed{7}"] * 5
+        assert run(reward.score([Row("r", "?", {"answer": r"\sqrt{28}"})] * 10, texts)) == [1.0] * 5 + [0.0] * 5
         assert len(asked) == 2
     finally:
         del pool.call
+
+
+def test_a_comparison_that_ran_out_of_time_is_made_again() -> None:
+    """The clock says nothing about the answer: the same two answers are compared again the next time."""
+
+    class Slow:
+        said = [Outcome([None], timeouts=1), Outcome([None], crashes=1), Outcome([1.0])]
+
+        async def call(self, *_: Any) -> Outcome:
+            return self.said.pop(0)
+
+    slow = MathReward(Slow())  # type: ignore[arg-type]
+    ask = lambda: run(slow(["?"], [r"\boxed{2\sqrt{2}}"], [r"\sqrt{8}"]))  # noqa: E731
+    assert [ask().scores for _ in range(4)] == [[None], [None], [1.0], [1.0]]
+
+
+def test_a_box_before_the_tail_is_still_the_answer_that_was_given() -> None:
+    """What stands after the last box is no answer, however far the box is: it is out of sight, and the score 0."""
+    far = r"\boxed{5}" + " word" * (TAIL // 5) + " so 6"
+    assert final_answer(far) is None and decided(far, "6", "?") == 0.0 and decided(far, "5", "?") == 0.0
 
 
 def test_finding_the_answer() -> None:
@@ -121,7 +165,8 @@ def test_finding_the_answer() -> None:
         and gold_answer("$5$") == "5"
         and gold_answer(" ") is None
     )
-    assert decided("12.50", "12.5", "") == 1.0 and decided("1/3", "0.33", "") == ("1/3", "0.33")
+    assert decided("12.50", "12.5", "") == 1.0 and decided("1/3", "0.33", "") == (r"\frac{1}{3}", "0.33")
+    assert final_answer("so it is 1.25e3.") == "1.25e3"
 
 
 @pytest.mark.parametrize(("answer", "large"), [

@@ -11,10 +11,10 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Any
 
 from reinforge.core.errors import InputError
+from reinforge.rewards.literal import is_number_or_infinite, listed, literal, spaced
 from reinforge.rewards.outcome import Outcome
 from reinforge.rewards.pool import Pool
 
@@ -28,13 +28,10 @@ LENGTH, DIGITS, DEPTH, TOWER, EXPONENT, FACTORIAL = 400, 100, 12, 2, 1000, 200  
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _SAYS = re.compile(r"(?:final\s+answer|answer)\s*(?:is|=|:)+\s*([^\n]{1,400})", re.IGNORECASE)
 _INLINE = re.compile(r"\$\$(.{1,400}?)\$\$|\$([^$\n]{1,400})\$|\\\((.{1,400}?)\\\)|\\\[(.{1,400}?)\\\]", re.DOTALL)
-_NUMBER = re.compile(r"(?<![\w.^])[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?(?:\s*\\?%)?", re.ASCII)
-_PLAIN = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|[-+]?\.\d+", re.ASCII)
-_RATIONAL = re.compile(r"[-+]?(?:[\d.,]+|\\[dt]?frac\{\d+\}\{\d+\}|\d+/\d+)", re.ASCII)
+_NUMBER = re.compile(r"(?<![\w.^])[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?(?:\s*/\s*\d+)?(?:\s*\\?%)?", re.ASCII)
 _CHAINED = re.compile(r"(?:\^|\*\*)[{(\s]*(\d{1,9})[\s})]*[)}\]]\s*(?=(?:\^|\*\*)[{(\s]*(\d{1,9}))")
-_COMPUTES = re.compile(
-    r"(?<=[\w)}!])\s*(?:[-+*÷]|\\(?:cdot|times|div|pm|mp)\b(?!\s*10\s*\^))|!|\\(?:sum|prod|int|lim|binom|choose|log|ln|sin|cos|tan|max|min|gcd)(?![A-Za-z])"
-)
+_FUNCTIONS = "sum|prod|int|lim|binom|choose|log|ln|sin|cos|tan|max|min|gcd"
+_COMPUTES = re.compile(r"(?<=[\w)}!])\s*(?:[-+*÷]|\\(?:cdot|times|div|pm|mp)\b(?!\s*10\s*\^))|!|\\(?:" + _FUNCTIONS + r")(?![A-Za-z])")
 
 
 def boxed(text: str) -> str | None:
@@ -133,11 +130,29 @@ def gold_answer(gold: Any) -> str | None:
 
 
 def restates(answer: str, gold: str, prompt: str) -> bool:
-    """Whether the answer only asks the question again: `2+2` for 4, or an expression that stands in the prompt."""
-    tight, wanted = re.sub(r"\s", "", answer), re.sub(r"\s", "", gold)
-    if tight == wanted or not _COMPUTES.search(answer):
+    """Whether the answer only asks the question again.
+
+    Where the gold answer is a number, whatever is still to be computed does: `2+2`, `\\frac{144}{12}`, `12^2` for 144.
+    Where it is a list of numbers, this holds for its items. Where it is anything else (a root, a polynomial, a union of
+    intervals), an equal expression is an answer, unless it computes something and stands in the prompt.
+    """
+    tight, wanted = _tight(answer), _tight(gold)
+    if tight == wanted:
         return False
-    return _RATIONAL.fullmatch(wanted) is not None or tight in re.sub(r"\s", "", prompt)
+    asked = tight in _tight(prompt)
+    if (number := literal(gold)) is not None:
+        found = literal(answer)
+        return found is None or not found.final(number) or (asked and found.form[0] == "scientific")
+    items, given = listed(gold), listed(answer)
+    if items is not None and given is not None and all(map(is_number_or_infinite, items)):
+        return not all(map(is_number_or_infinite, given))
+    return asked and _COMPUTES.search(answer) is not None
+
+
+def _tight(text: str) -> str:
+    """Without spaces of any kind, and with one way to write a product and a fraction: for comparing texts."""
+    text = re.sub(r"\\cdot(?![A-Za-z])|\\times(?![A-Za-z])|[×·]", "*", spaced(text))
+    return re.sub(r"\s", "", re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text))
 
 
 def decided(completion: str, gold: str | None, prompt: str, *, boxed_only: bool = False) -> float | tuple[str, str] | None:
@@ -150,13 +165,13 @@ def decided(completion: str, gold: str | None, prompt: str, *, boxed_only: bool 
     answer = answer.strip().rstrip(".") or answer
     if too_large(answer) or restates(answer, gold, prompt):
         return 0.0
-    if _PLAIN.fullmatch(answer) and _PLAIN.fullmatch(gold):
-        return float(_decimal(answer) == _decimal(gold))
-    return answer, gold
-
-
-def _decimal(text: str) -> Decimal:
-    return Decimal(text.replace(",", ""))
+    given, wanted = literal(answer), literal(gold)
+    if given is None or wanted is None:
+        return answer, gold
+    bare = not (given.word or wanted.word or given.percent or wanted.percent)
+    if bare and (given.value == wanted.value or given.ratio == wanted.ratio):
+        return float(given.value == wanted.value)
+    return given.text, wanted.text  # 0.333333 for 1/3, 50% for 50: the library says how near is near
 
 
 @dataclass
