@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import struct
 import subprocess
 import time
@@ -76,6 +77,25 @@ def trl_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> lis
         float(isinstance(c, list) and c[0]["content"] == "yes") if isinstance(p, list) else float(c == "yes")
         for p, c in zip(prompts, completions)
     ]
+
+
+def trl_named(completions: list[Any], completion_ids: list[list[int]], log_metric: Any, log_extra: Any) -> list[float]:
+    log_metric("tokens", 1.0)
+    log_extra("column", completions)
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+def trl_kwargs(completions: list[Any], **kwargs: Any) -> list[float]:
+    kwargs["log_metric"]("tokens", 1.0)
+    return [float(sum(ids)) for ids in kwargs["completion_ids"]]
+
+
+def trl_state(completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+def memory_limit(completions: list[Any], **_: Any) -> list[float]:
+    return [float(resource.getrlimit(resource.RLIMIT_AS)[0])] * len(completions)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:

@@ -45,7 +45,7 @@ from reinforge.algorithms.shaping import overlong_penalty
 from reinforge.algorithms.surrogates import ppo_clip
 from reinforge.algorithms.table import build
 from reinforge.algorithms.terms import adaptive_entropy, adaptive_kl
-from reinforge.rewards.build import total
+from reinforge.rewards.combine import total
 
 LIMITS = {"float64": 1e-9, "float32": 1e-5}  # of the largest number of theirs
 TRAINED = ~torch.isin(SEQUENCE, torch.tensor(GIVEN["truncated"]))  # [M]

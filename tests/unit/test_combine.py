@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.engines.fake import FakeEngine
-from reinforge.rewards.build import build_rewards, describe_rewards, total
-from reinforge.rewards.combine import Gate, gated, gates_of
+from reinforge.rewards.build import build_rewards, describe_rewards
+from reinforge.rewards.combine import Gate, combined, gated, gates_of, total
 from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.outcome import Outcome, checked
 from reinforge.rollout.single import SingleTurn
 from toys import run
 
@@ -40,6 +42,47 @@ def test_a_chain_is_held_back_as_a_whole() -> None:
     assert gated({"c": 1.0, "b": 1.0, "a": 0.0}, gates) == {"c": 0.0, "b": 0.0, "a": 0.0}
     assert gated({"c": 1.0, "b": 1.0, "a": 1.0}, gates) == {"c": 1.0, "b": 1.0, "a": 1.0}
     assert gated({"c": 1.0, "b": None, "a": 0.0}, gates) == {"c": 1.0, "b": None, "a": 0.0}
+
+
+LOST = math.nan
+
+
+@pytest.mark.parametrize(
+    ("components", "weights", "gates", "counted", "reward"),
+    [
+        ({"a": 1.0, "b": LOST}, {"a": 1.0, "b": -1.0}, {}, {"a": 1.0, "b": None}, None),
+        ({"a": 1.0, "b": LOST}, {"a": 1.0, "b": 1.0}, {}, {"a": 1.0, "b": None}, None),
+        ({"a": 1.0, "b": LOST}, {"a": 1.0, "b": 0.0}, {}, {"a": 1.0, "b": None}, 1.0),
+        ({"a": 1.0, "b": LOST}, {"a": 1.0, "b": 0.0}, {"a": Gate("b")}, {"a": None, "b": None}, None),
+        ({"a": 1.0, "b": 1.0, "c": LOST}, {"a": 1.0, "b": 0.0, "c": 0.0}, {"a": Gate("b"), "b": Gate("c")}, dict.fromkeys("abc"), None),
+        ({"a": 1.0, "b": None}, {"a": 1.0, "b": -1.0}, {}, {"a": 1.0, "b": None}, 1.0),
+        ({"a": 1.0, "b": None}, {"a": 1.0, "b": 0.0}, {"a": Gate("b")}, {"a": 1.0, "b": None}, 1.0),
+    ],
+    ids=["penalty", "reward", "counts nothing", "gate", "gate of a gate", "penalty that does not apply", "gate that does not apply"],
+)
+def test_a_lost_score_leaves_the_sample_without_a_total(components: Any, weights: Any, gates: Any, counted: Any, reward: Any) -> None:
+    """A reward that hung or died is not one that has nothing to say."""
+    assert combined(components, gates, weights) == (counted, reward)
+
+
+def test_what_is_lost_is_told_from_what_does_not_apply() -> None:
+    parts = [Outcome([None]), Outcome([None], timeouts=1), Outcome([1.0]), Outcome([None, 0.0], lost=frozenset({0}))]
+    joined = Outcome.joined(parts)
+    assert joined.scores == [None, None, 1.0, None, 0.0] and joined.timeouts == 1
+    assert [s is not None and math.isnan(s) for s in joined.marked] == [False, True, False, True, False]
+
+
+def test_a_reward_too_large_to_train_on_is_refused() -> None:
+    """1e300 squared is no float, and 1e30 squared no float32: told at the reward, not where it overflows."""
+    for value in (1e300, -1e300, 10**400, 2e16):
+        with pytest.raises(InputError, match=r"reward big returned -?(1e\+300|inf|2e\+16): beyond 1e\+16 advantages overflow"):
+            checked("big", [value], 1)
+    for value in (math.inf, math.nan, "1"):
+        with pytest.raises(InputError, match="finite numbers"):
+            checked("odd", [value], 1)
+    assert checked("fine", [1e16, -1e16, None], 3) == [1e16, -1e16, None]
+    with pytest.raises(InputError, match="add up to 1e\\+18"):
+        combined({"a": 1e15}, {}, {"a": 1e3})
 
 
 def test_gates_name_other_rewards() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 
@@ -20,7 +20,14 @@ from toys import run
 @pytest.mark.parametrize(("text", "want"), [("3/4", "0.75"), ("so 50%", "0.5"), (r"50\%", "0.5"), ("1.5e3", "1500"), ("2e-3.", "0.002"), ("−7", "-7"), ("1,234.5", "1234.5"), ("1/0", None),
                                             ("9" * 41, None), ("v2", None), ("", None), ("５", None), ("nan", None), ("3 of 4", "4")])  # fmt: skip
 def test_last_value(text: str, want: str | None) -> None:
-    assert last_value(text) == (None if want is None else Decimal(want))
+    assert last_value(text) == (None if want is None else Fraction(want))
+
+
+def test_number_is_exact_beyond_28_digits() -> None:
+    third, long = "0." + "3" * 28, "1234567890123456789012345678901234567"
+    assert number([third, "1/3", "2/6"], ["1/3"] * 3) == [0.0, 1.0, 1.0]
+    assert number([f"{long}8%", f"{long}9%"], [f"{long}9%"] * 2) == [0.0, 1.0]
+    assert number([third], ["1/3"], tolerance=1e-27) == [1.0]
 
 
 def test_number_with_tolerances() -> None:

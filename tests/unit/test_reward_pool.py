@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -286,6 +289,58 @@ def test_waiting_for_a_turn_is_no_timeout() -> None:
 # other libraries' functions
 
 
+def test_trl_functions_get_what_trl_passes() -> None:
+    """The tokens that were sampled, and the functions that they may log with: in a process and here, named or in **kwargs."""
+    for name in ("trl_named", "trl_kwargs"):
+        for in_process in (True, False):
+            [reward] = build_rewards([RewardConfig(name=f"hostile_rewards:{name}", kind="trl", in_process=in_process)])
+            assert reward.reads_ids
+            scorer = Scorer([reward])
+            scores = run(scorer.score([Row("r", "p")] * 2, "g", [[5, 6, 7], [8]], ["a", "b"]))
+            assert scores == {name: [18.0, 8.0]}
+    with pytest.raises(InputError, match="asks for trainer_state of TRL's trainer"):
+        build_rewards([RewardConfig(name="hostile_rewards:trl_state", kind="trl")])
+
+
+def test_any_function_may_ask_for_the_tokens() -> None:
+    """... by naming them: a function that takes every column does not get one more than the rows have."""
+    named = FunctionReward("named", lambda completions, completion_ids: [float(len(t)) for t in completion_ids])
+    every = FunctionReward("every", lambda completions, **columns: [float("completion_ids" in columns)] * len(completions))
+    row = Row("r", "p")
+    assert run(named.outcome([row], ["a"], [[1, 2, 3]])).scores == [3.0]
+    assert run(every.outcome([row], ["a"], [[1, 2, 3]])).scores == [0.0]
+    with pytest.raises(InputError, match="needs completion_ids"):
+        run(named.outcome([row], ["a"]))
+
+
+def test_workers_start_where_memory_is_limited_from_outside() -> None:
+    """`ulimit -v` below what a worker would ask for: its own limit is then the outer one, and never above it."""
+    code = """
+import asyncio, resource
+from reinforge.rewards.pool import Pool, PoolSpec
+pool = Pool(PoolSpec("hostile_rewards:memory_limit", workers=1, timeout=30.0, memory_gib=64.0))
+[limit] = asyncio.run(pool.call("limit", {"completions": ["x"]}, 1)).scores
+assert limit == resource.getrlimit(resource.RLIMIT_AS)[1], limit
+pool.close()
+"""
+    program = [sys.executable, "-c", code]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    limited = ["bash", "-c", 'ulimit -v 8000000; exec "$@"', "-", *program]
+    done = subprocess.run(limited, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit on memory is named, not the import."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (3 << 30, 3 << 30))
+    made = Pool(PoolSpec("hostile_rewards:no_such_function", workers=1, timeout=5.0))
+    try:
+        with pytest.raises(InputError, match=r"3 GiB of address space \(ulimit -v\)"):
+            run(made.call("x", {"completions": ["x"]}, 1))
+    finally:
+        made.close()
+
+
 def test_functions_of_trl_and_verl() -> None:
     chat, text = Row("a", [{"role": "user", "content": "?"}]), Row("b", "?")
     for in_process in (True, None):
@@ -313,9 +368,10 @@ def test_a_redone_step_reads_what_the_clock_decided(tmp_path: Path) -> None:
     for reward in (first, second):
         scorer = Scorer([reward], journal=Journal(tmp_path / "journal.jsonl"))
         scores = run(scorer.score([Row("r", "p")] * 3, "0:r", [[1], [2], [3]], texts))
-        found.append((scores, scorer.faults("0:r"), scorer.faults("0:r")))
-    assert found[0] == found[1] == ({"obey": [3.0, None, None]}, {"reward_timeout": 1, "reward_crash": 1}, {})
-    assert scorer.total({"obey": None}, 5)[1] is None
+        totals = [scorer.total({"obey": score}, 5) for score in scores["obey"]]
+        found.append((totals, scorer.faults("0:r"), scorer.faults("0:r")))
+    lost: Any = ({"obey": None}, None)
+    assert found[0] == found[1] == ([({"obey": 3.0}, 3.0), lost, lost], {"reward_timeout": 1, "reward_crash": 1}, {})
 
 
 def test_faults_are_counted_in_the_metrics() -> None:

@@ -14,8 +14,9 @@ import torch
 from reinforge.config.schema import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
-from reinforge.rewards.build import build_rewards, load_function, total
+from reinforge.rewards.build import build_rewards, load_function
 from reinforge.rewards.builtin import FUNCTIONS
+from reinforge.rewards.combine import total
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.names import BUILTIN
 from reinforge.rewards.verifiable import exact_match, exact_number, last_number, regex

@@ -7,17 +7,18 @@ gets everything is the form in which hostile answers are also tried: a hole is o
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from reinforge.app.attacks import WRAPS, attacks, wrapped
-from reinforge.app.gold import sample
+from reinforge.app.gold import sample, tokens_for
 from reinforge.config.schema import Config, RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
-from reinforge.rewards.build import build_rewards, total
-from reinforge.rewards.combine import gated, gates_of
+from reinforge.rewards.build import build_rewards
+from reinforge.rewards.combine import combined, gates_of
 from reinforge.rewards.function import FunctionReward
 
 ALL = 0.99  # of the sum of positive weights
@@ -73,13 +74,14 @@ def check_rewards(config: Config, *, rows: int = 16, allowed: float = 0.1, gold:
         raise InputError(
             what, where="rewards" if not tried else "data.columns", fix="Map it, e.g. columns: {answer: solution}." if tried else None
         )
-    found = asyncio.run(_Trial(tried, chosen, {"as you say": gold} if gold else WRAPS, allowed).run())
+    found = asyncio.run(_Trial(config, tried, chosen, {"as you say": gold} if gold else WRAPS, allowed).run())
     found.left_out = [cfg.name for cfg in config.rewards if cfg.name in ("model", "process")]
     return found
 
 
 class _Trial:
-    def __init__(self, configs: Sequence[RewardConfig], rows: list[Row], wraps: Any, allowed: float):
+    def __init__(self, config: Config, configs: Sequence[RewardConfig], rows: list[Row], wraps: Any, allowed: float):
+        self.config = config
         self.rewards: list[FunctionReward] = build_rewards(configs, device="cpu")
         self.gates, self.weights = gates_of(self.rewards), {r.name: r.weight for r in self.rewards}
         self.rows, self.wraps, self.allowed = rows, wraps, allowed
@@ -120,12 +122,15 @@ class _Trial:
         raised = None
         for reward in self.rewards:
             try:
-                parts[reward.name] = await reward.score([r for r, _ in pairs], [t for _, t in pairs])
+                said = [t for _, t in pairs]
+                outcome = await reward.outcome([r for r, _ in pairs], said, tokens_for(self.config, reward, said))
+                parts[reward.name] = outcome.marked
             except Exception as error:  # somebody's function: whatever it raises is the finding
                 raised = f"{reward.name} raised {type(error).__name__}: {str(error)[:120]}"
-                parts[reward.name] = [None] * len(pairs)
-        totals = [total(gated({n: v[i] for n, v in parts.items()}, self.gates), self.weights) for i in range(len(pairs))]
-        return Tried(kind, totals, parts, raised)
+                parts[reward.name] = [math.nan] * len(pairs)
+        counted = [combined({n: v[i] for n, v in parts.items()}, self.gates, self.weights) for i in range(len(pairs))]
+        scored = {n: [None if v is None or math.isnan(v) else v for v in values] for n, values in parts.items()}
+        return Tried(kind, [reward for _, reward in counted], scored, raised)
 
 
 def _mean(values: Sequence[float | None]) -> str:

@@ -54,6 +54,8 @@ def run_checks(config: Config) -> Report:
         _stage("comparing training and evaluation rows")
         check_disjoint(train, held_out, report)
         _check_curriculum(config, train)
+        _stage("looking for the columns of the rewards")
+        _check_columns(config, train, held_out)
         _stage("rendering prompts")
         _check_prompts(config, sample(train, SAMPLE_ABOVE), sample(held_out, SAMPLE_ABOVE), report, offline)
         if report.ok:
@@ -125,6 +127,14 @@ def _check_algorithm(config: Config, report: Report) -> None:
 
     for note in algorithm_of(config.algorithm, config.rollout.max_new_tokens).notes:
         report.warn("algorithm", note)
+
+
+def _check_columns(config: Config, train: Sequence[Row], held_out: Sequence[Row]) -> None:
+    """Every row must have what the rewards ask for."""
+    from reinforge.app.workshop import scored_columns
+    from reinforge.rewards.build import build_rewards
+
+    scored_columns(config, build_rewards(config.rewards), train, held_out)
 
 
 def _check_curriculum(config: Config, train: Sequence[Row]) -> None:

@@ -61,7 +61,7 @@ async def _score_gold(config: Config, rewards: Sequence[Any], rows: list[Row], r
         print(f"stage: scoring gold answers with {key}", file=sys.stderr, flush=True)
         for kind in totals:
             texts = [str(row.columns["answer"]) if kind == "gold" else "" for row in rows]
-            values = await _score(reward, key, rows, texts, kind, report)
+            values = await _score(reward, key, rows, texts, tokens_for(config, reward, texts), kind, report)
             if values is None:
                 break
             scored = [v for v in values if v is not None]
@@ -75,15 +75,27 @@ async def _score_gold(config: Config, rewards: Sequence[Any], rows: list[Row], r
         report.warn("rewards", what, "Is the answer column what the rewards expect?")
 
 
-async def _score(reward: Any, key: str, rows: list[Row], texts: list[str], kind: str, report: Report) -> list[float | None] | None:
+def tokens_for(config: Config, reward: Any, texts: Sequence[str]) -> list[list[int]] | None:
+    """Of the answers, for a reward that asks for them."""
+    if not reward.reads_ids:
+        return None
+    from reinforge.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model)
+    return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+
+async def _score(
+    reward: Any, key: str, rows: list[Row], texts: list[str], tokens: list[list[int]] | None, kind: str, report: Report
+) -> list[float | None] | None:
     """The scores of all rows at once, or None after noting what was wrong."""
     try:
-        values = await reward.score(rows, texts)
+        values = (await reward.outcome(rows, texts, tokens)).scores
     except ReinforgeError as error:  # speaks for itself
         report.refuse(key, str(error))
         return None
     except Exception as error:  # a reward is somebody's function: whatever it raises is the finding
-        row, cause = await _culprit(reward, rows, texts) or (rows[0], error)
+        row, cause = await _culprit(reward, rows, texts, tokens) or (rows[0], error)
         note, what = (report.refuse, "its own gold answer") if kind == "gold" else (report.warn, "an empty completion")
         said = f"raised {type(cause).__name__}: {cause} on {what} of {named(row)}."
         note(key, said, "Return 0.0 for a wrong answer, None for one that cannot be scored.")
@@ -94,11 +106,11 @@ async def _score(reward: Any, key: str, rows: list[Row], texts: list[str], kind:
     return list(values)
 
 
-async def _culprit(reward: Any, rows: list[Row], texts: list[str]) -> tuple[Row, Exception] | None:
+async def _culprit(reward: Any, rows: list[Row], texts: list[str], tokens: list[list[int]] | None) -> tuple[Row, Exception] | None:
     """The first row on which a reward raises when it is asked one by one."""
-    for row, text in zip(rows, texts, strict=True):
+    for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
         try:
-            await reward.score([row], [text])
+            await reward.outcome([row], [text], tokens and tokens[i : i + 1])
         except Exception as error:
             return row, error
     return None

@@ -13,8 +13,8 @@ from reinforge.core.engine import Sampling
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
 from reinforge.engines.openai import OpenAIClient, Server
-from reinforge.rewards.build import build_rewards, total
-from reinforge.rewards.combine import gated, gates_of
+from reinforge.rewards.build import build_rewards
+from reinforge.rewards.combine import combined, gates_of
 from reinforge.rewards.judge import Judge, Mode
 from reinforge.rewards.running import Running
 
@@ -71,11 +71,13 @@ class Labeller:
         texts = [line["completion"] for line in lines]
         labels: list[Line] = [{} for _ in lines]
         if self._rewards:
-            scores = {r.name: await r.score([row] * len(texts), texts) for r in self._rewards}
+            tokens = [line["tokens"] for line in lines] if all("tokens" in line for line in lines) else None
+            scores = {r.name: (await r.outcome([row] * len(texts), texts, tokens)).marked for r in self._rewards}
             weights = {r.name: r.weight for r in self._rewards}
             for i, label in enumerate(labels):
-                parts = gated({name: values[i] for name, values in scores.items()}, self._gates)
-                label |= {"rewards": parts, "reward": total(self._running(parts), weights)}
+                given = {name: values[i] for name, values in scores.items()}
+                parts, reward = combined(given, self._gates, weights, self._running)
+                label |= {"rewards": parts, "reward": reward}
         if self._judge is not None:
             for label, score in zip(labels, await self._judge(row.prompt, texts), strict=True):
                 label["judge"] = score

@@ -31,7 +31,7 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.load import context_length, stop_tokens
 from reinforge.models.packed import PackedModel
 from reinforge.rewards.build import GivenRewards, build_rewards, describe_rewards
-from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.function import FunctionReward, check_columns
 from reinforge.train.session import ViewLike
 
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
@@ -95,6 +95,13 @@ def load_data(cfg: DataConfig, given: Given) -> tuple[list[Row], list[Row]]:
     return train, held_out
 
 
+def scored_columns(cfg: Config, rewards: Sequence[FunctionReward], train: Sequence[Row], held_out: Sequence[Row]) -> None:
+    """Raises InputError if a reward needs a column that a row which it will score does not have."""
+    rows = [*(train if cfg.algorithm.rl else ()), *held_out]  # without rollouts only an evaluation scores
+    added = ("transcript",) if cfg.env is not None or cfg.agent is not None else ()
+    check_columns(rewards, rows, added=added, some=cfg.rollout.on_reward_error == "unscored")
+
+
 def total_steps(cfg: Config, rows: int) -> int:
     if cfg.train.steps is not None:
         return cfg.train.steps
@@ -115,6 +122,7 @@ class Workshop:
         self.cfg, functions = self.given.described(self.cfg)
         cfg = self.cfg
         device = cfg.model.device if self.given.model is None else str(self.given.model.device)
+        scored_columns(cfg, build_rewards(cfg.rewards, functions), self.train_rows, self.eval_rows)  # before anything is loaded
         self.rewards: list[FunctionReward] = self._rewards(functions, device)
         self.weights = {
             **env_weights(cfg.env),

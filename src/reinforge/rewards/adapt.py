@@ -1,6 +1,8 @@
 """Reward functions written for other libraries, called as they expect. No torch here: workers import this.
 
-trl    f(prompts, completions, **columns): where a prompt is a chat, its completion is one too, [{"role": "assistant", "content": ...}]
+trl    f(prompts, completions, completion_ids, **columns): where a prompt is a chat, its completion is one too,
+       [{"role": "assistant", "content": ...}]. TRL also passes log_extra and log_metric, which drop what they are given here, and
+       trainer_state and environments, which nothing stands for here: a function that requires one of them is refused
 verl   compute_score(data_source, solution_str, ground_truth, extra_info): one completion at a time; a dict's `score` counts
 """
 
@@ -10,10 +12,15 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from reinforge.core.errors import InputError
+
 Kind = Literal["trl", "verl"]
 VERL = ("data_source", "solution_str", "ground_truth")
 COLUMNS = ("data_source", "ground_truth", "extra_info", "reward_model", "answer")  # of verl's rows; `answer` where ground_truth is missing
 ALWAYS = ("prompts", "completions")
+IDS = "completion_ids"
+LOGS = ("log_extra", "log_metric")  # of TRL: functions that a reward may call
+TRAINER = ("trainer_state", "environments")  # of TRL's trainer, which is not here
 
 
 def kind_of(function: Callable[..., Any]) -> Kind | None:
@@ -37,13 +44,27 @@ def adapted(function: Callable[..., Any], kind: str | None) -> Callable[..., Any
 def _trl(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    needed = [name for name in TRAINER if name in parameters and parameters[name].default is inspect.Parameter.empty]
+    if needed:
+        raise InputError(
+            f"asks for {' and '.join(needed)} of TRL's trainer, which is not here.",
+            where=f"rewards ({getattr(function, '__name__', 'kind: trl')})",
+            fix="Give the parameter a default, and do without it.",
+        )
 
     def reward(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> Any:
         said = [c if isinstance(p, str) else [{"role": "assistant", "content": c}] for p, c in zip(prompts, completions, strict=True)]
-        given = {"prompts": prompts, "completions": said, **columns}
+        given = {"prompts": prompts, "completions": said, **dict.fromkeys(LOGS, _dropped), **columns}
         return function(**{k: v for k, v in given.items() if takes_all or k in parameters})
 
-    return _asking(reward, [p for p in parameters.values() if p.name not in ALWAYS])
+    more = [p for p in parameters.values() if p.name not in (*ALWAYS, *LOGS, *TRAINER)]
+    if takes_all and IDS not in parameters:  # TRL always passes them
+        more = [_keyword(IDS, None), *more]
+    return _asking(reward, more)
+
+
+def _dropped(*_: Any, **__: Any) -> None:
+    """TRL's log_extra and log_metric: what a reward returns is logged, and nothing else."""
 
 
 def _verl(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -135,9 +135,3 @@ def _math(cfg: RewardConfig, where: str) -> FunctionReward:
         raise InputError("the reward math needs math-verify, which is not installed.", where=where, fix="pip install 'reinforge[math]'")
     made = math_reward(cfg.options, where.replace("name", "options"), lambda: pool_for(cfg, TARGET, preload=("math_verify",)))
     return FunctionReward(cfg.name, made, cfg.weight)
-
-
-def total(components: dict[str, float | None], weights: dict[str, float]) -> float | None:
-    """Σ weight·score over the components that could be scored; None when none could."""
-    scored = {name: value for name, value in components.items() if value is not None}
-    return sum(weights[name] * value for name, value in scored.items()) if scored else None

@@ -151,6 +151,11 @@ class CodeReward:
     def notes(self) -> list[str]:
         return [UNSAFE] if self.unsafe else []
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Columns that rows must have."""
+        return (self.tests,)
+
     async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> Outcome:
         self.open()
         if self.tests not in columns:
@@ -168,7 +173,9 @@ class CodeReward:
         )  # the same program with the same tests is run once
         verdicts = [found.get(name) for name in names]
         ran = [v for v in verdicts if v is not None]
-        return Outcome([self.score(v) for v in verdicts], sandbox=sum(v.failed_here for v in ran), unsafe=sum(v.unsafe for v in ran))
+        lost = frozenset(i for i, v in enumerate(verdicts) if v is not None and v.failed_here)
+        scores = [self.score(v) for v in verdicts]
+        return Outcome(scores, sandbox=len(lost), unsafe=sum(v.unsafe for v in ran), lost=lost)
 
     def score(self, verdict: Verdict | None) -> float | None:
         if verdict is None:

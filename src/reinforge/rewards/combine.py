@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reinforge.core.errors import InputError
 from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.outcome import within
 
 Components = dict[str, float | None]
 
@@ -55,3 +57,44 @@ def gated(components: Mapping[str, float | None], gates: Mapping[str, Gate]) -> 
         return 0.0 if found is not None and not gate.passes(found) else value
 
     return {name: counts(name) for name in components}
+
+
+def combined(
+    components: Mapping[str, float | None],
+    gates: Mapping[str, Gate],
+    weights: Mapping[str, float],
+    running: Callable[[Components], Components] | None = None,
+) -> tuple[Components, float | None]:
+    """The components as they count, and the total: Σ weight·score over those that have something to say, None if none has.
+
+    A component that is NaN is lost: its reward hung or died (`Outcome.marked`). It counts in no sum, and 0 is not what it would
+    have been: a completion that makes a penalty or a gate hang would get away with it, and one whose reward died by accident
+    would be punished. So the sample has no total. A lost reward that counts nothing (weight 0, no gate) takes nothing with it.
+
+    >>> combined({"right": 1.0, "form": math.nan}, {}, {"right": 1.0, "form": -0.5})
+    ({'right': 1.0, 'form': None}, None)
+    """
+    lost = {name for name, value in components.items() if value is not None and math.isnan(value)}
+    counted = gated({name: None if name in lost else value for name, value in components.items()}, gates)
+    for name in _behind(lost, gates):
+        counted[name] = None
+    if any(weights[name] for name in lost) or any(gate.on in lost for gate in gates.values()):
+        return counted, None
+    reward = total(counted if running is None else running(counted), weights)
+    if reward is not None:
+        within(reward, "the rewards of a sample add up to")
+    return counted, reward
+
+
+def _behind(lost: set[str], gates: Mapping[str, Gate]) -> set[str]:
+    """The components that wait for a lost one, directly or through others."""
+    found: set[str] = set()
+    while more := {name for name, gate in gates.items() if gate.on in lost | found} - found:
+        found |= more
+    return found
+
+
+def total(components: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
+    """Σ weight·score over the components that could be scored; None when none could."""
+    scored = {name: value for name, value in components.items() if value is not None}
+    return sum(weights[name] * value for name, value in scored.items()) if scored else None

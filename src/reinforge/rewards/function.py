@@ -6,16 +6,18 @@ import asyncio
 import inspect
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
+from reinforge.rewards.adapt import IDS
 from reinforge.rewards.outcome import Outcome, checked
 from reinforge.rewards.pool import Pool
 from reinforge.rewards.running import Rule
 
+Tokens = Sequence[Sequence[int]]
 TIMED_OUT = object()
 _NO_TURNS: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
@@ -54,14 +56,16 @@ class FunctionReward:
         """One score per completion, each finite or None. Raises InputError when the function is not usable on these rows."""
         return (await self.outcome(rows, completions)).scores
 
-    async def outcome(self, rows: Sequence[Row], completions: Sequence[str]) -> Outcome:
-        """The scores, and how many of them are missing because of the clock or a crash."""
+    async def outcome(self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None = None) -> Outcome:
+        """The scores, and how many of them are missing because of the clock or a crash. `tokens`: of the completions, for a
+        function that asks for `completion_ids`."""
         if self.each and len(rows) > 1:
-            return Outcome.joined(await _together([self._one([r], [c]) for r, c in zip(rows, completions, strict=True)]))
-        return await self._one(rows, completions)
+            ids = [None] * len(rows) if tokens is None else [[t] for t in tokens]
+            return Outcome.joined(await _together([self._one([r], [c], t) for r, c, t in zip(rows, completions, ids, strict=True)]))
+        return await self._one(rows, completions, tokens)
 
-    async def _one(self, rows: Sequence[Row], completions: Sequence[str]) -> Outcome:
-        given, count = self._given(rows, completions), len(completions)
+    async def _one(self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None) -> Outcome:
+        given, count = self._given(rows, completions, tokens), len(completions)
         if self.pool is not None:
             return await self.pool.call(self.name, given, count)
         result = self.function(**given) if self.pure else await self._called(given)
@@ -84,15 +88,51 @@ class FunctionReward:
             self._turns = (loop, asyncio.Semaphore(1))
         return self._turns[1]
 
-    def _given(self, rows: Sequence[Row], completions: Sequence[str]) -> dict[str, Any]:
+    @property
+    def reads_ids(self) -> bool:
+        """Whether the function is given the tokens of completions."""
+        return IDS in self._takes
+
+    @property
+    def columns(self) -> set[str]:
+        """The columns that every row must have, or the function cannot be called."""
+        own = self._required - {"prompts", "completions", IDS} - self.options.keys()
+        return own | set(getattr(self.function, "needs", ()))
+
+    def _given(self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None) -> dict[str, Any]:
         available: dict[str, Any] = {"prompts": [r.prompt for r in rows], "completions": list(completions)}
+        if self.reads_ids and tokens is not None:
+            available[IDS] = [list(map(int, t)) for t in tokens]
         for column in {name: None for r in rows for name in r.columns}:
             available.setdefault(column, [r.columns.get(column) for r in rows])
         missing = self._required - available.keys() - self.options.keys()
         if missing:
-            raise InputError(f"reward {self.name} needs {', '.join(sorted(missing))}, which the rows do not have (columns: {', '.join(sorted(available))}).",
-                             where="rewards", fix="Map a column with data.columns, or give it as rewards.options.")  # fmt: skip
+            raise lacks(self.name, missing, available)
         return {k: v for k, v in available.items() if self._takes_all or k in self._takes} | dict(self.options)
+
+
+def lacks(name: str, missing: Iterable[str], columns: Iterable[str], row: str = "") -> InputError:
+    """A reward needs columns that are not there."""
+    which = f"row {row}" if row else "the rows"
+    have = "does not have" if row else "do not have"
+    return InputError(
+        f"reward {name} needs {', '.join(sorted(missing))}, which {which} {have} (columns: {', '.join(sorted(columns))}).",
+        where="rewards",
+        fix="Map a column with data.columns, or give it as rewards.options.",
+    )
+
+
+def check_columns(rewards: Sequence[FunctionReward], rows: Sequence[Row], *, added: Iterable[str] = (), some: bool = False) -> None:
+    """Raises InputError if a reward needs a column that a row does not have: before anything large is loaded. `added`: columns that
+    come with the rollout. `some`: rows without are left unscored, so it is enough if any row has it."""
+    added = set(added)
+    for reward in rewards:
+        needed = reward.columns - added
+        lacking = [row for row in rows if not needed <= row.columns.keys()]
+        if lacking and (not some or len(lacking) == len(rows)):
+            row = lacking[0]
+            everywhere = len(lacking) == len(rows)
+            raise lacks(reward.name, needed - row.columns.keys(), row.columns, "" if everywhere else repr(row.id))
 
 
 async def _within(seconds: float | None, work: Awaitable[Any]) -> Any:

@@ -44,24 +44,54 @@ PAIRWISE = """You compare two answers to a request. Judge which is more correct,
 Think briefly, then end with one line: Verdict: A, Verdict: B, or Verdict: tie."""
 
 NEEDED: Mapping[Mode, tuple[str, ...]] = {"score": ("prompt", "completion"), "pairwise": ("prompt", "a", "b")}
-_SCORE = re.compile(r"^\W*score\W*:\W*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\W*$", re.IGNORECASE | re.MULTILINE)
-_VERDICT = re.compile(r"^\W*verdict\W*:\W*(a|b|tie)\W*$", re.IGNORECASE | re.MULTILINE)
+LOOKED_AT = 20_000  # characters at the end of a reply
+_NUMBER = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(?:\s{0,9}/\s{0,9}10)?")
+
+
+def _stated(reply: str, name: str) -> tuple[str, str] | None:
+    """What the last line `name: value` says: the value without marks around it, and those before it. The value may stand on the
+    next line that says anything. One pass over the lines, whatever is on them."""
+    lines = [line for line in reply[-LOOKED_AT:].split("\n") if _bare(line)[0]]
+    for at in range(len(lines) - 1, -1, -1):
+        head, colon, rest = lines[at].partition(":")
+        if colon and _bare(head)[0].lower() == name:
+            if not _bare(rest)[0] and at + 1 < len(lines):
+                rest = lines[at + 1]
+            return _bare(rest)
+    return None
+
+
+def _bare(text: str) -> tuple[str, str]:
+    """The text from its first to its last letter or digit, and what stands before."""
+    start, end = 0, len(text)
+    while start < end and not (text[start].isalnum() or text[start] == "_"):
+        start += 1
+    while end > start and not (text[end - 1].isalnum() or text[end - 1] == "_"):
+        end -= 1
+    return text[start:end], text[:start]
 
 
 def parse_score(reply: str) -> float | None:
     """The last `Score: N` with 0 <= N <= 10.
 
-    >>> parse_score("fine.\\n**Score: 7.5/10**"), parse_score("I'd say 7"), parse_score("Score: 11")
-    (7.5, None, None)
+    >>> parse_score("fine.\\n**Score: 7.5/10**"), parse_score("I'd say 7"), parse_score("Score: 11"), parse_score("Score: -7")
+    (7.5, None, None, None)
     """
-    found = _SCORE.findall(reply)
-    return float(found[-1]) if found and 0 <= float(found[-1]) <= HIGHEST else None
+    found = _stated(reply, "score")
+    number = found and _NUMBER.fullmatch(found[0])
+    if not found or not number or found[1].endswith(("-", "−")):
+        return None
+    return value if (value := float(number.group(1))) <= HIGHEST else None
 
 
 def parse_verdict(reply: str) -> float | None:
-    """1 for A, 0 for B, 1/2 for a tie."""
-    found = _VERDICT.findall(reply)
-    return {"a": 1.0, "b": 0.0, "tie": 0.5}[found[-1].lower()] if found else None
+    """1 for A, 0 for B, 1/2 for a tie.
+
+    >>> parse_verdict("Verdict: B\\n**Verdict: A**"), parse_verdict("Verdict: both")
+    (1.0, None)
+    """
+    found = _stated(reply, "verdict")
+    return {"a": 1.0, "b": 0.0, "tie": 0.5}.get(found[0].lower()) if found else None
 
 
 class Judge:

@@ -9,22 +9,39 @@ from typing import Any
 
 from reinforge.core.errors import InputError
 
+LARGEST = 1e16  # of a reward: the square of a larger one, summed over a batch, is no float32
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """One score per completion; None = could not be scored. What depends on the clock is counted and never becomes a 0."""
+    """One score per completion; None = could not be scored. What depends on the clock is counted and never becomes a 0.
+
+    A None is one of two things: the reward has nothing to say about this completion, or it should have said something and did
+    not (`lost`). The first leaves the total to the other rewards; the second leaves the sample without a total.
+    """
 
     scores: list[float | None]
     timeouts: int = 0  # scores that are None because the reward took too long
     crashes: int = 0  # ... because the process that computed them died, or met its limit of memory
     sandbox: int = 0  # ... because the sandbox failed
     unsafe: int = 0  # scores of programs that ran without containment
+    lost: frozenset[int] | None = None  # places of scores that should be there; None: every None, if any of the above is counted
+
+    @property
+    def marked(self) -> list[float | None]:
+        """The scores, with NaN for those that are lost: `combine.combined` reads it."""
+        failed = self.timeouts or self.crashes or self.sandbox
+        lost = self.lost if self.lost is not None else range(len(self.scores)) if failed else ()
+        return [math.nan if score is None and i in lost else score for i, score in enumerate(self.scores)]
 
     @classmethod
     def joined(cls, parts: Iterable[Outcome]) -> Outcome:
         parts = list(parts)
         counts = {name: sum(getattr(p, name) for p in parts) for name in ("timeouts", "crashes", "sandbox", "unsafe")}
-        return cls([s for p in parts for s in p.scores], **counts)
+        marked = [score for p in parts for score in p.marked]
+        lost = frozenset(i for i, score in enumerate(marked) if score is not None and math.isnan(score))
+        scores = [None if i in lost else score for i, score in enumerate(marked)]
+        return cls(scores, **counts, lost=lost if len(lost) != scores.count(None) else None)
 
 
 def checked(name: str, result: Any, count: int) -> list[float | None]:
@@ -38,13 +55,29 @@ def checked(name: str, result: Any, count: int) -> list[float | None]:
             where="rewards",
             fix="Return a list with one number or None per completion.",
         )
-    out: list[float | None] = []
-    for value in result:
-        if value is not None and (isinstance(value, (str, bytes)) or not math.isfinite(float(value))):
-            raise InputError(
-                f"reward {name} returned {value!r}.",
-                where="rewards",
-                fix="Return finite numbers, or None for a completion that cannot be scored.",
-            )
-        out.append(None if value is None else float(value))
-    return out
+    return [None if value is None else _number(name, value) for value in result]
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except OverflowError:  # an int that no float is near
+        number = math.inf
+    if math.isnan(number) or value in (math.inf, -math.inf):
+        raise InputError(
+            f"reward {name} returned {value!r}.",
+            where="rewards",
+            fix="Return finite numbers, or None for a completion that cannot be scored.",
+        )
+    within(number, f"reward {name} returned")
+    return number
+
+
+def within(number: float, said: str) -> None:
+    """Raises InputError for a reward that is too large to train on."""
+    if abs(number) > LARGEST:
+        raise InputError(
+            f"{said} {number:.3g}: beyond {LARGEST:.0e} advantages overflow.",
+            where="rewards",
+            fix="Scale it down, e.g. to 0 to 1; a logarithm keeps the order.",
+        )

@@ -18,18 +18,21 @@ from reinforge.rewards.pool import Pool, PoolSpec, pool_of
 
 MOST_WORKERS = 4
 CALLS_OTHERS = {"reasoning_gym": ("reasoning_gym",)}  # built-ins that run a library's code on completions, and what they import
+BACKTRACKS = {"regex"}  # built-ins whose time no rule bounds: a completion can make a harmless-looking pattern take for ever
 
 
 def placed(cfg: RewardConfig, name: str, function: Callable[..., Any], where: str, *, ours: bool = False) -> FunctionReward:
-    """The reward with its process, if it gets one. `ours`: a built-in, fast and repeatable unless it calls others' code; that is
-    done one completion at a time, each in a process that is thrown away: some scorers `eval` answers."""
+    """The reward with its process, if it gets one. `ours`: a built-in, fast and repeatable unless it backtracks or calls others'
+    code. Those are asked one completion at a time: one that hangs does not take its group with it. Others' code gets a process
+    that is thrown away: some scorers `eval` answers."""
     kind = cfg.kind or (None if ours else kind_of(function))
     foreign = CALLS_OTHERS.get(name, ()) if ours else ()
     target = None if cfg.in_process else _target(cfg.name, function)
-    by_default = not foreign if ours else not _wants_a_process(function, target)
+    alone = bool(foreign) or (ours and name in BACKTRACKS)
+    by_default = not alone if ours else not _wants_a_process(function, target)
     here = by_default if cfg.in_process is None else cfg.in_process
     reward = FunctionReward(
-        name, adapted(function, kind), cfg.weight, cfg.options, pure=ours and here and not foreign, timeout=cfg.timeout, each=bool(foreign)
+        name, adapted(function, kind), cfg.weight, cfg.options, pure=ours and here and not foreign, timeout=cfg.timeout, each=alone
     )
     if not here:
         if target is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
-import math
+import resource
 import secrets
 import socket
 import subprocess
@@ -23,6 +23,7 @@ from typing import Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.frames import HEAD
+from reinforge.rewards.outcome import LARGEST as LARGEST_SCORE
 from reinforge.rewards.outcome import Outcome
 from reinforge.rewards.wire import NotPlain, encode
 from reinforge.rewards.worker import packed
@@ -188,7 +189,7 @@ class Pool:
                 self._busy -= 1
                 raise
         raise InputError(
-            f"the process of {self.spec.target} died {TRIES} times before it could start.", where="rewards", fix="Does importing it exit?"
+            f"the process of {self.spec.target} died {TRIES} times before it could start.", where="rewards", fix=_why_it_died()
         )
 
     async def _greet(self, worker: Worker) -> None:
@@ -205,8 +206,11 @@ class Pool:
             raise
         if hello["problem"] is not None:
             self.close()
-            raise InputError(f"{self.spec.target} cannot be imported in a process of its own: {hello['problem']}", where="rewards",
-                             fix="Put it into a file that can be imported by itself, or set in_process: true for this reward.")  # fmt: skip
+            raise InputError(
+                f"{self.spec.target} cannot be used in a process of its own: {hello['problem']}",
+                where="rewards",
+                fix="Put it into a file that can be imported by itself, or set in_process: true for this reward." + _ulimit(),
+            )
         worker.pid = hello["pid"]
 
     def _order(self) -> Worker:
@@ -249,6 +253,18 @@ class Pool:
         self._template = self._control = None
 
 
+def _why_it_died() -> str:
+    return _ulimit().strip() or "Does importing it exit?"
+
+
+def _ulimit() -> str:
+    """What a user should know where memory is limited from outside."""
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if allowed == resource.RLIM_INFINITY:
+        return ""
+    return f" Every process here may take {allowed / 2**30:.3g} GiB of address space (ulimit -v): importing may need more."
+
+
 def _outcome(name: str, reply: dict[str, Any], count: int) -> Outcome:
     """What a worker said, believed as far as it is numbers."""
     if "raised" in reply:
@@ -261,7 +277,7 @@ def _outcome(name: str, reply: dict[str, Any], count: int) -> Outcome:
     if (
         not isinstance(scores, list)
         or len(scores) != count
-        or not all(s is None or (type(s) is float and math.isfinite(s)) for s in scores)
+        or not all(s is None or (type(s) is float and abs(s) <= LARGEST_SCORE) for s in scores)
     ):
         return Outcome([None] * count, crashes=count)
     return Outcome(scores)

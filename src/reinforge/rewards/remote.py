@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
 from reinforge.engines.openai import OpenAIClient, Server
 from reinforge.rewards.judge import HIGHEST, Judge, Mode
-from reinforge.rewards.outcome import Outcome
+from reinforge.rewards.outcome import LARGEST, Outcome
 
 KEY = "REINFORGE_API_KEY"
 
@@ -114,7 +113,8 @@ class JudgeReward:
             if None not in scores:
                 break
         top = HIGHEST if self.mode == "score" else 1.0
-        return Outcome([None if s is None else s / top for s in scores])
+        unread = frozenset(i for i, score in enumerate(scores) if score is None)  # an answer may have confused the judge
+        return Outcome([None if s is None else s / top for s in scores], lost=unread)
 
     async def _ask(self, attempt: int, text: str) -> str:
         server = self.asker.server
@@ -134,6 +134,11 @@ class HttpReward:
     asker: Asker
     columns: Sequence[str] = ()
 
+    @property
+    def needs(self) -> Sequence[str]:
+        """Columns that rows must have."""
+        return self.columns
+
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> Outcome:
         missing = [name for name in self.columns if name not in columns]
         if missing:
@@ -150,12 +155,12 @@ class HttpReward:
         scores = reply.get("scores")
         if not isinstance(scores, list) or len(scores) != len(completions) or not all(s is None or _is_number(s) for s in scores):
             raise InputError(f"{self.asker.server.url} answered {str(reply)[:200]} for {len(completions)} completions.", where=self.asker.where,
-                             fix='It must answer {"scores": [...]} with one finite number or null per completion.')  # fmt: skip
+                             fix='It must answer {"scores": [...]} with one finite number or null per completion, none beyond 1e16.')  # fmt: skip
         return Outcome([None if s is None else float(s) for s in scores])
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 COMMON = ("url", "api_key_env", "parallel", "rate", "retries")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from typing import Any
 
 MAX_DIGITS = 40  # a longer "number" is nonsense, and big integers are an attack on the parser
@@ -84,11 +85,12 @@ def reasoning_gym(completions: Sequence[str], entry: Sequence[Any], extract: str
 _VALUE = re.compile(r"(?<![\w.])([-+]?)(\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?(?:\s*/\s*(\d{1,40}))?\s*(\\?%)?(?![\w])", re.ASCII)
 
 
-def last_value(text: str) -> Decimal | None:
+def last_value(text: str) -> Fraction | None:
     """Like `last_number`, and reads 1e-3, 3/4 and 50% too; None when there is no number, it is too long, or it divides by 0.
+    Exact, however many digits it has.
 
     >>> last_value("about 3/4"), last_value("so 50%"), last_value("1.5e3"), last_value("1/0")
-    (Decimal('0.75'), Decimal('0.5'), Decimal('1500'), None)
+    (Fraction(3, 4), Fraction(1, 2), Fraction(1500, 1), None)
     """
     found = list(_VALUE.finditer(text[-10_000:].replace("\u2212", "-")))
     if not found:
@@ -96,8 +98,8 @@ def last_value(text: str) -> Decimal | None:
     sign, digits, exponent, below, percent = found[-1].groups()
     if len(digits) > MAX_DIGITS or (below is not None and int(below) == 0):
         return None
-    value = Decimal(sign + digits.replace(",", "").rstrip(".")) / Decimal(below or 1) / (100 if percent else 1)
-    return value.scaleb(int(exponent or 0)).normalize() if exponent or percent or below else value
+    value = Fraction(Decimal(sign + digits.replace(",", "").rstrip("."))) / int(below or 1)
+    return value * Fraction(10) ** int(exponent or 0) / (100 if percent else 1)
 
 
 def number(
@@ -110,14 +112,14 @@ def number(
         if want is None:
             scores.append(None)
             continue
-        allowed = Decimal(str(tolerance)) + Decimal(str(relative)) * abs(want)
+        allowed = Fraction(str(tolerance)) + Fraction(str(relative)) * abs(want)
         scores.append(float(got is not None and abs(got - want) <= allowed))
     return scores
 
 
 _CHOICE = r"[(\[{*\s]*([A-Ja-j])[)\]}*.\s]*"
-_STATED = re.compile(r"(?:answer|choice|option)\s*(?:is|=|:)\s*" + _CHOICE + r"(?![\w'])", re.IGNORECASE)
-_BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Ja-j])\)?\s*\}?\s*\}")
+_STATED = re.compile(r"(?:answer|choice|option)\s*(?:is|=|:)" + _CHOICE + r"(?![\w'])", re.IGNORECASE)
+_BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{\s*)?\(?([A-Ja-j])\)?\s*(?:\}\s*)?\}")
 _ALONE = re.compile(_CHOICE + r"(?:[:.)].{0,200})?", re.DOTALL)
 _LETTER = re.compile(r"(?<![A-Za-z'])\(?([A-J])\)?(?![A-Za-z'])")
 

@@ -99,24 +99,33 @@ def end(pid: int, children: set[int]) -> None:
 
 def serve(channel: socket.socket, function: Callable[..., Any] | str, spec: dict[str, Any], printed: Printed) -> NoReturn:
     """A worker: says hello, then answers calls until its socket closes."""
-    os.setsid()
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if spec["memory"] is not None:
-        with open("/proc/self/statm") as file:
-            now = int(file.read().split()[0]) * resource.getpagesize()
-        limit = now + int(spec["memory"])
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     problem = function if isinstance(function, str) else None
     try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if spec["memory"] is not None:
+            limit_memory(int(spec["memory"]))
+    except (OSError, ValueError, MemoryError) as error:
+        problem = problem or f"its limits cannot be set ({type(error).__name__}: {error})"
+    try:
         channel.sendall(packed({"pid": os.getpid(), "problem": problem}))
-        while not isinstance(function, str):
+        while problem is None and not isinstance(function, str):
             request = receive(channel)
             printed.left = PRINTED
             channel.sendall(packed({**answer(function, request), "nonce": request["nonce"]}))
     except BaseException:  # the other end is gone, or memory is: nobody to tell
         pass
     os._exit(0)
+
+
+def limit_memory(most: int) -> None:
+    """`most` bytes beside what is there now, and never more than this process was allowed already (`ulimit -v`)."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    allowed = [limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY]
+    limit = min([now + most, *allowed])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def receive(channel: socket.socket) -> dict[str, Any]:

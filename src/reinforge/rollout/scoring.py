@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from reinforge.core.errors import InputError
 from reinforge.core.faults import Fault
 from reinforge.core.sample import Row
-from reinforge.rewards.build import total
-from reinforge.rewards.combine import gated, gates_of
+from reinforge.rewards.combine import combined, gates_of
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.running import Running
 from reinforge.rollout.journal import Journal, Scores, tokens_hash
@@ -35,7 +35,8 @@ class Scorer:
         self._why: dict[str, dict[str, str]] = {}
 
     async def score(self, rows: Sequence[Row], group: str, tokens: Sequence[Sequence[int]], texts: Sequence[str]) -> Scores:
-        """All texts of a group at once: a reward may compare them. `rows` are one row, or the same with columns of their own."""
+        """All texts of a group at once: a reward may compare them. `rows` are one row, or the same with columns of their own.
+        A score that is lost (its reward hung, died or raised) is NaN here and in the journal; `total` takes it out."""
         bound = tokens_hash(tokens)
         known = self.journal.find(group, bound) or {}
         faults = self.journal.faults(group, bound)
@@ -47,8 +48,8 @@ class Scorer:
                 scores[reward.name] = known[reward.name]
                 continue
             try:
-                outcome = await reward.outcome(rows, texts)
-                scores[reward.name] = outcome.scores
+                outcome = await reward.outcome(rows, texts, tokens)
+                scores[reward.name] = outcome.marked
                 for name, kind in FAULTS.items():
                     if count := getattr(outcome, name):
                         faults[kind] = faults.get(kind, 0) + count
@@ -63,7 +64,7 @@ class Scorer:
                 self.errors.append(f"{reward.name} on {where}: {type(error).__name__}: {error}")
                 faults[Fault.REWARD_ERROR] = faults.get(Fault.REWARD_ERROR, 0) + len(texts)
                 why.setdefault(Fault.REWARD_ERROR, self.errors[-1])
-                scores[reward.name] = [None] * len(texts)
+                scores[reward.name] = [math.nan] * len(texts)
             if not reward.pure:
                 asked[reward.name] = scores[reward.name]
         self.journal.write(group, bound, asked, faults)
@@ -96,8 +97,7 @@ class Scorer:
 
     def total(self, components: Mapping[str, float | None], length: int) -> tuple[Components, float | None]:
         """The components, gated, and their weighted total. `length`: sampled tokens that the overlong punishment looks at."""
-        counted = gated(components, self.gates)
-        reward = total(counted if self.running is None else self.running(counted), self.weights)
+        counted, reward = combined(components, self.gates, self.weights, self.running)
         if not self.weights:  # there is nothing to score: what is learned comes from elsewhere (a teacher)
             reward = 0.0
         if self.shape is not None and reward is not None:

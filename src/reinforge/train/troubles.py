@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from reinforge.core.backend import Metrics
-from reinforge.core.faults import fault_events
+from reinforge.core.faults import PREFIX, fault_events
 from reinforge.core.sample import Group
 from reinforge.watch.recorder import Recorder
 
@@ -16,10 +16,15 @@ def what_is_bad(metrics: Metrics) -> str:
     if metrics.get("train/skipped"):
         return "had a non-finite loss or gradient; weights are as before them. Lower train.learning_rate, or look at the rewards and at events.jsonl."
     if metrics.get("reward/unscored") == 1.0:
-        return (
-            "had no sample that could be scored. Why is in events.jsonl (kind fault); `reinforge check rewards CONFIG` tries each reward."
-        )
+        return f"had no sample that could be scored. {_why_unscored(metrics)} `reinforge check rewards CONFIG` tries each reward."
     return ""
+
+
+def _why_unscored(metrics: Metrics) -> str:
+    """Where the reason is: in events, if rewards failed; nowhere else if they returned None for every completion."""
+    if any(name.startswith(PREFIX) and count for name, count in metrics.items()):
+        return "Why is in events.jsonl (kind fault)."
+    return "Every reward returned None for every completion: nothing failed, they say that they do not apply (docs/rewards.md)."
 
 
 def tell_troubles(recorder: Recorder, tell: Callable[[str], None], step: int, metrics: Metrics, groups: Sequence[Group]) -> None:

@@ -1,0 +1,179 @@
+"""Runs the lists of attacks on rewards, chat templates and servers, and counts those that held.
+
+    python benchmarks/attacks.py [--list NAME ...] [--out FILE]
+
+Each list is data in tests/attack_lists, which the tests run too, one case each; how a list is run is written below. An attack
+holds if it gets what it deserves: no reward, no time of the trainer, no memory, an error that says so. What a hostile text could
+stall is run in a process with a deadline and a limit on memory, so that an attack that breaks something is counted and not waited
+for. Attacks on the sandbox have their own measurement: benchmarks/sandbox.py.
+
+Exits with 1 if one broke. To add a list: a generator of (name, held) with @attacks("its name") before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1] / "tests"), os.environ.get("PYTHONPATH", "")])
+from attack_lists import bombs, escapes, restatements
+from reinforge.config.schema import RewardConfig
+from reinforge.core.sample import Row
+from reinforge.rewards.build import build_rewards
+from reinforge.rollout.scoring import Scorer
+
+Cases = Iterator[tuple[str, bool]]
+LISTS: dict[str, Callable[[], Cases]] = {}
+SECONDS = 30.0  # for what takes milliseconds where it holds
+MEMORY = 1 << 30  # bytes beside what is there
+
+
+def attacks(name: str) -> Callable[[Callable[[], Cases]], Callable[[], Cases]]:
+    """Adds a list."""
+
+    def add(cases: Callable[[], Cases]) -> Callable[[], Cases]:
+        LISTS[name] = cases
+        return cases
+
+    return add
+
+
+def holds(check: Callable[[], bool], *, seconds: float = SECONDS, memory: int = MEMORY) -> bool:
+    """What `check` says in a process of its own; False if it takes too long or too much, or dies."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with open("/proc/self/statm") as file:
+                limit = int(file.read().split()[0]) * resource.getpagesize() + memory
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # nobody handles the alarm: it kills
+            os._exit(0 if check() else 1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(2)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def short(text: str) -> str:
+    return text if len(text) < 60 else f"{text[:40]}... ({len(text)} characters)"
+
+
+@attacks("math: the question again")
+def restated() -> Cases:
+    [reward] = build_rewards([RewardConfig(name="math", timeout=60)])
+
+    async def score(answer: str, gold: str) -> float | None:
+        row = Row("r", restatements.ASKED, {"answer": gold})
+        return (await reward.outcome([row], [rf"\boxed{{{answer}}}"])).scores[0]
+
+    async def all_of(pairs: list[tuple[str, str]]) -> list[float | None]:
+        return [await score(*pair) for pair in pairs]
+
+    for (answer, gold), got in zip(restatements.RESTATED, asyncio.run(all_of(restatements.RESTATED)), strict=True):
+        yield f"{answer} for {gold}", got == 0.0
+    for (answer, gold), got in zip(restatements.HONEST, asyncio.run(all_of(restatements.HONEST)), strict=True):
+        yield f"honest: {answer} for {gold}", got == 1.0
+
+
+@attacks("regex: patterns that never end")
+def regex() -> Cases:
+    """The event loop goes on meanwhile: a clock in it never stops for long. The neighbours of the bomb are scored."""
+
+    async def tried(pattern: str, bomb: str) -> bool:
+        [reward] = build_rewards([RewardConfig(name="regex", options={"pattern": pattern}, timeout=2.0, workers=2)])
+        row = Row("r", "?")
+        await reward.outcome([row], ["warm"])
+        stalled = 0.0
+
+        async def clock() -> None:
+            nonlocal stalled
+            loop = asyncio.get_running_loop()
+            while True:
+                before = loop.time()
+                await asyncio.sleep(0.01)
+                stalled = max(stalled, loop.time() - before)
+
+        ticking = asyncio.ensure_future(clock())
+        outcome = await reward.outcome([row] * 3, ["plain", bomb, "plain"])
+        ticking.cancel()
+        return stalled < 1.5 and outcome.scores[1] in (None, 0.0) and None not in (outcome.scores[0], outcome.scores[2])
+
+    for pattern, bomb in bombs.REGEX:
+        yield f"{pattern} on {short(bomb)}", asyncio.run(tried(pattern, bomb))
+
+
+@attacks("judge: replies that never end")
+def judge() -> Cases:
+    from reinforge.rewards.judge import parse_score, parse_verdict
+
+    for reply in bombs.JUDGE:
+        yield short(repr(reply)), holds(lambda reply=reply: parse_score(reply) is None and parse_verdict(reply) is None)
+
+
+@attacks("built-in rewards: texts that never end")
+def long_texts() -> Cases:
+    from reinforge.rewards.math import decided
+
+    made = [(build_rewards([RewardConfig(name=name, options=options)])[0], answer) for name, options, answer in bombs.ASKED]
+
+    def read(text: str) -> bool:
+        for reward, answer in made:
+            asyncio.run(reward.outcome([Row("r", "?", {"answer": answer})], [text]))
+        return decided(text, "7", "?") in (0.0, None) or isinstance(decided(text, "7", "?"), tuple)
+
+    for text in bombs.TEXTS:
+        yield short(repr(text)), holds(lambda text=text: read(text), seconds=10.0)
+
+
+@attacks("gates and penalties: made to fail")
+def gates() -> Cases:
+    """A completion is worth 1 without the reward that it makes fail."""
+
+    async def total(role: str, verb: str) -> Any:
+        failing = RewardConfig(name="hostile_rewards:obey", timeout=0.5, workers=1, memory_gib=1.0, **escapes.ROLES[role])
+        base = RewardConfig(name="base", gate="obey" if role == "gate" else None)
+        rewards = build_rewards([base, failing], {"base": lambda completions: [1.0] * len(completions)})
+        scorer = Scorer(rewards, on_error="unscored")
+        scores = await scorer.score([Row("r", "?")], "g", [[1]], [verb])
+        return scorer.total({name: values[0] for name, values in scores.items()}, 1)[1]
+
+    for role in escapes.ROLES:
+        for verb in escapes.VERBS:
+            yield f"{verb!r} where the reward is a {role}", asyncio.run(total(role, verb)) is None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="append", choices=sorted(LISTS), help="only these lists")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    report: dict[str, Any] = {}
+    for name, cases in LISTS.items():
+        if given.list and name not in given.list:
+            continue
+        found = list(cases())
+        broke = [case for case, held in found if not held]
+        report[name] = {"tried": len(found), "held": len(found) - len(broke), "broke": broke}
+        print(f"{name}: {len(found)} tried, {len(found) - len(broke)} held", flush=True)
+        for case in broke:
+            print(f"  BROKE: {case}", flush=True)
+    broken = sum(len(part["broke"]) for part in report.values())
+    print(f"{sum(part['tried'] for part in report.values())} attacks in {len(report)} lists, {broken} broke")
+    if given.out:
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+    sys.exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    main()
