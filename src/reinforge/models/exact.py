@@ -8,8 +8,8 @@ elementwise-safe are replaced by ones whose arithmetic for a row is fixed, and c
 - matrix products: on a CPU tiles of `TILE` rows, the last one filled up, so that BLAS always sees one shape; on a GPU a Triton
   kernel with one configuration per weight, whatever the number of rows
 - sums over the last dimension: never one lone row on a CPU (torch would split it among threads); a program per row on a GPU
-- exp, silu, gelu, ... on a CPU: in pieces that one thread does in whole vectors (what is left over at the end of a thread's share
-  goes through scalar code with other bits); on a GPU every element runs the same instructions already
+- exp, silu, gelu, ... on a CPU: `models.exact_functions`, which builds them from additions and products; on a GPU every element runs
+  the same instructions already
 - attention: `models.exact_attention`
 
 Backward passes are ordinary: nothing samples from a gradient. `models.exact_proof.prove` checks the whole on the model at hand.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reinforge.core.errors import InputError
+from reinforge.models import exact_functions
 
 TILE = 32  # rows of a matrix product on a CPU; a tile begins on a cache line in either precision
-CHUNK = (
-    1 << 14
-)  # elements that torch leaves to one thread on a CPU, whatever the function (gelu is split above this, others above twice that)
-VECTOR = 256  # a multiple of what any CPU's vector loop takes at once
 
 _places: dict[tuple[Any, ...], bool] = {}  # matrix shapes whose rows were seen to be independent of their place in a tile
 
@@ -169,23 +167,13 @@ def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
 
 
 class _Elementwise(torch.autograd.Function):
-    """f(x) in pieces of at most CHUNK elements, a multiple of VECTOR each. The backward differentiates f itself."""
+    """The forward is `exact_functions`; the backward differentiates torch's own function f."""
 
     @staticmethod
-    def forward(ctx, x, f):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, name, f, args, kwargs):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x)
         ctx.f = f
-        flat = x.contiguous().view(-1)
-        out, size = torch.empty_like(flat), flat.numel()
-        whole = size - size % VECTOR
-        for a in range(0, whole, CHUNK):
-            b = min(whole, a + CHUNK)
-            out[a:b] = f(flat[a:b])
-        if whole < size:
-            last = flat.new_ones(VECTOR)
-            last[: size - whole] = flat[whole:]
-            out[whole:] = f(last)[: size - whole]
-        return out.view(x.shape)
+        return exact_functions.evaluate(name, x, *args, **kwargs)
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]
@@ -193,22 +181,30 @@ class _Elementwise(torch.autograd.Function):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             y = ctx.f(x)
-        return torch.autograd.grad(y, x, g)[0], None
+        return torch.autograd.grad(y, x, g)[0], None, None, None, None
 
 
-def _elementwise(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def elementwise(name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """func(x, ...), where func is torch's function of this name."""
     if x.is_cuda:
         return func(x, *args, **kwargs)
     kwargs.pop("inplace", None)
-    out: Tensor = _Elementwise.apply(x, lambda part: func(part, *args, **kwargs))
+    out: Tensor = _Elementwise.apply(x, name, lambda part: func(part, *args, **kwargs), args, kwargs)
     return out
 
 
-def _power(func: Callable[..., Tensor], x: Any, exponent: Any, **kwargs: Any) -> Tensor:
+def power(func: Callable[..., Tensor], x: Any, exponent: Any) -> Tensor:
     """Squares and cubes are products: every implementation rounds them alike."""
-    if isinstance(x, Tensor) and isinstance(exponent, (int, float)) and exponent not in (1, 2, 3):
-        return _elementwise(func, x, exponent, **kwargs)
-    return func(x, exponent, **kwargs)
+    if isinstance(x, Tensor) and isinstance(exponent, Tensor):
+        return _refuse("a power whose exponent is a tensor")
+    if isinstance(exponent, Tensor):
+        if exponent.is_cuda:
+            return func(x, exponent)
+        out: Tensor = _Elementwise.apply(exponent, "rpow", lambda part: func(x, part), (float(x),), {})
+        return out
+    if exponent in (1, 2, 3):
+        return func(x, exponent)
+    return elementwise("pow", func, x, float(exponent))
 
 
 def _product(func: Callable[..., Tensor], a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
@@ -235,14 +231,20 @@ _REPLACED: dict[str, Callable[..., Tensor]] = {
     "sum": lambda func, *a, **k: row_sum(*a, **k),
     "layer_norm": lambda func, *a, **k: layer_norm(*a, **k),
     "rms_norm": lambda func, *a, **k: rms_norm(*a, **k),
-    "pow": _power, "__pow__": _power,
+    "pow": power, "__pow__": power, "__rpow__": lambda func, exponent, x: power(torch.pow, x, exponent),
     **dict.fromkeys(("matmul", "__matmul__", "mm"), _product),
-    **dict.fromkeys(("silu", "gelu", "tanh", "sigmoid", "exp", "cos", "sin", "softplus", "mish", "rsqrt", "erf", "log", "elu", "selu", "celu",
-                     "expm1", "log1p", "logsigmoid"), _elementwise),
+    **{name: partial(elementwise, name) for name in exact_functions.FUNCTIONS if name not in ("pow", "rpow")},
+    "log_sigmoid": partial(elementwise, "logsigmoid"),
 }  # fmt: skip
 _REFUSED = {"bmm", "baddbmm", "einsum", "tensordot", "mv", "dot", "addmv", "chain_matmul", "conv1d", "conv2d", "cumsum", "cumprod", "var", "std",
             "var_mean", "std_mean", "norm", "vector_norm", "logcumsumexp", "group_norm", "scaled_dot_product_attention", "_grouped_mm",
             "grouped_mm", "_scaled_mm"}  # fmt: skip
+# Elementwise, and so harmless on a GPU; on a CPU nobody has written them as exact functions yet.
+_REFUSED_ON_CPU = {
+    *("addcmul", "addcdiv", "lerp", "glu", "logaddexp", "float_power", "erfinv", "xlogy"),
+    *("tan", "sinh", "cosh", "asin", "acos", "atan", "atan2", "asinh", "acosh", "atanh"),
+    *("exp_", "log_", "sigmoid_", "tanh_", "cos_", "sin_", "pow_", "rsqrt_", "erf_"),
+}
 
 
 class RowWise(TorchFunctionMode):
@@ -251,10 +253,13 @@ class RowWise(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _REPLACED or name in _REFUSED:
+        if name in _REPLACED or name in _REFUSED or name in _REFUSED_ON_CPU:
             first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             if first is not None and first.is_floating_point():
-                return _refuse(f"`{name}`") if name in _REFUSED else _REPLACED[name](func, *args, **kwargs)
+                if name in _REPLACED:
+                    return _REPLACED[name](func, *args, **kwargs)
+                if name in _REFUSED or not first.is_cuda:
+                    return _refuse(f"`{name}`")
         return func(*args, **kwargs)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from reinforge.models import exact_functions
 from reinforge.models.attention import Layout, Packed, Paged, Prefill, Segments
 
 QUERIES, KEYS = 8, 64  # a tile on a CPU (more queries where more heads share a key head)
@@ -114,7 +115,9 @@ def _attend_jobs(q: Tensor, k: Tensor, v: Tensor, plan: Plan, tables: Tensor | N
         x = torch.where(seen, x, -1e30)
         new_top = torch.maximum(top, x.amax(-1, keepdim=True))
         p = torch.exp(torch.where(seen, x - new_top, 0.0)).masked_fill_(~seen, 0.0)  # exp is slow where it underflows
-        keep = torch.exp(top - new_top)
+        keep = exact_functions.evaluate(
+            "exp", top - new_top
+        )  # here the neighbours in a vector are other rows; above they are keys of one row
         total = total * keep + p.sum(-1, keepdim=True)
         acc = acc * keep + torch.bmm(p, v[index, head[:, None]].float())
         top = new_top

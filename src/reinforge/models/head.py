@@ -64,15 +64,11 @@ def exact_statistics(
     x: Tensor, targets: Tensor, temperatures: Tensor, rule: LogitRule, entropy: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`statistics` with the same bits for a row whichever rows are beside it: sampling and training both end here in exact mode.
-    On a GPU a row is a program of its own; on a CPU rows come in tiles of one shape."""
+    On a GPU a row is a program of its own; on a CPU functions and sums are those of `models.exact`."""
     if x.is_cuda:
         return statistics(x, targets, temperatures, rule, entropy)
-    missing = -len(x) % rowwise.TILE
-    tiles = [F.pad(part, (0,) * (2 * part.ndim - 1) + (missing,), value=1).split(rowwise.TILE) for part in (x, targets, temperatures)]
-    found = [statistics(part, t, heat, rule, entropy) for part, t, heat in zip(*tiles, strict=True)]
-    entropies = [f[2] for f in found if f[2] is not None]
-    logp, lse = torch.cat([f[0] for f in found])[: len(x)], torch.cat([f[1] for f in found])[: len(x)]
-    return logp, lse, torch.cat(entropies)[: len(x)] if entropy else None
+    with rowwise.RowWise():
+        return statistics(x, targets, temperatures, rule, entropy)
 
 
 def gradient(
