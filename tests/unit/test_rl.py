@@ -81,6 +81,16 @@ def test_a_step_without_signal_touches_nothing(make: Callable[..., Config], algo
     json.loads((Path(cfg.run.dir) / "summary.json").read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_step_without_signal_keeps_its_metrics(make: Callable[..., Config], skip: bool) -> None:
+    """A run that stops learning is when one looks at entropy and mismatch."""
+    cfg = make("run", "grpo", "train.steps=2", "algorithm.minibatches=2", f"train.skip_idle={str(skip).lower()}")
+    launch(cfg, lambda completions: [1.0] * len(completions))
+    for step in lines(cfg):
+        assert step["policy/entropy"] > 0 and step["policy/ratio/max"] == pytest.approx(1.0)
+        assert step["policy/loss"] == 0 and "mismatch/mean" in step and step["train/grad_norm"] == 0
+
+
 def test_unscored_samples_are_not_trained_and_not_zero(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of every group has no score: their tokens are dropped, and the mean is over the others."""
     seen: list[Group] = []

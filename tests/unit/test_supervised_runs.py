@@ -29,13 +29,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", ["sft", "dft"])
 def test_it_learns(model: str, tmp_path: Path, name: str) -> None:
-    """dft is p times the NLL: its first loss is the mean of -p log p, far below the NLL of a model that knows nothing."""
-    cfg = config(model, tmp_path / "run", name, steps=30, lr=2e-2, train={"prompts_per_step": 12})
+    """dft is p times the NLL: its first loss is the mean of -p log p, far below the NLL of a model that knows nothing.
+    Ten seeds of model and run end between 0.00 and 0.09 (sft) and between 0.17 and 0.54 (dft) of the first loss."""
+    cfg = config(model, tmp_path / "run", name, steps=60, lr=1e-2, train={"prompts_per_step": 12})
     launch(cfg, ROWS, [{**row, "prompt": f"9 {row['prompt']}"} for row in ROWS[:4]])
     metrics = lines(cfg)
     assert metrics[-1]["eval/loss"] < 0.75 * metrics[0]["eval/loss"]
     first = metrics[1]
-    assert first["sft/loss"] == first["sft/nll"] if name == "sft" else 0 < first["sft/loss"] < 0.1 * first["sft/nll"]
+    if name == "sft":
+        assert first["sft/loss"] == pytest.approx(first["sft/nll"], rel=1e-5)
+    else:
+        assert 0 < first["sft/loss"] < 0.1 * first["sft/nll"]
 
 
 def test_noise_is_on_in_training_only_and_resumes_exactly(model: str, tmp_path: Path) -> None:

@@ -159,7 +159,8 @@ class TrainConfig(ParallelConfig):
     )
     skip_idle: bool = Field(
         True,
-        description="RL: rows without gradient (all advantages 0, no KL or entropy term) are not computed. Token metrics are then of the others.",
+        description="RL: rows without gradient (all advantages 0, no KL or entropy term) are not computed, unless that is all of them. "
+        "Token metrics are then of the others.",
     )
     neftune: Positive | None = Field(
         None,

@@ -11,9 +11,11 @@ from reinforge.core.batch import Batch, pack
 
 
 def with_signal(batches: Sequence[Batch], budget: int, *, share: bool) -> list[Batch]:
-    """The samples with an advantage other than 0, packed anew with their streams. Totals are counted before, on all samples."""
+    """The samples with an advantage other than 0, packed anew with their streams. Totals are counted before, on all samples.
+
+    Where no sample has one all are kept: there is nothing to gain, and entropy and KL are what one wants to see of such a step."""
     active = [torch.zeros(len(b.samples)).index_add_(0, b.sequence, b.streams["advantages"].abs()) > 0 for b in batches]
-    if all(bool(a.all()) for a in active):
+    if all(bool(a.all()) for a in active) or not any(bool(a.any()) for a in active):
         return list(batches)
     streams: dict[int, dict[str, torch.Tensor]] = {}
     kept = []
