@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from reinforge.config.schema import AdapterConfig, ModelConfig
 from reinforge.core.errors import InputError
-from reinforge.models.load import context_length, load_model, load_tokenizer, pick_device, pick_dtype, stop_tokens
+from reinforge.models.load import (
+    context_length,
+    load_config,
+    load_model,
+    load_scalar,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+    stop_tokens,
+)
 from toys import EOS, make_model, make_module
 
 
@@ -50,7 +61,7 @@ def test_missing_paths_are_named(path: str, says: str) -> None:
 
 
 def test_a_directory_without_a_model_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot load the tokenizer"):
+    with pytest.raises(InputError, match="cannot load the configuration"):
         load_model(ModelConfig(path=str(tmp_path)))
 
 
@@ -128,5 +139,91 @@ def test_gguf(tmp_path: Path) -> None:
 
 def test_mamba_is_refused_by_name(tmp_path: Path, tiny_dir: str) -> None:
     make_module("mamba").save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"model\.path: MambaForCausalLM .*standard attention"):
+    with pytest.raises(InputError, match=r"model\.path: MambaForCausalLM cannot be trained here: .*keep state.*standard attention"):
         load_model(ModelConfig(path=str(tmp_path), tokenizer=tiny_dir))
+
+
+# ---- nothing that a directory brings along is run ----
+
+MARK = "open({mark!r}, 'a').write('ran')\n"
+CODE = (
+    "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+    "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+)
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, tiny_dir: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A model whose config, weights and tokenizer come with code that leaves a mark; and where the mark would be. Yes to all questions."""
+    import builtins
+
+    folder, mark = tmp_path / "hostile", tmp_path / "mark"
+    shutil.copytree(tiny_dir, folder)
+    (folder / "own.py").write_text(MARK.format(mark=str(mark)) + CODE)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel", "AutoModelForSequenceClassification": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": names}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(builtins, "input", lambda *_: "y")
+    return folder, mark
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_config, load_scalar, context_length])
+def test_code_in_a_model_directory_is_not_run_whoever_says_yes(hostile: tuple[Path, Path], load: Any) -> None:
+    folder, mark = hostile
+    with pytest.raises(InputError, match=r"is Python code in its own directory.*trust_remote_code"):
+        load(ModelConfig(path=str(folder), device="cpu"))
+    assert not mark.exists()
+
+
+def test_a_key_of_the_config_allows_it_for_this_model_alone(hostile: tuple[Path, Path]) -> None:
+    from reinforge.app.critic import _changes
+    from reinforge.config.load import config_from_dict
+
+    folder, mark = hostile
+    assert load_model(ModelConfig(path=str(folder), device="cpu", trust_remote_code=True)).dtype is torch.float32
+    assert mark.read_text().startswith("ran")
+    cfg = config_from_dict({"model": {"path": "a", "trust_remote_code": True}, "data": {"source": "b"}, "algorithm": {"name": "ppo"},
+                            "critic": {"path": str(folder)}, "rewards": [{"name": "exact_number"}], "train": {"steps": 1},
+                            "run": {"dir": "c"}})  # fmt: skip
+    assert cfg.critic is not None and cfg.model.model_copy(update=_changes(cfg, cfg.critic)[0]).trust_remote_code is False
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_checkpoint_cannot_choose_an_attention_from_a_hub(
+    tmp_path: Path, tiny_dir: str, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """transformers takes `org/repo` for a kernel to fetch and to run."""
+    from transformers import modeling_utils
+
+    asked: list[str] = []
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda name, **_: asked.append(name))
+    shutil.copytree(tiny_dir, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, key: "someone/kernel"}))
+    load_model(ModelConfig(path=str(tmp_path / "model"), device="cpu"))
+    assert asked == []
+
+
+# ---- a model of another kind ----
+
+
+def test_a_reward_model_is_no_policy(tmp_path: Path, tiny_dir: str) -> None:
+    load_scalar(ModelConfig(path=tiny_dir, device="cpu"), fresh=True).save(tmp_path / "scorer")
+    with pytest.raises(InputError, match=r"model\.path: .*LlamaForSequenceClassification: it gives scores.*goes under rewards"):
+        load_model(ModelConfig(path=str(tmp_path / "scorer")))
+    assert load_scalar(ModelConfig(path=str(tmp_path / "scorer"), device="cpu")).scores([[5, 6]]) == [0.0]
+
+
+def test_the_directory_of_a_run_says_how_its_model_is_written(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_text("{}")
+    for load, where in ((load_model, "model.path"), (partial(load_scalar, where="rewards.0.options.path"), "rewards.0.options.path")):
+        with pytest.raises(InputError, match=rf"{where}: .* is the directory of a run.*reinforge export {tmp_path}"):
+            load(ModelConfig(path=str(tmp_path)))

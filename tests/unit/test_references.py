@@ -118,6 +118,21 @@ def test_a_synced_reference_is_the_policy_of_every_other_step(adapted: bool) -> 
     assert torch.equal(reference, second) and not torch.allclose(third, second, atol=1e-3)
 
 
+def test_a_reference_made_after_an_engine_moves_as_well() -> None:
+    """An engine joins q, k and v into one product; a copy of such a model got the new weights and went on computing with the old."""
+    from reinforge.engines.native import NativeEngine
+
+    model = CausalModel(make_module("llama"))
+    NativeEngine(model, kv_gib=0.001)
+    settings = dict(total_steps=10, reference=ReferenceConfig(kind="sync", every=1))
+    backend = LocalBackend(model, train_config(learning_rate=1e-2), **settings)
+    start, _ = streams(backend)
+    train(backend)
+    now, reference = streams(backend)
+    assert not torch.allclose(now, start, atol=1e-3)
+    torch.testing.assert_close(reference, now, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 def test_an_averaged_reference_has_the_averaged_weights(adapted: bool) -> None:
     backend = make_backend(adapted, kind="ema", decay=0.6)

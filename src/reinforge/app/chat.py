@@ -23,9 +23,7 @@ def chat(
     model, config = open_model(model_name)
     data = config.data if config else DataConfig(source="chat")
     renderer = Renderer(model.tokenizer, data)
-    engine = NativeEngine(
-        model, stop_tokens={*stop_tokens(model), *renderer.stop_tokens}, context=getattr(model.config, "max_position_embeddings", None)
-    )
+    engine = NativeEngine(model, stop_tokens={*stop_tokens(model), *renderer.stop_tokens}, context=model.context)
     context = engine.context or 1 << 20
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages = list(start)

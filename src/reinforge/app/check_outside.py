@@ -16,6 +16,7 @@ from reinforge.core.seeds import seed_of
 
 IMPORT_SECONDS = 20.0
 CPU_HEAD = 32
+NO_ENGINE = "Use another engine (rollout.engine), another model, or an algorithm that learns from given texts."
 
 
 def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
@@ -75,6 +76,22 @@ def check_engine(config: Config, report: Report) -> None:
         return
     if code:
         report.refuse("engine.python", f"{engine.python} has no {kind}.", f"Install it there, or name a Python that has {kind}.")
+
+
+def check_model(config: Config, report: Report) -> None:
+    """That the model's architecture can be trained, as far as its config.json tells, and generated with where the native engine does it."""
+    from reinforge.config.architectures import engine_refusal
+    from reinforge.models import rope
+    from reinforge.models.load import check_architecture, load_config
+
+    shape = load_config(config.model)
+    check_architecture(shape, config.model.path, scores=config.algorithm.family == "reward")
+    why = engine_refusal(shape.to_dict())
+    if why and config.algorithm.rl and config.rollout.engine == "native":
+        report.refuse("rollout.engine", f"the native engine cannot generate with {config.model.path}: {why}.", NO_ENGINE)
+    if note := rope.note(shape.get_text_config()):
+        report.warn("model.path", note)
+    rope.check(shape.get_text_config(), config.data.max_length)
 
 
 def check_heads(config: Config, report: Report) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reinforge.app.check_outside import check_engine, check_env, check_heads, check_ranks
+from reinforge.app.check_outside import check_engine, check_env, check_heads, check_model, check_ranks
 from reinforge.app.gold import check_rewards, named, sample
 from reinforge.app.hub import go_offline_if_unreachable
 from reinforge.app.predict import predict_plan
@@ -160,6 +160,7 @@ def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report
             raise
         report.warn("model.path", f"prompts were not checked: {error.what}")
         return
+    check_model(config, report)
     renderer = Renderer(tokenizer, config.data)
     given = not config.algorithm.rl  # rows are trained as they are
     make = units_of(algorithm_of(config.algorithm, config.rollout.max_new_tokens))

@@ -73,7 +73,7 @@ def critic_backend(cfg: Config, critic: CriticConfig, train: TrainConfig, update
 def _changes(cfg: Config, critic: CriticConfig) -> tuple[dict[str, Any], str]:
     """What is different from the policy's `model` section, and the key that names the critic's checkpoint."""
     recompute = cfg.model.gradient_checkpointing if critic.gradient_checkpointing is None else critic.gradient_checkpointing
-    own = {"path": critic.path, "revision": None} if critic.path else {}
+    own = {"path": critic.path, "revision": None, "trust_remote_code": False} if critic.path else {}
     return {"gradient_checkpointing": recompute, **own}, "critic.path" if critic.path else "model.path"
 
 

@@ -45,7 +45,7 @@ class Native:
         self.engine = NativeEngine(
             self.model,
             stop_tokens={*stop_tokens(self.model), *self.renderer.stop_tokens},
-            context=getattr(self.model.config, "max_position_embeddings", None),
+            context=self.model.context,
         )
         self.identity = [name, _weights(name), adapter, data.chat]
 

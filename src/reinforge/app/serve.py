@@ -76,7 +76,7 @@ def load_service(source: str, options: ServeOptions) -> Service:
     from reinforge.models.load import stop_tokens
 
     model, _ = open_model(source, adapter=options.adapter, checkpoint=options.checkpoint)
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = model.context
     if options.context is not None and longest is not None and options.context > longest:
         raise InputError(f"{source} was made for {longest} tokens.", where="--context", fix="Ask for fewer.")
     stops = {*stop_tokens(model), *Renderer(model.tokenizer, DataConfig(source="serve")).stop_tokens}

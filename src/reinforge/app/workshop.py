@@ -27,6 +27,7 @@ from reinforge.data.cursor import Cursor
 from reinforge.data.mixture import MixtureCursor
 from reinforge.data.sources import MIXTURE, PYTHON, fingerprint, hold_out, load_rows, overlap, rows_from
 from reinforge.evals.heldout import HeldOut
+from reinforge.models import rope
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import context_length, stop_tokens
 from reinforge.models.packed import PackedModel
@@ -137,13 +138,18 @@ class Workshop:
             )
         self.model: PackedModel = self.given.model or self._load()
         self.renderer = Renderer(self.model.tokenizer, cfg.data)
-        self.context = (
-            context_length(cfg.model) if self.given.model is None else int(getattr(self.model.config, "max_position_embeddings", 1 << 20))
-        )
+        self.context = context_length(cfg.model) if self.given.model is None else self.model.context or 1 << 20
+        self._check_reach()
         self.longest = 0  # the longest sequence that generation may reach, known once prompts are encoded
         self.best = sum(max(0.0, w) for w in self.weights.values())  # the largest total reward of scores in [0, 1]
         for note in (*self.algorithm.notes, *(note for reward in self.rewards for note in reward.notes)):
             self.view.message(note)
+
+    def _check_reach(self) -> None:
+        """A model whose rotary embedding follows the length of a sequence goes as far as it does not."""
+        rope.check(self.model.config, self.cfg.data.max_length)
+        if note := rope.note(self.model.config):
+            self.view.message(f"model: {note}")
 
     def _rewards(self, functions: Mapping[str, Callable[..., Any]], device: str) -> list[FunctionReward]:
         return build_rewards(self.cfg.rewards, functions, device)
@@ -218,6 +224,12 @@ class Workshop:
         self.longest = max(self.longest, *(len(ids) + max_new_tokens for _, ids in kept))
         if self.cfg.env is not None or self.cfg.agent is not None:
             self.longest = episode_tokens(self.cfg, self.context)
+        if self.longest > self.context:
+            raise InputError(
+                f"a prompt with {max_new_tokens} new tokens has {self.longest}, and the model's context is {self.context}.",
+                where="data.max_length",
+                fix=f"Set it to {self.context - max_new_tokens} or less, or lower rollout.max_new_tokens.",
+            )
         return kept
 
     def report(self, counts: dict[str, int], limit: int) -> None:

@@ -16,6 +16,7 @@ from reinforge.core.backend import State
 from reinforge.core.batch import Batch
 from reinforge.models.adapters import adapter_off, begins_as_base, is_adapted
 from reinforge.models.causal import CausalModel
+from reinforge.models.joint import separate
 
 
 class Reference:
@@ -40,6 +41,8 @@ class Reference:
 
     def _copied(self) -> CausalModel:
         copied = CausalModel(copy.deepcopy(self.model.module).requires_grad_(False).eval(), exact=self.model.exact)
+        if self.moving:  # it gets other tensors, of which a joint product would not know
+            separate(copied.module)
         if any(layer._compiled_call_impl is not None for layer in self.model.layers):  # a copy of a module does not keep that
             copied.compile_layers()
         return copied

@@ -34,7 +34,7 @@ from reinforge.core.batch import Batch, Totals
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
-from reinforge.models.sequence import Slices, check_splittable
+from reinforge.models.sequence import Slices, check_heads
 
 
 class ShardBackend(DealtBackend):
@@ -73,7 +73,7 @@ class ShardBackend(DealtBackend):
         grid = self.grid
         if grid.sequence == 1:
             return None
-        check_splittable(model.config, model.config.num_attention_heads // grid.tensor, grid.sequence)
+        check_heads(model.config.num_attention_heads // grid.tensor, grid.sequence)
         mesh = init_device_mesh(
             self.member.device.type, (grid.hands, grid.sequence, grid.tensor), mesh_dim_names=("hand", "slice", "tensor")
         )

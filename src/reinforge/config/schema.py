@@ -37,6 +37,10 @@ class ModelConfig(Section):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N. auto: the first GPU if there is one.")
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch).")
     tokenizer: str | None = Field(None, description="Take the tokenizer from here instead of from path.")
+    trust_remote_code: bool = Field(
+        False,
+        description="Run Python code that the directories of path and tokenizer bring along, with all your rights. Only if you have read it.",
+    )
     chat_template: str | None = Field(None, description="A jinja file that replaces the tokenizer's chat template.")
     compile: bool = Field(
         False, description="torch.compile the layers on a GPU: faster steps after half a minute of compiling. Pays for long runs."

@@ -42,9 +42,7 @@ class NativeLM(TemplateLM):
     def __init__(self, model: CausalModel, *, max_batch: int = 512, seed: int = 0):
         super().__init__()
         self.model, self.seed, self.tokenizer = model, seed, model.tokenizer
-        self.max_length = int(
-            getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", None) or 1 << 20
-        )
+        self.max_length = model.context or 1 << 20
         self.engine = NativeEngine(model, stop_tokens=stop_tokens(model), max_batch=max_batch, context=self.max_length)
         self._device = model.device
 

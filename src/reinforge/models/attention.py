@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,7 +37,9 @@ class Layout(Protocol):
 def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, *, scaling: float | None = None,
                layout: Layout | None = None, sliding_window: int | None = None, softcap: float | None = None,
                **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
-    assert layout is not None, "this model runs through reinforge: call it with CausalModel.hidden, not directly"
+    assert layout is not None, (
+        "a layer does not hand its arguments on to attention, or the model was called directly instead of with CausalModel.hidden"
+    )
     assert q.shape[0] == 1, f"packed forward has batch size 1, got {q.shape[0]}"
     if kwargs.get("s_aux") is not None:
         raise InputError(
@@ -43,11 +47,93 @@ def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any
             where="model.path",
             fix="Use another model.",
         )
+    if attention_mask is not None:
+        _hear(module, attention_mask, sliding_window)
+    if sliding_window is None:
+        sliding_window = getattr(module, WINDOW, None)
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = layout.attend(
         int(module.layer_idx), q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), scale, sliding_window, softcap
     )
     return out[None], None
+
+
+# ---- what transformers' masks say ----
+#
+# Our attention gets no mask: the layout says who sees whom. Some architectures tell a window to the mask alone, so once, before a
+# model is used, a mask is asked for and what it says is written down on each attention layer.
+
+WINDOW = "mask_window"  # on an attention layer: the window of its mask; None: it sees everything before it
+
+
+class _Mask(Tensor):
+    """The mask that transformers would have made, and its window."""
+
+    window: int | None
+
+
+def _make_mask(*, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> Tensor:
+    from transformers.masking_utils import sdpa_mask
+
+    made = sdpa_mask(mask_function=mask_function, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    assert made is not None, "a mask was asked for"
+    mask = made.as_subclass(_Mask)
+    mask.window = window_of(mask_function, local_size)
+    return mask
+
+
+def window_of(mask_function: Any, size: int | None) -> int | None:
+    """The window of a mask of transformers, looked at around its edge: None where each token sees all before it. Refuses others."""
+    reach = size if size is not None else 1 << 20
+    at = torch.tensor([0, 1, 2, reach - 1, reach, reach + 1, 2 * reach + 1])
+    q, k = (x.reshape(-1) for x in torch.meshgrid(at, at, indexing="ij"))
+    zero = torch.zeros_like(q)
+    seen = mask_function(zero, zero, q, k)
+    causal = k <= q
+    if torch.equal(seen, causal):
+        return None
+    if size is not None and torch.equal(seen, causal & (q - k < size)):
+        return size
+    raise InputError(
+        "this architecture's attention is neither causal nor causal within a sliding window: it attends in chunks or in both directions.",
+        where="model.path",
+        fix="Use another model.",
+    )
+
+
+def _hear(module: Any, mask: Any, sliding_window: int | None) -> None:
+    """Writes the window of a layer's mask down. What the layer says itself must be the same."""
+    if not isinstance(mask, _Mask) or not hasattr(mask, "window"):
+        raise InputError(
+            f"layer {module.layer_idx} attends under a mask of its own making, which the native attention does not know.",
+            where="model.path",
+            fix="Use another model.",
+        )
+    setattr(module, WINDOW, mask.window)
+    if sliding_window is not None and sliding_window != mask.window:
+        raise InputError(
+            f"layer {module.layer_idx} says that its window is {sliding_window}, and its mask says {mask.window}.",
+            where="model.path",
+            fix="Correct the window in the model's config.json.",
+        )
+
+
+@contextmanager
+def hear_masks() -> Iterator[None]:
+    """Inside, forwards of one sequence make masks, and each attention layer takes its window from its own."""
+    from transformers import AttentionMaskInterface
+
+    AttentionMaskInterface.register(NAME, _make_mask)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+def windows(trunk: Any) -> list[int]:
+    """The windows that layers of a model have, as their masks said."""
+    found = {getattr(part, WINDOW, None) for part in trunk.modules()}
+    return sorted(w for w in found if w is not None)
 
 
 _compiled = False

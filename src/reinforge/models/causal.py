@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
-from reinforge.models import attention
-from reinforge.models.attention import Packed
+from reinforge.models import proof
 from reinforge.models.divergence import Head
 from reinforge.models.exact import linear
 from reinforge.models.head import LogitRule, token_logprobs
@@ -76,24 +75,15 @@ class CausalModel(PackedModel):
 
     @torch.no_grad()
     def verify(self) -> float:
-        """Proves on a few tokens that our forward is this architecture's own: mean |Δlog-prob| against transformers' eager
-        path, over the vocabulary. Raises for an architecture that ignores the attention interface or treats logits in a way unknown to us."""
-        vocabulary = self.head.weight.shape[0]
-        tokens = torch.arange(12, device=self.device) * 7919 % min(vocabulary, 1000) % vocabulary
-        lengths = [7, 5]
-        batch_positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
-        starts = torch.tensor([0, 7, 12], dtype=torch.int32, device=self.device)
-        ours = self.logits(self.hidden(tokens, batch_positions, Packed(lengths, starts)))
-        self.causal.set_attn_implementation("eager")
-        try:
-            theirs = torch.cat([self.causal(part[None], use_cache=False).logits[0].float() for part in tokens.split(lengths)])
-        finally:
-            self.causal.set_attn_implementation(attention.NAME)
-        theirs = theirs[:, :vocabulary]
-        error = float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean())
-        limit = 1e-3 if self.dtype == torch.float32 else 0.1  # bfloat16 rounds: a mean of 0.02 and single values of 0.8 are its noise
-        if not error < limit:
-            raise InputError(f"{type(self.causal).__name__} computes other log-probs through the native forward than through transformers "
-                             f"(mean difference {error:.3g}).", where="model.path",
-                             fix="This architecture keeps state that cannot be paged or treats logits in its own way; use a model with standard attention.")  # fmt: skip
-        return error
+        """Proves that our forward is this architecture's own (see `models.proof`), or raises. Returns the mean |Δlog-prob| over the
+        vocabulary, in float32."""
+
+        def difference(batch: Batch) -> float:
+            vocabulary = self.head.weight.shape[0]
+            ours = proof.spread(batch, self.logits(self.states(batch)))
+            with proof.by_transformers(self.causal):
+                theirs = [self.causal(s.tokens[None].to(self.device), use_cache=False).logits[0].float() for s in batch.samples]
+            gaps = [(a.log_softmax(-1) - b[:, :vocabulary].log_softmax(-1)).abs().mean() for a, b in zip(ours, theirs, strict=True)]
+            return float(torch.stack(gaps).mean())
+
+        return proof.prove(self, difference, "model.path", "log-probs")

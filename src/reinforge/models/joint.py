@@ -1,8 +1,8 @@
 """Linear layers that read the same input (q, k, v; gate, up) as one matrix product while nothing is trained.
 
 Decoding a token is many small products; a joint one takes about as long as the largest of its parts. The weights of the parts
-become views of one tensor, so there is no second copy, and whatever updates them in place updates the joint one. With gradients
-each layer computes for itself.
+become views of one tensor, so there is no second copy, and whatever updates them in place updates the joint one. Who gives them other
+tensors (`parameter.data = ...`) takes them apart first: see `separate`. With gradients each layer computes for itself.
 """
 
 from __future__ import annotations
@@ -64,6 +64,18 @@ def join(module: nn.Module) -> int:
             if len(layers) == len(names) and _alike(layers):
                 Joint(layers)
                 count += 1
+    return count
+
+
+def separate(module: nn.Module) -> int:
+    """Takes apart what `join` has joined, in this module and not in what it was copied from; returns how many layers. Weights stay
+    where they are, and from now on each layer computes with its own, whatever tensor that is."""
+    count = 0
+    for part in module.modules():
+        forward = vars(part).get("forward")
+        if isinstance(getattr(forward, "__self__", None), _Part):
+            del part.forward
+            count += 1
     return count
 
 

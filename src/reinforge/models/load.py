@@ -1,14 +1,22 @@
-"""Models and tokenizers from a directory, a hub id or a GGUF file. Loading never runs code from a checkpoint."""
+"""Models and tokenizers from a directory, a hub id or a GGUF file.
+
+Loading runs no code from a checkpoint: every call into transformers says so, because it would otherwise ask on standard input. Only
+`model.trust_remote_code` allows it, and only for that model and its tokenizer. A checkpoint cannot choose its attention either, which
+transformers may fetch from a hub.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reinforge.config import architectures
 from reinforge.config.schema import AdapterConfig, ModelConfig
 from reinforge.core.errors import InputError
+from reinforge.models import rope
 
 if TYPE_CHECKING:
     from reinforge.models.causal import CausalModel
@@ -26,6 +34,12 @@ def _source(cfg: ModelConfig, where: str = "model.path") -> tuple[str, dict[str,
         raise InputError(
             f"{path} is a peft adapter, not a model.", where=where, fix="Put its base model here, and this path under adapter.path."
         )
+    if (path / "checkpoints").is_dir() and (path / "metrics.jsonl").is_file():
+        raise InputError(
+            f"{path} is the directory of a run, not a model.",
+            where=where,
+            fix=f"Write its model with `reinforge export {path} DIRECTORY`, and give that directory.",
+        )
     if path.exists():
         return str(path), {}
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1 or ("/" in cfg.path and path.parent.is_dir()):
@@ -36,14 +50,25 @@ def _source(cfg: ModelConfig, where: str = "model.path") -> tuple[str, dict[str,
 
 
 def _fetch(what: str, cfg: ModelConfig, load: Any, where: str = "model.path") -> Any:
+    """What `load(trust_remote_code=...)` gives; what it raises names the model and the key."""
     from safetensors import SafetensorError
 
     try:
-        return load()
+        return load(trust_remote_code=cfg.trust_remote_code)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            trust = "If you have read it and trust it, set model.trust_remote_code to true; otherwise use another model."
+            raise InputError(
+                f"the {what} of {cfg.path!r} is Python code in its own directory, and that is not run.",
+                where=where,
+                fix=trust if where.startswith("model.") else "Use a model that transformers knows.",
+            ) from error
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"cannot load the {what} of {cfg.path!r}: {first}", where=where,
-                         fix="Check the path; for a hub id check the spelling, the network and your login.") from error  # fmt: skip
+        raise InputError(
+            f"cannot load the {what} of {cfg.path!r}: {first}",
+            where=where,
+            fix="Check the path; for a hub id check the spelling, the network and your login.",
+        ) from error
 
 
 def load_tokenizer(cfg: ModelConfig, where: str = "model.path") -> Any:
@@ -51,7 +76,7 @@ def load_tokenizer(cfg: ModelConfig, where: str = "model.path") -> Any:
 
     own = cfg.tokenizer is not None
     source, kwargs = _source(cfg.model_copy(update={"path": cfg.tokenizer}) if own else cfg, "model.tokenizer" if own else where)
-    tokenizer = _fetch("tokenizer", cfg, lambda: AutoTokenizer.from_pretrained(source, **kwargs), where)
+    tokenizer = _fetch("tokenizer", cfg, partial(AutoTokenizer.from_pretrained, source, **kwargs), where)
     if cfg.chat_template:
         tokenizer.chat_template = Path(cfg.chat_template).read_text()
     if tokenizer.pad_token_id is None:
@@ -63,13 +88,35 @@ def load_config(cfg: ModelConfig, where: str = "model.path") -> Any:
     from transformers import AutoConfig
 
     source, kwargs = _source(cfg, where)
-    return _fetch("configuration", cfg, lambda: AutoConfig.from_pretrained(source, **kwargs), where)
+    config = _fetch("configuration", cfg, partial(AutoConfig.from_pretrained, source, **kwargs), where)
+    config._attn_implementation = "eager"  # a config.json may name an attention of a hub, which transformers would fetch and run
+    return config
 
 
 def context_length(cfg: ModelConfig) -> int:
     """The longest sequence the model was made for, read from its configuration without loading weights."""
-    config = load_config(cfg).get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20)
+    return rope.context(load_config(cfg).get_text_config()) or 1 << 20
+
+
+def check_architecture(shape: Any, path: str, where: str = "model.path", *, scores: bool = False) -> None:
+    """Refuses, before weights are read, what is known of a model's configuration: an architecture that cannot be trained, and a reward
+    model where a policy is wanted. `scores`: a reward model is wanted."""
+    facts = shape.to_dict()
+    name = next(iter(shape.architectures or []), shape.model_type)
+    if reason := architectures.refusal(facts):
+        raise InputError(
+            f"{name} cannot be trained here: {reason}.", where=where, fix="Use a model whose layers all have standard attention."
+        )
+    if not scores and (kind := architectures.scores(facts)):
+        raise InputError(
+            f"{path} is a {kind}: it gives scores, and cannot write text.",
+            where=where,
+            fix="Give a causal LM here; a reward model goes under rewards.",
+        )
+
+
+def _check_architecture(cfg: ModelConfig, where: str = "model.path", *, scores: bool = False) -> None:
+    check_architecture(load_config(cfg, where), cfg.path, where, scores=scores)
 
 
 def pick_device(name: str) -> torch.device:
@@ -101,7 +148,10 @@ def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path", *, quan
         if "gguf_file" in kwargs:
             raise InputError("a GGUF file is quantised in its own way.", where="adapter.kind", fix="Use lora, or the original model.")
         kwargs |= {"quantization_config": quantization(dtype), "device_map": {"": device}}
-    module, info = _fetch("model", cfg, lambda: kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **kwargs), where)
+    if "gguf_file" not in kwargs:
+        kwargs["config"] = load_config(cfg, where)
+    load = partial(kind.from_pretrained, source, dtype=dtype, output_loading_info=True, **kwargs)
+    module, info = _fetch("model", cfg, load, where)
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(f"{cfg.path} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]}; they would be random.", where=where,
@@ -122,10 +172,13 @@ def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: 
     from reinforge.models.causal import CausalModel
     from reinforge.models.exact import checkpoint_contexts
     from reinforge.models.exact_proof import prove
+    from reinforge.models.proof import refusing
 
+    _check_architecture(cfg)
     tokenizer = load_tokenizer(cfg)
     module = _load_module(cfg, AutoModelForCausalLM, quantize=adapter is not None and adapter.kind == "qlora")
-    CausalModel(module, tokenizer).verify()
+    with refusing(module):
+        CausalModel(module, tokenizer).verify()
     if adapter is not None:
         module = add_adapter(module, adapter, seed=seed)
     model = CausalModel(module, tokenizer, exact=cfg.exact)
@@ -149,19 +202,20 @@ def load_scalar(
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from reinforge.models.adapters import add_adapter
+    from reinforge.models.proof import refusing
     from reinforge.models.scalar import HEAD, ScalarModel
 
+    _check_architecture(cfg, where, scores=True)
     names = load_config(cfg, where).architectures or []
     classifier = any(name.endswith("ForSequenceClassification") for name in names)
     if not classifier and not fresh:
         raise InputError(f"{cfg.path} is a {', '.join(names) or 'model of unknown kind'}: it has no head that gives a score.", where=where,
                          fix="Give a reward model: a sequence-classification checkpoint with one label.")  # fmt: skip
     tokenizer = load_tokenizer(cfg, where)
-    if classifier:
-        model = ScalarModel(_load_module(cfg, AutoModelForSequenceClassification, where), tokenizer, where=where)
-    else:
-        model = ScalarModel.on_trunk(_load_module(cfg, AutoModelForCausalLM, where), tokenizer, where=where)
-    model.verify()
+    module = _load_module(cfg, AutoModelForSequenceClassification if classifier else AutoModelForCausalLM, where)
+    with refusing(module, where):
+        model = (ScalarModel if classifier else ScalarModel.on_trunk)(module, tokenizer, where=where)
+        model.verify()
     if adapter is not None:
         model = ScalarModel(add_adapter(model.module, adapter, seed=seed, head=HEAD), tokenizer, where=where)
     if cfg.compile and model.device.type == "cuda":

@@ -41,6 +41,7 @@ class Mixture(CausalModel):
         self.policy, self.other, self.coefficient = policy, other, coefficient
         self.module, self.plain, self.tokenizer, self.exact = policy.module, policy.plain, policy.tokenizer, False
         self.config, self.trunk, self.causal, self.head = policy.config, policy.trunk, policy.causal, policy.head
+        self.reach = policy.reach
         self.rule = LogitRule()  # each model's own is applied before they are mixed
         with other() as model:
             self.width, self.layer_count = policy.head.weight.shape[1], len(policy.layers)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
-from reinforge.models import attention
+from reinforge.models import attention, rope
 from reinforge.models.attention import Layout, Packed
 from reinforge.models.exact import RowWise
 from reinforge.models.exact_attention import layout as exact_layout
@@ -26,6 +26,7 @@ class PackedModel:
     from a hidden state: the score head of a `ScalarModel`, or what `CausalModel.add_value_head` put there, or nothing."""
 
     value_head: nn.Linear | None = None
+    reach: int | None = None  # the longest sequence that is computed right; None: any (see `models.rope`)
     slices: Slices | None = None  # the ranks that each compute a part of every pack; None: this process computes it all
 
     def __init__(self, module: nn.Module, tokenizer: Any = None, *, exact: bool = False):
@@ -34,12 +35,19 @@ class PackedModel:
         self.tokenizer, self.exact = tokenizer, exact  # exact: see `models.exact`
         self.config = self.plain.config.get_text_config()
         self.trunk = self.plain.base_model
+        self.reach = rope.reach(self.config)
+        rope.hold_still(self.trunk)
         attention.register()
         if attention.NAME not in {self.plain.config._attn_implementation, self.config._attn_implementation}:
             self.plain.set_attn_implementation(attention.NAME)
         _silence_dropout(module.eval())
         if exact and self.device.type == "cuda" and not attention.HAS_TRITON:
             raise InputError("exact log-probs on a GPU need triton, which is not installed.", where="model.exact", fix="pip install triton")
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that the model was made for."""
+        return rope.context(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -83,11 +91,22 @@ class PackedModel:
 
     def states(self, batch: Batch) -> Tensor:
         """[N, E] hidden states of a pack; of this rank's slice of it where there are `slices`. `reading` finds places in them."""
+        self._check_reach(batch)
         whole = Packed(batch.lengths, batch.starts, batch.prefix)
         if self.slices is None:
             return self.hidden(batch.tokens, batch.positions, whole)
         here = self.slices.span(batch.n_tokens)
         return self.hidden(batch.tokens[here], batch.positions[here], Ulysses(whole, self.slices, batch.n_tokens))
+
+    def _check_reach(self, batch: Batch) -> None:
+        longest = max((len(s.tokens) for s in batch.samples), default=0)
+        if self.reach is not None and longest > self.reach:
+            raise InputError(
+                f"a sequence of {longest} tokens is past the {self.reach} of this model's own rotary embedding; past them its frequencies "
+                "would depend on the length of each sequence.",
+                where="data.max_length",
+                fix=f"Keep prompt and answer together within {self.reach} tokens.",
+            )
 
     def reading(self, batch: Batch, places: Tensor) -> Reading:
         """How the hidden states at `places` of a pack are read."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from reinforge.core.batch import Batch, pack
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
-from reinforge.models import attention
+from reinforge.models import attention, proof
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
@@ -49,7 +49,7 @@ class ScalarModel(PackedModel):
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
         try:
             with torch.device("meta"):
-                module = AutoModelForSequenceClassification.from_config(config)
+                module = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
         except ValueError as error:
             raise InputError(f"transformers has no sequence classifier for {type(config).__name__}.", where=where,
                              fix="Use another architecture for critics and reward models.") from error  # fmt: skip
@@ -97,28 +97,20 @@ class ScalarModel(PackedModel):
 
     @torch.no_grad()
     def verify(self) -> float:
-        """Proves on a few tokens that our forward is this architecture's own, against transformers' eager path: hidden states (a
-        fresh head is 0 and would hide everything) and what the head makes of them. Returns the relative error of the hidden states."""
-        vocabulary = self.config.vocab_size
-        ids = [int(t) for t in torch.arange(1, 13) * 7919 % min(vocabulary, 1000) % vocabulary]
-        rows = [[t if t != self.config.pad_token_id else t - 1 if t else 1 for t in part] for part in (ids[:7], ids[7:])]
-        batch = Batch.pack([Sample.from_tokens(str(i), row, [True] * len(row)) for i, row in enumerate(rows)]).to(self.device)
-        ours = self.states(batch)
-        self.plain.set_attn_implementation("eager")
-        try:
-            given = [torch.tensor([row], device=self.device) for row in rows]
-            theirs = torch.cat([self.trunk(input_ids=row, use_cache=False).last_hidden_state[0] for row in given])
-            scores = torch.cat([self.plain(input_ids=row).logits[0] for row in given])
-        finally:
-            self.plain.set_attn_implementation(attention.NAME)
-        assert self.value_head is not None
-        head = self.value_head(theirs[batch.ends])[:, 0]
-        error, limit = _gap(ours, theirs), 1e-3 if self.dtype == torch.float32 else 0.1
-        if not error < limit or not torch.allclose(head.float(), scores.float(), rtol=limit):
-            raise InputError(f"{type(self.plain).__name__} computes other scores through the native forward than through transformers "
-                             f"(relative difference {error:.3g}).", where=self.where,
-                             fix="Use a sequence classifier of a causal LM with standard attention and a plain linear head.")  # fmt: skip
-        return error
+        """Proves that our forward is this architecture's own (see `models.proof`), or raises: by hidden states (a fresh head is 0 and
+        would hide everything) and by what the head makes of them. Returns the relative difference."""
+
+        def difference(batch: Batch) -> float:
+            ours = proof.spread(batch, self.states(batch))
+            assert self.value_head is not None
+            with proof.by_transformers(self.plain):
+                given = [s.tokens[None].to(self.device) for s in batch.samples]
+                theirs = [self.trunk(input_ids=row, use_cache=False).last_hidden_state[0] for row in given]
+                scores = torch.cat([self.plain(input_ids=row).logits[0] for row in given])
+            head = torch.cat([self.value_head(states[-1]) for states in theirs])
+            return max(_gap(torch.cat(ours), torch.cat(theirs)), _gap(head, scores))
+
+        return proof.prove(self, difference, self.where, "scores")
 
 
 def padding_id(tokenizer: Any, config: Any) -> int | None:

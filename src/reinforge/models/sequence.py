@@ -147,13 +147,3 @@ def check_heads(heads: int, ranks: int) -> None:
         fits = [k for k in range(1, heads + 1) if heads % k == 0]
         raise InputError(f"{heads} attention heads do not divide by {ranks} ranks of a sequence group.", where="train.sequence_parallel",
                          fix=f"Set it to one of {', '.join(map(str, fits))}.")  # fmt: skip
-
-
-def check_splittable(config: Any, heads: int, ranks: int) -> None:
-    """Refuses a model that cannot be split over `ranks`. `heads` of attention that each rank has before."""
-    check_heads(heads, ranks)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
-    if odd := kinds & {"dynamic", "longrope"}:
-        raise InputError(f"rotary embeddings of the type {odd.pop()} depend on the longest position of the forward, which a slice does not know.",
-                         where="train.sequence_parallel", fix="Set it to 1 for this model.")  # fmt: skip

@@ -55,7 +55,7 @@ class ModelReward:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
         assert self.model is not None, "load() comes first"
         rows = [self.ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        limit, longest = getattr(self.model.config, "max_position_embeddings", None) or 1 << 20, max(map(len, rows), default=0)
+        limit, longest = self.model.context or 1 << 20, max(map(len, rows), default=0)
         if longest > limit:
             raise InputError(f"a completion with its prompt has {longest} tokens, more than the {limit} that {self.path} was made for.", where=self.where,
                              fix="Lower rollout.max_new_tokens or data.max_length, or use another reward model.")  # fmt: skip

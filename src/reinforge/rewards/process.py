@@ -62,7 +62,7 @@ class ProcessReward(ModelReward):
                 tokens, trained = tokens + ids, [*trained, *[False] * (len(ids) - 1), True]
             samples.append(Sample.from_tokens(str(i), tokens, trained))
         limit, longest = (
-            getattr(self.model.config, "max_position_embeddings", None) or 1 << 20,
+            self.model.context or 1 << 20,
             max((len(s.tokens) for s in samples), default=0),
         )
         if longest > limit:

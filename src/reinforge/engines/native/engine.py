@@ -33,10 +33,12 @@ from reinforge.models.attention import Cache, Packed
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import chunk_rows
 from reinforge.models.joint import join
+from reinforge.models.proof import refusing
 
 BLOCK = 16
 KEEP = 1 / 12  # a cache of at most this share of the GPU is not given back between rollouts
 PREFILL_TOKENS = 16384  # packed prompt tokens per forward
+OTHER_ENGINE = "Use another engine, another model, or an algorithm that learns from given texts."
 
 
 class NativeEngine:
@@ -331,7 +333,19 @@ class _ShapeProbe:
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        assert k.shape == v.shape and layer not in self.shapes, f"layer {layer} keeps keys and values in a way the cache does not know"
+        if k.shape != v.shape:
+            raise InputError(
+                f"the native engine cannot generate with this model: keys of layer {layer} have heads of {k.shape[2]} numbers and its "
+                f"values of {v.shape[2]}, and the cache holds equal ones only.",
+                where="rollout.engine",
+                fix=OTHER_ENGINE,
+            )
+        if layer in self.shapes:
+            raise InputError(
+                f"the native engine cannot generate with this model: layer {layer} attends twice, and the cache holds one set of keys.",
+                where="rollout.engine",
+                fix=OTHER_ENGINE,
+            )
         self.shapes[layer] = (k.shape[1], k.shape[2])
         return self.packed.attend(layer, q, k, v, scale, window, softcap)
 
@@ -341,6 +355,10 @@ def _cache_shapes(model: CausalModel) -> list[tuple[int, int]]:
     """(K, D) of each layer's cache, seen in a forward of one token rather than guessed from the config."""
     device = model.device
     probe = _ShapeProbe(Packed([1], torch.tensor([0, 1], dtype=torch.int32, device=device)))
-    model.hidden(torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device), probe)
-    assert sorted(probe.shapes) == list(range(len(probe.shapes))), f"attention layers are numbered {sorted(probe.shapes)}"
+    with refusing(model.causal):
+        model.hidden(torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device), probe)
+    if sorted(probe.shapes) != list(range(len(probe.shapes))):
+        raise InputError(
+            f"{type(model.causal).__name__} numbers its attention layers {sorted(probe.shapes)}.", where="rollout.engine", fix=OTHER_ENGINE
+        )
     return [probe.shapes[i] for i in range(len(probe.shapes))]

@@ -1,0 +1,56 @@
+"""Architectures that once trained on wrong numbers without a word: through the command line they are right, or refused before training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import runs
+
+from architectures import ORIGINAL, save_architecture
+
+NARROW = ("model.dtype=bfloat16",)
+SHORT = ("rollout.max_new_tokens=8",)  # prompts of the task have a few tokens
+LONG = (f"rollout.max_new_tokens={ORIGINAL}",)
+ROWS = (f"data.max_length={ORIGINAL + 1}",)
+
+CASES: dict[str, tuple[str, tuple[str, ...], str | None]] = {  # the architecture, changes of the config, and why it is refused
+    "longrope": ("longrope", SHORT, None),
+    "longrope, answers past its original length": ("longrope", LONG, f"no room for a prompt in the model's context of {ORIGINAL}"),
+    "longrope, rows past its original length": ("longrope", ROWS, f"{ORIGINAL + 1} tokens are more than the {ORIGINAL} up to which"),
+    "dynamic": ("dynamic", SHORT, None),
+    "qwen2_moe": ("qwen2_moe", SHORT, None),
+    "phimoe": ("phimoe", SHORT, None),
+    "gptj": ("gptj", (), "GPTJForCausalLM cannot be trained here: its layers have an attention of their own making"),
+    "gpt_neo": ("gpt_neo", (), "GPTNeoForCausalLM cannot be trained here: its layers have an attention of their own making"),
+    "codegen": ("codegen", (), "CodeGenForCausalLM cannot be trained here: its layers have an attention of their own making"),
+    "lfm2": ("lfm2", NARROW, "Lfm2ForCausalLM cannot be trained here: its layers keep state"),
+    "qwen3_5": ("qwen3_5", NARROW, "Qwen3_5ForCausalLM cannot be trained here: its layers keep state"),
+    "llama4": ("llama4", NARROW, "Llama4ForCausalLM cannot be trained here: it attends in chunks"),
+    "deepseek_v3": ("deepseek_v3", (), "keys of layer 0 have heads of 16 numbers and its values of 8"),
+}
+
+
+def write_tokenizer(folder: Path) -> None:
+    from reinforge.app.tiny import tiny_tokenizer
+
+    tiny_tokenizer(None, 300).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trained_right_or_refused_before_training(case: str, tmp_path: Path) -> None:
+    name, changes, refused = CASES[case]
+    model = save_architecture(name, tmp_path / "model", write_tokenizer)
+    config = runs.write_config(tmp_path, model, train={"steps": 2}, data={"eval": {"size": 0}}, eval={"every": 0})
+    code, said = runs.forked("train", config, *changes, cwd=tmp_path)
+    if refused is None:
+        assert code == 0, said
+        metrics = runs.lines(tmp_path / "run" / "metrics.jsonl")
+        assert [line["step"] for line in metrics] == [1, 2]
+        assert all(line["policy/entropy"] < 5.5 and line["mismatch/max"] < 1e-4 for line in metrics), metrics  # engine and trainer agree
+        return
+    assert code == 2, said
+    [paragraph] = [line for line in said.splitlines() if "error:" in line]
+    assert re.search(refused, paragraph) and "unexpected" not in said, said
+    assert not (tmp_path / "run" / "checkpoints").exists()
