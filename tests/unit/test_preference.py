@@ -292,6 +292,15 @@ def test_an_answer_without_tokens_is_counted() -> None:
     assert value == pytest.approx((rest - ls(B * delta)) / 2, abs=1e-6) and len(gradients["r3"]) == 0
 
 
+@pytest.mark.parametrize("name", ["rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "aot", "aot_unpaired", "xpo"])
+def test_an_answer_without_tokens_does_not_lose_its_number(name: str) -> None:
+    """A score or a partner rides on the trained tokens of an answer. Where there is none, 0 would be another score: an error."""
+    samples = rows([3, 0, 4, 2], score=[0.9, 0.8, 0.6, 0.1], by_reference=[0, 1, 0, 1])
+    with pytest.raises(InputError, match=r"no trained token, so its (score|partner_aot|partner_aot_unpaired|by_reference) is lost"):
+        run(PairLoss(name), samples, 1000)
+    run(PairLoss(name), rows([3, 1, 4, 2], score=[0.9, 0.8, 0.6, 0.1], by_reference=[0, 1, 0, 1]), 1000)
+
+
 def test_through_a_backend_before_the_first_step() -> None:
     """A real model with a frozen copy: policy is reference, so the losses are known; both sides of a pair get opposite gradients."""
     samples = [Sample.from_tokens(f"{i}{side}", [5, 9, 7 + i, *answer], [False] * 3 + [True] * len(answer), group=str(i))

@@ -81,9 +81,11 @@ def expected_support(z: Tensor, top_p: float, top_k: int, min_p: float) -> Tenso
     """Token by token in Python: which tokens may be drawn."""
     p = z.double().softmax(-1).tolist()
     order = sorted(range(len(p)), key=lambda i: -p[i])
+    left = order[: top_k or None]
+    whole = sum(p[i] for i in left)
     kept, before = [], 0.0
-    for rank, i in enumerate(order):
-        if rank == 0 or ((not top_k or rank < top_k) and before < top_p and p[i] >= min_p * p[order[0]]):
+    for rank, i in enumerate(left):
+        if rank == 0 or (before < top_p * whole and p[i] >= min_p * p[order[0]]):
             kept.append(i)
         before += p[i]
     return torch.tensor([i in kept for i in range(len(p))])
@@ -110,6 +112,20 @@ def test_filters_keep_what_they_should(top_p: float, top_k: int, min_p: float) -
     kept = keep_top(z, *settings)
     want = torch.stack([expected_support(row, top_p, top_k, min_p) for row in z])
     assert torch.equal(kept.isfinite(), want) and torch.equal(kept[want], z[want])
+
+
+@pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(0.9, 20, 0.0), (0.8, 20, 0.01), (0.5, 7, 0.2), (0.95, 0, 0.05), (1.0, 5, 0.3)])
+def test_filters_together_are_those_of_transformers(top_p: float, top_k: int, min_p: float) -> None:
+    """Its processors in its order, each on what the one before has left."""
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    z = torch.randn(200, 60, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * 1.5
+    want = z
+    for warp in (TopKLogitsWarper(top_k) if top_k else None, TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
+        want = want if warp is None else warp(None, want)  # type: ignore[arg-type]
+    fill = lambda v: torch.full((200,), v, dtype=torch.float64)  # noqa: E731
+    kept = keep_top(z, fill(top_p), torch.full((200,), top_k), fill(min_p))
+    assert torch.equal(kept, want)
 
 
 @pytest.mark.parametrize(("top_p", "top_k", "min_p"), FILTERS[:6])

@@ -122,6 +122,14 @@ def test_bco_delta_runs_over_batches_and_survives_a_resume() -> None:
     assert run(resumed, second, 12)[0] == value
 
 
+@pytest.mark.parametrize("name", UNPAIRED)
+def test_an_answer_without_tokens_does_not_lose_its_label(name: str) -> None:
+    """Without a trained token there is no label to read, and a good answer would count as a bad one: an error."""
+    samples = rows([3, 0, 2], label=[0, 1, 1])
+    with pytest.raises(InputError, match="row 2 of a micro-batch has no trained token, so its label is lost"):
+        run(UnpairedLoss(name), samples, 1000, companions=annotated(samples))
+
+
 def test_mismatched_rows() -> None:
     samples = [
         Sample.from_tokens("a", [1, 2, 3, 4], [False, False, True, True], group="x"),

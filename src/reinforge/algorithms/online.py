@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reinforge.algorithms.preference_losses import Result, sigmoid
-from reinforge.algorithms.rows import last, sums
+from reinforge.algorithms.rows import constant, sums
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 
@@ -58,6 +58,6 @@ class NashLoss:
         rows = len(tokens.lengths)
         policy = sums(tokens.logprobs, tokens.sequence, rows)
         reference = sums(tokens.streams["reference"].to(policy.dtype), tokens.sequence, rows)
-        parts, watched = nash_md(policy, reference, last(tokens.streams["wins"], tokens.lengths), beta=self.beta)
+        parts, watched = nash_md(policy, reference, constant(tokens.streams, "wins", tokens.lengths), beta=self.beta)
         loss = parts.sum() / max(1, totals.sequences)
         return loss, {"preference/loss": loss.detach(), **{f"nash/{k}": v.sum() / max(1, totals.sequences) for k, v in watched.items()}}

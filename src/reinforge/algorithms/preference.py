@@ -18,7 +18,7 @@ from reinforge.algorithms import preference_free as free
 from reinforge.algorithms import preference_losses as losses
 from reinforge.algorithms.bind import pick, settings_of
 from reinforge.algorithms.preference_losses import Result, result, smoothed
-from reinforge.algorithms.rows import last, places, sides, sums
+from reinforge.algorithms.rows import constant, places, sides, sums
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
@@ -175,17 +175,17 @@ class PairLoss:
         if row.takes == "nll":
             settings["nll"] = self._nll(tokens, totals, self.nll or row.nll)
         elif row.takes == "gap":
-            chosen, rejected = sides(last(tokens.streams["score"], tokens.lengths).to(numbers[0].dtype))
+            chosen, rejected = sides(constant(tokens.streams, "score", tokens.lengths).to(numbers[0].dtype))
             settings["gap"] = chosen - rejected
         elif row.takes == "explore":
-            by_reference = last(tokens.streams["by_reference"], tokens.lengths).to(numbers[0].dtype)
+            by_reference = constant(tokens.streams, "by_reference", tokens.lengths).to(numbers[0].dtype)
             w, l = sides(sums(tokens.logprobs, tokens.sequence, len(tokens.lengths)) * by_reference)
             settings["explore"] = w + l
         if not row.ranked:
             return row.function(*numbers, **settings)
         policy_w, policy_l, ref_w, ref_l = numbers
         beta, smoothing = settings.get("beta", 0.1), settings.get("label_smoothing", 0.0)
-        partner_w, partner_l = sides(last(tokens.streams[f"partner_{name}"], tokens.lengths).to(policy_w.dtype))
+        partner_w, partner_l = sides(constant(tokens.streams, f"partner_{name}", tokens.lengths).to(policy_w.dtype))
         a, b = policy_w - ref_w, policy_l - ref_l
         if name == "aot":
             return result(smoothed(beta * (policy_w - policy_l - partner_w), smoothing), beta * a, beta * b)

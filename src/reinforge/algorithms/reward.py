@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, softplus
 
 from reinforge.algorithms.bind import pick
-from reinforge.algorithms.rows import last, sides
+from reinforge.algorithms.rows import constant, last, sides
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 
@@ -103,7 +103,7 @@ class RewardLoss:
             loss = self.row.function(values, stream).sum() / max(totals.tokens, 1)
             right = ((values.detach() > 0) == (stream > 0.5)).to(values.dtype)
             return loss, {"reward/loss": loss.detach(), "reward/accuracy": right.sum() / max(totals.tokens, 1)}
-        scores = last(values, tokens.lengths)
+        scores = constant({"score": values}, "score", tokens.lengths)  # at the last token
         given = None if stream is None else last(stream, tokens.lengths)
         watched = {
             "reward/mean": scores.detach().sum() / totals.samples,

@@ -5,8 +5,12 @@ Legend: M trained tokens of the micro-batch in the order of their sequences, S s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+
+from reinforge.core.errors import InputError
 
 
 def sums(values: Tensor, sequence: Tensor, rows: int) -> Tensor:
@@ -18,13 +22,23 @@ def sums(values: Tensor, sequence: Tensor, rows: int) -> Tensor:
 def last(values: Tensor, lengths: Tensor) -> Tensor:
     """[S] the value at each sequence's last trained token; 0 where there is none.
 
-    Counted by length and never by looking at ids, so a pad that equals eos cannot move it. A stream that is constant over a
-    sequence (a label, a score) gives its constant.
+    Counted by length and never by looking at ids, so a pad that equals eos cannot move it.
     """
     if not len(values):
         return torch.zeros(len(lengths), dtype=values.dtype, device=values.device)
     found = values[(lengths.cumsum(0) - 1).clamp(min=0)]
     return torch.where(lengths > 0, found, torch.zeros_like(found))
+
+
+def constant(streams: Mapping[str, Tensor], name: str, lengths: Tensor) -> Tensor:
+    """[S] the number of each whole answer (a label, a score), which every trained token of it carries.
+
+    An answer without a trained token has none left. Taking 0 for it would be another label, or another score: an error.
+    """
+    if bool((lengths == 0).any()):
+        what = f"row {int((lengths == 0).nonzero()[0])} of a micro-batch has no trained token, so its {name} is lost."
+        raise InputError(what, where="data", fix="Leave answers without a token out, each with its pair.")
+    return last(streams[name], lengths)
 
 
 def places(sequence: Tensor, lengths: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from reinforge.algorithms.bind import pick, settings_of
-from reinforge.algorithms.rows import last, sums
+from reinforge.algorithms.rows import constant, sums
 from reinforge.core.backend import State, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
@@ -115,7 +115,7 @@ class UnpairedLoss:
 
     def prepare(self, batches: Sequence[Batch], companions: Sequence[Batch] = ()) -> None:
         """Fills `constant`, and `class_size` (answers of the batch with the token's label) for the metrics."""
-        labels = torch.cat([last(b.streams["label"], b.trained_lengths()) for b in batches]).bool()
+        labels = torch.cat([constant(b.streams, "label", b.trained_lengths()) for b in batches]).bool()
         sizes = torch.where(labels, labels.sum(), (~labels).sum()).float()
         value = 0.0
         if self.row.constant == "baseline":
@@ -135,14 +135,14 @@ class UnpairedLoss:
         streams, rows = tokens.streams, len(tokens.lengths)
         policy = sums(tokens.logprobs, tokens.sequence, rows)
         reference = sums(streams["reference"].to(policy.dtype), tokens.sequence, rows)
-        good = last(streams["label"], tokens.lengths).bool()
-        constant = last(streams["constant"], tokens.lengths).to(policy.dtype)
-        given = {self.row.constant: constant} if self.row.constant else {}
+        good = constant(streams, "label", tokens.lengths).bool()
+        shared = constant(streams, "constant", tokens.lengths).to(policy.dtype)
+        given = {self.row.constant: shared} if self.row.constant else {}
         part, watched = self.row.function(policy, reference, good, **given, **self.settings)
         assert totals.samples > 0, "Totals.samples counts the rows of the batch: use Totals.of"
         loss = part.sum() / totals.samples
 
-        share = watched["reward"] / last(streams["class_size"], tokens.lengths).clamp(min=1).to(policy.dtype)
+        share = watched["reward"] / constant(streams, "class_size", tokens.lengths).clamp(min=1).to(policy.dtype)
         chosen, rejected = share[good].sum(), share[~good].sum()
         metrics = {
             "preference/loss": loss.detach(),
@@ -151,7 +151,7 @@ class UnpairedLoss:
             "rewards/margin": chosen - rejected,
         }
         if self.row.constant:
-            metrics[f"preference/{self.row.constant}"] = constant.sum() / totals.samples
+            metrics[f"preference/{self.row.constant}"] = shared.sum() / totals.samples
         return loss, metrics
 
     def state(self) -> State:

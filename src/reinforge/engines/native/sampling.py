@@ -30,11 +30,13 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def keep_top(z: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """Sets to −inf what the filters drop, row by row. top_k 0, top_p 1 and min_p 0 drop nothing."""
+    """Sets to −inf what the filters drop, row by row. top_k 0, top_p 1 and min_p 0 drop nothing.
+
+    The order is that of transformers: top_p is a share of what top_k leaves, and min_p of the likeliest token, which all leave."""
     ordered, index = z.sort(-1, descending=True)
-    p = ordered.softmax(-1)
     rank = torch.arange(z.shape[-1], device=z.device)[None]
     drop = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    p = ordered.masked_fill(drop, float("-inf")).softmax(-1)
     drop |= (top_p[:, None] < 1) & ((p.cumsum(-1) - p) >= top_p[:, None])  # the token that crosses top_p stays; float sums pass 1 early
     drop |= p < min_p[:, None] * p[:, :1]
     drop[:, 0] = False
