@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.catalogue import TABLE
 from reinforge.app.preflight import preflight
 from reinforge.app.workshop import averaged
 from reinforge.checkpoint import store
-from reinforge.config.ahead import WITHOUT_RATIO
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
@@ -345,10 +343,6 @@ def test_combinations_that_are_refused(
 
 
 def test_plan_warns_where_nothing_corrects(make: Callable[..., Config]) -> None:
-    assert set(WITHOUT_RATIO) == {
-        name for name, row in TABLE.items() if row.parts.get("surrogate") == "reinforce" and row.parts.get("correction", "none") == "none"
-    }
-
     def told(*overrides: str, algorithm: str = "rloo") -> str:
         return " ".join(preflight(make("x", algorithm, *overrides)).warnings)
 

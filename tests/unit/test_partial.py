@@ -381,7 +381,7 @@ def test_what_was_trained_is_in_no_later_checkpoint(make: Callable[..., Config])
 @pytest.mark.parametrize(
     ("overrides", "algorithm", "says"),
     [(("rollout.staleness=0",), "grpo", "staleness to at least 1"), (("sampling.over_provision=1",), "grpo", "over_provision"),
-     (("rollout.stop=[x]",), "grpo", "stop string"), ((), "dapo", "dynamic sampling"), ((), "online_dpo", "fresh answers")],
+     (("rollout.stop=[x]",), "grpo", "stop string"), ((), "online_dpo", "fresh answers")],
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_partial(make: Callable[..., Config], overrides: tuple[str, ...], algorithm: str, says: str) -> None:

@@ -338,7 +338,6 @@ def test_a_pair_is_dropped_or_cut_as_a_whole(model: str, tmp_path: Path) -> None
         ({"algorithm": {"name": "dpo", "kl": {"coefficient": 0.1}}}, r"algorithm\.kl"),
         ({"algorithm": {"name": "grpo", "beta": 0.1}, "rewards": [{"name": "exact_number"}]}, r"algorithm\.kl\.coefficient"),
         ({"algorithm": {"name": "dpo"}, "data": {"source": "python", "loss_on": "all"}}, "which tokens are the answer"),
-        ({"algorithm": {"name": "tr_dpo"}, "train": {"precompute_reference": True}}, "has no frozen reference"),
     ],
 )
 def test_settings_that_are_refused(tmp_path: Path, sections: dict[str, Any], said: str) -> None:

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reinforge.config import ahead, deepspeed, engine, megatron
+from reinforge.app import check_catalogue
+from reinforge.config import deepspeed, engine, megatron
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.train.changes import check_changes
@@ -71,7 +72,9 @@ def preflight(config: Config) -> Report:
     _check_parts(config, report)
     _check_exact(config, report)
     _check_cut(config, report)
-    for told in ahead.warnings(config):
+    for told in check_catalogue.conflicts(config):
+        report.refuse(*told)
+    for told in check_catalogue.warnings(config):
         report.warn(*told)
     for told in (*engine.missing(config), *deepspeed.missing(config), *megatron.missing(config)):
         report.refuse(*told)

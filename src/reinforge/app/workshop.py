@@ -10,6 +10,7 @@ from typing import Any
 
 from reinforge.app.agents import AGENT
 from reinforge.app.algorithm import algorithm_of
+from reinforge.app.check_catalogue import refuse_conflicts
 from reinforge.app.engines import make_engine, room_for_engine
 from reinforge.app.envs import env_weights, episode_tokens, eval_rollout
 from reinforge.app.sampling import replayable
@@ -251,6 +252,7 @@ class Workshop:
 
 def open_shop(cfg: Config, given: Given, view: ViewLike) -> Workshop:
     """The workshop of a run: here, or with its models in actors of Ray."""
+    refuse_conflicts(cfg)
     if cfg.cluster.kind == "local":
         return Workshop(cfg, given, view)
     from reinforge.app.remote import RemoteWorkshop

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from reinforge.config.schema import Config
 
 
-WITHOUT_RATIO = ("reinforce", "gpg", "rloo", "remax", "opo")  # algorithms whose own surrogate has none
-
-
 class AheadConfig(Section):
     staleness: Natural = Field(
         0,
@@ -51,32 +48,7 @@ def _check_partial(config: Config) -> None:
         (config.sampling.over_provision <= 1, "nothing would be left over; set sampling.over_provision, e.g. to 1.25"),
         (bool(config.rollout.stop), "a stop string across a cut would not be seen; leave rollout.stop out"),
         (config.agent is not None, "an agent cannot be cut and go on; leave it out"),
-        (_dynamic(config), "dynamic sampling replaces groups by their rewards; set algorithm.dynamic_sampling=false"),
         (algorithm.name in ONLINE, f"{algorithm.name} trains on fresh answers only; leave it out"),
     ):
         if wrong:
             raise ValueError(f"rollout.partial: {why}")
-
-
-def _dynamic(config: Config) -> bool:
-    asked = config.algorithm.dynamic_sampling
-    return asked if asked is not None else config.algorithm.name == "dapo"
-
-
-def warnings(config: Config) -> list[tuple[str, str, str]]:
-    """(Key, what, what to do) of what will work and may not be meant."""
-    if not config.rollout.staleness:
-        return []
-    found = []
-    algorithm = config.algorithm
-    plain = algorithm.surrogate == "reinforce" or (algorithm.surrogate is None and algorithm.name in WITHOUT_RATIO)
-    if algorithm.correction.name == "none" and (plain or algorithm.old == "recompute"):
-        why = "the surrogate reinforce has no ratio" if plain else "algorithm.old: recompute leaves out who sampled"
-        found.append(("rollout.staleness", f"samples are up to {config.rollout.staleness} steps old, and {why}: the gradient is that of another policy.",
-                      "Set algorithm.correction.name, e.g. to tis, or rollout.staleness=0."))  # fmt: skip
-    if (_dynamic(config) or config.sampling.over_provision > 1) and not config.rollout.partial:
-        key = "algorithm.dynamic_sampling" if _dynamic(config) else "sampling.over_provision"
-        found.append(
-            (key, "what is generated next depends on rewards or on who is first: staleness then hides nothing.", "Leave one of them out.")
-        )
-    return found

@@ -55,7 +55,7 @@ def check_deepspeed(cfg: Any) -> None:
         raise ValueError("train.ema: DeepSpeed keeps no average of its cut weights; leave it out, or set train.backend=fsdp")
     if train.optimizer.offload or (cfg.critic is not None and cfg.critic.optimizer is not None and cfg.critic.optimizer.offload):
         raise ValueError("train.optimizer.offload: with DeepSpeed it is train.deepspeed.offload_optimizer=cpu")
-    if algorithm.kl.reference.kind != "frozen" or algorithm.name == "tr_dpo":
+    if algorithm.kl.reference.kind != "frozen":
         raise ValueError("algorithm.kl.reference: a reference that follows the weights needs train.backend=fsdp or local")
 
 

@@ -40,7 +40,7 @@ def check_megatron(cfg: Any) -> None:
             raise ValueError(f"train.{key}: the backend megatron does not know it; leave it out, or set train.backend=fsdp")
     if train.optimizer.offload:
         raise ValueError("train.optimizer.offload: the backend megatron does not know it; set train.backend=fsdp and train.offload_weights")
-    if cfg.algorithm.kl.reference.kind != "frozen" or cfg.algorithm.name == "tr_dpo":
+    if cfg.algorithm.kl.reference.kind != "frozen":
         raise ValueError("algorithm.kl.reference: a reference that follows the weights needs train.backend=fsdp or local")
 
 

@@ -322,9 +322,7 @@ class Config(Section):
             hint = "; the KL to a reference is algorithm.kl.coefficient" if foreign[0] == "beta" else ""
             raise ValueError(f"algorithm.{foreign[0]}: {algorithm.name} ({algorithm.family}) does not read it; remove it{hint}")
         precomputed = self.train.precompute_reference
-        if precomputed and (
-            algorithm.family != "preference" or algorithm.kl.reference.kind != "frozen" or algorithm.name in ("tr_dpo", *ONLINE)
-        ):
+        if precomputed and (algorithm.family != "preference" or algorithm.kl.reference.kind != "frozen" or algorithm.name in ONLINE):
             changing = algorithm.name in ONLINE
             why = "compares with answers that change with the batch" if changing else "has no frozen reference"
             raise ValueError(f"train.precompute_reference: {algorithm.name} {why}; remove it")
