@@ -41,6 +41,8 @@ def _config(arch: str, **changes: Any) -> Any:
         "mixtral": lambda: t.MixtralConfig(**{**_BASE, "num_local_experts": 4, "num_experts_per_tok": 2, **changes}),
         "qwen2_moe": lambda: t.Qwen2MoeConfig(**{**_BASE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                                                  "shared_expert_intermediate_size": 24, **changes}),
+        "qwen3_moe": lambda: t.Qwen3MoeConfig(**{**_BASE, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                                                 **changes}),
         "mamba": lambda: t.MambaConfig(**{**dict(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8), **changes}),
     }  # fmt: skip
     return make[arch]()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from reinforge.algorithms.loss import NLLLoss
 from reinforge.backends.local import LocalBackend
@@ -14,8 +16,9 @@ from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.engines.native import NativeEngine
-from reinforge.models.adapters import adapter_off, add_adapter, is_adapted
+from reinforge.models.adapters import adapter_off, add_adapter, is_adapted, merged
 from reinforge.models.causal import CausalModel
+from reinforge.models.named import named_weights
 from toys import make_module, make_samples, parameters, run, tokens_of, train_config
 
 
@@ -99,6 +102,28 @@ def test_saved_adapter_is_continued(tmp_path: Path) -> None:
     again = CausalModel(add_adapter(make_module(), AdapterConfig(path=str(tmp_path)), seed=0))
     a, b = parameters(model.module), parameters(again.module)
     assert all(torch.equal(a[k], b[k]) for k in a) and any(p.requires_grad for p in again.module.parameters())
+
+
+@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe", "mixtral"])
+def test_an_adapter_of_experts_is_published_and_merged(arch: str, tmp_path: Path) -> None:
+    """Matrices of experts lie in one parameter, and one module has several of them: what a server is sent, and what is exported
+    merged, computes what the adapted model computes."""
+    module = add_adapter(make_module(arch), AdapterConfig(rank=3), seed=0)
+    adapted = [name for name, p in module.named_parameters() if p.requires_grad]
+    assert arch == "qwen2_moe" or any("experts" in name for name in adapted)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        tokens = torch.tensor([tokens_of(9)])
+        want, base = module(tokens).logits, make_module(arch)(tokens).logits
+        sent = {name: tensor.clone() for name, tensor in named_weights(module)}
+        save_file({name: tensor.contiguous() for name, tensor in sent.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+        module.get_base_model().config.save_pretrained(tmp_path)
+        again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert float((again.eval()(tokens).logits - want).abs().max()) < 1e-3 < 0.1 < float((base - want).abs().max())
+        assert float((merged(module)(tokens).logits - want).abs().max()) < 1e-3
 
 
 def test_unknown_targets_are_an_input_error() -> None:

@@ -96,31 +96,46 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(plain: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Base weights under their own names; of an adapted layer, the sum of base and adapter."""
+    """Base weights under their own names; of an adapted one, the sum of base and adapter."""
     from peft.tuners.lora import LoraLayer
 
     layers = {name: layer for name, layer in plain.named_modules() if isinstance(layer, LoraLayer)}
     for name, layer in layers.items():
-        base = layer.get_base_layer()
-        yield f"{name}.weight", _sum(layer, base, dtype)
-        if base.bias is not None:
-            yield f"{name}.bias", base.bias.detach()
+        if name.removesuffix(".base_layer") in layers and name.endswith(".base_layer"):
+            continue  # one of several adapters around one module, which its outermost one answers for
+        yield from ((f"{name}.{key}", tensor) for key, tensor in _of_layer(layer, dtype))
     for name, tensor in _plain(plain):
         if not any(name.startswith(f"{layer}.") for layer in layers):
             yield name, tensor
 
 
-def _sum(layer: Any, base: Any, dtype: torch.dtype | None) -> Tensor:
+def _of_layer(layer: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Everything of the module that a layer of an adapter wraps. Several wrap one module where it keeps several matrices, as the
+    experts of a mixture do: each of them has the name of its own."""
+    from peft.tuners.lora import LoraLayer
+
+    base, adapted = layer.get_base_layer(), dict[str, Any]()
+    while isinstance(layer, LoraLayer):
+        adapted[getattr(layer, "parameter_name", "weight")] = layer
+        layer = layer.base_layer
+    for key, parameter in base.named_parameters():
+        yield key, _sum(adapted[key], base, key, dtype) if key in adapted else parameter.detach()
+    saved = base.state_dict().keys()
+    yield from ((key, buffer) for key, buffer in base.named_buffers() if key in saved)
+
+
+def _sum(layer: Any, base: Any, key: str, dtype: torch.dtype | None) -> Tensor:
     if type(base).__name__ == "Linear4bit":
         weight = _written_out(base)
         for adapter in layer.active_adapters:
             weight += layer.get_delta_weight(adapter).to(weight.dtype)
         return weight.to(dtype or base.compute_dtype)
+    own = getattr(base, key).detach()
     if layer.merged or layer.disable_adapters:
-        return base.weight.detach()  # type: ignore[no-any-return]
+        return own  # type: ignore[no-any-return]
     if any(layer.use_dora.values()):
         twin = copy.deepcopy(layer)  # merging divides by lengths, which cannot be undone to the bit
         twin.merge()
         return twin.get_base_layer().weight.detach()  # type: ignore[no-any-return]
-    weight = base.weight.float() + sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
-    return weight.to(base.weight.dtype)
+    weight = own.float() + sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
+    return weight.to(own.dtype)
