@@ -36,9 +36,9 @@ def make_chat_model(path: Path, *, context: int = 512) -> str:
 
 
 @contextmanager
-def serving(app: Any, listener: socket.socket) -> Iterator[str]:
+def serving(app: Any, listener: socket.socket, limits: Limits | None = None) -> Iterator[str]:
     """The address of a server that runs in a thread until the block ends."""
-    server = server_of(app)
+    server = server_of(app, limits)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
     try:
@@ -55,7 +55,7 @@ def served_model(path: str, *, limits: Limits | None = None, api_key: str | None
     chosen = ServeOptions(port=0, **{"max_new_tokens": 16, "kv_gib": 0.01, "name": "tiny", **options})
     service = load_service(path, chosen)
     app = make_app(service, None, limits=limits or Limits(), api_key=api_key, local=is_loopback(chosen.host))
-    with serving(app, listen(chosen)) as url:
+    with serving(app, listen(chosen), limits) as url:
         try:
             yield url, service
         finally:

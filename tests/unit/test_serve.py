@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from reinforge.app.serve_http import Limits
+from reinforge.app.serve_requests import CompletionRequest
 from reinforge.app.serve_service import Service
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Row
@@ -243,6 +245,79 @@ def test_the_longest_prompt_of_a_request_decides_what_room_there_is(client: Any,
     assert caught.value.code == "context_length_exceeded"
     done = client.completions.create(model="tiny", prompt=prompts, extra_body={"ignore_eos": True, "return_token_ids": True})
     assert [len(choice.token_ids) for choice in done.choices] == [4, 4]
+
+
+# what a request costs before it is refused
+
+
+@pytest.fixture
+def tokenised(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that reached the tokenizer."""
+    seen: list[str] = []
+    encode, render = service.renderer.tokenizer, service.renderer.prompt
+
+    def listening(text: str, **more: Any) -> Any:
+        seen.append(text)
+        return encode(text, **more)
+
+    def rendering(row: Row) -> list[int]:
+        seen.append(str(row.prompt))
+        return render(row)
+
+    monkeypatch.setattr(service.renderer, "tokenizer", listening)
+    monkeypatch.setattr(service.renderer, "prompt", rendering)
+    return seen
+
+
+def test_prompts_are_counted_before_they_are_tokenised(server: tuple[str, Service], tokenised: list[str]) -> None:
+    for prompts, n in ((["a"] * 300_000, 1), ([[5]] * 300_000, 1), (["a"] * 200, 3)):
+        body = json.dumps({"prompt": prompts, "n": n, "max_tokens": 1}).encode()
+        status, reply = raw(server[0], "POST", "/v1/completions", body)
+        assert status == 400 and "at most 512 completions per request" in reply["error"]["message"]
+        assert reply["error"]["param"] == "prompt"
+    assert tokenised == []
+
+
+def test_a_wrong_item_among_a_million_is_found_without_a_list_of_errors(server: tuple[str, Service]) -> None:
+    """Each kind of prompt that it might be gives up at the first item that is none."""
+    for prompt in ([*["a"] * 300_000, 5], [*[5] * 300_000, "a"], [[5] * 300_000, "a"]):
+        status, reply = raw(server[0], "POST", "/v1/completions", json.dumps({"prompt": prompt}).encode())
+        assert status == 400 and reply["error"]["param"].startswith("prompt")
+
+
+def test_text_that_cannot_fit_is_not_tokenised(server: tuple[str, Service], service: Service, tokenised: list[str]) -> None:
+    long = "x" * (service.letters + 1)
+    parts = [{"role": "user", "content": [{"type": "text", "text": long}]}]
+    crowd = [{"role": "user", "content": ""}] * (service.context + 1)
+    for path, body in (("completions", {"prompt": ["a", long]}), ("chat/completions", {"messages": [{"role": "user", "content": long}]}),
+                       ("chat/completions", {"messages": parts}), ("chat/completions", {"messages": crowd}),
+                       ("completions", {"prompt": [5] * 200_000})):  # fmt: skip
+        status, reply = raw(server[0], "POST", f"/v1/{path}", json.dumps(body).encode())
+        assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
+    assert tokenised in (["a"], [])  # the prompt before the long one
+
+
+def test_a_request_of_many_prompts_lets_others_in_between(service: Service, tokenised: list[str]) -> None:
+    async def go() -> None:
+        many = asyncio.ensure_future(service.complete(CompletionRequest(prompt=[f"many {i}" for i in range(50)], max_tokens=1)))
+        await asyncio.sleep(0)
+        one = asyncio.ensure_future(service.complete(CompletionRequest(prompt="one", max_tokens=1)))
+        for _, pieces in await asyncio.gather(many, one):
+            await pieces.aclose()
+
+    asyncio.run(go())
+    assert tokenised.index("one") < 10 and len(tokenised) == 51
+
+
+def test_how_many_completions_a_request_may_ask_for_is_an_option(chat_model: str) -> None:
+    with served_model(chat_model, max_completions=3) as (url, _):
+        client = openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=60)
+        assert len(client.completions.create(model="tiny", prompt="y", n=3, max_tokens=1).choices) == 3
+        for wrong in (dict(prompt="y", n=4), dict(prompt=["y", "z"], n=2)):
+            with pytest.raises(openai.BadRequestError, match="at most 3 completions"):
+                client.completions.create(model="tiny", max_tokens=1, **wrong)
+        with pytest.raises(openai.BadRequestError, match="at most 3 completions"):
+            client.chat.completions.create(model="tiny", messages=ASK, n=4, max_tokens=1)
 
 
 def test_what_is_no_request(server: tuple[str, Service]) -> None:

@@ -110,7 +110,9 @@ class AgentEndpoint:
                 f"agents need {error.name}, which is not installed.", where="agent", fix="pip install 'reinforge[serve]'"
             ) from error
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        server = server_of(make_app(self, None, limits=Limits(AT_ONCE, BODY), api_key=lambda key: key in self._lines, local=True))
+        limits = Limits(requests=AT_ONCE, body=BODY, connections=AT_ONCE)
+        app = make_app(self, None, limits=limits, api_key=lambda key: key in self._lines, local=True)
+        server = server_of(app, limits)
 
         def serve() -> None:
             with listener:

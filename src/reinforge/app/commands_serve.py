@@ -26,7 +26,19 @@ def serve(
     context: Annotated[int | None, typer.Option(help="Tokens of a prompt with its completion; default: the model's own.", min=2)] = None,
     max_batch: Annotated[int, typer.Option(help="Sequences decoded at once.", min=1)] = ServeOptions.max_batch,
     max_requests: Annotated[int, typer.Option(help="Requests at once; more are answered 429.", min=1)] = ServeOptions.max_requests,
-    max_body_mib: Annotated[int, typer.Option(help="Largest request.", min=1)] = ServeOptions.max_body_mib,
+    max_body_mib: Annotated[int, typer.Option(help="Largest request; a larger one is answered 413.", min=1)] = ServeOptions.max_body_mib,
+    max_completions: Annotated[
+        int, typer.Option(help="Prompts x n of one request (with --reward: texts); more are answered 400.", min=1)
+    ] = ServeOptions.max_completions,
+    max_connections: Annotated[
+        int, typer.Option(help="Open at once; a newcomer takes the place of one that has asked for nothing.", min=1)
+    ] = ServeOptions.max_connections,
+    header_seconds: Annotated[
+        float, typer.Option(help="For the headers of a request to arrive; later it is answered 408.", min=0.1)
+    ] = ServeOptions.header_seconds,
+    body_seconds: Annotated[
+        float, typer.Option(help="For the body of a request to arrive, and for a client to read on.", min=0.1)
+    ] = ServeOptions.body_seconds,
     kv_gib: Annotated[float | None, typer.Option(help="Memory of the KV cache; default: from what is free.", min=0.001)] = None,
     checkpoint: Annotated[str, typer.Option(help="Of a run: best, latest, or a step.")] = ServeOptions.checkpoint,
     adapter: Annotated[str | None, typer.Option(help="A saved adapter to put on the model.")] = None,
@@ -44,6 +56,21 @@ def serve(
     from reinforge.app.serve import serve as run
 
     options = ServeOptions(
-        host, port, api_key, name, max_new_tokens, max_requests, max_body_mib, max_batch, kv_gib, context, checkpoint, adapter
+        host=host,
+        port=port,
+        api_key=api_key,
+        name=name,
+        max_new_tokens=max_new_tokens,
+        max_requests=max_requests,
+        max_body_mib=max_body_mib,
+        max_completions=max_completions,
+        max_connections=max_connections,
+        header_seconds=header_seconds,
+        body_seconds=body_seconds,
+        max_batch=max_batch,
+        kv_gib=kv_gib,
+        context=context,
+        checkpoint=checkpoint,
+        adapter=adapter,
     )
     run(model, options, reward=reward)

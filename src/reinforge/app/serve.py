@@ -27,6 +27,10 @@ class ServeOptions:
     max_new_tokens: int = 512  # where a request names no limit
     max_requests: int = 256  # at once
     max_body_mib: int = 8
+    max_completions: int = 512  # prompts x n of one request
+    max_connections: int = 1024  # open at once
+    header_seconds: float = 10.0  # for the headers of a request to arrive
+    body_seconds: float = 60.0  # for the rest of it, and for a client to read on
     max_batch: int = 256  # sequences decoded at once
     kv_gib: float | None = None
     context: int | None = None  # default: the model's own
@@ -84,7 +88,8 @@ def load_service(source: str, options: ServeOptions) -> Service:
     engine = NativeEngine(
         model, stop_tokens=stops, max_batch=options.max_batch, kv_gib=options.kv_gib, context=context, longest=context, prefix_cache=True
     )
-    return Service(engine, name=options.name or name_of(source), max_new_tokens=options.max_new_tokens)
+    name = options.name or name_of(source)
+    return Service(engine, name=name, max_new_tokens=options.max_new_tokens, max_completions=options.max_completions)
 
 
 def load_scorer(source: str, options: ServeOptions) -> Scorer:
@@ -97,7 +102,7 @@ def load_scorer(source: str, options: ServeOptions) -> Scorer:
 
     name = options.name or name_of(source)
     if not is_run(Path(source)):
-        return Scorer(ModelReward(source, where="MODEL").load("auto"), name=name)
+        return Scorer(ModelReward(source, where="MODEL").load("auto"), name=name, most=options.max_completions)
     config, _ = config_of(Path(source))
     if family_of(config.algorithm.name) != "reward":
         raise InputError(
@@ -106,7 +111,7 @@ def load_scorer(source: str, options: ServeOptions) -> Scorer:
     model = load_scalar(config.model.model_copy(update={"compile": False}), fresh=True)
     load_weights(model, Path(source), options.checkpoint)
     template = next(kind for kind, chat in CHAT.items() if chat == config.data.chat)  # as its rows were rendered
-    return Scorer(ModelReward(source, template=template, where="MODEL").use(model), name=name)
+    return Scorer(ModelReward(source, template=template, where="MODEL").use(model), name=name, most=options.max_completions)
 
 
 def serve(source: str, options: ServeOptions, *, reward: bool = False) -> None:
@@ -120,11 +125,17 @@ def serve(source: str, options: ServeOptions, *, reward: bool = False) -> None:
         ) from error
     with listen(options) as listener:
         served: Any = load_scorer(source, options) if reward else load_service(source, options)
-        limits = Limits(options.max_requests, options.max_body_mib << 20)
+        limits = Limits(
+            requests=options.max_requests,
+            body=options.max_body_mib << 20,
+            connections=options.max_connections,
+            header_seconds=options.header_seconds,
+            body_seconds=options.body_seconds,
+        )
         app = make_app(None if reward else served, served if reward else None, limits=limits, api_key=key, local=is_loopback(options.host))
         host = f"[{options.host}]" if ":" in options.host else options.host
         print(f"{served.name}: http://{host}:{listener.getsockname()[1]}/v1  (Ctrl-C ends)", flush=True)
         try:
-            run(app, listener)
+            run(app, listener, limits)
         finally:
             served.close()

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import socket
-import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -23,8 +22,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from reinforge.app.serve import is_loopback
+from reinforge.app.serve_connections import Limits, bound_logs, connection_class
 from reinforge.app.serve_engine import Piece
 from reinforge.app.serve_replies import Replies
 from reinforge.app.serve_requests import CALLER, ApiError, ChatRequest, CompletionRequest, ScoreRequest, parsed
@@ -32,7 +33,7 @@ from reinforge.app.serve_reward import Scorer
 from reinforge.core.errors import InputError
 
 T = TypeVar("T")
-BODY_SECONDS = 60.0  # for a request to arrive as a whole
+LOG = logging.getLogger("reinforge.serve")
 Handler = Callable[[bytes], Coroutine[Any, Any, Response]]
 Key = str | Callable[[str], bool] | None  # what clients must show, or a judge of it
 
@@ -47,12 +48,6 @@ class Answering(Protocol):
     async def chat(self, request: ChatRequest) -> tuple[Replies, AsyncGenerator[Piece, None]]: ...
 
     async def complete(self, request: CompletionRequest) -> tuple[Replies, AsyncGenerator[Piece, None]]: ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    requests: int = 256  # at once; more are told to come again
-    body: int = 8 << 20  # bytes of one request
 
 
 class Guard:
@@ -130,21 +125,21 @@ class Door:
 
     async def chat(self, body: bytes) -> Response:
         assert self.service is not None
-        asked = parsed(ChatRequest, body)
+        asked = await asyncio.to_thread(parsed, ChatRequest, body)
         self._known(asked.model)
         replies, pieces = await self.service.chat(asked)
         return Events(replies.chunks(pieces), self) if asked.stream else JSONResponse(await replies.whole(pieces))
 
     async def completions(self, body: bytes) -> Response:
         assert self.service is not None
-        asked = parsed(CompletionRequest, body)
+        asked = await asyncio.to_thread(parsed, CompletionRequest, body)
         self._known(asked.model)
         replies, pieces = await self.service.complete(asked)
         return Events(replies.chunks(pieces), self) if asked.stream else JSONResponse(await replies.whole(pieces))
 
     async def score(self, body: bytes) -> Response:
         assert self.scorer is not None
-        asked = parsed(ScoreRequest, body)
+        asked = await asyncio.to_thread(parsed, ScoreRequest, body)
         self._known(asked.model)
         return JSONResponse(await self.scorer.score(asked))
 
@@ -183,13 +178,13 @@ class Door:
     async def _body(self, request: Request) -> bytes:
         parts = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(self.limits.body_seconds):
                 async for part in request.stream():
                     parts += part
                     if len(parts) > self.limits.body:
                         raise ApiError(413, f"the request has more than {self.limits.body} bytes", code="request_too_large")
         except TimeoutError:
-            raise ApiError(408, f"the request did not arrive within {BODY_SECONDS:.0f} s") from None
+            raise ApiError(408, f"the request did not arrive within {self.limits.body_seconds:g} s") from None
         return bytes(parts)
 
 
@@ -252,7 +247,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError.of(error)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
-    traceback.print_exception(error)
+    LOG.error("a request failed", exc_info=error)
     return ApiError(500, f"the server failed: {type(error).__name__}", kind="server_error")
 
 
@@ -271,11 +266,25 @@ def make_app(service: Answering | None, scorer: Scorer | None, *, limits: Limits
     return Guard(app, api_key=api_key, local=local)
 
 
-def run(app: ASGIApp, listener: socket.socket) -> None:
+def run(app: ASGIApp, listener: socket.socket, limits: Limits) -> None:
     """Serves until Ctrl-C or SIGTERM."""
-    server_of(app).run(sockets=[listener])
+    server_of(app, limits).run(sockets=[listener])
 
 
-def server_of(app: ASGIApp) -> uvicorn.Server:
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, ws="none", lifespan="off",
-                                         proxy_headers=False, timeout_graceful_shutdown=5))  # fmt: skip
+def server_of(app: ASGIApp, limits: Limits | None = None, http: type[asyncio.Protocol] = AutoHTTPProtocol) -> uvicorn.Server:
+    """`http`: uvicorn's class for a connection, which gets our limits before it."""
+    limits = limits or Limits()
+    config = uvicorn.Config(
+        app,
+        http=connection_class(http, limits),
+        backlog=limits.backlog,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,
+        timeout_graceful_shutdown=5,
+    )
+    bound_logs("uvicorn.error", "asyncio", LOG.name)
+    return uvicorn.Server(config)

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from reinforge.core.errors import InputError
 
 MOST_TOP = 20  # likeliest tokens per place
-MOST_SEQUENCES = 512  # of one request: prompts x n
 COOLEST = 1e-3  # a lower temperature than this is 0
 CALLER: ContextVar[str] = ContextVar("CALLER", default="")  # the API key of the request that is being answered
 
@@ -80,8 +79,14 @@ class Request(_Part):
         return tuple(s for s in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if s)
 
 
+Ids = Annotated[list[int], Field(fail_fast=True)]  # the first that is none decides: there may be millions
+
+
 class CompletionRequest(Request):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[
+        str | Annotated[list[str], Field(fail_fast=True)] | Ids | Annotated[list[Ids], Field(fail_fast=True)],
+        Field(union_mode="left_to_right"),
+    ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool = False
@@ -100,12 +105,12 @@ class CompletionRequest(Request):
 
 
 class ChatRequest(Request):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | Any = None
     parallel_tool_calls: Any = None
     response_format: Any = None
@@ -124,9 +129,9 @@ class ScoreRequest(_Part):
     """Prompts and completions, or whole conversations whose last turn is the one to score."""
 
     model: str | None = None
-    prompts: list[str | list[dict[str, Any]]] | None = None
-    completions: list[str] | None = None
-    messages: list[list[dict[str, Any]]] | None = None
+    prompts: Annotated[list[str | list[dict[str, Any]]], Field(fail_fast=True)] | None = None
+    completions: Annotated[list[str], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[list[dict[str, Any]]], Field(fail_fast=True)] | None = None
 
 
 R = TypeVar("R", bound=BaseModel)

@@ -7,7 +7,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from reinforge.app.serve_requests import MOST_SEQUENCES, ApiError, ScoreRequest
+from reinforge.app.serve_requests import ApiError, ScoreRequest
 from reinforge.data.sources import check_messages
 from reinforge.rewards.model import ModelReward
 
@@ -16,18 +16,22 @@ class Scorer:
     """One reward model in a thread of its own: requests are scored one after the other, each by itself, so that a text gets the
     same bits whoever else asks."""
 
-    def __init__(self, reward: ModelReward, *, name: str):
+    def __init__(self, reward: ModelReward, *, name: str, most: int = 512):
+        """`most`: texts of one request."""
         assert reward.model is not None, "load() comes first"
-        self.reward, self.name = reward, name
+        self.reward, self.name, self.most = reward, name, most
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
     def close(self) -> None:
         self._worker.shutdown(wait=False)
 
     async def score(self, request: ScoreRequest) -> dict[str, Any]:
+        count = max(len(given or ()) for given in (request.messages, request.prompts, request.completions))
+        if count > self.most:  # before anything is done with them
+            raise ApiError(400, f"{count} texts: this server takes at most {self.most} per request")
         prompts, completions = _pairs(request)
-        if not 1 <= len(prompts) <= MOST_SEQUENCES:
-            raise ApiError(400, f"{len(prompts)} texts: at least 1 and at most {MOST_SEQUENCES} per request")
+        if not prompts:
+            raise ApiError(400, "there is no text to score")
         scores = await asyncio.get_running_loop().run_in_executor(self._worker, self.reward, prompts, completions)
         return {"object": "list", "model": self.name, "scores": [s if math.isfinite(s) else None for s in scores]}
 
