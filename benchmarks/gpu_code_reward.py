@@ -249,6 +249,10 @@ class Quiet:
     def message(self, text: str) -> None:
         print(text, flush=True)
 
+    def doing(self, text: str) -> None: ...
+
+    def troubles(self, found: Any) -> None: ...
+
     def stop(self) -> None: ...
 
 

@@ -120,6 +120,10 @@ class Quiet:
     def message(self, text: str) -> None:
         print(text)
 
+    def doing(self, text: str) -> None: ...
+
+    def troubles(self, found: Any) -> None: ...
+
     def stop(self) -> None: ...
 
 

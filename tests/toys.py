@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from reinforge.config.schema import TrainConfig
 from reinforge.core.sample import Group, Sample
 from reinforge.models.causal import CausalModel
+from reinforge.watch.troubles import Trouble
 
 T = TypeVar("T")
 VOCABULARY = 64
@@ -140,11 +141,19 @@ class SilentView:
 
     def __init__(self) -> None:
         self.messages: list[str] = []
+        self.activities: list[str] = []
+        self.found: list[Trouble] = []  # the troubles that it was told of last
 
     def start(self, total_steps: int, title: str, first_step: int = 0) -> None: ...
     def update(self, step: int, metrics: dict[str, float]) -> None: ...
     def table(self, groups: Iterable[Group]) -> None: ...
     def message(self, text: str) -> None:
         self.messages.append(text)
+
+    def doing(self, text: str) -> None:
+        self.activities.append(text)
+
+    def troubles(self, found: Sequence[Trouble]) -> None:
+        self.found = list(found)
 
     def stop(self) -> None: ...

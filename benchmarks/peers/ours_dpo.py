@@ -55,6 +55,10 @@ class Clock:
     def message(self, text: str) -> None:
         print(text, file=sys.stderr)
 
+    def doing(self, text: str) -> None: ...
+
+    def troubles(self, found: Any) -> None: ...
+
     def stop(self) -> None: ...
 
 

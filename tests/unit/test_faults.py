@@ -151,7 +151,8 @@ def test_a_run_counts_its_faults_tells_them_and_shows_them(make: Callable[..., C
     assert "ConnectionError: the game server is down" in event["why"]
     page = write_report(Path(cfg.run.dir)).read_text()
     assert "<table id=faults>" in page and page.count("the game server is down") == 1, "in the table, and not among the events again"
-    assert uncontained(Path(cfg.run.dir)) == [] and "class=warning" not in page
+    assert uncontained(Path(cfg.run.dir)) == [] and "Uncontained" not in page
+    assert 'data-kind="unscored"' in page, "half of the answers got no reward"
 
 
 # ---- uncontained ----

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from needs import missing
 from reinforge.config.schema import Config
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.watch.recorder import Recorder
@@ -61,6 +62,7 @@ def run(tmp_path: Path) -> Path:
             "train/loss": math.nan if step == 3 else 1.0 / step,
             "time/generate": 2.0,
             "time/train": 1.0,
+            "time/step": 3.0,
             "share/train": 0.3,
         }
         recorder.log(step, values | {f"reward/{EVIL}": 0.5})
@@ -110,7 +112,7 @@ def test_page_holds_the_numbers(run: Path) -> None:
     assert [[p[0], *p[2:]] for p in data["series"]["eval/accuracy"]] == [[4, 0.75, 0.625, 0.875]]
     assert data["phases"] == {"names": ["generate", "train"], "bars": [[s, s, 2.0, 1.0] for s in (1, 2, 3, 4)]}
     assert "eval/accuracy_low" not in data["series"] and "share/train" not in data["series"]
-    assert [title for title, _ in data["sections"]] == ["Reward", "Evaluation", "Training"]
+    assert data["first"] == ["eval/accuracy", "reward/mean", "train/loss"] and [title for title, _ in data["sections"]] == ["Reward"]
     for text in ("75.0%", "62.5% to 87.5%", "train.learning_rate", "1e-05", "transformers", "abc123", "finished", "run <b>"):
         assert text in page.text, text
 
@@ -118,7 +120,7 @@ def test_page_holds_the_numbers(run: Path) -> None:
 def test_an_empty_run_still_gets_a_page(tmp_path: Path) -> None:
     Recorder(tmp_path, {}).close()
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert embedded(page) == {"series": {}, "sections": [], "phases": {"names": [], "bars": []}}
+    assert embedded(page) == {"series": {}, "first": [], "sections": [], "phases": {"names": [], "bars": []}}
     assert "recorded no samples" in page.text
 
 
@@ -131,7 +133,10 @@ def test_long_runs_are_averaged_over_bins() -> None:
     assert curves([{"step": 1, "time": 5.0, "x": 1.0}, {"step": 2, "time": 65.0, "x": 2.0, "flag": True}]) == {
         "x": [[1.0, 0.0, 1.0], [2.0, 1.0, 2.0]]
     }
-    assert sections({"reward/exact": 0, "reward/mean": 0, "odd": 0}) == [("Reward", ["reward/mean", "reward/exact"]), ("Other", ["odd"])]
+    assert sections({"reward/exact": 0, "reward/a/mean": 0, "odd": 0}) == [
+        ("Reward", ["reward/a/mean", "reward/exact"]),
+        ("Other", ["odd"]),
+    ]
 
 
 # What a browser makes of it.
@@ -140,7 +145,7 @@ def test_long_runs_are_averaged_over_bins() -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Chromium]:
     if find() is None:
-        pytest.skip("chromium is not installed")
+        missing("browser", "chromium is not installed")
     with Chromium() as page:
         yield page
 

@@ -14,7 +14,6 @@ import asyncio
 import difflib
 import inspect
 import json
-import math
 import signal
 import threading
 import time
@@ -111,31 +110,26 @@ def _ctrl_c_raises() -> Iterator[None]:
 
 
 def train_config(config: Config, given: Given | None = None, view: ViewLike | None = None) -> RunResult:
-    """Runs one config to its end, or on from where it stopped, and writes the report."""
-    from reinforge.app.build import Given
-    from reinforge.app.sharded import open_ranks
-    from reinforge.watch.report import write_report
+    """Runs one config to its end, or on from where it stopped. Every ending leaves a report."""
     from reinforge.watch.view import View
 
-    given, view, started = given or Given(), view or View(), time.monotonic()
-    if config.cluster.kind == "ray":
-        from reinforge.app.remote import on_ray
+    view = view or View()
+    view.doing("loading torch and transformers")
+    from reinforge.app.build import Given
+    from reinforge.app.sharded import open_ranks
 
-        session = on_ray(config, given, view, _run)
-    else:
-        with open_ranks(config):
-            session = _run(config, given, view)
-    finite = {name: value for name, value in session.last.items() if math.isfinite(value)}  # NaN is not JSON
-    summary = {
-        "steps": session.step,
-        "stopped": session.stopped,
-        "seconds": time.monotonic() - started,
-        "metrics": finite,
-        "counters": session.counters,
-        **({"uncontained": session.uncontained} if session.uncontained else {}),
-    }
-    (session.dir / "summary.json").write_text(json.dumps(summary, indent=1))
-    return RunResult(session.dir, session.last, session.step, session.stopped, write_report(session.dir))
+    given = given or Given()
+    try:
+        if config.cluster.kind == "ray":
+            from reinforge.app.remote import on_ray
+
+            session = on_ray(config, given, view, _run)
+        else:
+            with open_ranks(config):
+                session = _run(config, given, view)
+    finally:
+        view.stop()
+    return RunResult(session.dir, session.last, session.step, session.stopped, session.report)
 
 
 def _run(config: Config, given: Given, view: ViewLike, attempt: Attempt | None = None) -> Session:
@@ -143,8 +137,10 @@ def _run(config: Config, given: Given, view: ViewLike, attempt: Attempt | None =
     from reinforge.app.build import build
     from reinforge.app.engines import close_servers
 
+    began = time.monotonic()
     trainer = build(config, view, given)
     session = trainer.session
+    session.began = began
     if attempt is not None:
         attempt.made(session)
 

@@ -11,6 +11,7 @@ from typing import Literal
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.config.schema import Config
 from reinforge.version import __version__
+from reinforge.watch.ending import SUMMARY, ungrouped
 from reinforge.watch.runs import read_json, uncontained
 
 Form = Literal["model", "adapter", "reward model"]
@@ -38,7 +39,7 @@ TASK = {"model": "text-generation", "adapter": "text-generation", "reward model"
 def card(run: Path, config: Config, form: Form, checkpoint: str, *, averaged: bool = False, lineage: Sequence[str] = ()) -> str:
     """README.md of an export. `lineage`: the steps up to this one, oldest first, where a pipeline knows them."""
     name, base = config.algorithm.name, config.model.path
-    metrics = read_json(run / "summary.json").get("metrics", {})
+    metrics = ungrouped(read_json(run / SUMMARY).get("metrics", {}))
     rows = "\n".join(f"| {key} | {value:.4g} |" for key, value in sorted(metrics.items()) if key.startswith(SHOWN))
     tags = ["reinforge", name, *(["lora", "peft"] if form == "adapter" else [])]
     on_hub = [] if lineage or Path(base).expanduser().exists() else [f"base_model: {json.dumps(base)}"]  # a path means nothing there

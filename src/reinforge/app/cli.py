@@ -14,7 +14,7 @@ import typer
 
 from reinforge.app import commands_check, commands_launch, commands_model, commands_runs
 from reinforge.app.show import console, print_mapping, print_table
-from reinforge.core.errors import EXIT_BAD_INPUT, InputError, ReinforgeError
+from reinforge.core.errors import EXIT_BAD_INPUT, InputError, ReinforgeError, Terminated
 from reinforge.version import __version__
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from reinforge.config.schema import Config
 
 EXIT_INTERRUPTED = 130
+SLOW = ("train", "sft", "plan", "demo", "eval", "generate", "chat", "serve", "export", "tiny", "check")  # they import torch, or read models
 
 app = typer.Typer(
     name="reinforge", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -94,8 +95,7 @@ def _train_run(loaded: Config) -> None:
     _refuse(found.errors)
     from reinforge.app.api import train_config
 
-    result = train_config(loaded)
-    print_mapping({"run": result.run_dir, "steps": result.steps, "stopped": result.stopped, **result.metrics})
+    train_config(loaded)
 
 
 @app.command()
@@ -126,9 +126,7 @@ def sft(
     def say(text: str) -> None:
         _warn([text])
 
-    config = sft_config(model, data, out=out, epochs=epochs, lora=lora, overrides=overrides or [], say=say)
-    _train_run(config)
-    print(f"next: reinforge chat {config.run.dir}, or reinforge export {config.run.dir} OUT{' --merge' if config.adapter else ''}")
+    _train_run(sft_config(model, data, out=out, epochs=epochs, lora=lora, overrides=overrides or [], say=say))
 
 
 @app.command()
@@ -311,6 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console entry point. Returns the exit code: 0 done, 2 bad input, 3 stopped itself, 130 Ctrl-C, 143 SIGTERM, 1 a bug."""
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
+    greet(args)
     command = typer.main.get_command(app)
     try:  # typer turns wrong usage, Ctrl-C and a closed pipe into SystemExit; the rest comes through
         command.main([a for a in args if a != "--debug"], prog_name="reinforge")
@@ -327,7 +326,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def greet(args: Sequence[str]) -> None:
+    """A line at once, before anything is imported, for somebody who has just pressed Enter."""
+    if args and args[0] in SLOW and not {"-h", "--help"} & set(args) and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print(f"reinforge {__version__}: {' '.join(args)}", file=sys.stderr, flush=True)
+
+
 def _paragraph(error: Exception) -> str:
+    if isinstance(error, Terminated):
+        return str(error)  # it was asked to end, and did
     if isinstance(error, ReinforgeError):
         return f"error: {error}"
     lines = str(error).strip().splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from reinforge.app.show import print_mapping, print_table
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="List, show and compare runs.",
+    help="List, show, compare and report on runs.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -84,6 +85,31 @@ def show(run: RunDir, as_json: AsJson = False) -> None:
         _json(found)
     else:
         print_mapping(_flat(found))
+
+
+@app.command()
+def report(run: RunDir) -> None:
+    """Write report.html for any run: one that has finished, failed, was killed, or is still going. Prints its path.
+
+    One file that opens anywhere without network: curves, samples, settings, where the time went, what speaks against the run.
+
+    [bold]Example[/bold]
+
+      reinforge runs report runs/chain-sum
+    """
+    if (run / PIPELINE).is_file():
+        from reinforge.watch.pipeline import write_pipeline_report
+
+        print(write_pipeline_report(run))
+        return
+    from reinforge.watch.report import write_report
+    from reinforge.watch.runs import show_run
+
+    found = show_run(run)
+    print(write_report(run))
+    far = f"{found['status']}, step {found['step']} of {found['steps'] or '?'}"
+    for line in (far, *(f"warning: {trouble}" for trouble in found["troubles"])):
+        print(line, file=sys.stderr)
 
 
 @app.command()

@@ -59,6 +59,7 @@ class Prepared:
 
 def make_units(shop: Workshop, rows: Sequence[Row]) -> Prepared:
     """The units of all rows, after the length policy."""
+    shop.view.doing(f"tokenising {len(rows)} rows")
     make, limit = units_of(shop.algorithm), shop.cfg.data.max_length or shop.context
     made = [(row, unit) for row in rows for unit in make(shop.renderer, row)]
     kept, counts = kinds.fit(shop.cfg.data, [unit for _, unit in made], limit)
@@ -136,6 +137,7 @@ def halves(units: list[Unit], n: int) -> list[list[Unit]]:
 def keep_reference(shop: Workshop, backend: AnyBackend, parts: Sequence[Sequence[Unit]]) -> list[list[Unit]]:
     """The units (to train on, held out) with the reference's log-probs. The weights are still those of the model that was loaded, also in a
     run that is to be continued: its checkpoint is read later. KTO's mismatched answers are chosen here, once for the whole run."""
+    shop.view.doing("computing the reference's log-probs of all rows")
     loss: Any = shop.algorithm.loss
     if "reference" not in shop.algorithm.needs:
         raise InputError(f"{shop.algorithm.name} has no reference.", where="train.precompute_reference", fix="Remove it.")

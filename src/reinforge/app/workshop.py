@@ -120,6 +120,7 @@ class Workshop:
     view: ViewLike
 
     def __post_init__(self) -> None:
+        self.view.doing(f"reading data ({self.cfg.data.source})" if not self.cfg.data.mixture else "reading data")
         self.train_rows, self.eval_rows = load_data(self.cfg.data, self.given)
         self.cfg, functions = self.given.described(self.cfg)
         cfg = self.cfg
@@ -137,6 +138,7 @@ class Workshop:
             raise InputError(
                 "the other ranks cannot load a model that was given as an object.", where="train.backend", fix="Give its path."
             )
+        self.view.doing(f"loading the model {self.cfg.model.path}")
         self.model: PackedModel = self.given.model or self._load()
         self.renderer = Renderer(self.model.tokenizer, cfg.data)
         self.context = context_length(cfg.model) if self.given.model is None else self.model.context or 1 << 20
@@ -177,6 +179,7 @@ class Workshop:
         """Made on first use, after the prompts are encoded: then it knows how large its cache must be."""
         if self.ranks is not None and self.cfg.rollout.engine == "native":
             onto_device(self.policy, self.cfg.model)
+        self.view.doing(f"starting the engine ({self.cfg.rollout.engine})")
         stops = {*stop_tokens(self.policy), *self.renderer.stop_tokens}
         saved = None if self.given.model is not None else self.cfg.model.path
         engine = make_engine(self.cfg, self.policy, stops, context=self.context, longest=self.longest, saved=saved)
@@ -187,6 +190,7 @@ class Workshop:
     def backend(self, steps: int, temperature: float, *, paired: bool = False, teachers: Teachers | None = None,
                 compare: bool = True) -> AnyBackend:  # fmt: skip
         """`compare`: with the reference, where the algorithm has one."""
+        self.view.doing(f"preparing to train ({self.cfg.train.backend})")
         wanted = compare and "reference" in self.algorithm.needs | self.algorithm.loss.needs
         settings: dict[str, Any] = {"total_steps": steps, "temperature": temperature, "reference": self.reference() if wanted else False,
                                     "paired": paired, "seed": self.cfg.run.seed, "teachers": teachers}  # fmt: skip
@@ -216,6 +220,7 @@ class Workshop:
 
     def prompts(self, rows: Sequence[Row], max_new_tokens: int) -> list[tuple[Row, list[int]]]:
         """Rows with their prompt ids, after the length policy."""
+        self.view.doing(f"tokenising {len(rows)} prompts")
         if max_new_tokens >= self.context:
             raise InputError(f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's context of {self.context}.",
                              where="rollout.max_new_tokens", fix="Lower it.")  # fmt: skip

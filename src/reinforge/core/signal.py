@@ -10,11 +10,24 @@ import torch
 from reinforge.core.batch import Batch, pack
 
 
+def active_samples(batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """For each batch, which of its samples have an advantage other than 0."""
+    return [torch.zeros(len(b.samples)).index_add_(0, b.sequence, b.streams["advantages"].abs()) > 0 for b in batches]
+
+
+def signal_share(batches: Sequence[Batch]) -> float | None:
+    """The share of samples that can teach; None where the algorithm has no advantages."""
+    if not all("advantages" in b.streams for b in batches):
+        return None
+    samples = sum(len(b.samples) for b in batches)
+    return float(sum(int(a.sum()) for a in active_samples(batches))) / samples if samples else 0.0
+
+
 def with_signal(batches: Sequence[Batch], budget: int, *, share: bool) -> list[Batch]:
     """The samples with an advantage other than 0, packed anew with their streams. Totals are counted before, on all samples.
 
     Where no sample has one all are kept: there is nothing to gain, and entropy and KL are what one wants to see of such a step."""
-    active = [torch.zeros(len(b.samples)).index_add_(0, b.sequence, b.streams["advantages"].abs()) > 0 for b in batches]
+    active = active_samples(batches)
     if all(bool(a.all()) for a in active) or not any(bool(a.any()) for a in active):
         return list(batches)
     streams: dict[int, dict[str, torch.Tensor]] = {}

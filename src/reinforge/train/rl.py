@@ -19,7 +19,7 @@ from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Engine, GenerationStats
 from reinforge.core.errors import Terminated
 from reinforge.core.sample import Group, Sample, Stop
-from reinforge.core.signal import with_signal
+from reinforge.core.signal import signal_share, with_signal
 from reinforge.core.threads import in_thread
 from reinforge.rewards.running import Running
 from reinforge.rollout.ahead import Ahead
@@ -163,7 +163,9 @@ class RLTrainer:
         processed = metrics.get("tokens/processed", 0.0) * self.minibatches  # a mean over optimizer steps
         unused = sampled + int(metrics["tokens/replayed"] + metrics.get("tokens/given", 0)) - trained
         units = {"batch/units": sum(len(b.samples) for b in batches) / self.algorithm.loss.unit} if self.algorithm.pick is not None else {}
-        return {"tokens/trained": trained, "tokens/dropped": unused, "tokens/processed": processed, **units}
+        share = signal_share(batches)
+        signal = {} if share is None else {"batch/signal": share}
+        return {"tokens/trained": trained, "tokens/dropped": unused, "tokens/processed": processed, **units, **signal}
 
 
 def trainable(sample: Sample, overlong: str) -> Sample:

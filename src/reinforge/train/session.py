@@ -7,6 +7,7 @@ A boundary is finished once its evaluation is done; a resumed run first finishes
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import threading
@@ -28,14 +29,28 @@ from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
 from reinforge.train.changes import Changes, check_changes
-from reinforge.train.troubles import tell_faults, tell_troubles, what_is_bad
+from reinforge.train.troubles import absolves, ending_of, tell_faults, tell_troubles, told_of, what_is_bad, why_bad
+from reinforge.watch.ending import describe_end, write_summary
+from reinforge.watch.logs import read_lines
 from reinforge.watch.memory import device_peak, process_peak
-from reinforge.watch.recorder import Recorder
+from reinforge.watch.recorder import Recorder, redact
+from reinforge.watch.report import write_report
 from reinforge.watch.sinks import Target, make_sinks
 from reinforge.watch.timing import Phases, efficiency
+from reinforge.watch.troubles import Health, Trouble
 
 T = TypeVar("T")
 BAD_STEPS_IN_A_ROW = 3
+OF_ONE_STEP = ("share/", "time/")  # metrics that say nothing once their step is over
+DOING = {
+    "reward_wait": "waiting for rewards",
+    "prepare": "packing the batch",
+    "annotate": "computing what the loss needs of the batch",
+    "train": "updating the weights",
+    "eval": "evaluating on held-out rows",
+    "checkpoint": "saving a checkpoint",
+}
+IN_A_STEP = ("generate", "reward_wait", "prepare", "annotate", "train")
 OUT_OF_TIME = "run.max_seconds:"  # how the reason begins
 UNCONTAINED = "uncontained"  # the kind of event
 
@@ -45,6 +60,14 @@ class ViewLike(Protocol):
     def update(self, step: int, metrics: dict[str, float]) -> None: ...
     def table(self, groups: Iterable[Group]) -> None: ...
     def message(self, text: str) -> None: ...
+    def doing(self, text: str) -> None:
+        """What the run is busy with now, until it says something else."""
+        ...
+
+    def troubles(self, found: Sequence[Trouble]) -> None:
+        """What speaks against the run so far: all of it, every time."""
+        ...
+
     def stop(self) -> None: ...
 
 
@@ -65,7 +88,8 @@ class Session:
         self.best: dict[str, Any] = {}  # metric value and step of the best evaluation so far
         self.waiting = 0  # evaluations since the early-stop metric improved
         self.stopped: str | None = None  # why the run ended before its time
-        self.bad_steps = 0
+        self.bad_steps = 0  # in a row
+        self.bad_kind = ""  # what was bad about the last of them
         self.seconds = 0.0  # of training so far
         self.last: dict[str, float] = {}  # newest metrics, for the result
         self.phases = Phases(peak=device_peak)
@@ -74,6 +98,11 @@ class Session:
         self.memory: Memory | None = None  # keeps boundaries beside those on disk
         self.settle: Callable[[], Awaitable[None]] | None = None  # makes the state complete, before a checkpoint
         self.terminating: signal.Signals | None = None  # the signal that asked the run to end
+        self.health = Health()
+        self._told = {"tracker"}  # kinds of trouble that are in the log already; that of a tracker is an event of its own
+        self.report: Path | None = None  # where it is, once the run has ended
+        self.passing: tuple[type[BaseException], ...] = ()  # errors after which somebody begins the run again at once: no end to tell of
+        self.began = time.monotonic()  # or earlier: when whoever built it began
         self._saved_at = -1
         self._handlers: dict[signal.Signals, Any] = {}  # what was there before ours
         self._task: asyncio.Future[Any] | None = None
@@ -89,10 +118,20 @@ class Session:
         try:
             begun = (self.dir / "metrics.jsonl").exists()
             offsets = self._restore()
+            log = self.cfg.run.log
             target = Target(
-                self.dir, self.cfg.model_dump(mode="json"), self.cfg.run.log.project, self.step if offsets is not None else None
+                self.dir,
+                redact(self.cfg.model_dump(mode="json")),
+                log.project,
+                self.step if offsets is not None else None,
+                named=log.project != type(log).model_fields["project"].default,
             )
-            self.recorder = Recorder(self.dir, self.cfg.model_dump(mode="json"), make_sinks(self.cfg.run.log.sinks, target), offsets)
+            sinks = make_sinks(self.cfg.run.log.sinks, target)
+            self.recorder = Recorder(
+                self.dir, self.cfg.model_dump(mode="json"), sinks, offsets, steps=self.total, sink_failed=self._sink_failed
+            )
+            for line in read_lines(self.dir / "metrics.jsonl"):
+                self.health.observe(int(line.get("step", 0)), line)
             if self.prediction is not None:
                 self.recorder.document("prediction.json", self.prediction)
             self.view.start(self.total, self.dir.name, self.step)
@@ -117,23 +156,46 @@ class Session:
                 self.recorder.event("signal", signal=self.terminating.name, step=self.step)
             if isinstance(error, Terminated) and self._saved_at != self.step:
                 self.save()
-            ending = (
-                "terminated"
-                if isinstance(error, Terminated)
-                else "stopped"
-                if isinstance(error, StoppedByPolicy)
-                else "failed"
-                if error
-                else "finished"
-            )
-            self.recorder.event(ending, step=self.step, stopped=self.stopped, error=None if error is None else repr(error))
+            said = None if error is None else told_of(error)
+            self.recorder.event(ending_of(error), step=self.step, stopped=self.stopped, reason=said, error=error and repr(error))
         finally:
             self._loop = None
             for kind_of_signal, handler in self._handlers.items():
                 signal.signal(kind_of_signal, handler)
-            self.view.stop()
+            try:
+                self._close_books(error)
+            finally:
+                self.lock.__exit__(None, None, None)
+
+    def _close_books(self, error: BaseException | None) -> None:
+        """Every ending has a summary and a report. What goes wrong with them is told, and takes nothing from the run itself."""
+        values = {
+            "status": ending_of(error),
+            "steps": self.step,
+            "of": self.total,
+            "stopped": self.stopped,
+            "error": None if error is None else told_of(error),
+            "seconds": time.monotonic() - self.began,
+            "metrics": {name: value for name, value in self.last.items() if math.isfinite(value)},  # NaN is not JSON
+            "counters": self.counters,
+            **({"uncontained": self.uncontained} if self.uncontained else {}),
+        }
+        try:
+            if self.recorder.sinks:
+                self.view.doing(f"handing over to {', '.join(sink.sink.name for sink in self.recorder.sinks)}")
+            self.recorder.finish(values)
+        finally:
             self.recorder.close()
-            self.lock.__exit__(None, None, None)
+            self.view.stop()
+        try:
+            self.lock.check()
+            troubles = [{"kind": t.kind, "what": t.what, "fix": t.fix} for t in self.health.troubles(ended=True)]
+            write_summary(self.dir, {**values, "troubles": troubles})
+            self.report = write_report(self.dir)
+            if not isinstance(error, self.passing):
+                self.view.message(describe_end(self.dir))
+        except (InputError, OSError) as problem:
+            self.view.message(f"no report was written: {problem}")
 
     def _restore(self) -> dict[str, int] | None:
         """Continues from the newest checkpoint; returns the log offsets, or None for a new run."""
@@ -163,6 +225,7 @@ class Session:
         self.cursor.load(extra["cursor"])
         self.step, self.counters, self.evaluated = extra["step"], extra["counters"], extra["evaluated"]
         self.best, self.waiting, self.stopped, self.bad_steps = extra["best"], extra["waiting"], extra["stopped"], extra["bad_steps"]
+        self.bad_kind = extra.get("bad_kind", "")
         self.uncontained = sorted({*self.uncontained, *extra.get("uncontained", [])})
         self.last, self.seconds = extra["clock"]["last"], extra["clock"].get("seconds", 0.0)
         if self.stopped is not None and self.stopped.startswith(OUT_OF_TIME) and not self._out_of_time():
@@ -191,7 +254,14 @@ class Session:
     # ---- the step ----
 
     def phase(self, name: str) -> AbstractContextManager[None]:
+        self.view.doing(f"step {self.step + 1}: {self._busy_with(name)}" if name in IN_A_STEP else self._busy_with(name))
         return self.phases(name)
+
+    def _busy_with(self, phase: str) -> str:
+        """What a phase does, for whoever watches."""
+        per_step = self.cfg.train.prompts_per_step
+        answers = f"generating {per_step * self.cfg.algorithm.group_size} answers to {per_step} prompts"
+        return {**DOING, "generate": answers}.get(phase, phase)
 
     async def interruptible(self, work: Awaitable[T]) -> T:
         """Awaits `work`; SIGTERM cancels it. Only for work that leaves the state of the step boundary as it was."""
@@ -224,8 +294,9 @@ class Session:
             "epoch": self.cursor.epoch,
             **self._stamp(),
         }
-        self.last = {**self.last, **metrics}
+        self.last = {name: value for name, value in self.last.items() if not name.startswith(OF_ONE_STEP)} | metrics
         self.recorder.log(self.step, metrics)
+        self.health.observe(self.step, metrics)
         self.view.update(self.step, self.last)
         every = self.cfg.run.log.samples_every
         if groups and every and (self.step - 1) % every == 0:
@@ -246,13 +317,31 @@ class Session:
 
     def _judge(self, metrics: Metrics, groups: Sequence[Group] = ()) -> None:
         """A step that taught nothing is counted and reported; several in a row end the run. Other troubles are noted."""
-        why = what_is_bad(metrics)
-        self.bad_steps = self.bad_steps + 1 if why else 0
+        bad = what_is_bad(metrics)
+        if bad:
+            self.bad_steps, self.bad_kind = self.bad_steps + 1, bad
+        elif absolves(metrics, self.bad_kind):
+            self.bad_steps, self.bad_kind = 0, ""
         if metrics.get("train/skipped"):
             self.recorder.event("skipped_step", step=self.step, grad_norm=metrics.get("train/grad_norm"))
         tell_troubles(self.recorder, self.view.message, self.step, metrics, groups)
-        if self.bad_steps >= BAD_STEPS_IN_A_ROW:
-            raise StoppedByPolicy(f"{self.bad_steps} steps in a row {why}")
+        self._tell_health()
+        if bad and self.bad_steps >= BAD_STEPS_IN_A_ROW:
+            raise StoppedByPolicy(f"{self.bad_steps} steps in a row {why_bad(bad, metrics)}")
+
+    def _tell_health(self) -> None:
+        """What speaks against the run so far: on the screen as it is now, in the log when it is new."""
+        found = self.health.troubles()
+        self.view.troubles(found)
+        for trouble in found:
+            if trouble.kind not in self._told:
+                self.recorder.event("trouble", step=self.step, trouble=trouble.kind, what=trouble.what, fix=trouble.fix)
+        self._told = {"tracker", *(trouble.kind for trouble in found)}
+
+    def _sink_failed(self, name: str, error: str) -> None:
+        """In the thread of the tracker. The recorder has written the event."""
+        self.health.hear({"kind": "sink_failed", "sink": name, "error": error})
+        self.view.troubles(self.health.troubles())
 
     def _stamp(self) -> Metrics:
         """What every line of metrics says of a run whose results are not to be trusted like others."""
@@ -277,6 +366,8 @@ class Session:
             result |= self._stamp()
             self.last = {**self.last, **result}
             self.recorder.log(self.step, result)
+            self.health.observe(self.step, result)
+            self._tell_health()
             if self.cfg.run.log.samples_every:
                 self.recorder.samples(self.step, [g for g in self.played if g.transcripts], self.cfg.run.log.samples, evaluation=True)
             tell_faults(self.recorder, self.step, result, self.played, "eval/")
@@ -354,7 +445,7 @@ class Session:
     def _extra(self) -> dict[str, Any]:
         return {
             "step": self.step, "cursor": self.cursor.state(), "counters": self.counters, "evaluated": self.evaluated, "best": self.best,
-            "waiting": self.waiting, "stopped": self.stopped, "bad_steps": self.bad_steps, "uncontained": self.uncontained,
+            "waiting": self.waiting, "stopped": self.stopped, "bad_steps": self.bad_steps, "bad_kind": self.bad_kind, "uncontained": self.uncontained,
             "clock": {"offsets": self.recorder.offsets(), "saved": time.time(), "last": self.last, "seconds": self.seconds},
         }  # fmt: skip
 

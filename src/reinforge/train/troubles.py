@@ -1,4 +1,5 @@
-"""What went wrong in a step: what may end the run if it goes on, and what does not, as lines of events.jsonl: no groups to train, lack of memory, faults of rollouts."""
+"""What went wrong in a step: what may end the run if it goes on, and what does not, as lines of events.jsonl: no groups to train,
+lack of memory, faults of rollouts. And how a run ended. Whether it could learn at all is for `reinforge.watch.troubles` to say."""
 
 from __future__ import annotations
 
@@ -6,18 +7,48 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from reinforge.core.backend import Metrics
+from reinforge.core.errors import ReinforgeError, StoppedByPolicy, Terminated
 from reinforge.core.faults import PREFIX, fault_events
 from reinforge.core.sample import Group
 from reinforge.watch.recorder import Recorder
 
 
+def ending_of(error: BaseException | None) -> str:
+    """How a run ended, as the kind of its last event."""
+    if error is None:
+        return "finished"
+    if isinstance(error, Terminated):
+        return "terminated"
+    return "stopped" if isinstance(error, StoppedByPolicy) else "failed"
+
+
+def told_of(error: BaseException) -> str:
+    """An error in one line: what it says, and of an unexpected one also its kind."""
+    said = str(error).strip().partition("\n")[0]
+    return said if isinstance(error, ReinforgeError) else f"{type(error).__name__}{': ' if said else ''}{said}"
+
+
+NONFINITE, UNSCORED = "nonfinite", "unscored"
+
+
 def what_is_bad(metrics: Metrics) -> str:
-    """Why a step taught nothing though it should have, as the end of a sentence; nothing if it is not so."""
+    """Why a step taught nothing though it should have, as a kind; nothing if it is not so."""
     if metrics.get("train/skipped"):
+        return NONFINITE
+    return UNSCORED if metrics.get("reward/unscored") == 1.0 else ""
+
+
+def absolves(metrics: Metrics, bad: str) -> bool:
+    """Whether a step that was not bad ends a row of steps that were. Where nothing had a gradient it says nothing about whether
+    gradients are finite: a policy that was blown up answers nonsense, its rewards tie, and between two NaN there is a 0."""
+    return not (bad == NONFINITE and metrics.get("train/empty"))
+
+
+def why_bad(bad: str, metrics: Metrics) -> str:
+    """The same in words, as the end of a sentence."""
+    if bad == NONFINITE:
         return "had a non-finite loss or gradient; weights are as before them. Lower train.learning_rate, or look at the rewards and at events.jsonl."
-    if metrics.get("reward/unscored") == 1.0:
-        return f"had no sample that could be scored. {_why_unscored(metrics)} `reinforge check rewards CONFIG` tries each reward."
-    return ""
+    return f"had no sample that could be scored. {_why_unscored(metrics)} `reinforge check rewards CONFIG` tries each reward."
 
 
 def _why_unscored(metrics: Metrics) -> str:

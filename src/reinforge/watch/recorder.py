@@ -15,18 +15,21 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from reinforge.version import __version__
+from reinforge.watch.logs import read_lines
 from reinforge.watch.sinks import Background, Sink
 from reinforge.watch.transcripts import turns_of
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Group, Sample
 
+SINK_SAMPLES = 64  # of the last ones that were logged
 LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl")
 PACKAGES = (
     "torch",
@@ -81,8 +84,16 @@ class Recorder:
     None is a new run (logs of an attempt that never reached a checkpoint are set aside as `*.previous`)."""
 
     def __init__(
-        self, run_dir: Path, config_dict: Mapping[str, Any], sinks: Sequence[Sink] = (), resume_offsets: Mapping[str, int] | None = None
+        self,
+        run_dir: Path,
+        config_dict: Mapping[str, Any],
+        sinks: Sequence[Sink] = (),
+        resume_offsets: Mapping[str, int] | None = None,
+        *,
+        steps: int | None = None,
+        sink_failed: Callable[[str, str], None] = lambda name, error: None,
     ):
+        """`steps`: how many the run is to take. `sink_failed`: who hears, beside the log, that a tracker failed and why."""
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
@@ -90,8 +101,10 @@ class Recorder:
         self._write_json("versions.json", versions())
         dropped = {name: self._prepare(name, resume_offsets) for name in LOGS}
         self._files: dict[str, IO[bytes]] = {name: (self.run_dir / name).open("ab") for name in LOGS}
+        begins = "started" if resume_offsets is None else "resumed"
+        self.event(begins, argv=sys.argv, pid=os.getpid(), dropped_bytes=dropped, steps=steps)
+        self._told_of_sinks = sink_failed
         self.sinks = [Background(sink, self._sink_failed) for sink in sinks]
-        self.event("started" if resume_offsets is None else "resumed", argv=sys.argv, pid=os.getpid(), **{"dropped_bytes": dropped})
 
     def _prepare(self, name: str, offsets: Mapping[str, int] | None) -> int:
         """Cuts a log to its offset, or sets it aside; returns the bytes that went (negative: that many were missing)."""
@@ -157,6 +170,13 @@ class Recorder:
 
     def _sink_failed(self, name: str, error: str) -> None:
         self.event("sink_failed", sink=name, error=error)
+        self._told_of_sinks(name, error)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Hands the trackers the summary of the run, and the samples that were logged last."""
+        rows = list(deque(read_lines(self.run_dir / "samples.jsonl"), SINK_SAMPLES)) if self.sinks else []
+        for sink in self.sinks:
+            sink.finish(summary, rows)
 
     def close(self) -> None:
         for sink in self.sinks:

@@ -19,8 +19,21 @@ from typing import Any
 from reinforge.watch.runs import flatten, read_json, read_lines, show_run
 from reinforge.watch.transcripts import escape as escape
 from reinforge.watch.transcripts import transcript_table
-from reinforge.watch.troubles import banner, fault_table
+from reinforge.watch.troubles import SCORED, Health, banner, fault_table, trouble_banner
 
+FIRST = (
+    "eval/accuracy",
+    "eval/loss",
+    "reward/mean",
+    "train/loss",
+    "response/length",
+    "policy/entropy",
+    "policy/kl",
+    "train/grad_norm",
+    "groups/zero_variance",
+)
+MOST_FIRST = 6
+LOSS = "train/loss"
 POINTS = 1000  # per curve; longer runs are averaged over bins
 BARS = 60
 SAMPLES = 300
@@ -46,24 +59,25 @@ def write_report(run_dir: Path) -> Path:
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
     summary = read_json(run_dir / "summary.json")
+    config = run["config"]
     parts = {
         "HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "TITLE": escape(run_dir.resolve().name),
-        "SUBTITLE": escape(
-            " · ".join(str(v) for v in (run["config"].get("algorithm.name"), run["config"].get("model.path"), run["status"]) if v)
-        ),
+        "SUBTITLE": escape(" · ".join(str(v) for v in (config.get("algorithm.name"), config.get("model.path")) if v)),
+        "STATUS": status_line(run),
         "TILES": "".join(f"<div class=tile><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in tiles(run, lines)),
         "SAMPLE_STEPS": "".join(f"<option>{escape(step)}</option>" for step in dict.fromkeys(s.get("step") for s in samples)),
         "SAMPLES": "".join(map(sample_row, samples)) or "<tr><td colspan=7 class=soft>The run recorded no samples.</td></tr>",
         "TRANSCRIPTS": transcript_table(recorded),
         "CONFIG": key_rows(flatten(read_json(run_dir / "config.json"))),
         "VERSIONS": key_rows(run["versions"]),
-        "SUMMARY": f"<h2>Summary</h2><div class=panel><table><tbody>{key_rows(flatten(summary))}</tbody></table></div>" if summary else "",
+        "SUMMARY": folded("Summary", key_rows(flatten(summary))) if summary else "",
         "PREDICTION": prediction_table(compare_prediction(read_json(run_dir / "prediction.json"), lines)),
-        "BANNER": banner(run.get("uncontained", [])),
+        "BANNER": banner(run.get("uncontained", [])) + trouble_banner(Health.of(run_dir).troubles(ended=run["status"] != "running")),
+        "SETTINGS": key_rows(config),
         "FAULTS": fault_table(events),
         "EVENTS": "".join(event_row(e) for e in events if e.get("kind") != "fault"),
-        "DATA": embed({"series": series, "sections": sections(series), "phases": phases(lines)}),
+        "DATA": embed({"series": series, "first": first_curves(series), "sections": sections(series), "phases": phases(lines)}),
     }
     page = re.sub(r"@@([A-Z_]+)@@", lambda match: parts[match[1]], page)  # one pass: what is put in is not searched again
     target = run_dir / "report.html"
@@ -71,6 +85,19 @@ def write_report(run_dir: Path) -> Path:
     part.write_text(page, encoding="utf-8")
     os.replace(part, target)
     return target
+
+
+def status_line(run: Mapping[str, Any]) -> str:
+    """HTML: how the run stands, how far it is, and of one that has not finished, when this was written or why it ended."""
+    how = run["status"]
+    far = f"step {run['step']} of {run['steps'] or '?'}"
+    more = f"as of {time.strftime('%Y-%m-%d %H:%M:%S %Z')}" if how in ("running", "interrupted") else run["why"] or ""
+    return f'<span class="badge {escape(how)}">{escape(how)}</span> {escape(", ".join(part for part in (far, more) if part))}'
+
+
+def folded(title: str, rows: str) -> str:
+    """A table that is opened by a click."""
+    return f"<details><summary>{escape(title)}</summary><div class=panel><table><tbody>{rows}</tbody></table></div></details>"
 
 
 def embed(value: Any) -> str:
@@ -117,7 +144,7 @@ def thin(points: list[Point]) -> list[Point]:
 
 def sections(series: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     """Metric names by heading; each appears once, under the first heading that fits."""
-    left = list(series)
+    left = [name for name in series if name not in first_curves(series)]
     found = []
     for title, pattern in SECTIONS:
         names = [name for name in left if re.match(pattern, name)]
@@ -127,10 +154,17 @@ def sections(series: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     return found
 
 
+def first_curves(series: Mapping[str, Any]) -> list[str]:
+    """The curves that are looked at first. They are drawn before the others, and only once."""
+    hidden = LOSS if SCORED in series else None  # of a policy gradient it says nothing
+    return [name for name in FIRST if name in series and name != hidden][:MOST_FIRST]
+
+
 def phases(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Seconds per step by phase, averaged over at most BARS bins: bars are [first step, last step, seconds of each phase]."""
     timed = [line for line in lines if any(key.startswith("time/") for key in line)]
-    names = list(dict.fromkeys(key.removeprefix("time/") for line in timed for key in line if key.startswith("time/")))
+    keys = dict.fromkeys(key for line in timed for key in line if key.startswith("time/") and key != "time/step")  # that is their sum
+    names = [key.removeprefix("time/") for key in keys]
     size = max(-(-len(timed) // BARS), 1)
     bars = []
     for i in range(0, len(timed), size):
@@ -175,21 +209,20 @@ def prediction_table(rows: Sequence[tuple[str, str, float, float | None]]) -> st
 def tiles(run: Mapping[str, Any], lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """(label, value) of the headline numbers that the run has."""
     last, best = run["last"], run["best_eval"]
-    found = [("steps", str(run["step"]))]
+    found = []
     if best:
         form = "{:.1%}" if best["metric"] == "eval/accuracy" else "{:.4g}"
-        between = (
-            f" ({form.format(best['low'])} to {form.format(best['high'])})" if best["low"] is not None and best["high"] is not None else ""
-        )
+        known = best["low"] is not None and best["high"] is not None
+        between = f" ({form.format(best['low'])} to {form.format(best['high'])})" if known else ""
         found.append((f"best {best['metric']}, step {best['step']}{between}", form.format(best["value"])))
-    for name, label in (("reward/mean", "last mean reward"), ("train/loss", "last loss"), ("response/length", "last response length")):
+    headline = ("reward/mean", "last mean reward") if SCORED in last else (LOSS, "last loss")
+    for name, label in (headline, ("response/length", "last response length")):
         if name in last:
             found.append((label, f"{last[name]:.4g}"))
     if "tokens_per_second" in last:
         found.append(("tokens per second", f"{last['tokens_per_second']:,.0f}"))
-    for name, label in (("train_mfu", "training MFU"), ("idle_trainer", "trainer idle"), ("idle_engine", "engine idle")):
-        if f"efficiency/{name}" in last:
-            found.append((label, f"{last[f'efficiency/{name}']:.0%}"))
+    if "efficiency/train_mfu" in last:
+        found.append(("training MFU", f"{last['efficiency/train_mfu']:.0%}"))
     times = [t for line in lines if (t := number(line.get("time"))) is not None]
     if len(times) > 1:
         found.append(("from the first to the last step", f"{(times[-1] - times[0]) / 60:.1f} min"))

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reinforge.core.errors import InputError
+from reinforge.watch.logs import read_json as read_json
+from reinforge.watch.logs import read_lines as read_lines
+from reinforge.watch.troubles import Health
 
 ENDINGS = ("finished", "stopped", "terminated", "failed")
+BEGINNINGS = ("started", "resumed")
 ALIVE_SECONDS = 60.0  # the owner refreshes run.lock every 10 s
 EVALS = (("eval/accuracy", max), ("eval/loss", min))
 SUMMARY_KEYS = (
     "model.path", "algorithm.name", "algorithm.group_size", "data.source", "adapter.rank", "train.steps", "train.epochs",
     "train.prompts_per_step", "train.learning_rate", "rollout.max_new_tokens", "rollout.temperature", "run.seed",
 )  # fmt: skip
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or nothing where there is none or it is cut."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; a last line that is still being written is left out."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield value
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -77,7 +57,7 @@ def _headline(path: Path) -> dict[str, Any]:
     run = show_run(path)
     config = flatten(read_json(path / "config.json"))
     return {
-        "dir": str(path), "status": run["status"], "step": run["step"], "steps": config.get("train.steps"),
+        "dir": str(path), "status": run["status"], "step": run["step"], "steps": run["steps"],
         "algorithm": config.get("algorithm.name"), "model": config.get("model.path"), "reward": run["last"].get("reward/mean"),
         "best_eval": run["best_eval"], "updated": (path / "metrics.jsonl").stat().st_mtime,
     }  # fmt: skip
@@ -92,18 +72,49 @@ def show_run(path: Path) -> dict[str, Any]:
         )
     last: dict[str, float] = {}
     best: dict[str, Any] | None = None
-    step = 0
+    first: dict[str, Any] | None = None
+    step, evaluated = 0, None
     for line in read_lines(path / "metrics.jsonl"):
         step = max(step, int(line.get("step", 0)))
         last.update({k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time")})
         best = _better(best, line)
+        first = first or best
+        evaluated = line.get("step") if best is not None and best["metric"] in line else evaluated
     events = list(read_lines(path / "events.jsonl"))
     config = flatten(read_json(path / "config.json"))
+    how = status(path, events)
+    bare = uncontained(path)
     return {
-        "dir": str(path), "status": status(path, events), "step": step,
+        "dir": str(path),
+        "status": how,
+        "why": why_ended(events) if how in ENDINGS else None,
+        "step": step,
+        "steps": total_steps(events, config),
+        "troubles": [str(trouble) for trouble in Health.of(path).troubles(ended=how != "running")],
         "config": {k: config[k] for k in SUMMARY_KEYS if config.get(k) is not None},
-        **({"uncontained": bare} if (bare := uncontained(path)) else {}), "last": last, "best_eval": best, "checkpoints": checkpoints(path), "events": events[-20:], "versions": read_json(path / "versions.json"),
-    }  # fmt: skip
+        **({"uncontained": bare} if bare else {}),
+        "last": last,
+        "best_eval": best,
+        "first_eval": first,
+        "last_eval_step": evaluated,
+        "checkpoints": checkpoints(path),
+        "events": events[-20:],
+        "versions": read_json(path / "versions.json"),
+    }
+
+
+def total_steps(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> int | None:
+    """How many steps the run is to take: what it said when it began, or the config's number."""
+    told = [event["steps"] for event in events if event.get("kind") in BEGINNINGS and isinstance(event.get("steps"), int)]
+    return told[-1] if told else config.get("train.steps")
+
+
+def why_ended(events: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the last ending said: why it stopped before its time, or the error."""
+    for event in reversed(events):
+        if event.get("kind") in ENDINGS:
+            return event.get("stopped") or event.get("reason")
+    return None
 
 
 def _better(best: dict[str, Any] | None, line: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -129,17 +140,17 @@ def uncontained(path: Path) -> list[str]:
 
 
 def status(path: Path, events: Sequence[Mapping[str, Any]]) -> str:
-    """running while the owner's lock is fresh, else how the last part of the run ended; interrupted if it never said."""
+    """How the last part of the run ended; where it did not say, running while the owner's lock is fresh, else interrupted."""
+    for event in reversed(events):
+        if event.get("kind") in ENDINGS:
+            return str(event["kind"])
+        if event.get("kind") in BEGINNINGS:
+            break
     lock = path / "run.lock"
     if lock.exists() and time.time() - lock.stat().st_mtime < ALIVE_SECONDS:
         owner = read_json(lock)
         if owner.get("host") != socket.gethostname() or Path(f"/proc/{owner.get('pid')}").exists():
             return "running"
-    for event in reversed(events):
-        if event.get("kind") in ENDINGS:
-            return str(event["kind"])
-        if event.get("kind") in ("started", "resumed"):
-            break
     return "interrupted"
 
 

@@ -1,4 +1,5 @@
 """What the terminal shows while a run goes: a bar with the numbers that matter, or plain lines when nobody is watching.
+In a notebook the plain lines are one output.
 
 Text from models and data never reaches the terminal as it is: control characters are shown, markup is not interpreted.
 """
@@ -7,16 +8,19 @@ from __future__ import annotations
 
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from reinforge.watch.notebook import OneOutput
 from reinforge.watch.recorder import pick, prompt_text
+from reinforge.watch.troubles import Trouble
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Group
@@ -60,19 +64,41 @@ def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def shares(metrics: Mapping[str, float]) -> str:
-    """`generate 61%  train 30%`: the phases of the last step, the largest first."""
+    """`generate 61%  train 30%`: the phases of the last step, the largest first. They add up to at most 100%."""
     parts = {key.removeprefix("share/"): value for key, value in metrics.items() if key.startswith("share/") and value >= 0.005}
     return "  ".join(f"{name} {value:.0%}" for name, value in sorted(parts.items(), key=lambda item: -item[1]))
 
 
+class Activity:
+    """What the run is busy with, and for how long: a line that moves while nothing else does."""
+
+    def __init__(self, text: str, clock: Callable[[], float]):
+        self.text, self.clock, self.since = text, clock, clock()
+        self._spinner = Spinner("dots")
+
+    def __rich__(self) -> Table:
+        seconds = int(self.clock() - self.since)
+        line = Text(visible(self.text)).append(f"  {seconds} s" if seconds else "", style="dim")
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        grid.add_row(self._spinner, line)
+        return grid
+
+
 class View:
-    """start, then update every step, table and message now and then, stop. On a terminal it is live; elsewhere (a file,
-    a pipe, CI) it prints one line per step, at most every `plain_seconds`, and always the first, the last and evaluations."""
+    """start, then update every step, doing, table and message now and then, stop. On a terminal it is live; elsewhere (a file,
+    a pipe, CI) it prints one line per step, at most every `plain_seconds`, and always the first, the last and evaluations.
+    `doing` may come before start: on a terminal it is there until something else is done, elsewhere it is a line of its own
+    until the first step is over."""
 
     def __init__(self, console: Console | None = None, plain_seconds: float = 2.0, clock: Callable[[], float] = time.monotonic):
-        self.console = console or Console(highlight=False)
+        console = console or Console(highlight=False)
+        self.console = Console(file=OneOutput(), force_jupyter=False, width=100, highlight=False) if console.is_jupyter else console
         self.plain_seconds, self.clock = plain_seconds, clock
         self._live: Live | None = None
+        self._bar: Progress | None = None
+        self._activity: Activity | None = None
+        self._troubles: list[str] = []
+        self._warned: set[str] = set()  # kinds of trouble that were printed
         self._latest: dict[str, float] = {}
         self._total = self._first = 0
         self._printed: float | None = None
@@ -87,16 +113,31 @@ class View:
             self.console.print(Text(visible(f"{title}: {total_steps} steps" + (f", continuing after {first_step}" if first_step else ""))))
             return
         self._bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-            console=self.console, speed_estimate_period=3600,  # steps can take minutes
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            speed_estimate_period=3600,  # steps can take minutes
+            expand=True,
+        )
         self._task = self._bar.add_task(visible(title), total=total_steps, completed=first_step)
-        self._live = Live(self._panel(), console=self.console, refresh_per_second=4)
-        self._live.start()
+        self._show()
+
+    def _show(self) -> None:
+        """Draws the live part anew."""
+        if self._live is None:
+            self._live = Live(self._panel(), console=self.console, refresh_per_second=4, transient=self._bar is None)
+            self._live.start()
+        else:
+            self._live.transient = self._bar is None
+            self._live.update(self._panel())
 
     def _panel(self) -> Table:
-        grid = Table.grid()
-        grid.add_row(self._bar)
+        grid = Table.grid(expand=True)
+        if self._bar is not None:
+            grid.add_row(self._bar)
         line = Text()
         for label, value in numbers(self._latest):
             line.append(f"{label} ", style="dim").append(f"{value}   ", style="bold")
@@ -104,13 +145,38 @@ class View:
             grid.add_row(line)
         if text := shares(self._latest):
             grid.add_row(Text(visible(text), style="dim"))
+        for text in self._troubles:
+            grid.add_row(Text(f"! {visible(text)}", style="bold red"))
+        if self._activity is not None:
+            grid.add_row(self._activity)
         return grid
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._latest.update(metrics)
+    def doing(self, text: str) -> None:
+        """What the run is busy with from now on."""
+        if self._activity is not None and self._activity.text == text:
+            return
+        self._activity = Activity(text, self.clock)
+        if self.console.is_terminal:
+            self._show()
+        elif self._step is None or self._step <= self._first:  # later the steps themselves are told
+            self.console.print(Text(visible(text)), soft_wrap=True)
+
+    def troubles(self, found: Sequence[Trouble]) -> None:
+        """What speaks against the run, all of it: each kind is printed once, and stays under the bar for as long as it holds."""
+        for trouble in found:
+            if trouble.kind not in self._warned:
+                self._warned.add(trouble.kind)
+                self.message(f"warning: {trouble}")
+        self._troubles = [trouble.what for trouble in found]
         if self._live:
+            self._show()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._latest = {key: value for key, value in self._latest.items() if not key.startswith("share/")} | dict(metrics)
+        if self._live and self._bar is not None:
+            self._step = step
             self._bar.update(self._task, completed=step)
-            self._live.update(self._panel())
+            self._show()
             return
         now = self.clock()
         found = {key: value for key, value in metrics.items() if key.startswith("eval/")}
@@ -154,9 +220,12 @@ class View:
         self.console.print(table)
 
     def message(self, text: str) -> None:
-        self.console.print(Text("\n".join(visible(line) for line in text.split("\n"))), soft_wrap=True)
+        """Lines of text. A terminal breaks them between words; in a file they stay as they are."""
+        self.console.print(Text("\n".join(visible(line) for line in text.split("\n"))), soft_wrap=not self.console.is_terminal)
 
     def stop(self) -> None:
+        self._activity = None
         if self._live:
+            self._show()
             self._live.stop()
-            self._live = None
+            self._live = self._bar = None

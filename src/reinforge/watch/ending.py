@@ -1,0 +1,150 @@
+"""How a run ended, in a few lines for people, and in summary.json for programs. Reads a run directory only, so it can be told of any run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reinforge.algorithms.catalogue import TABLE
+from reinforge.watch.logs import read_json, read_lines
+from reinforge.watch.runs import flatten, show_run
+from reinforge.watch.troubles import SCORED
+
+SUMMARY, REPORT = "summary.json", "report.html"
+UNGROUPED = "run"  # the group of metrics whose names have none
+TENTH = 10  # the first and the last tenth of the steps are compared
+LARGEST_PHASES = 3
+
+
+def grouped(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """
+    >>> grouped({"eval/accuracy": 1.0, "epoch": 2, "policy/ratio/max": 3.0})
+    {'eval': {'accuracy': 1.0}, 'policy': {'ratio/max': 3.0}, 'run': {'epoch': 2}}
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in sorted(metrics):
+        group, slash, rest = name.partition("/")
+        found.setdefault(group if slash else UNGROUPED, {})[rest if slash else name] = metrics[name]
+    return dict(sorted(found.items()))
+
+
+def ungrouped(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The reverse of `grouped`."""
+    return {name if group == UNGROUPED else f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(3.21), duration(75), duration(7500)
+    ('3.2 s', '1 min 15 s', '2 h 5 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def describe_end(run_dir: Path) -> str:
+    """What was reached, what it cost, where the report is, what to do next; and what speaks against it."""
+    run, summary = show_run(run_dir), read_json(run_dir / SUMMARY)
+    steps = [line for line in read_lines(run_dir / "metrics.jsonl") if "time/step" in line]
+    told = [
+        (run["status"], _how_far(run, summary)),
+        *(("reached", text) for text in reached(run, steps)),
+        ("cost", _cost(steps, summary)),
+        ("report", str(run_dir / REPORT) if (run_dir / REPORT).exists() else ""),
+        ("metrics", f"{SUMMARY} (by group) and metrics.jsonl (every step), in {run_dir}"),
+        *(("next", text) for text in next_steps(run_dir, run)),
+    ]
+    width = max(len(label) for label, _ in told)
+    lines, before = [], None
+    for label, text in told:
+        if text:
+            lines.append(f"{'' if label == before else label:{width}}  {text}")
+            before = label
+    return "\n".join([*(f"warning: {trouble}" for trouble in run["troubles"]), *lines])
+
+
+def _how_far(run: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    why = run["why"]
+    spent = f" in {duration(summary['seconds'])}" if "seconds" in summary else ""
+    return f"{run['step']} of {run['steps'] or '?'} steps{spent}{f': {why}' if why else ''}"
+
+
+def reached(run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The held-out metric and the reward, or else the loss: from where to where."""
+    found = []
+    best, first = run["best_eval"], run["first_eval"]
+    if best is not None:
+        form = _percent if best["metric"] == "eval/accuracy" else _short
+        last = run["last"].get(best["metric"], best["value"])
+        began = f"{form(first['value'])} -> " if first["step"] != run["last_eval_step"] else ""
+        bounds = [run["last"].get(f"{best['metric']}_{end}") for end in ("low", "high")]
+        between = "" if None in bounds else f" (95% interval {form(bounds[0])} to {form(bounds[1])})"
+        top = "" if best["value"] == last else f"; best {form(best['value'])} at step {best['step']}"
+        found.append(f"{best['metric']} {began}{form(last)}{between}{top}")
+    name, label = (
+        ("reward/mean", "mean reward") if SCORED in run["last"] else ("train/loss", "loss")
+    )  # of a policy gradient it says nothing
+    values = [line[name] for line in steps if isinstance(line.get(name), int | float)]
+    if values:
+        few = max(1, len(values) // TENTH)
+        ends = (sum(values[:few]) / few, sum(values[-few:]) / few)
+        found.append(f"{label} {_short(ends[0])} -> {_short(ends[1])}" if len(values) > 1 else f"{label} {_short(ends[0])}")
+    return found
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _cost(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    times: dict[str, float] = {}
+    for line in steps:
+        for name, value in line.items():
+            if name.startswith("time/") and isinstance(value, int | float):
+                times[name.removeprefix("time/")] = times.get(name.removeprefix("time/"), 0.0) + value
+    total = times.pop("step", 0.0)
+    if not total:
+        return ""
+    largest = sorted(times.items(), key=lambda item: -item[1])[:LARGEST_PHASES]
+    shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest if seconds >= 0.005 * total)
+    parts = [f"{duration(total / len(steps))} a step ({shares})"]
+    counters = summary.get("counters", {})
+    for name, label in (("tokens_sampled", "tokens sampled"), ("tokens_trained", "trained")):
+        if counters.get(name):
+            parts.append(f"{counters[name]:,} {label}")
+    peak = max((line.get("memory/peak_gib") or 0.0 for line in steps), default=0.0)
+    return ", ".join([*parts, *([f"{peak:.3g} GiB of memory at most"] if peak else [])])
+
+
+def next_steps(run_dir: Path, run: Mapping[str, Any]) -> list[str]:
+    """Commands that make sense now."""
+    where = shlex.quote(str(run_dir))
+    if run["status"] not in ("finished", "running"):
+        again = ["start it again with the same command: it goes on from its newest checkpoint" if run["checkpoints"] else ""]
+        return [text for text in (*again, f"reinforge runs show {where}") if text]
+    if not run["checkpoints"] or run["status"] == "running":
+        return [f"reinforge runs show {where}"]
+    merge = " --merge" if flatten(read_json(run_dir / "config.json")).get("adapter.rank") else ""
+    export = f"reinforge export {where} OUT{merge}"
+    return [export] if is_reward_model(run) else [f"reinforge chat {where}", export]
+
+
+def is_reward_model(run: Mapping[str, Any]) -> bool:
+    """Whether the run trains scores, not text."""
+    row = TABLE.get(run["config"].get("algorithm.name", ""))
+    return row is not None and row.family == "reward"
+
+
+def write_summary(run_dir: Path, values: Mapping[str, Any]) -> None:
+    """summary.json: `metrics` is by name, and is written by group."""
+    text = json.dumps({**values, "metrics": grouped(values["metrics"])}, indent=1, default=str)
+    (run_dir / SUMMARY).write_text(text, encoding="utf-8")
