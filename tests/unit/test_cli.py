@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -54,23 +54,38 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([name, "-h"]) == 0
         shown = capsys.readouterr().out
         assert ("Example" in shown and f"reinforge {name}" in shown) or name == "runs", name
-    for name in ("list", "show", "compare", "digest"):
+    for name in ("list", "show", "report", "compare", "digest"):
         assert main(["runs", name, "--help"]) == 0
         assert f"reinforge runs {name}" in capsys.readouterr().out
 
 
 def test_train_hands_on_the_config(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Any] = []
-
-    def train_config(loaded: Any) -> Any:
-        seen.append(loaded)
-        return SimpleNamespace(run_dir=Path("runs/x"), metrics={"eval/accuracy": 0.123456}, steps=7, stopped=None)
-
-    fake(monkeypatch, "reinforge.app.api", train_config=train_config)
+    fake(monkeypatch, "reinforge.app.api", train_config=seen.append)
     assert main(["train", str(config), "train.steps=7", "train.learning_rate=1e-3"]) == 0
     assert (seen[0].train.steps, seen[0].train.learning_rate) == (7, 1e-3)
-    out = capsys.readouterr().out
-    assert "runs/x" in out and "0.1235" in out and "stopped" not in out
+    assert capsys.readouterr().out == "", "the run tells its end itself"
+
+
+def test_somebody_at_a_terminal_sees_a_line_before_anything_is_imported() -> None:
+    """Not measured by the clock: when it is written, not even the configuration's library is loaded."""
+    code = """
+import sys
+from reinforge.app.cli import main
+class Terminal:
+    said = []
+    def isatty(self): return True
+    def write(self, text): self.said.append((text, sorted({"torch", "transformers", "pydantic", "rich.live"} & set(sys.modules))))
+    def flush(self): pass
+sys.stderr = Terminal()
+main(["train", "nowhere.yaml"]); main(["runs", "list", "nowhere"]); main(["train", "--help"])
+print([said for said in Terminal.said if said[0].startswith("reinforge")])
+"""
+    from reinforge.version import __version__
+
+    src = str(Path(__file__).resolve().parents[2] / "src")
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": src}, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == str([(f"reinforge {__version__}: train nowhere.yaml", [])]), done.stderr
 
 
 def test_train_refuses_before_anything_heavy(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +100,7 @@ def test_train_refuses_before_anything_heavy(config: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [(InputError("bad row.", where="a.jsonl line 3", fix="Remove it."), 2, "error: a.jsonl line 3: bad row. Remove it."), (StoppedByPolicy("three bad steps"), 3, "three bad steps"),
-     (Terminated("saved step 5"), 143, "saved step 5"), (ZeroDivisionError("oops\nmore"), 1, "unexpected ZeroDivisionError: oops (run again with --debug"), (KeyboardInterrupt(), 130, "")],
+     (Terminated("saved step 5"), 143, "\nsaved step 5"), (ZeroDivisionError("oops\nmore"), 1, "unexpected ZeroDivisionError: oops (run again with --debug"), (KeyboardInterrupt(), 130, "")],
 )  # fmt: skip
 def test_errors_become_exit_codes(
     error: BaseException, code: int, words: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -96,7 +111,7 @@ def test_errors_become_exit_codes(
     fake(monkeypatch, "reinforge.app.api", train_config=raises)
     assert main(["train", str(config)]) == code
     err = capsys.readouterr().err
-    assert words in err and "Traceback" not in err
+    assert words in f"\n{err}" and "Traceback" not in err
     if code in (1, 2):
         assert main(["train", str(config), "--debug"]) == code
         assert "Traceback" in capsys.readouterr().err

@@ -20,10 +20,12 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.watch import sinks
 from reinforge.watch.memory import device_peak, process_peak
+from reinforge.watch.notebook import OneOutput, shortened
 from reinforge.watch.recorder import Recorder, pick, redact
 from reinforge.watch.runs import compare_runs, flatten, list_runs, show_run
 from reinforge.watch.timing import Phases
-from reinforge.watch.view import View, visible
+from reinforge.watch.troubles import Trouble
+from reinforge.watch.view import View, notebook_console, visible
 
 
 def group(name: str, texts: list[str], rewards: list[float | None], prompt: str | list = "2+2=") -> Group:
@@ -439,3 +441,111 @@ def test_an_evaluation_is_printed_once_not_with_every_step_after_it() -> None:
     view.update(10, {"reward/mean": 0.5, "eval/accuracy": 0.5})
     last = [line for line in out.getvalue().splitlines() if line.startswith("step 10/10")]
     assert last == ["step 10/10  reward 0.500", "step 10/10  reward 0.500  eval 50.0%"]  # an old evaluation is not this step's
+
+
+# a notebook
+
+
+def test_a_notebook_gets_one_output_that_grows() -> None:
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], raw: bool) -> None:
+            shown.append(data["text/html"])
+
+    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
+        assert raw and display_id and not shown, "a second output"
+        shown.append(data["text/html"])
+        return Handle()
+
+    view = View(notebook_console(OneOutput(display)))
+    view.doing("loading the model <b>")
+    view.start(3, "first")
+    view.update(1, {"reward/mean": 0.5})
+    view.table([group("a", ["x"], [1.0])])
+    view.message("two\nlines")
+    view.stop()
+    assert shown[-1].count("<pre") == 1 and "<b>" not in shown[-1]
+    assert [line for line in shown[-1].splitlines() if "reward 0.500" in line or line == "two" or "&lt;b&gt;" in line] != []
+    assert (
+        shown[-1].index("loading the model")
+        < shown[-1].index("first: 3 steps")
+        < shown[-1].index("reward 0.500")
+        < shown[-1].index("two\nlines")
+    )
+
+
+def test_a_view_in_a_notebook_writes_into_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict] = []
+    module = type(sys)("IPython.display")
+    module.display = lambda data, **kw: made.append(data)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", type(sys)("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    View(Console(force_jupyter=True)).message("hello")
+    assert "hello" in made[0]["text/plain"]
+
+
+def test_a_long_notebook_output_keeps_its_beginning_and_its_end() -> None:
+    text = "".join(f"line {i}\n" for i in range(1000))
+    kept = shortened(text).splitlines()
+    assert kept[0] == "line 0" and kept[-1] == "line 999" and len(kept) == 221 and kept[20] == "... (780 lines)"
+    assert shortened("a\nb\n") == "a\nb\n"
+
+
+# what it is doing
+
+
+def test_a_plain_view_says_what_it_does_until_the_first_step_is_over() -> None:
+    out = io.StringIO()
+    view = View(Console(file=out, width=400), plain_seconds=0.0)
+    view.doing("loading the model")
+    view.doing("loading the model")
+    view.start(3, "run")
+    view.update(0, {"eval/accuracy": 0.5})
+    view.doing("step 1: generating 64 answers")
+    view.update(1, {"reward/mean": 0.1})
+    view.doing("step 2: generating 64 answers")
+    assert out.getvalue().splitlines()[:4] == ["loading the model", "run: 3 steps", "step 0/3  eval 50.0%", "step 1: generating 64 answers"]
+    assert "step 2: generating" not in out.getvalue()
+
+
+def test_a_live_view_says_what_it_does_from_the_beginning_to_the_end() -> None:
+    now, out = [0.0], io.StringIO()
+    view = View(Console(file=out, width=120, force_terminal=True, color_system=None), clock=lambda: now[0])
+    view.doing("loading the model [red]")
+    now[0] = 7.0
+    view._show()
+    view._live.refresh()  # type: ignore[union-attr]
+    view.start(3, "run")
+    view.doing("step 1: generating 64 answers")
+    view._live.refresh()  # type: ignore[union-attr]
+    assert "loading the model [red]  7 s" in out.getvalue() and "step 1: generating 64 answers" in out.getvalue()
+    shown = len(out.getvalue())
+    view.stop()
+    assert "generating" not in out.getvalue()[shown:].splitlines()[-1], "what is over is not left on the screen"
+
+
+def test_troubles_are_printed_once_and_stay_while_they_hold() -> None:
+    trouble = Trouble("no_gradient", "19 of 20 steps taught nothing.", "Take easier prompts.")
+    out = io.StringIO()
+    plain = View(Console(file=out, width=400))
+    plain.troubles([trouble])
+    plain.troubles([trouble])
+    assert out.getvalue().splitlines() == ["warning: 19 of 20 steps taught nothing. Take easier prompts."]
+    live = View(Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None))
+    live.start(20, "run")
+    live.troubles([trouble])
+    assert live._troubles == [trouble.what]
+    live.troubles([])
+    assert live._troubles == []
+    live.stop()
+
+
+def test_shares_of_an_older_step_are_not_added_to_those_of_the_newest() -> None:
+    out = io.StringIO()
+    view = View(Console(file=out, width=120, force_terminal=True, color_system=None))
+    view.start(3, "run")
+    view.update(1, {"share/eval": 0.6, "share/train": 0.4})
+    view.update(2, {"share/generate": 0.5, "share/train": 0.5})
+    assert {key: value for key, value in view._latest.items() if key.startswith("share/")} == {"share/generate": 0.5, "share/train": 0.5}
+    view.stop()

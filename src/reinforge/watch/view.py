@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -69,6 +69,11 @@ def shares(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.0%}" for name, value in sorted(parts.items(), key=lambda item: -item[1]))
 
 
+def notebook_console(output: OneOutput | None = None) -> Console:
+    """Plain lines that go into one output of a notebook's cell."""
+    return Console(file=cast(IO[str], output or OneOutput()), force_jupyter=False, width=100, highlight=False)
+
+
 class Activity:
     """What the run is busy with, and for how long: a line that moves while nothing else does."""
 
@@ -92,7 +97,7 @@ class View:
 
     def __init__(self, console: Console | None = None, plain_seconds: float = 2.0, clock: Callable[[], float] = time.monotonic):
         console = console or Console(highlight=False)
-        self.console = Console(file=OneOutput(), force_jupyter=False, width=100, highlight=False) if console.is_jupyter else console
+        self.console = notebook_console() if console.is_jupyter else console
         self.plain_seconds, self.clock = plain_seconds, clock
         self._live: Live | None = None
         self._bar: Progress | None = None
