@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from source_tree import PACKAGE, ROOT, SRC, imports, modules, project_files
@@ -118,6 +120,49 @@ def test_light_imports_stay_light(statement: str) -> None:
 def test_training_imports_no_foreign_system() -> None:
     everything = "; ".join(f"import {m}" for m in sorted(modules()) if m.startswith("reinforge.train"))
     assert loaded_after(everything) & ADAPTERS.keys() == set()
+
+
+SEVERAL = ("torch.distributed.fsdp", "torch.distributed.tensor", "megatron", "deepspeed", "ray", "vllm", "sglang")
+ON_RANKS = ("fsdp", "shard", "zero", "model_parallel", "megatron", "deepspeed")
+
+
+def test_one_process_imports_nothing_that_is_for_several() -> None:
+    """Building a run on one device, and all that `plan` is made of. Backends on ranks cost a second of imports."""
+    parts = "reinforge.app.build, reinforge.app.checks, reinforge.app.units, reinforge.app.algorithm, reinforge.app.gold"
+    code = f"import sys, {parts}; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=with_source())
+    assert result.returncode == 0, result.stderr
+    loaded = result.stdout.split()
+    wrong = [m for m in loaded if any(m == name or m.startswith(f"{name}.") for name in SEVERAL)]
+    assert wrong == [] and [m for m in loaded if m.removeprefix("reinforge.backends.") in ON_RANKS] == []
+
+
+def test_plan_of_a_local_run_imports_no_backend_of_several_processes(tmp_path: Path) -> None:
+    """The checks themselves, to their end. (transformers' own tokenizers bring parts of torch.distributed.)"""
+    code = f"""
+import sys
+from pathlib import Path
+from reinforge.app.tiny import make_tiny_model
+model = make_tiny_model(Path({str(tmp_path)!r}) / "model", width=32, layers=1, heads=2, kv_heads=1, context=128)
+from reinforge.app.checks import run_checks
+from reinforge.config.load import config_from_dict
+report = run_checks(config_from_dict({{
+    "model": {{"path": str(model)}}, "algorithm": {{"name": "grpo"}}, "data": {{"source": "arithmetic:chain"}},
+    "rewards": [{{"name": "exact_number"}}], "rollout": {{"max_new_tokens": 8}},
+    "train": {{"steps": 1}}, "run": {{"dir": {str(tmp_path / "run")!r}}},
+}}))
+assert report.ok and "prediction" in report.summary, report.errors
+print(*sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=with_source())
+    assert result.returncode == 0, result.stderr
+    loaded = result.stdout.split()
+    assert [m for m in loaded if m.removeprefix("reinforge.backends.") in ON_RANKS] == []
+    assert {m.split(".")[0] for m in loaded} & {"megatron", "deepspeed", "ray", "vllm", "sglang"} == set()
+
+
+def with_source() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])}
 
 
 def test_no_unfinished_business() -> None:

@@ -13,17 +13,21 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reinforge.app.check_outside import check_engine, check_env, check_heads, check_model, check_ranks
 from reinforge.app.gold import check_rewards, named, sample
-from reinforge.app.hub import go_offline_if_unreachable
+from reinforge.app.hub import go_offline_if_unreachable, not_here
 from reinforge.app.predict import predict_plan
-from reinforge.app.preflight import Report
+from reinforge.app.preflight import IMPORTING, Report
 from reinforge.config.load import load_config
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, ReinforgeError
+from reinforge.data.readers import kind_of
+from reinforge.data.sources import MIXTURE, PYTHON
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Row
@@ -44,49 +48,64 @@ def run_checks(config: Config) -> Report:
     offline = go_offline_if_unreachable(config)
     if offline:
         report.warn("hub", f"{offline}; only what is already cached on this machine can be used.")
+    missing = not_here(config)
+    report.errors += missing
     try:
+        _import(config, tokenizer=not missing)
         _stage("putting the algorithm together")
         _check_algorithm(config, report)
         _stage("reading the data")
         train, held_out = _rows(config, report)
-        if not report.ok:
+        if not train:
             return report
         _stage("comparing training and evaluation rows")
         check_disjoint(train, held_out, report)
         _check_curriculum(config, train)
         _stage("looking for the columns of the rewards")
         _check_columns(config, train, held_out)
-        _stage("rendering prompts")
-        _check_prompts(config, sample(train, SAMPLE_ABOVE), sample(held_out, SAMPLE_ABOVE), report, offline)
-        if report.ok:
-            _stage("beginning an episode")
-            check_env(config, train, report)
+        if missing:
+            report.warn("plan", "prompts, memory and time could not be checked without the models.")
+        else:
+            _check_model(config, train, held_out, report)
         _stage("looking for engines and ranks")
         check_engine(config, report)
-        check_heads(config, report)
         check_ranks(config, report)
-        _stage("predicting memory and time")
-        predict_plan(config, report)
         _stage("scoring gold answers")
         check_rewards(config, train, report)
     except ReinforgeError as error:
-        (report.warnings if offline and _needs_hub(error) else report.errors).append(str(error))
+        report.errors.append(str(error))
     return report
+
+
+def _check_model(config: Config, train: list[Row], held_out: list[Row], report: Report) -> None:
+    """What the tokenizer and the model's configuration tell."""
+    _stage("rendering prompts")
+    _check_prompts(config, sample(train, SAMPLE_ABOVE), sample(held_out, SAMPLE_ABOVE), report)
+    if report.ok:
+        _stage("beginning an episode")
+        check_env(config, train, report)
+    _stage("looking at the model's heads")
+    check_heads(config, report)
+    _stage("predicting memory and time")
+    predict_plan(config, report)
 
 
 def _stage(what: str) -> None:
     print(f"stage: {what}", file=sys.stderr, flush=True)
 
 
-def _needs_hub(error: BaseException) -> bool:
-    """Whether an error came from a hub that could not be asked, by the types in its chain of causes."""
-    chain: list[BaseException] = []
-    here: BaseException | None = error
-    while here is not None and here not in chain:
-        chain.append(here)
-        here = here.__cause__ or here.__context__
-    names = {cls.__name__ for link in chain for cls in type(link).__mro__}
-    return bool(names & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError", "OfflineModeIsEnabledError"})
+def _import(config: Config, *, tokenizer: bool) -> None:
+    """The large libraries that the checks will need, one after the other: their seconds are not those of the checks."""
+    data = config.data
+    sources = [data.source, data.eval.source, *(item.source for item in data.mixture)]
+    kinds = {kind_of(source) for source in sources if source not in (None, MIXTURE, PYTHON)}
+    brought = {"reasoning_gym": "reasoning_gym", "hub": "datasets"}
+    modules = ["torch", *(["transformers.models.auto.tokenization_auto"] if tokenizer else [])]
+    modules += [brought[kind] for kind in sorted(kinds & brought.keys())]
+    for module in modules:
+        _stage(f"{IMPORTING} {module.partition('.')[0]}")
+        with suppress(ImportError):  # whoever needs it will say so
+            import_module(module)
 
 
 def _rows(config: Config, report: Report) -> tuple[list[Row], list[Row]]:
@@ -146,20 +165,14 @@ def _check_curriculum(config: Config, train: Sequence[Row]) -> None:
         difficulties(train, curriculum.column)
 
 
-def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report: Report, offline: str | None) -> None:
+def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report: Report) -> None:
     from reinforge.app.algorithm import algorithm_of
-    from reinforge.app.supervised import units_of
+    from reinforge.app.units import units_of
     from reinforge.data.chat import Renderer
     from reinforge.data.units import texts
     from reinforge.models.load import context_length, load_tokenizer
 
-    try:
-        tokenizer, context = load_tokenizer(config.model), context_length(config.model)
-    except InputError as error:
-        if not offline or Path(config.model.path).expanduser().exists():
-            raise
-        report.warn("model.path", f"prompts were not checked: {error.what}")
-        return
+    tokenizer, context = load_tokenizer(config.model), context_length(config.model)
     check_model(config, report)
     renderer = Renderer(tokenizer, config.data)
     given = not config.algorithm.rl  # rows are trained as they are

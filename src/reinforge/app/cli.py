@@ -88,11 +88,14 @@ def train(
 
 def _train_run(loaded: Config) -> None:
     """One run to its end, if nothing speaks against it."""
+    from reinforge.app.hub import not_here
     from reinforge.app.preflight import preflight
 
     found = preflight(loaded)
     _warn(found.warnings)
     _refuse(found.errors)
+    if loaded.cluster.kind == "local":
+        _refuse(not_here(loaded))
     from reinforge.app.api import train_config
 
     train_config(loaded)

@@ -100,7 +100,7 @@ def template(
 
       reinforge check template models/mine --chat-template mine.jinja
     """
-    from reinforge.app.hub import offline
+    from reinforge.core.hub import offline
 
     if not Path(model).expanduser().exists():
         offline()  # before the hub's libraries are imported: they would try for a minute, aloud

@@ -8,7 +8,7 @@ from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.value import ValueLoss, WithValues
-from reinforge.app.sharded import ON_RANKS, AnyBackend, compiles, hosted, in_pieces, ranks_of
+from reinforge.app.sharded import AnyBackend, compiles, hosted, in_pieces, on_ranks, ranks_of
 from reinforge.backends.local import LocalBackend
 from reinforge.config.schema import Config, CriticConfig, TrainConfig
 from reinforge.core.errors import InputError
@@ -65,7 +65,7 @@ def critic_backend(cfg: Config, critic: CriticConfig, train: TrainConfig, update
     if ranks is None:
         return LocalBackend(load_scalar(loaded, where=where, fresh=True), train, total_steps=updates, paired=True)
     make = partial(load_scalar, hosted(loaded), where=where, fresh=True)
-    return ON_RANKS[train.backend](
+    return on_ranks(train.backend)(
         ranks, make, train, compiled=compiles(cfg.model), sharded=in_pieces(cfg), total_steps=updates, paired=True
     )
 

@@ -1,61 +1,49 @@
-"""Whether the model hub can be reached, asked once with a short timeout, so that being offline is a message and not a hang."""
+"""What a configuration wants of the model hub, and whether it can be had, before anything large is imported or loaded."""
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+from reinforge.core.hub import offline, unavailable
+from reinforge.data.sources import MIXTURE, PYTHON
 
-PROBE_SECONDS = 3.0
+FIX = "Check the path, the spelling and the network; without a network, give the directory of a model."
+
+
+def models_of(config: Config) -> list[tuple[str, str]]:
+    """The models that a configuration names, each with its key."""
+    model, teacher = config.model, config.teacher
+    places = [("model.path", model.path)]
+    if model.tokenizer:
+        places.append(("model.tokenizer", model.tokenizer))
+    if config.critic and config.critic.path:
+        places.append(("critic.path", config.critic.path))
+    if teacher is not None:
+        places += [("teacher.path", teacher.path), *((f"teacher.also.{i}.path", t.path) for i, t in enumerate(teacher.also))]
+    for i, reward in enumerate(config.rewards):
+        path = reward.options.get("path")
+        if reward.name in ("model", "process") and isinstance(path, str):
+            places.append((f"rewards.{i}.options.path", path))
+    return places
+
+
+def not_here(config: Config) -> list[str]:
+    """An error for each model that is neither on this machine nor to be had from the hub."""
+    wanted = [(key, name) for key, name in models_of(config) if not Path(name).expanduser().exists()]
+    found = [(key, unavailable(name)) for key, name in wanted]
+    return [str(InputError(f"{why}.", where=key, fix=FIX)) for key, why in found if why is not None]
 
 
 def needs_hub(config: Config) -> bool:
     """Whether any name in the configuration is a hub id."""
-    sources = [config.data.source, config.data.eval.source]
-    names = [config.model.path, config.model.tokenizer, *(s for s in sources if s and ":" not in s)]
-    return any(name and not Path(name).expanduser().exists() for name in names)
+    sources = [config.data.source, config.data.eval.source, *(item.source for item in config.data.mixture)]
+    hosted = [source for source in sources if source and ":" not in source and source not in (MIXTURE, PYTHON)]
+    names = [name for _, name in models_of(config)] + hosted
+    return any(not Path(name).expanduser().exists() for name in names)
 
 
 def go_offline_if_unreachable(config: Config) -> str | None:
-    """Switches the hub libraries to their caches if the hub does not answer, and says why. Call before importing them."""
+    """Switches the hub libraries to their caches if the hub does not answer, and says why."""
     return offline() if needs_hub(config) else None
-
-
-def offline() -> str | None:
-    """The same for whoever is sure to need the hub."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return "HF_HUB_OFFLINE is set"
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    if reachable(_address(endpoint), PROBE_SECONDS):
-        return None
-    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    return f"the hub {endpoint} cannot be reached"
-
-
-def _address(endpoint: str) -> tuple[str, int]:
-    """Where a connection to the hub goes first: the proxy, if there is one."""
-    names = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-    proxy = next((os.environ[name] for name in names if os.environ.get(name)), None)
-    url = urlsplit(proxy if proxy and "//" in proxy else f"//{proxy}" if proxy else endpoint)
-    return url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
-
-
-def reachable(address: tuple[str, int], seconds: float) -> bool:
-    """Whether a TCP connection opens in time. In a thread, because a name lookup has no timeout of its own."""
-    answer: list[bool] = []
-
-    def ask() -> None:
-        try:
-            socket.create_connection(address, timeout=seconds).close()
-        except OSError:
-            return
-        answer.append(True)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return bool(answer)

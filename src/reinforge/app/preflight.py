@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.app import check_catalogue
+from reinforge.app.hub import models_of
 from reinforge.config import deepspeed, engine, megatron
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
@@ -22,6 +23,7 @@ from reinforge.train.changes import check_changes
 
 KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "qlora": "QLoRA (base in NF4)"}
 LAUNCHED = {"launch", "logs"}  # what `reinforge launch` leaves in the run directory before there is a run
+IMPORTING = "importing"  # how a stage of phase 2 begins whose seconds do not count
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -183,16 +185,11 @@ def _check_model(config: Config, report: Report) -> None:
     from reinforge.algorithms.bind import closest
 
     model, adapter = config.model, config.adapter
-    places = [("model.path", model.path)] + ([("model.tokenizer", model.tokenizer)] if model.tokenizer else [])
-    places += [("critic.path", config.critic.path)] if config.critic and config.critic.path else []
-    if config.teacher is not None:
-        places += [("teacher.path", config.teacher.path), *((f"teacher.also.{i}.path", t.path) for i, t in enumerate(config.teacher.also))]
-    judges = [(f"rewards.{i}.options.path", r.options.get("path")) for i, r in enumerate(config.rewards) if r.name in ("model", "process")]
-    places += [(key, given) for key, given in judges if isinstance(given, str)]
-    for key, given in judges:
-        if not isinstance(given, str):
-            report.refuse(key, "the reward `model` needs a reward model.", "Write options: {path: org/name}, or the path of a directory.")
-    for key, text in places:
+    for i, reward in enumerate(config.rewards):
+        if reward.name in ("model", "process") and not isinstance(reward.options.get("path"), str):
+            fix = "Write options: {path: org/name}, or the path of a directory."
+            report.refuse(f"rewards.{i}.options.path", "the reward `model` needs a reward model.", fix)
+    for key, text in models_of(config):
         path = Path(text).expanduser()
         if path.is_dir():
             if key != "model.tokenizer" and not (path / "config.json").is_file():

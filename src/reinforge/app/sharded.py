@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from reinforge.backends.fsdp import FsdpBackend
-from reinforge.backends.local import LocalBackend
-from reinforge.backends.model_parallel import MegatronBackend
 from reinforge.backends.ranks import Ranks, current, how_many, rank_here, serve
-from reinforge.backends.zero import DeepSpeedBackend
 from reinforge.config.schema import AdapterConfig, Config, ModelConfig
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
@@ -20,8 +17,23 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_model, load_scalar, pick_device, pick_dtype
 from reinforge.models.packed import PackedModel
 
-AnyBackend = LocalBackend | FsdpBackend
-ON_RANKS: dict[str, type[FsdpBackend]] = {"fsdp": FsdpBackend, "deepspeed": DeepSpeedBackend, "megatron": MegatronBackend}
+if TYPE_CHECKING:
+    from reinforge.backends.fsdp import FsdpBackend
+    from reinforge.backends.local import LocalBackend
+
+AnyBackend: TypeAlias = "LocalBackend | FsdpBackend"
+ON_RANKS = {  # imported by the run that trains on ranks: torch's own modules for that take a second
+    "fsdp": "reinforge.backends.fsdp:FsdpBackend",
+    "deepspeed": "reinforge.backends.zero:DeepSpeedBackend",
+    "megatron": "reinforge.backends.model_parallel:MegatronBackend",
+}
+
+
+def on_ranks(name: str) -> type[FsdpBackend]:
+    """The backend of `train.backend`, one of those on ranks."""
+    module, _, kind = ON_RANKS[name].partition(":")
+    found: type[FsdpBackend] = getattr(import_module(module), kind)
+    return found
 
 
 def open_ranks(cfg: Config) -> AbstractContextManager[Any]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reinforge.algorithms.algorithm import Algorithm
-from reinforge.algorithms.preference import PairLoss
 from reinforge.algorithms.reward import RewardLoss
 from reinforge.algorithms.unpaired import MISMATCHED, UnpairedLoss
 from reinforge.app.predict import needs_of, predict_run
 from reinforge.app.sampling import policies
 from reinforge.app.sharded import AnyBackend
 from reinforge.app.teacher import keep_best, make_teachers
+from reinforge.app.units import units_of
 from reinforge.app.workshop import Evaluate, Given, Workshop, averaged, open_shop, total_steps
 from reinforge.config.schema import Config
 from reinforge.core.backend import Part
@@ -23,7 +21,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data import units as kinds
-from reinforge.data.units import Unit, Units
+from reinforge.data.units import Unit
 from reinforge.evals.heldout import heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
 from reinforge.models.adapters import is_adapted
@@ -31,22 +29,6 @@ from reinforge.rollout.choose import Chooser
 from reinforge.train.precompute import Streams, with_streams
 from reinforge.train.session import Session, ViewLike
 from reinforge.train.supervised import SupervisedTrainer
-
-REWARD_UNITS: dict[str, Units] = {
-    "margin": partial(kinds.compared, gap=True), "scaled": partial(kinds.compared, gap=True), "regression": kinds.graded, "process": kinds.steps,
-}  # fmt: skip
-
-
-def units_of(algorithm: Algorithm) -> Units:
-    """What a row of the data becomes for this algorithm."""
-    loss: Any = algorithm.loss
-    if algorithm.family == "reward":
-        return REWARD_UNITS.get(algorithm.name, kinds.compared)
-    if algorithm.family == "preference":
-        if not isinstance(loss, PairLoss):
-            return kinds.judged
-        return partial(kinds.pairs, scores=any(row.takes == "gap" for row in loss.rows.values()))
-    return kinds.texts
 
 
 @dataclass

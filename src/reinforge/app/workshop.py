@@ -14,7 +14,7 @@ from reinforge.app.check_catalogue import refuse_conflicts
 from reinforge.app.engines import make_engine, room_for_engine
 from reinforge.app.envs import env_weights, episode_tokens, eval_rollout
 from reinforge.app.sampling import replayable
-from reinforge.app.sharded import ON_RANKS, AnyBackend, compiles, hosted, in_pieces, load_policy, on_all_ranks, onto_device, ranks_of
+from reinforge.app.sharded import AnyBackend, compiles, hosted, in_pieces, load_policy, on_all_ranks, on_ranks, onto_device, ranks_of
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.teacher import Teachers
 from reinforge.config.algorithm import ReferenceConfig
@@ -198,7 +198,7 @@ class Workshop:
             with room_for_engine(self.cfg):
                 return LocalBackend(self.model, self.cfg.train, **settings)
         make = partial(load_policy, hosted(self.cfg.model), *self._loading(), self.model.value_head is not None)
-        kind = ON_RANKS[self.cfg.train.backend]
+        kind = on_ranks(self.cfg.train.backend)
         return kind(self.ranks, make, self.cfg.train, full=self.model, compiled=compiles(self.cfg.model),
                            sharded=in_pieces(self.cfg), **settings)  # fmt: skip
 

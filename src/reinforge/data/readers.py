@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.core.errors import InputError
+from reinforge.core.hub import offline
 from reinforge.data import arithmetic, games
 
 Record = tuple[str, dict[str, Any]]
@@ -207,6 +208,7 @@ FILES: dict[str, Callable[[Path], Iterator[Record]]] = {".jsonl": _jsonl, ".json
 def _hub(source: str, split: str, options: dict[str, Any]) -> Iterator[Record]:
     import datasets
 
+    offline()  # else it would try for a minute
     try:
         rows = datasets.load_dataset(source, split=split, **options)
     except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:

@@ -16,6 +16,7 @@ import torch
 from reinforge.config import architectures
 from reinforge.config.schema import AdapterConfig, ModelConfig
 from reinforge.core.errors import InputError
+from reinforge.core.hub import unavailable
 from reinforge.models import rope
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def _source(cfg: ModelConfig, where: str = "model.path") -> tuple[str, dict[str,
         raise InputError(
             f"no such directory: {path}", where=where, fix="Give a local directory, a .gguf file or a hub id such as org/name."
         )
+    if (why := unavailable(cfg.path)) is not None:
+        raise InputError(f"{why}.", where=where, fix="Check the path, the spelling and the network.")
     return cfg.path, {"revision": cfg.revision} if cfg.revision else {}
 
 

@@ -1,0 +1,30 @@
+"""What a row of the data becomes, by the algorithm. Of its own, because `plan` asks and builds no trainer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from reinforge.algorithms.algorithm import Algorithm
+from reinforge.algorithms.preference import PairLoss
+from reinforge.data import units as kinds
+from reinforge.data.units import Units
+
+REWARD_UNITS: dict[str, Units] = {
+    "margin": partial(kinds.compared, gap=True),
+    "scaled": partial(kinds.compared, gap=True),
+    "regression": kinds.graded,
+    "process": kinds.steps,
+}
+
+
+def units_of(algorithm: Algorithm) -> Units:
+    """What a row of the data becomes for this algorithm."""
+    loss: Any = algorithm.loss
+    if algorithm.family == "reward":
+        return REWARD_UNITS.get(algorithm.name, kinds.compared)
+    if algorithm.family == "preference":
+        if not isinstance(loss, PairLoss):
+            return kinds.judged
+        return partial(kinds.pairs, scores=any(row.takes == "gap" for row in loss.rows.values()))
+    return kinds.texts
