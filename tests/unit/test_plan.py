@@ -290,7 +290,8 @@ def test_a_total_that_is_not_known_beforehand_is_no_warning(model: Path, tmp_pat
 
 def test_rows_without_answers_are_a_warning(model: Path, tmp_path: Path) -> None:
     rows = jsonl(tmp_path / "bare.jsonl", [{"prompt": f"{i}"} for i in range(10)])
-    report = run_checks(make(model, rows, tmp_path, "data.eval.size=0"))
+    form = [{"name": "regex", "options": {"pattern": "."}}]  # needs no answer
+    report = run_checks(config_from_dict({**settings(model, rows, tmp_path), "data": {"source": str(rows)}, "rewards": form}))
     assert report.ok and "have no `answer`" in report.warnings[0]
 
 
