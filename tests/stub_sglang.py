@@ -1,8 +1,9 @@
 """A server that speaks SGLang's HTTP API as its 0.5.23 sources have it, with a bigram model in plain Python behind it: logits = E[previous] E^T with E the
 embedding of the safetensors that it was given. Copied as sglang/launch_server.py it is started as SGLang would be.
 
-Environment: STUB_TOKEN_SECONDS between tokens; STUB_HANG: a file that, while it exists, stops all generation (health included);
-STUB_STALE: update_weights_from_disk reports success and loads nothing.
+Environment: STUB_HANG: a file that, while it exists, stops all generation (health included);
+STUB_STALE: update_weights_from_disk reports success and loads nothing; STUB_HOLD: a file that, while it exists, holds every request
+that has HOLD_AT tokens, so that a test can act in the middle of an answer however slow the machine is.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-PAUSE = float(os.environ.get("STUB_TOKEN_SECONDS", "0"))
 NAME = "model.embed_tokens.weight"
+HOLD_AT = 20
 BAD = 62  # a prompt that begins with it fails in the server, and only it
 
 
@@ -39,6 +40,7 @@ class Stub:
         self.args, self.table = args, load(args.model_path)
         self.path, self.version, self.flushed = args.model_path, "default", 0
         self.running: dict[str, bool] = {}  # rid -> aborted
+        self.held: set[str] = set()
         self.memory: set[str] = {"weights", "kv_cache"}
 
     def logprobs(self, previous: int, temperature: float) -> list[float]:
@@ -59,9 +61,13 @@ class Stub:
         )
         try:
             for _ in range(p["max_new_tokens"]):
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(0)
                 while Path(os.environ.get("STUB_HANG", "/nowhere")).exists():
                     await asyncio.sleep(0.02)
+                while len(drawn) == HOLD_AT and not self.running[rid] and Path(os.environ.get("STUB_HOLD", "/nowhere")).exists():
+                    self.held.add(rid)
+                    await asyncio.sleep(0.01)
+                self.held.discard(rid)
                 if self.running[rid]:
                     reason = {"type": "abort", "message": "Abort before prefill"}
                     break
@@ -77,6 +83,7 @@ class Stub:
                     reason = {"type": "stop", "matched": last}
                     break
         finally:
+            self.held.discard(rid)
             del self.running[rid]
         scored = [[None, tokens[0], None]] + [[self.logprobs(a, 1.0)[b], b, None] for a, b in pairwise(tokens)]
         return {"text": "", "output_ids": [t for _, t, _ in drawn],
@@ -114,7 +121,13 @@ class Stub:
             self.memory |= set(body["tags"])
             return 200, ""
         if path == "/stub":
-            return 200, {"running": len(self.running), "flushed": self.flushed, "memory": sorted(self.memory), "args": vars(self.args)}
+            return 200, {
+                "running": len(self.running),
+                "held": len(self.held),
+                "flushed": self.flushed,
+                "memory": sorted(self.memory),
+                "args": vars(self.args),
+            }
         return 404, {"detail": "Not Found"}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

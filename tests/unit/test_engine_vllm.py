@@ -218,7 +218,8 @@ def test_a_client_that_leaves_takes_its_work_with_it(client: Client) -> None:
     async def work() -> None:
         client.endless, leave, front = True, asyncio.Event(), Front(None)
         task = asyncio.ensure_future(ask(front, client, "/reinforge/generate", ITEMS, leave=leave))
-        await asyncio.sleep(0.02)
+        while len(client.output_processor.request_states) < 2:
+            await asyncio.sleep(0.001)
         assert front.running == 2
         leave.set()
         assert await task == (0, None) and client.cancelled == 2 and front.running == 0 and not client.output_processor.request_states
@@ -230,7 +231,8 @@ def test_an_abort_returns_what_there_is(client: Client) -> None:
     async def work() -> None:
         client.endless, front = True, Front(None)
         task = asyncio.ensure_future(ask(front, client, "/reinforge/generate", ITEMS))
-        await asyncio.sleep(0.02)
+        while len(client.output_processor.request_states) < 2:
+            await asyncio.sleep(0.001)
         assert (await ask(front, client, "/reinforge/abort", {}))[1] == {"aborted": 2} and front.running == 0
         _, reply = await task
         assert [item["reason"] for item in reply["items"]] == ["abort", "abort"] and unpacked("q", reply["items"][0]["tokens"]) == [7, 7]

@@ -231,7 +231,8 @@ def test_vespo_fades_out_on_both_sides() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from(list(SURROGATES)))
 def test_neither_the_order_of_sequences_nor_the_cut_matters(data: st.DataObject, name: str) -> None:
-    """Rows permuted, renumbered with gaps (sequences without tokens) and cut into micro-batches: the same bits for each token."""
+    """Rows permuted, renumbered with gaps (sequences without tokens) and cut into micro-batches: the same for each token.
+    In float64, and to rounding: torch's functions may give a number another last bit in another place."""
     lengths = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any))
     order = data.draw(st.permutations(range(len(lengths))))
     size = data.draw(st.integers(1, len(lengths)))
@@ -240,8 +241,8 @@ def test_neither_the_order_of_sequences_nor_the_cut_matters(data: st.DataObject,
 
     def run(picked: list[int], numbers: list[int]) -> dict[int, tuple[list[float], list[float]]]:
         x, old, advantages, sequence = flat([rows[i] for i in picked])
-        x = x.float().requires_grad_()
-        loss, _ = function(x, old.float(), advantages.float(), torch.tensor(numbers)[sequence])
+        x = x.requires_grad_()
+        loss, _ = function(x, old, advantages, torch.tensor(numbers)[sequence])
         (gradient,) = torch.autograd.grad(loss.sum(), x)
         return {i: (loss[sequence == s].tolist(), gradient[sequence == s].tolist()) for s, i in enumerate(picked)}
 
@@ -250,7 +251,10 @@ def test_neither_the_order_of_sequences_nor_the_cut_matters(data: st.DataObject,
     for start in range(0, len(order), size):
         picked = list(order[start : start + size])
         parts |= run(picked, [7 * i + 3 for i in range(len(picked))][::-1])
-    assert parts == whole
+    assert parts.keys() == whole.keys()
+    for i, (loss, gradient) in whole.items():
+        assert parts[i][0] == pytest.approx(loss, rel=1e-11, abs=1e-13)
+        assert parts[i][1] == pytest.approx(gradient, rel=1e-11, abs=1e-13)
 
 
 def test_tokens_of_a_sequence_need_not_be_neighbours() -> None:
