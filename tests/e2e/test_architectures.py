@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,17 @@ def test_trained_right_or_refused_before_training(case: str, tmp_path: Path) -> 
     [paragraph] = [line for line in said.splitlines() if "error:" in line]
     assert re.search(refused, paragraph) and "unexpected" not in said, said
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_yes_on_standard_input_runs_no_code_of_a_model(tmp_path: Path, tiny: Path) -> None:
+    """transformers would ask, and `yes | reinforge train` would answer."""
+    model, mark = tmp_path / "model", tmp_path / "mark"
+    shutil.copytree(tiny, model)
+    (model / "own.py").write_text(f"open({str(mark)!r}, 'w').close()\nfrom transformers import LlamaConfig as OwnConfig\n")
+    settings = json.loads((model / "config.json").read_text())
+    settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (model / "config.json").write_text(json.dumps(settings))
+    config = runs.write_config(tmp_path, model)
+    done = runs.cli("train", config, cwd=tmp_path, text="y\n" * 100, env={"HF_MODULES_CACHE": str(tmp_path / "modules")})
+    assert done.returncode == 2 and "is Python code in its own directory" in done.stderr, done.stderr
+    assert not mark.exists()

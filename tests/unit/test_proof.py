@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 from torch import nn
 
 from architectures import NAMED, ORIGINAL, REFUSED, RIGHT, UNEQUAL, WINDOW, make_architecture, make_config
+from reinforge.app.checks import run_checks
 from reinforge.config import architectures
+from reinforge.config.schema import Config
 from reinforge.core.batch import Batch
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
@@ -114,7 +118,7 @@ def test_length_dependent_rope_reaches_as_far_as_it_does_not_depend_on_it(name: 
     model.logprobs(fits, temperature=1.0)
     with pytest.raises(InputError, match=rf"{limit + 1} tokens is past the {limit} of this model's own rotary embedding"):
         model.logprobs(long, temperature=1.0)
-    engine = NativeEngine(model, kv_gib=0.001, context=model.context)
+    engine = NativeEngine(model, kv_gib=0.001)
     with pytest.raises(InputError, match=f"past the model's context of {limit}"):
         run(engine.generate(tokens_of(limit, 1, 259), Sampling(max_new_tokens=1), key=1))
 
@@ -153,6 +157,24 @@ def test_the_configuration_alone_tells(name: str) -> None:
 def test_the_configuration_of_what_works_tells_nothing(name: str) -> None:
     check_architecture(make_config(name), "somewhere")
     assert (architectures.engine_refusal(make_config(name).to_dict()) is None) == (name in RIGHT)
+
+
+@pytest.mark.parametrize("name", ["gptj", "deepseek_v3", "longrope"])
+def test_plan_says_it_before_weights_are_read(name: str, tmp_path: Path, tiny_dir: str) -> None:
+    """From config.json alone: there are no weights in the directory."""
+    shutil.copytree(tiny_dir, tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    make_config(name, architectures=["SomeForCausalLM"]).save_pretrained(tmp_path / "model")
+    changes = {"train": {"steps": 1, "prompts_per_step": 2}, "rollout": {"max_new_tokens": 4}}
+    config = Config.model_validate({
+        "model": {"path": str(tmp_path / "model"), "device": "cpu"}, "algorithm": {"name": "grpo"}, "rewards": [{"name": "exact_number"}],
+        "data": {"source": "arithmetic:chain", "options": {"size": 8, "max_value": 9, "terms": 2}}, "run": {"dir": "r"}, **changes})  # fmt: skip
+    report = run_checks(config)
+    said = " ".join([*report.errors, *report.warnings])
+    assert report.ok == (name == "longrope"), said
+    assert {"gptj": "cannot be trained here: its layers have an attention of their own making",
+            "deepseek_v3": "the native engine cannot generate with", "longrope": f"sequences may have {ORIGINAL} tokens"}[name] in said  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNEQUAL)

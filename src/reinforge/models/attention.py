@@ -78,14 +78,14 @@ def _make_mask(*, mask_function: Any, local_size: int | None = None, **kwargs: A
     made = sdpa_mask(mask_function=mask_function, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     assert made is not None, "a mask was asked for"
     mask = made.as_subclass(_Mask)
-    mask.window = window_of(mask_function, local_size)
+    mask.window = window_of(mask_function, local_size, mask.device)
     return mask
 
 
-def window_of(mask_function: Any, size: int | None) -> int | None:
+def window_of(mask_function: Any, size: int | None, device: torch.device | None = None) -> int | None:
     """The window of a mask of transformers, looked at around its edge: None where each token sees all before it. Refuses others."""
     reach = size if size is not None else 1 << 20
-    at = torch.tensor([0, 1, 2, reach - 1, reach, reach + 1, 2 * reach + 1])
+    at = torch.tensor([0, 1, 2, reach - 1, reach, reach + 1, 2 * reach + 1], device=device)
     q, k = (x.reshape(-1) for x in torch.meshgrid(at, at, indexing="ij"))
     zero = torch.zeros_like(q)
     seen = mask_function(zero, zero, q, k)
@@ -205,7 +205,7 @@ class Segments:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
         """q [N, H, D], k and v [sum of key lengths, K, D] -> [N, H, D]."""
-        if softcap is None and self._varlen(q):
+        if softcap is None and v.shape[-1] == q.shape[-1] and self._varlen(q):
             left = -1 if window is None else window - 1
             return varlen_attention(q, k, v, self.starts, self.key_starts, max(self.lengths), max(self.key_lengths), scale, left)
         if self._cut is None:

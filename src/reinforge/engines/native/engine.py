@@ -48,7 +48,8 @@ class NativeEngine:
                  context: int | None = None, longest: int | None = None, prefix_cache: bool = False):  # fmt: skip
         """`longest` is the longest sequence to expect, prompt and completion: with it the cache is no larger than it needs to be.
         `prefix_cache`: what was computed under the same weights is found again, as when a conversation goes on."""
-        self.model, self.max_batch, self.context = model, max_batch, context
+        self.model, self.max_batch = model, max_batch
+        self.context = min((limit for limit in (context, model.reach) if limit is not None), default=None)
         self.stop_tokens, self.prefix_cache = frozenset(stop_tokens), prefix_cache
         if not model.exact or model.device.type == "cuda":  # a BLAS may add up in another order for a wider matrix, our kernel does not
             join(model.module)
