@@ -20,7 +20,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
 from reinforge.models import proof
-from reinforge.models.attention import window_of, windows
+from reinforge.models.attention import Packed, starts_of, window_of, windows
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import check_architecture
 from reinforge.models.scalar import ScalarModel
@@ -123,6 +123,22 @@ def test_length_dependent_rope_reaches_as_far_as_it_does_not_depend_on_it(name: 
         run(engine.generate(tokens_of(limit, 1, 259), Sampling(max_new_tokens=1), key=1))
 
 
+@pytest.mark.parametrize(("name", "limit"), [("longrope", ORIGINAL), ("dynamic", NAMED)])
+def test_a_long_neighbour_does_not_move_a_short_row(name: str, limit: int) -> None:
+    """Below the check of lengths: a warm-up or a proof may run longer sequences than a run does."""
+    model = CausalModel(make_architecture(name))
+    short = torch.tensor(tokens_of(9, 1, 259))
+
+    def first_row(neighbour: int) -> torch.Tensor:
+        lengths = [9, neighbour]
+        tokens = torch.cat([short, torch.tensor(tokens_of(neighbour, 2, 259))])
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        with torch.no_grad():
+            return model.hidden(tokens, positions, Packed(lengths, starts_of(lengths, model.device)))[:9]
+
+    torch.testing.assert_close(first_row(2 * limit), first_row(5), atol=1e-5, rtol=0)
+
+
 def test_a_long_sequence_before_does_not_move_the_frequencies() -> None:
     """transformers keeps the frequencies of the last forward in the module."""
     module, fresh = make_architecture("longrope"), make_architecture("longrope")
@@ -193,30 +209,31 @@ def test_a_reward_model_of_an_architecture_with_its_own_attention_is_refused() -
         ScalarModel(module, where="rewards.0").verify()
 
 
-class _Tail(nn.Module):
-    """A layer that also reads the token before, as a short convolution does."""
+class _Neighbour(nn.Module):
+    """A layer that also reads the token before, as a short convolution does, or the one after."""
 
-    def __init__(self, inner: nn.Module, share: float):
+    def __init__(self, inner: nn.Module, share: float, shift: int):
         super().__init__()
-        self.inner, self.share = inner, share
+        self.inner, self.share, self.shift = inner, share, shift
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x + self.share * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+        return self.inner(x + self.share * x.roll(self.shift, 1))
 
 
+@pytest.mark.parametrize("shift", [1, -1], ids=["before", "after"])
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=by_name)
-def test_a_leak_far_below_rounding_is_seen(dtype: torch.dtype) -> None:
-    """A millionth of the token before: in bfloat16 no number of the next sample would change at all."""
+def test_a_leak_far_below_rounding_is_seen(dtype: torch.dtype, shift: int) -> None:
+    """A millionth of a neighbouring token: in bfloat16 no number of the other sample would change at all. From the token after, only
+    the last row of a sample is touched."""
     module = make_module("llama")
-    module.model.layers[0].mlp = _Tail(module.model.layers[0].mlp, 1e-6)
+    last = module.model.layers[-1]
+    last.mlp = _Neighbour(last.mlp, 1e-6, shift)
     with pytest.raises(InputError, match="one sample reaches another"):
         CausalModel(module.to(dtype)).verify()
 
 
 def test_a_shared_prompt_that_is_not_seen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With both comparisons of numbers out of the way, the poisoned prompt alone must show it."""
-    from reinforge.models.attention import Packed
-
     original = Packed.__post_init__
 
     def without_prompt(self: Any) -> None:

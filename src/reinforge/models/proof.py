@@ -147,15 +147,12 @@ class InFloat32(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is _DTYPE:
-            return _wide(func(*args))
         if getattr(func, "__name__", "") in _MOVES:
             return func(*args, **kwargs)
         args, kwargs = tree_map(_wide, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
 
-_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _NARROW = (torch.bfloat16, torch.float16)
 # what only moves values about: a whole embedding or a stack of experts is not widened to take a piece of it
 _MOVES = frozenset({"__get__", "__set__", "embedding", "__getitem__", "index_select", "view", "reshape", "transpose", "permute", "t",
