@@ -57,7 +57,7 @@ TOGETHER = tensorboard wandb mlflow trackio gguf qlora serve tasks math lm-eval 
 lock: env-test ## pin everything in constraints.txt anew (newer versions: delete their lines first)
 	@$(PY) -m pip install -q uv 2>/dev/null
 	@$(PY) -m uv pip compile pyproject.toml $(TOGETHER:%=--extra %) --universal --python-version 3.11 --no-header --no-annotate -q -o constraints.txt
-	@sed -i '/^nvidia-\|^cuda-\|^triton==/d' constraints.txt
+	@sed -i '/^nvidia-\|^cuda-/d' constraints.txt
 
 clean: ## remove what the other targets made, .venv included
 	@rm -rf .venv site build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -78,7 +78,10 @@ if ! fresh runtime; then
   rm -f "$venv"/.stamp-*
   : >"$log"
 
-  { grep -v '^torch==' constraints.txt; echo "torch==${shared:-$torch}"; } >"$venv/constraints.txt"
+  # Each torch asks for a triton of its own: the pinned one goes with the pinned torch.
+  version=${shared:-$torch} skip='^torch=='
+  grep -q "^torch==${version%%+*}\$" constraints.txt || skip='^torch==\|^triton=='
+  { grep -v "$skip" constraints.txt; echo "torch==$version"; } >"$venv/constraints.txt"
   [ -n "$shared" ] || must_install "torch $torch (the largest part: half a minute to some minutes)" "torch==$torch"
   must_install "reinforge and its libraries (about a minute)" -c "$venv/constraints.txt" -e .
   printf '%s' "$key" >"$venv/.stamp-runtime"

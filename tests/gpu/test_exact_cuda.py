@@ -1,4 +1,4 @@
-"""`model.exact` on a GPU: the Triton kernels against plain torch (also in Triton's interpreter, see test_kernels.py), the bits of a row
+"""`model.exact` on a GPU: the Triton kernels against plain torch (also in Triton's interpreter, see conftest.py), the bits of a row
 whatever runs beside it, and the whole: log-probs of the engine, through CUDA graphs, equal those of the training forward bit for bit."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import needs
 from reinforge.algorithms.table import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.schema import TrainConfig
@@ -24,10 +25,7 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.exact_proof import prove
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED),
-    reason="needs triton and a GPU, or its interpreter",
-)
+pytestmark = needs.unless(importlib.util.find_spec("triton") is not None, "triton", "not installed: pip install 'reinforge[kernels]'")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]

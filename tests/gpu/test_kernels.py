@@ -1,5 +1,4 @@
-"""Each Triton kernel against its plain-torch twin in float64. Runs on a GPU, or on a CPU in Triton's interpreter
-(`TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py` where triton is installed)."""
+"""Each Triton kernel against its plain-torch twin in float64. Runs on a GPU, or on a CPU in Triton's interpreter (conftest.py)."""
 
 from __future__ import annotations
 
@@ -9,15 +8,13 @@ import os
 import pytest
 import torch
 
+import needs
 from reinforge.engines.native.sampling import draw, uniform
 from reinforge.models.attention import Cache, Paged
 from reinforge.models.head import LogitRule, gradient, statistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED),
-    reason="needs triton and a GPU, or its interpreter",
-)
+pytestmark = needs.unless(importlib.util.find_spec("triton") is not None, "triton", "not installed: pip install 'reinforge[kernels]'")
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
@@ -66,7 +63,7 @@ def test_draw() -> None:
 def test_draw_frequencies() -> None:
     from reinforge.models import kernels
 
-    rows = 20_000 if DEVICE == "cuda" else 500
+    rows = 20_000 if DEVICE == "cuda" else 300
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5], device=DEVICE).expand(rows, 5).contiguous()
     tokens, _ = kernels.draw(
         logits,
@@ -75,7 +72,7 @@ def test_draw_frequencies() -> None:
         torch.zeros(rows, dtype=torch.int64, device=DEVICE),
     )
     share = torch.bincount(tokens.cpu(), minlength=5) / rows
-    torch.testing.assert_close(share, logits[0].cpu().softmax(-1), atol=4 / rows**0.5, rtol=0)
+    torch.testing.assert_close(share, logits[0].cpu().softmax(-1), atol=2 / rows**0.5, rtol=0)  # four standard deviations
 
 
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.5, softcap=4.0)])

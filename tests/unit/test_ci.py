@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,13 @@ def test_a_failure_is_the_exit_code_and_scale_is_tried_again(tmp_path: Path) -> 
     code, called, printed = runs(tmp_path, present=("chromium", "bwrap"), FAILING="test-scale")
     assert code == 1 and "== summary: failed, exit 1" in printed
     assert called[-1] == f"make test-scale ARGS=--lf {MUST}"
+
+
+def test_triton_is_pinned_and_installed_for_the_tests() -> None:
+    """Its interpreter runs the kernel tests on a CPU; `make lock` must not take the pin away."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any("kernels" in requirement for requirement in extras["test"])
+    assert any(requirement.startswith("triton") for requirement in extras["kernels"])
+    assert any(line.startswith("triton==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    (recipe,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "sed -i" in line and "constraints.txt" in line]
+    assert "triton" not in recipe
