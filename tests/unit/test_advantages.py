@@ -207,6 +207,13 @@ def test_group_whitened_is_over_tokens() -> None:
     assert by_name("group_whitened", r, whiten=False) == [0.5] + [-0.5] * 3 + [0.0] * 9
 
 
+def test_greedy_baseline_counts_token_rewards() -> None:
+    """KL in the reward is a part of r: rewards 1 and 3 with token rewards -1/2 and -1/4, -1/4; greedy 2 and 1/2: A = -3/2 and 2."""
+    r = replace(rollouts([1.0, 3.0], [0, 1], None, [1, 2]), baseline=torch.tensor([2.0, 0.5], dtype=torch.float64),
+                token_rewards=torch.tensor([-0.5, -0.25, -0.25], dtype=torch.float64))  # fmt: skip
+    assert by_name("greedy_baseline", r) == [-1.5, 2.0, 2.0]
+
+
 def test_greedy_baseline() -> None:
     r = rollouts([1.0, 0.0, NAN, 2.0], [0, 0, 0, 1])
     with pytest.raises(InputError, match="greedy"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from reinforge.algorithms.loss import NLLLoss, PolicyLoss
+from reinforge.algorithms.preference import PairLoss
 from reinforge.algorithms.reduce import token_mean
 from reinforge.algorithms.surrogates import ppo_clip
 from reinforge.backends.local import LocalBackend
@@ -19,6 +20,7 @@ from reinforge.config.schema import Config
 from reinforge.core.batch import Batch, Totals, cut, pack, rejoin
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
+from split_backends import policy_loss
 from tiny_runs import launch, lines, tensors
 from toys import gradients, make_model, make_module, make_samples, parameters, relative, train_config
 
@@ -197,6 +199,45 @@ def test_a_pass_without_memory_is_done_again_in_smaller_parts(at: int, late: boo
     assert oom == {"train/oom": 1.0, "train/oom_budget/max": 40.0, "train/oom_budget/min": float(budget)}
     assert told == pytest.approx(plain, rel=1e-4 if dtype == torch.float32 else 0.1, abs=1e-6 if dtype == torch.float32 else 1e-2)
     assert "train/oom" not in backend.forward_backward(batches, PolicyLoss(ppo_clip, token_mean), Totals.of(batches))  # told once
+
+
+@pytest.mark.parametrize("kind", ["old", "pairs"])
+def test_what_a_pass_without_memory_compares_with_is_kept(kind: str) -> None:
+    """Cut into smaller parts, rows keep what they are compared with: their old log-probs (which are not those of now), and the
+    other answer of their pair."""
+    loss: Any = policy_loss() if kind == "old" else PairLoss("sigmoid", beta=0.5)
+    lengths = LENGTHS if kind == "old" else (15, 4, 9, 8, 14, 10)  # half of them all ends inside of a pair
+    found = []
+    for fails in (False, True):
+        model = make_model()
+        backend = LocalBackend(model, train_config(tokens_per_microbatch=60), total_steps=10, reference=True)
+        batches = pack(make_samples(lengths), backend.budget, unit=loss.unit)
+        backend.annotate(batches, loss.needs | {"old", "reference"})
+        for i, batch in enumerate(batches):
+            for name in ("old", "reference"):
+                noise = torch.randn(batch.n_trained, generator=torch.Generator().manual_seed(i))
+                batch.streams[name] = batch.streams[name] + 0.3 * noise
+        full = Full(model, at=0 if fails else -1)
+        metrics = backend.forward_backward(batches, loss, Totals.of(batches))
+        found.append((gradients(backend), metrics["train/loss"], len(full.sizes)))
+    assert found[1][2] > found[0][2] + 1  # it was cut
+    assert relative(found[1][0], found[0][0]) < 1e-5 and found[1][1] == pytest.approx(found[0][1], abs=1e-5)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_one_bad_element_of_a_gradient_leaves_everything_untouched(bad: float, limit: float) -> None:
+    """An infinite norm is larger than 0 and than any limit: clipping by it would make NaN of one weight and 0 of all others."""
+    backend = make_backend(max_grad_norm=limit)
+    batches = pack(make_samples(), 64)
+    backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
+    backend.step()
+    before = {name: tensor.clone() for name, tensor in backend.state().tensors.items()}
+    backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
+    backend.optimizer.masters["lm_head.weight"].grad[3, 5] = bad
+    metrics = backend.step()
+    assert metrics["train/skipped"] == 1 and metrics["train/empty"] == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.state().tensors.items())
 
 
 def test_memory_that_is_short_by_far_is_halved_until_it_fits() -> None:

@@ -119,6 +119,11 @@ def test_decoupled_and_length_adaptive_lam() -> None:
     assert run(r, lam=0.5, lam_critic=0.0)[1] == [0.0, 0.0, 0.0, 8.0, 4.0, 8.0, 8.0]
 
 
+def test_lam_of_a_short_row_is_never_negative() -> None:
+    """alpha 1/4 and 2 tokens: 1 - 1 / (alpha L) = -1, and lam is 0. V = 0, 4 and reward 8: delta = 4, 4, and A is delta."""
+    assert run(rollouts([8.0], [[0, 4]]), length_alpha=0.25) == ([4.0, 4.0], [4.0, 8.0])
+
+
 def test_advantages_are_whitened_over_trained_tokens_of_scored_rows_and_returns_are_not() -> None:
     """The unscored row would move mean and std; the row without tokens has none to count."""
     r = rollouts([1.0, NAN, 0.0, 3.0], [[0.5, 0.0, 0.2], [100.0, -100.0], [0.3, 0.9], []])

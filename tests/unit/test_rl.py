@@ -14,8 +14,10 @@ import torch
 from odd_reward import odd
 from reinforge.app.api import train_config
 from reinforge.app.build import Given
+from reinforge.backends.local import LocalBackend
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
+from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.sample import Group
 from reinforge.train.rl import RLTrainer, average
@@ -249,6 +251,50 @@ def test_versions_rows_and_draws_of_each_step(make: Callable[..., Config], monke
     for g in (g for groups in harvested for g in groups):
         by_row.setdefault(g.row.prompt, []).extend(s.tokens.tolist() for s in g.samples)
     assert all(len({tuple(t) for t in samples}) == 8 for samples in by_row.values())  # unchanged weights, second epoch: other draws
+
+
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Batch], Totals]]:
+    """What each `forward_backward` was given, in a list that fills while a run goes."""
+    seen: list[tuple[list[Batch], Totals]] = []
+    original = LocalBackend.forward_backward
+
+    def spy(self: LocalBackend, batches: Any, loss: Any, totals: Totals) -> Any:
+        seen.append((list(batches), totals))
+        return original(self, batches, loss, totals)
+
+    monkeypatch.setattr(LocalBackend, "forward_backward", spy)
+    return seen
+
+
+def test_every_optimizer_step_divides_by_its_own_totals(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two minibatches are two optimizer steps: each has the counts of its own rows, not those of both."""
+    seen = passes(monkeypatch)
+    launch(make("run", "grpo", "train.steps=1", "algorithm.minibatches=2", "train.skip_idle=false"))
+    assert len(seen) == 2
+    for batches, totals in seen:
+        assert totals.tokens == sum(b.n_trained for b in batches) > 0 == totals.left_out
+        assert totals.sequences == len({s.episode for b in batches for s in b.samples if s.n_trained})
+    first, second = ({s.uid for b in batches for s in b.samples} for batches, _ in seen)
+    assert first and second and not first & second
+
+
+def test_rows_that_are_left_out_still_count(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without gradient are not computed, and the mean is over all rows still: the loss and the gradient are the same, not
+    larger by the share that was left out (Adam would hide that)."""
+    seen = passes(monkeypatch)
+
+    def half(prompts: list[str], completions: list[str]) -> list[float]:
+        """Every other prompt is solved by everybody."""
+        return [1.0] * len(completions) if int(prompts[0].split("+")[0]) % 2 else odd(completions)
+
+    told = []
+    for skip in ("true", "false"):
+        cfg = make(skip, "grpo", "algorithm.reduce=token_mean", "train.steps=2", "train.prompts_per_step=8", f"train.skip_idle={skip}")
+        launch(cfg, half)
+        told.append([(m["train/grad_norm"], m["train/loss"]) for m in lines(cfg)])
+    assert any(totals.left_out for _, totals in seen[:2]) and not any(totals.left_out for _, totals in seen[2:])
+    for skipped, computed in zip(*told, strict=True):
+        assert skipped == pytest.approx(computed, rel=1e-3, abs=1e-7) and computed[0] > 1e-3
 
 
 def test_average() -> None:

@@ -13,6 +13,7 @@ import pytest
 from reinforge.app.api import train_config
 from reinforge.app.build import Given, build
 from reinforge.checkpoint import store
+from reinforge.checkpoint.lock import LOCK
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, Terminated
 from reinforge.train.rl import RLTrainer
@@ -229,6 +230,29 @@ def test_early_stop_after_patience_keeps_the_best(make: Callable[..., Config]) -
     assert there == [4, 2]  # the newest, and the best (equal is not better)
     assert [m["eval/reward"] for m in lines(cfg) if "eval/reward" in m] == [0.1, 0.3, 0.8, 0.4, 0.8]
     assert launch(cfg, reward_by_step([0.0]), eval_data=EVAL).steps == 4  # stopped is stopped
+
+
+def test_patience_survives_a_resume(make: Callable[..., Config]) -> None:
+    """Two evaluations without improvement before the cut, one after it: with a patience of 3 that is the end."""
+    patient = (*EVALUATED, "eval.early_stop.metric=eval/reward", "eval.early_stop.patience=3")
+    assert launch(make("run", "grpo", *patient, "train.steps=2"), reward_by_step([0.5, 0.4, 0.4]), eval_data=EVAL).stopped is None
+    again = launch(make("run", "grpo", *patient), reward_by_step([0.4]), eval_data=EVAL)
+    assert again.steps == 3 and again.stopped == "eval/reward did not improve in 3 evaluations"
+
+
+def test_a_run_whose_lock_was_taken_saves_nothing(make: Callable[..., Config]) -> None:
+    """Another process took the directory over while this one was suspended: its checkpoints are not to be overwritten."""
+    cfg = make("run", "grpo", "train.steps=2")
+    owner = Path(cfg.run.dir) / LOCK
+
+    def suspended(completions: list[str]) -> list[float]:
+        owner.write_text(json.dumps({**json.loads(owner.read_text()), "nonce": "another"}))
+        return odd(completions)
+
+    suspended.__name__ = "odd"
+    with pytest.raises(InputError, match="no longer owns the run directory"):
+        launch(cfg, suspended)
+    assert store.steps(Path(cfg.run.dir)) == [] and json.loads(owner.read_text())["nonce"] == "another"
 
 
 def test_early_stop_at_a_threshold_and_downwards(make: Callable[..., Config]) -> None:

@@ -145,6 +145,11 @@ def test_the_proof_passes_rounding() -> None:
     assert check.error == pytest.approx(1e-4, rel=1e-2) and check.version == 3
 
 
+def test_errors_of_both_signs_do_not_cancel() -> None:
+    with pytest.raises(WeightMismatch, match=r"differ from the trainer's by 0\.2 nats"):
+        compare(WANT + torch.tensor([0.0, 0.3, -0.3, 0.0]), WANT, version=3, dtype="float32", before=None, head_error=0.0)
+
+
 @pytest.mark.parametrize(("found", "before", "head_error", "culprit"), [
     (WANT + 0.3, WANT + 9, 0.7, "tied lm_head is stale"),
     (WANT, WANT, 0.7, "tied lm_head is stale"),  # the probe does not see it yet
