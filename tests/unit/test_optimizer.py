@@ -29,6 +29,21 @@ def test_schedule(schedule: dict, want: list[float]) -> None:
     assert learning_rate(50, 2.0, cfg, 6) == pytest.approx(2 * (1 if cfg.kind == "constant" else cfg.floor))  # past the end
 
 
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_schedule_beside_that_of_transformers(kind: str, warmup: int) -> None:
+    """The same rates after the warm-up. In it ours are one step ahead: theirs has a first step of rate 0, which changes nothing."""
+    from transformers import get_scheduler
+
+    name = "constant_with_warmup" if kind == "constant" else kind
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    theirs = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=10).lr_lambdas[0]
+    ours = [learning_rate(i, 2.0, ScheduleConfig(kind=kind, warmup=warmup), 10) for i in range(10)]  # type: ignore[arg-type]
+    assert ours[warmup:] == pytest.approx([2.0 * theirs(i) for i in range(warmup, 10)])
+    assert ours[:warmup] == pytest.approx([2.0 * theirs(i + 1) for i in range(warmup)]) and min(ours) > 0
+    assert not warmup or theirs(0) == 0
+
+
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4))

@@ -175,3 +175,19 @@ def test_a_curriculum_column_that_is_not_there(make: Callable[..., Config], tmp_
     report = run_checks(cfg)
     assert len(report.errors) == 1 and "hardness is missing" in report.errors[0]
     assert run_checks(make(sampling={"curriculum": {"column": "level", "steps": 2}}, data=data, rewards=[{"name": "exact_number"}])).ok
+
+
+def test_epochs_count_trained_prompts(make: Callable[..., Config]) -> None:
+    """`train.epochs: 1` is a number of steps. Where prompts are replaced the run does as many, and walks on into the next pass."""
+
+    def half(prompts: list[str], completions: list[str]) -> list[float]:
+        """Every other prompt is solved by everybody."""
+        return [1.0] * len(completions) if int(prompts[0].split("+")[0]) % 2 else odd(completions)
+
+    walked = {}
+    for dynamic in ("false", "true"):
+        train = {"epochs": 1, "prompts_per_step": 4, "learning_rate": 1e-3}
+        cfg = make(dynamic, "grpo", f"algorithm.dynamic_sampling={dynamic}", "algorithm.max_refills=3", train=train)
+        assert launch(cfg, half).steps == len(DATA) / 4
+        walked[dynamic] = store.load(store.steps(Path(cfg.run.dir))[0])[1]["cursor"]["taken"]
+    assert walked["false"] == len(DATA) < walked["true"]

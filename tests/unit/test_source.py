@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import odd_reward
+from reinforge.algorithms.table import build
+from reinforge.app.api import train_config
+from reinforge.app.build import Given
+from reinforge.config.schema import Config
 from reinforge.core.backend import State
+from reinforge.core.batch import Batch
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.data.cursor import Cursor
@@ -25,7 +31,8 @@ from reinforge.rollout.race import race
 from reinforge.rollout.replay import Replay
 from reinforge.rollout.single import SingleTurn
 from reinforge.rollout.source import Harvest, Source, harvest_metrics, has_signal
-from toys import run
+from tiny_runs import DATA, lines
+from toys import SilentView, run
 
 pytestmark = pytest.mark.timeout(60)
 ROWS = [Row(f"r{i}", f"p{i}") for i in range(10)]
@@ -100,6 +107,38 @@ def test_rewards_of_turns_are_signal_too() -> None:
 
     assert has_signal(group([0.5, 0.0], [0.0, 0.0]))
     assert not has_signal(group([0.5, 0.0], [0.0, 0.5])) and not has_signal(group([0.0, 0.0], [0.0, 0.0]))
+
+
+@pytest.mark.parametrize("name", ["gdpo", "grpo"])
+def test_components_that_differ_are_signal_where_each_is_compared(name: str) -> None:
+    """Totals tie (right and long, wrong and short), components do not: gdpo learns from such a group, grpo cannot."""
+    algorithm = build(name, weights={"right": 1.0, "short": 2.0, "idle": 0.0})
+    mixed = [({"right": 1.0, "short": 0.0, "idle": 0.0}, 1.0), ({"right": 0.0, "short": 0.5, "idle": 1.0}, 1.0)]
+    idle = [({"right": 1.0, "short": 0.0, "idle": 0.0}, 1.0), ({"right": 1.0, "short": 0.0, "idle": 1.0}, 1.0)]
+
+    def made(scores: list[tuple[dict[str, float], float]]) -> Group:
+        samples = [
+            Sample.from_tokens(f"s{i}", [5, 6], [False, True], group="g", rewards=r, reward=total) for i, (r, total) in enumerate(scores)
+        ]
+        return Group(Row("r", "p"), samples)
+
+    found = made(mixed)
+    batch = Batch.pack(found.samples)
+    algorithm.advantages([batch])
+    learns = bool(batch.streams["advantages"].abs().max() > 1e-3)
+    assert has_signal(found, algorithm.compared) == learns == (name == "gdpo")
+    assert not has_signal(made(idle), algorithm.compared)  # what has no weight says nothing
+    assert harvest_metrics(Harvest([found]), {}, algorithm.compared)["groups/zero_variance"] == float(not learns)
+
+
+def test_dynamic_sampling_keeps_what_gdpo_can_learn_from(make: Callable[..., Config]) -> None:
+    """Two rewards that always add up to the same total: no group is replaced, and the weights move."""
+    rewards = [{"name": f"{odd_reward.__file__}:odd_length", "weight": 2.0}, {"name": f"{odd_reward.__file__}:even_length"}]
+    cfg = make("run", "gdpo", "algorithm.dynamic_sampling=true", "train.steps=1", rewards=rewards)
+    train_config(cfg, Given(data=DATA), SilentView())
+    (step,) = lines(cfg)
+    assert step["reward/mean"] == 2.0 and step["reward/std"] == 0.0 and step["groups/zero_variance"] < 1
+    assert step["groups/trained"] > 0 and step["train/empty"] == 0
 
 
 def test_a_row_that_is_solved_retires_although_dynamic_sampling_discards_its_groups() -> None:

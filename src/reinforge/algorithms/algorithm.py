@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from reinforge.algorithms.advantages import Advantage, Rollouts, Scale
+from reinforge.algorithms.advantages import READS, Advantage, Rollouts, Scale
 from reinforge.algorithms.corrections import Correction
 from reinforge.algorithms.kl import KL
 from reinforge.algorithms.loss import Selected, positive_weights
@@ -90,6 +90,14 @@ class Algorithm:
     def dynamic_sampling(self) -> bool:
         """Replace groups whose rewards are all equal."""
         return self.options.dynamic_sampling
+
+    @property
+    def compared(self) -> list[str]:
+        """Reward components that the advantage compares each by itself; none where it compares totals. A function of a user's says
+        that it does in an attribute `components`."""
+        part = self.options.advantage
+        apart = "weights" in READS.get(part, ()) if isinstance(part, str) else bool(getattr(part, "components", False))
+        return [name for name, weight in self.options.weights.items() if weight] if apart else []
 
     @property
     def overlong(self) -> Literal["keep", "mask"]:

@@ -53,7 +53,7 @@ def make_source(cfg: Config, algorithm: Algorithm, rows: Sequence[Row], cursor: 
         parts["replay"] = replay
     shared: dict[str, Any] = {
         "chooser": Chooser(cursor, cfg.run.seed, policies(cfg, rows, rates, lengths)), "over_provision": sampling.over_provision, "journal": journal,
-        "passrates": rates,
+        "passrates": rates, "components": algorithm.compared,
     }  # fmt: skip
     if carry is not None:
         carried = Partial(rows, cursor, rollout, cfg.train.prompts_per_step, **shared, carry=carry, staleness=cfg.rollout.staleness)

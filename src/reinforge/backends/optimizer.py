@@ -12,7 +12,10 @@ from reinforge.config.schema import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(step: int, base: float, schedule: ScheduleConfig, total: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or down to floor·base at `total`."""
+    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or down to floor·base at `total`.
+
+    Warm-up ends at the whole rate in its last step, and never has a rate of 0: a first batch that teaches nothing would be a waste,
+    most of all where it had to be sampled. After it the rates are those of transformers' schedules, step for step."""
     if step < schedule.warmup:
         return base * (step + 1) / schedule.warmup
     if schedule.kind == "constant":

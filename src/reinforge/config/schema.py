@@ -121,7 +121,11 @@ class DataConfig(Section):
 
 class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
-    warmup: Natural = Field(0, description="Steps of linear warm-up.")
+    warmup: Natural = Field(
+        0,
+        description="Optimizer steps (in RL epochs x minibatches of them per step) of linear warm-up: the first has rate / warmup, "
+        "number `warmup` the whole. transformers and TRL begin at 0, so that their first step changes nothing.",
+    )
     floor: Fraction = Field(0.0, description="The schedule ends at floor x learning_rate.")
 
 
@@ -148,7 +152,9 @@ class TrainConfig(ParallelConfig):
     steps: Count | None = Field(None, description="Optimizer batches to do. Give this or epochs.")
     epochs: Positive | None = Field(
         None,
-        description="Passes over the data, instead of steps. Rounded up to whole steps: the last one is filled with rows of the next pass.",
+        description="Passes over the data, instead of steps: epochs x rows / prompts_per_step, rounded up, the last one filled with rows "
+        "of the next pass. Prompts that are drawn and not trained (dynamic sampling, over_provision, prefer) come on top: "
+        "then the run walks more passes, and the metric `epoch` says how many.",
     )
     prompts_per_step: Count = Field(64, description="Data rows per step. In RL each is sampled group_size times.")
     learning_rate: NonNegative = Field(1e-5, description="Of AdamW, at the top of the schedule.")

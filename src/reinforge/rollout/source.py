@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from reinforge.core.env import Rollout
@@ -43,13 +43,17 @@ def tokens_in(groups: Sequence[Group]) -> int:
     return sum(g.extra_tokens + sum(s.n_trained for s in g.samples) for g in groups)
 
 
-def has_signal(group: Group) -> bool:
-    """Whether the group's rewards differ, those of single turns included, so that it can teach anything."""
+def has_signal(group: Group, components: Collection[str] = ()) -> bool:
+    """Whether the group's rewards differ, those of single turns included, so that it can teach anything.
+
+    `components` are those rewards that the algorithm compares each by itself (gdpo): they can differ where their totals tie."""
+    scored = [s for s in group.samples if s.reward is not None]
+    if any(len({v for s in scored if (v := s.rewards.get(name)) is not None}) > 1 for name in components):
+        return True
     totals: dict[str, float] = {}
-    for s in group.samples:
-        if s.reward is not None:
-            turns = 0.0 if s.token_rewards is None else float(s.token_rewards.double().sum())
-            totals[s.episode] = totals.get(s.episode, s.reward) + turns
+    for s in scored:
+        turns = 0.0 if s.token_rewards is None else float(s.token_rewards.double().sum())
+        totals[s.episode] = totals.get(s.episode, s.reward or 0.0) + turns
     return len(set(totals.values())) > 1
 
 
@@ -58,19 +62,19 @@ class Source:
     what the engine does is a function of the step alone.
 
     `dynamic`: groups whose rewards are all equal are replaced by fresh prompts, in at most `max_refills` further rounds; if even
-    then too few are left, the step trains on those. `over_provision`: a round submits that many times what it needs, takes the
+    then too few are left, the step trains on those. `components`: see `has_signal`. `over_provision`: a round submits that many times what it needs, takes the
     first that are complete and cancels the rest; the choice is journalled before it is used. `passrates` and `replay` change once
     the step's groups are complete, so a harvest that was cut leaves everything as it was.
     """
 
     def __init__(self, rows: Sequence[Row], cursor: Cursor, rollout: Rollout, prompts: int, *, dynamic: bool = False, max_refills: int = 0,
                  chooser: Chooser | None = None, over_provision: float = 1.0, journal: Journal | None = None,
-                 passrates: PassRates | None = None, replay: Replay | None = None):  # fmt: skip
+                 passrates: PassRates | None = None, replay: Replay | None = None, components: Collection[str] = ()):  # fmt: skip
         self.rows, self.cursor, self.rollout = rows, cursor, rollout
         self.prompts, self.dynamic, self.max_refills, self.over_provision = prompts, dynamic, max_refills, over_provision
         self.chooser = chooser or Chooser(cursor, cursor.seed)
         self.journal = journal or Journal(None)
-        self.passrates, self.replay = passrates, replay
+        self.passrates, self.replay, self.components = passrates, replay, components
 
     async def harvest(self, step: int = 0, version: int = 0) -> Harvest:
         """The groups of step number `step`, sampled with the weights of `version`."""
@@ -114,7 +118,7 @@ class Source:
         return result
 
     def _counts(self, group: Group) -> bool:
-        return not self.dynamic or has_signal(group)
+        return not self.dynamic or has_signal(group, self.components)
 
     async def _round(self, choices: Sequence[Choice], needed: int, generated: Callable[[], None]) -> list[Group]:
         """Submits the chosen rows and returns the groups that were done first, in the order of submission: all of them, or until
@@ -147,8 +151,8 @@ class Source:
         return [done[place] for place in sorted(done)]
 
 
-def harvest_metrics(harvest: Harvest, weights: dict[str, float]) -> dict[str, float]:
-    """What the rollouts of a step looked like: rewards, lengths, how they ended, which groups can teach."""
+def harvest_metrics(harvest: Harvest, weights: dict[str, float], components: Collection[str] = ()) -> dict[str, float]:
+    """What the rollouts of a step looked like: rewards, lengths, how they ended, which groups can teach (see `has_signal`)."""
     everything = [*harvest.groups, *harvest.discarded]
     samples = [s for g in everything for s in g.episodes]
     rewards = [s.reward for s in samples if s.reward is not None]
@@ -161,7 +165,7 @@ def harvest_metrics(harvest: Harvest, weights: dict[str, float]) -> dict[str, fl
         "response/length": sum(lengths) / max(1, len(lengths)),
         "response/max_length": max(lengths, default=0),
         "response/truncated": sum(s.stop is Stop.LENGTH for s in samples) / max(1, len(samples)),
-        "groups/zero_variance": sum(not has_signal(g) for g in everything) / max(1, len(everything)),
+        "groups/zero_variance": sum(not has_signal(g, components) for g in everything) / max(1, len(everything)),
         "groups/trained": len(harvest.trained),
         "groups/rounds": harvest.rounds,
         "tokens/sampled": harvest.sampled_tokens,

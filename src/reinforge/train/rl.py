@@ -89,7 +89,7 @@ class RLTrainer:
                 metrics = await self._aside(self._update, minibatches) | measured
                 metrics |= {} if self._waits() else self.algorithm.adapt(metrics)
             await self.engine.update(self.backend.weights(), self._version())
-            metrics |= {**harvest_metrics(harvest, self.reward_weights), **getattr(self.engine, "measured", {})}
+            metrics |= {**harvest_metrics(harvest, self.reward_weights, self.source.components), **getattr(self.engine, "measured", {})}
             metrics |= {**self._count(batches, metrics), **({"efficiency/engine_seconds": busy} if busy else {})}
             self.running.observe(s for g in [*harvest.groups, *harvest.discarded] for s in g.episodes)
             await run.end_step(metrics, harvest.groups)
