@@ -236,6 +236,19 @@ def test_damage_names_the_file_and_the_earlier_intact_checkpoint(tmp_path: Path,
     assert_same(loaded.state, make_state(1))
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    """A directory that was renamed to a later step would be the newest, and the run would go on from an older state."""
+    old, new = two(tmp_path)
+    later = old.rename(old.with_name("step-00000099"))
+    with pytest.raises(InputError, match=r"MANIFEST.json: it is the checkpoint of step 10: the directory was renamed") as caught:
+        store.load(later)
+    assert str(new) in (caught.value.fix or "") and not store.intact(later)
+    with pytest.raises(InputError, match="renamed"):
+        store.load_latest(tmp_path)
+    loaded = store.load_latest(tmp_path, allow_fallback=True)
+    assert loaded is not None and loaded.path == new and loaded.skipped == [later]
+
+
 def test_advice_skips_an_earlier_checkpoint_that_is_damaged_too(tmp_path: Path) -> None:
     old, new = two(tmp_path)
     newest = store.save(tmp_path, 30, make_state(3), make_extra(3))

@@ -241,3 +241,26 @@ def test_reference_covers_every_key() -> None:
     assert json.loads(json.dumps(schema)) == schema
     assert type_name({"type": "array", "items": {"type": "string"}}) == "list of text"
     assert set(schema["properties"]) == set(Config.model_fields)
+
+
+def test_a_multitude_of_unknown_keys_is_counted_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suggestion compares a key with every key there is: only those that are shown get one."""
+    from reinforge.config import explain
+
+    suggest, asked = explain.did_you_mean, []
+
+    def listening(loc: Any) -> str:
+        asked.append(loc)
+        return suggest(loc)
+
+    monkeypatch.setattr(explain, "did_you_mean", listening)
+    wrong = {f"key_{i}": 1 for i in range(30_000)}
+    with pytest.raises(InputError, match=r"20 problems|and 29\d\d\d more") as caught:
+        config_from_dict({"model": {"path": "m"}, **wrong})
+    assert len(asked) <= explain.MAX_PROBLEMS and "key_0: unknown key" in str(caught.value)
+
+
+def test_a_list_of_many_wrong_items_names_the_items_and_not_the_list() -> None:
+    with pytest.raises(InputError) as caught:
+        config_from_dict({"model": {"path": "m"}, "rollout": {"stop": [1] * 3000}})
+    assert "rollout.stop.0: got 1" in str(caught.value) and "more." in str(caught.value)

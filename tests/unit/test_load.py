@@ -227,3 +227,21 @@ def test_the_directory_of_a_run_says_how_its_model_is_written(tmp_path: Path) ->
     for load, where in ((load_model, "model.path"), (partial(load_scalar, where="rewards.0.options.path"), "rewards.0.options.path")):
         with pytest.raises(InputError, match=rf"{where}: .* is the directory of a run.*reinforge export {tmp_path}"):
             load(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("outside", ["../outside.safetensors", "absolute", "sub/../../outside.safetensors"])
+def test_an_index_that_names_a_file_outside_of_the_model_is_refused(tiny_dir: str, tmp_path: Path, outside: str) -> None:
+    model = load_model(ModelConfig(path=tiny_dir, device="cpu")).module
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    moved = next(iter(listed["weight_map"].values()))
+    (tmp_path / "model" / moved).rename(tmp_path / "outside.safetensors")
+    name = str(tmp_path / "outside.safetensors") if outside == "absolute" else outside
+    (tmp_path / "model" / "sub").mkdir()
+    listed["weight_map"] = {key: name if file == moved else file for key, file in listed["weight_map"].items()}
+    index.write_text(json.dumps(listed))
+    for file in Path(tiny_dir).glob("token*"):
+        shutil.copy(file, tmp_path / "model")
+    with pytest.raises(InputError, match=r"model\.path.*outside of the model's directory"):
+        load_model(ModelConfig(path=str(tmp_path / "model"), device="cpu"))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +201,98 @@ def test_terminate_from_another_thread(make: Callable[..., Config]) -> None:
     trainer.session.terminate()  # when nothing runs any more: no effect
     launch(cfg)
     assert digest(cfg) == digest(whole)
+
+
+@pytest.mark.parametrize(
+    "kinds", [[signal.SIGHUP], [signal.SIGUSR1], [signal.SIGHUP, signal.SIGHUP], [signal.SIGUSR1, signal.SIGTERM]], ids=str
+)
+def test_a_warning_saves_a_checkpoint_too(make: Callable[..., Config], kinds: list[signal.Signals]) -> None:
+    """A terminal that closes (its view cannot be written to any more) and a batch system before its time limit."""
+    whole, cut = make("whole", "grpo", "train.steps=4"), make("cut", "grpo", "train.steps=4")
+    launch(whole)
+    calls = [0]
+
+    class Closed(SilentView):
+        def message(self, text: str) -> None:
+            if calls[0] >= 9 and kinds[0] is signal.SIGHUP:
+                raise OSError(errno.EIO, "Input/output error")
+
+        def update(self, step: int, metrics: dict[str, float]) -> None:
+            self.message("")
+
+    def hears(completions: list[str]) -> list[float]:
+        calls[0] += 1
+        if calls[0] == 9:
+            for kind in kinds:
+                os.kill(os.getpid(), kind)
+        return odd(completions)
+
+    hears.__name__ = "odd"
+    with pytest.raises(Terminated, match=f"{kinds[-1].name} at step 2 of 4") as caught:
+        train_config(cut, Given(data=DATA, rewards=[hears]), Closed())
+    assert caught.value.exit_code == 128 + kinds[-1]
+    assert all(signal.getsignal(kind) is signal.SIG_DFL for kind in kinds if kind is not signal.SIGTERM), "as they were before the run"
+    launch(cut)
+    assert digest(cut) == digest(whole)
+
+
+def test_who_ignores_a_warning_keeps_it_so(make: Callable[..., Config]) -> None:
+    """nohup starts a program with SIGHUP ignored: it goes on when the terminal closes."""
+    before = {
+        kind: signal.signal(kind, handler)
+        for kind, handler in ((signal.SIGHUP, signal.SIG_IGN), (signal.SIGUSR1, lambda *_: heard.append(1)))
+    }
+    heard: list[int] = []
+
+    def warns(completions: list[str]) -> list[float]:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return odd(completions)
+
+    try:
+        result = launch(make("run", "grpo", "train.steps=1"), warns)
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+    assert result.steps == 1 and heard
+
+
+def test_a_run_whose_directory_was_moved_says_so(make: Callable[..., Config]) -> None:
+    cfg = make("run", "grpo", "train.steps=4", "run.checkpoint.every=1")
+    there, calls = Path(cfg.run.dir), [0]
+
+    def moves(completions: list[str]) -> list[float]:
+        calls[0] += 1
+        if calls[0] == 9:
+            there.rename(there.with_name("elsewhere"))
+        return odd(completions)
+
+    moves.__name__ = "odd"
+    with pytest.raises(InputError, match=r"directory is gone: it was moved or deleted.*Move it back"):
+        launch(cfg, moves)
+    assert not there.exists(), "nothing new was begun in its place"
+    there.with_name("elsewhere").rename(there)
+    (there / "run.lock").unlink()  # its owner, this process, would be dead
+    assert launch(cfg, moves).steps == 4
+
+
+def test_a_damaged_checkpoint_that_is_refused_leaves_an_event(make: Callable[..., Config]) -> None:
+    cfg = make("run", "grpo", "train.steps=2")
+    launch(cfg)
+    (newest,) = store.steps(Path(cfg.run.dir))
+    with (newest / "state.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(InputError, match="truncated or changed"):
+        launch(cfg)
+    event = lines(cfg, "events.jsonl")[-1]
+    assert event["kind"] == "damaged_checkpoint" and event["checkpoint"] == newest.name and "state.json" in event["error"]
+
+
+def test_trackers_get_the_configuration_without_its_secrets(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("reinforge.train.session.make_sinks", lambda names, target: told.append(target) or [])
+    launch(make("run", "grpo", "train.steps=1", "data.fixed={url: 'http://me:PW@host'}"))
+    assert told[0].config["data"]["fixed"] == {"url": "http://(hidden)@host"}
 
 
 # evaluation at boundaries

@@ -16,6 +16,7 @@ from reinforge.config.schema import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data import arithmetic
+from reinforge.data.readers import read
 from reinforge.data.sources import fingerprint, load_rows, overlap, prompt_text, rows_from, train_and_eval_rows
 
 GOOD = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "2+2=", "answer": "4", "level": 2}]
@@ -104,6 +105,23 @@ def test_bad_files(tmp_path: Path) -> None:
             load_rows(cfg(source))
     with pytest.raises(InputError, match="no row is left after data.where {'level': 9}"):
         load_rows(cfg(write(tmp_path / "a.jsonl", GOOD), where={"level": 9}))
+
+
+def test_a_small_parquet_file_that_unpacks_into_gigabytes_is_refused(tmp_path: Path) -> None:
+    """600 bytes hold one text of two million letters two hundred times. What repeats itself as data do is read."""
+    import pyarrow
+    from pyarrow import parquet
+
+    bomb, honest = tmp_path / "bomb.parquet", tmp_path / "honest.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a" * (2 << 20)] * 200}), bomb, compression="zstd")
+    parquet.write_table(pyarrow.table({"prompt": ["the same question"] * 20_000, "answer": ["7"] * 20_000}), honest, compression="zstd")
+    assert bomb.stat().st_size < 2000
+    seen = 0
+    with pytest.raises(InputError, match=r"bomb\.parquet.*bytes have become.*more than 1000 times.*jsonl"):
+        for _ in read(str(bomb)):
+            seen += 1
+    assert 0 < seen < 150, "the rest of it was never unpacked"
+    assert len(list(read(str(honest)))) == 20_000
 
 
 def test_unreachable_hub_is_one_short_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,13 @@ import torch
 from rich.console import Console
 
 from reinforge.core.errors import InputError
+from reinforge.core.redact import redact
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.watch import sinks
 from reinforge.watch.memory import device_peak, process_peak
 from reinforge.watch.notebook import OneOutput, shortened
-from reinforge.watch.recorder import Recorder, pick, redact
+from reinforge.watch.recorder import Recorder, note, pick
+from reinforge.watch.report import write_report
 from reinforge.watch.runs import compare_runs, flatten, list_runs, show_run
 from reinforge.watch.timing import Phases
 from reinforge.watch.troubles import Trouble
@@ -148,6 +150,39 @@ def test_secrets_are_hidden_and_other_tokens_are_not() -> None:
         "rollout": {"max_new_tokens": 64}, "model": {"tokenizer": "x"},
         "judge": [{"api_key": "(hidden)", "hf_token": "(hidden)", "token": "(hidden)"}],
     }  # fmt: skip
+
+
+def test_no_secret_is_in_any_file_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In keys, inside URLs, behind options: what a configuration, a command line, an event or the report of them holds."""
+    url = "http://user:PW-1@host:8000/v1?model=m&api_key=PW-2&X-Amz-Signature=PW-3"
+    argv = [
+        "reinforge",
+        "train",
+        "run.yaml",
+        "--api-key",
+        "PW-4",
+        "--judge-token=PW-5",
+        "judge.password=PW-6",
+        url,
+        'judge={"api_key": "PW-7"}',
+    ]
+    monkeypatch.setattr(sys, "argv", argv)
+    recorder = Recorder(
+        tmp_path, {"judge": {"url": url, "headers": {"Authorization": "Bearer PW-8-longer"}}, "rollout": {"max_new_tokens": 64}}
+    )
+    recorder.log(1, {"a": 1.0})
+    recorder.event("config_changed", changes={"judge.url": [url, None], "judge.api_key": ["PW-9", "PW-10"]})
+    recorder.event("failed", error=f"ConnectionError('{url} refused')")
+    recorder.document("prediction.json", {"server": url})
+    recorder.close()
+    note(tmp_path, "damaged_checkpoint", error=url)
+    write_report(tmp_path)
+    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert {"config.json", "events.jsonl", "prediction.json", "report.html"} <= found.keys()
+    for name, text in found.items():
+        assert "PW-" not in text, name
+    assert json.loads(found["config.json"])["rollout"] == {"max_new_tokens": 64}
+    assert "http://(hidden)@host:8000/v1?model=m&api_key=(hidden)" in found["config.json"]
 
 
 class Collecting:

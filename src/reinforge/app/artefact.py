@@ -19,7 +19,7 @@ from reinforge.config.families import family_of
 from reinforge.config.pipeline import FILL, Pipeline, Reference, Stage
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
-from reinforge.watch.recorder import redact
+from reinforge.core.redact import redact
 from reinforge.watch.runs import flatten, read_json
 
 FORMAT = "reinforge-artefact-1"

@@ -274,7 +274,7 @@ def _spawn(rank: int, size: int, kind: str, port: int) -> subprocess.Popen[bytes
 def serve() -> NoReturn:
     """The life of a rank other than 0. A signal that is meant for the run reaches rank 0, which saves and then says stop."""
     if threading.current_thread() is threading.main_thread():  # in an actor, signals are Ray's business
-        for kind in (signal.SIGINT, signal.SIGTERM):
+        for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(kind, signal.SIG_IGN)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parent = os.environ.get(PARENT)  # or torchrun's agent

@@ -26,6 +26,7 @@ MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 SHARD_BYTES = 2 << 30
 PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib"}
+STEP = re.compile(r"step-(\d{8,})")  # what the directory of a checkpoint is called
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -172,6 +173,9 @@ def check_files(folder: Path, verify: bool) -> list[Path]:
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or STATE not in files:
         raise Damaged(folder / MANIFEST, f"not a manifest of the format {FORMAT}.")
+    named = STEP.fullmatch(folder.name)
+    if named and manifest.get("step") != int(named[1]):
+        raise Damaged(folder / MANIFEST, f"it is the checkpoint of step {manifest.get('step')}: the directory was renamed.")
     for name, entry in files.items():
         file = folder / name
         if not _NAME.fullmatch(name) or file.is_symlink() or not file.resolve().is_relative_to(folder.resolve()):

@@ -93,15 +93,24 @@ class RunLock:
         self._stop.set()
         if self._thread:
             self._thread.join()
+        if not self.path.parent.is_dir():  # moved or deleted, and the lock with it
+            return
         with self._guarded():
             if self.path.exists() and self._read().get("nonce") == self._nonce:
                 self.path.unlink()
 
     def check(self) -> None:
         """Raises if another process has taken the directory over, e.g. while this one was suspended. Call before a save."""
+        self.check_place()
         if self._lost or self._read().get("nonce") != self._nonce:
             raise InputError("this process no longer owns the run directory: another one took it over.", where=str(self.path.parent),
                              fix="Let the other run go on, or stop it and start this one again.")  # fmt: skip
+
+    def check_place(self) -> None:
+        """Raises if the directory is not where it was."""
+        if not self.path.parent.is_dir():
+            raise InputError("the run's directory is gone: it was moved or deleted while the run went on.", where=str(self.path.parent),
+                             fix="Move it back and give the same command again: the run goes on from its last checkpoint.")  # fmt: skip
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

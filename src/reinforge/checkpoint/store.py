@@ -27,7 +27,6 @@ from reinforge.checkpoint.stored import Stored
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 
-_STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.(tmp|trash)-step-\d{8,}-\d+")
 _REPLACED = re.compile(r"\.replaced-(step-\d{8,})-\d+")
 
@@ -105,12 +104,12 @@ def _hidden(target: Path, kind: str) -> Path:
 def steps(run_dir: Path) -> list[Path]:
     """Every directory called step-N, newest first, damaged ones too."""
     root = Path(run_dir) / "checkpoints"
-    found = [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
+    found = [p for p in root.iterdir() if files.STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
     return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
-    match = _STEP.fullmatch(Path(path).name)
+    match = files.STEP.fullmatch(Path(path).name)
     if not match:
         raise InputError("not the name of a checkpoint.", where=str(path), fix="Checkpoints are called step-00000010 and the like.")
     return int(match[1])
@@ -154,7 +153,7 @@ def _in_memory(there: Stored) -> dict[str, torch.Tensor]:
 
 
 def _advice(path: Path) -> str:
-    older = [p for p in steps(path.parent.parent) if _STEP.fullmatch(path.name) and step_of(p) < step_of(path)]
+    older = [p for p in steps(path.parent.parent) if files.STEP.fullmatch(path.name) and step_of(p) < step_of(path)]
     good = next((p for p in older if intact(p)), None)
     if good:
         return f"The earlier checkpoint {good} is intact: move {path.name} away to continue from it."

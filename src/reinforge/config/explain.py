@@ -118,7 +118,8 @@ def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[s
         if kind == "value_error":
             sentences[loc] = str(item["ctx"]["error"])
         elif kind == "extra_forbidden":
-            sentences[loc] = f"unknown key, {did_you_mean(loc)}"
+            told = len(sentences) < MAX_PROBLEMS  # the others are only counted
+            sentences[loc] = f"unknown key, {did_you_mean(loc) if told else ''}"
         elif kind == "missing":
             what = _description(loc) or EXAMPLES.get(loc, "")
             sentences[loc] = "is required but missing" + (f": {what}" if what else ".")
@@ -126,8 +127,9 @@ def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[s
             form = EXPECTED.get(kind)
             expected.setdefault(loc, []).append(form.format(**item.get("ctx", {})) if form else item["msg"])
             got[loc] = _shown(item["input"])
+    above = {loc[:n] for loc in expected for n in range(len(loc))}
     for loc, wanted in expected.items():
-        if any(other[: len(loc)] == loc and other != loc for other in expected):
+        if loc in above:
             continue  # a list was meant, and one of its items is wrong
         sentences[loc] = f"got {got[loc]}, expected {' or '.join(dict.fromkeys(wanted))}."
     problems = [_with_place(loc, sentence, places) for loc, sentence in sentences.items()]

@@ -22,6 +22,7 @@ from reinforge.data import arithmetic, games
 
 Record = tuple[str, dict[str, Any]]
 GENERATED = ("arithmetic", "games", "reasoning_gym", "episodes")  # episodes: rows for environments that bring their own tasks
+EXPANSION, UNPACKED = 1000, 256 << 20  # a parquet file may become so many times its size, or so many bytes
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
@@ -194,9 +195,19 @@ def _parquet(path: Path) -> Iterator[Record]:
         file = parquet.ParquetFile(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise InputError(f"is not a readable parquet file: {error}", where=str(path)) from None
-    rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-    for i, row in enumerate(rows):
-        yield f"{path} row {i}", row
+    size = path.stat().st_size
+    most, unpacked, count = max(UNPACKED, EXPANSION * size), 0, 0
+    for batch in file.iter_batches(batch_size=16):  # few: how large a row is shows only when it is there
+        unpacked += batch.nbytes
+        if unpacked > most:
+            raise InputError(
+                f"{size:,} bytes have become {unpacked:,} by row {count + batch.num_rows}, which is more than {EXPANSION} times as many",
+                where=str(path),
+                fix="Data that are meant to repeat themselves like this can be given as .jsonl.",
+            )
+        for row in batch.to_pylist():
+            yield f"{path} row {count}", row
+            count += 1
 
 
 FILES: dict[str, Callable[[Path], Iterator[Record]]] = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, ".csv": _csv}

@@ -7,6 +7,7 @@ transformers may fetch from a hub.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,6 +138,22 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def check_index(folder: Path, where: str = "model.path") -> None:
+    """Refuses a model whose index of shards names files outside of its directory, which transformers would open."""
+    for index in sorted(folder.glob("*.index.json")) if folder.is_dir() else ():
+        try:
+            named = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"not an index of shards: {error!r}.", where=str(index), fix="Copy the model again.") from error
+        outside = sorted(str(name) for name in named if Path(str(name)).is_absolute() or ".." in Path(str(name)).parts)
+        if outside:
+            raise InputError(
+                f"{index} names {outside[0]!r}, which lies outside of the model's directory.",
+                where=where,
+                fix="A model's files lie beside its index: copy them there, and correct the index if you trust it.",
+            )
+
+
 def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path", *, quantize: bool = False) -> Any:
     """The transformers model of an Auto class, on its device, with every weight from the checkpoint. `quantize`: to NF4 (QLoRA)."""
     from transformers.utils import logging as transformers_logging
@@ -145,6 +162,7 @@ def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path", *, quan
     dtype = pick_dtype(cfg.dtype, device)
     transformers_logging.disable_progress_bar()  # the terminal belongs to our own view
     source, kwargs = _source(cfg, where)
+    check_index(Path(source), where)
     if quantize:
         from reinforge.models.adapters import keep_unpacked, quantization
 

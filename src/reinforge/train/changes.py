@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
-from reinforge.watch.recorder import redact
+from reinforge.core.redact import redact
 from reinforge.watch.runs import flatten, read_json
 
 # Keys, and sections that end in a dot, that say how long, where and how watched a run is, and not what it learns.

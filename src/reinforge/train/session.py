@@ -26,6 +26,7 @@ from reinforge.checkpoint.stored import within
 from reinforge.config.schema import Config
 from reinforge.core.backend import Backend, Metrics, Part, State
 from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
+from reinforge.core.redact import redact
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
 from reinforge.train.changes import Changes, check_changes
@@ -33,13 +34,14 @@ from reinforge.train.troubles import absolves, ending_of, tell_faults, tell_trou
 from reinforge.watch.ending import describe_end, write_summary
 from reinforge.watch.logs import read_lines
 from reinforge.watch.memory import device_peak, process_peak
-from reinforge.watch.recorder import Recorder, redact
+from reinforge.watch.recorder import Recorder, note
 from reinforge.watch.report import write_report
 from reinforge.watch.sinks import Target, make_sinks
 from reinforge.watch.timing import Phases, efficiency
 from reinforge.watch.troubles import Health, Trouble
 
 T = TypeVar("T")
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1)  # a terminal that closes, a batch system whose time runs out: the end comes later
 BAD_STEPS_IN_A_ROW = 3
 OF_ONE_STEP = ("share/", "time/")  # metrics that say nothing once their step is over
 DOING = {
@@ -69,6 +71,24 @@ class ViewLike(Protocol):
         ...
 
     def stop(self) -> None: ...
+
+
+class NoView:
+    """What is shown where nobody can see it."""
+
+    def start(self, total_steps: int, title: str, first_step: int = 0) -> None: ...
+    def update(self, step: int, metrics: dict[str, float]) -> None: ...
+    def table(self, groups: Iterable[Group]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def doing(self, text: str) -> None: ...
+    def troubles(self, found: Sequence[Trouble]) -> None: ...
+    def stop(self) -> None: ...
+
+
+def _kinds() -> list[signal.Signals]:
+    """The signals that end a run with a checkpoint. Whoever ignores or handles a warning (nohup ignores SIGHUP) keeps it so."""
+    free = [kind for kind in WARNINGS if signal.getsignal(kind) is signal.SIG_DFL]
+    return [signal.SIGTERM, signal.SIGINT, *free]
 
 
 class Session:
@@ -144,7 +164,7 @@ class Session:
                 self.recorder.event(UNCONTAINED, rewards=self.uncontained)
             self._loop = asyncio.get_running_loop()
             if threading.current_thread() is threading.main_thread():
-                self._handlers = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGTERM, signal.SIGINT)}
+                self._handlers = {kind: signal.signal(kind, self._on_signal) for kind in _kinds()}
         except BaseException:
             self.lock.__exit__(None, None, None)
             raise
@@ -166,20 +186,27 @@ class Session:
                 self._close_books(error)
             finally:
                 self.lock.__exit__(None, None, None)
+        if isinstance(error, FileNotFoundError):
+            try:
+                self.lock.check_place()
+            except InputError as gone:
+                raise gone from error
 
     def _close_books(self, error: BaseException | None) -> None:
         """Every ending has a summary and a report. What goes wrong with them is told, and takes nothing from the run itself."""
-        values = {
-            "status": ending_of(error),
-            "steps": self.step,
-            "of": self.total,
-            "stopped": self.stopped,
-            "error": None if error is None else told_of(error),
-            "seconds": time.monotonic() - self.began,
-            "metrics": {name: value for name, value in self.last.items() if math.isfinite(value)},  # NaN is not JSON
-            "counters": self.counters,
-            **({"uncontained": self.uncontained} if self.uncontained else {}),
-        }
+        values = redact(
+            {
+                "status": ending_of(error),
+                "steps": self.step,
+                "of": self.total,
+                "stopped": self.stopped,
+                "error": None if error is None else told_of(error),
+                "seconds": time.monotonic() - self.began,
+                "metrics": {name: value for name, value in self.last.items() if math.isfinite(value)},  # NaN is not JSON
+                "counters": self.counters,
+                **({"uncontained": self.uncontained} if self.uncontained else {}),
+            }
+        )
         try:
             if self.recorder.sinks:
                 self.view.doing(f"handing over to {', '.join(sink.sink.name for sink in self.recorder.sinks)}")
@@ -215,7 +242,12 @@ class Session:
                 fix="Use another run.dir, or run.resume=auto to continue it.",
             )
         self._changed = check_changes(self.dir, self.cfg)
-        return self._continue(*store.load(there[0]))  # a damaged one is an error that names the intact one, never skipped in silence
+        try:
+            found = store.load(there[0])
+        except InputError as error:  # it names the intact one: a damaged one is never skipped in silence
+            note(self.dir, "damaged_checkpoint", checkpoint=there[0].name, error=str(error))
+            raise
+        return self._continue(*found)
 
     def _continue(self, state: State, extra: dict[str, Any], *, saved: bool = True) -> dict[str, int]:
         self.backend.load(state)
@@ -462,11 +494,19 @@ class Session:
     def _on_signal(self, number: int, frame: object) -> None:
         """Runs between two instructions of whatever the main thread does, so a long step cannot hide a signal, and a second one
         ends the process at once. It may be in the middle of anything, so what is to be done is left to the event loop."""
+        kind = signal.Signals(number)
+        if kind is signal.SIGHUP:
+            self.view = NoView()  # the terminal is gone, and writing to it fails
         if self.terminating:
+            if kind in WARNINGS:
+                return  # more than one process may pass the same one on
+            if self.terminating in WARNINGS:
+                self.terminating = kind  # the first was a warning, this is the request: it gets its time too
+                return
             if number == self.terminating == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ:
                 return  # the same one: a batch system sends it to every process, and torchrun passes its own on
             os._exit(128 + number)
-        self.terminate(signal.Signals(number))
+        self.terminate(kind)
 
     def terminate(self, kind: signal.Signals = signal.SIGINT) -> None:
         """Asks the run to save a checkpoint and end with `Terminated`, as a signal does. May be called from any thread, and twice."""
@@ -478,9 +518,10 @@ class Session:
             loop.call_soon_threadsafe(self._announce, kind)
 
     def _announce(self, kind: signal.Signals) -> None:
-        self.view.message(f"{kind.name}: saving a checkpoint, then stopping (once more to stop at once)")
         if self._task is not None:
             self._task.cancel()
+        again = "" if kind in WARNINGS else " (once more to stop at once)"
+        self.view.message(f"{kind.name}: saving a checkpoint, then stopping{again}")
 
     def _terminated(self) -> Terminated:
         assert self.terminating is not None

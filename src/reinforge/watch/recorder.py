@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import re
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from reinforge.core.redact import redact
 from reinforge.version import __version__
 from reinforge.watch.logs import read_lines
 from reinforge.watch.sinks import Background, Sink
@@ -44,16 +44,6 @@ PACKAGES = (
     "deepspeed",
     "megatron-core",
 )
-_SECRET = re.compile(r"(^|_)(api_?key|access_?key|secret|password|passwd|credentials?|token)$", re.IGNORECASE)
-
-
-def redact(value: Any) -> Any:
-    """The same configuration with the values of secret-looking keys (`api_key`, `hf_token`) hidden."""
-    if isinstance(value, Mapping):
-        return {k: "(hidden)" if _SECRET.search(str(k)) and isinstance(v, str) else redact(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact(v) for v in value]
-    return value
 
 
 def versions() -> dict[str, str]:
@@ -124,7 +114,7 @@ class Recorder:
 
     def document(self, name: str, value: Mapping[str, Any]) -> None:
         """A JSON file of its own beside the logs, such as prediction.json."""
-        self._write_json(name, _finite(value))
+        self._write_json(name, _finite(redact(value)))
 
     def _write_json(self, name: str, value: Any) -> None:
         part = self.run_dir / f".{name}.part"
@@ -148,7 +138,7 @@ class Recorder:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happened: started, resumed, checkpoint, skipped_step, sink_failed, finished, ..."""
-        self._append("events.jsonl", {"time": time.time(), "kind": kind, **_finite(fields)})
+        self._append("events.jsonl", _event(kind, fields))
 
     def samples(self, step: int, groups: Iterable[Group], limit: int, *, evaluation: bool = False) -> None:
         """A few samples for people, with all their turns where there are several."""
@@ -184,6 +174,17 @@ class Recorder:
         with self._lock:
             for file in self._files.values():
                 file.close()
+
+
+def note(run_dir: Path, kind: str, **fields: Any) -> None:
+    """An event of a run that could not even begin, and so has no recorder."""
+    if Path(run_dir).is_dir():
+        with (Path(run_dir) / "events.jsonl").open("ab") as file:
+            file.write(json.dumps(_event(kind, fields), allow_nan=False, default=str).encode() + b"\n")
+
+
+def _event(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {"time": time.time(), "kind": kind, **_finite(redact(fields))}
 
 
 def _finite(value: Any) -> Any:
