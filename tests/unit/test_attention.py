@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reinforge.core.errors import InputError
-from reinforge.models.attention import PADDING_WASTE, Cache, Packed, Paged, Prefill, _attention, tile_runs
+from reinforge.models.attention import PADDING_WASTE, Cache, Packed, Paged, Prefill, _attention, tile_runs, varlen_attention
 
 H, K, D = 4, 2, 8
 
@@ -111,3 +111,12 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
         _attention(module, q.expand(2, -1, -1, -1), q, q, layout=Packed([3], starts_of([3])))
     with pytest.raises(InputError, match="attention sinks"):
         _attention(module, q, q, q, layout=Packed([3], starts_of([3])), s_aux=torch.zeros(H))
+
+
+@pytest.mark.parametrize("left", [-1, 7])
+def test_the_kernel_for_gpus_takes_what_it_is_given(left: int) -> None:
+    """It is an operator below torch's public surface: without a GPU at least its arguments and shapes are checked, on no data."""
+    q, k, v = (torch.empty(40, n, 64, device="meta", dtype=torch.bfloat16) for n in (4, 2, 2))
+    starts = torch.empty(4, device="meta", dtype=torch.int32)
+    out = varlen_attention(q, k, v, starts, starts, 20, 20, 0.1, left)
+    assert out.shape == q.shape and out.dtype == q.dtype
