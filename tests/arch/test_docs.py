@@ -56,3 +56,18 @@ def test_what_a_page_names_exists(page: Path) -> None:
 def test_recipes_named_in_the_source_exist() -> None:
     named = {name for path in modules().values() for name in re.findall(r"recipes/[\w/-]+\.yaml", path.read_text())}
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_a_resumed_run_is_promised_to_be_exact_on_a_cpu_only() -> None:
+    """On a GPU the backward pass is not deterministic: docs/concepts.md says what is exact where."""
+    bits, again = re.compile(r"bit-identical|bit for bit|bit-exact"), re.compile(r"\bkill|resum|continue|start it again")
+    records = {"lab-notebook.md", "decisions", "algorithms"}  # what was found, and how formulas compare
+    pages = [page for page in PAGES if not records & set(page.relative_to(ROOT).parts)]
+    wrong = []
+    for page in pages:
+        for thought in re.split(r"\n\s*\n|\n(?=[|*-])", page.read_text()):
+            if bits.search(thought) and again.search(thought) and "CPU" not in thought:
+                wrong.append(f"{page.relative_to(ROOT)}: {thought[:120]!r}")
+    assert wrong == []
+    text = (ROOT / "docs/concepts.md").read_text()
+    assert "## What is exact" in text and "on a GPU" in text

@@ -117,6 +117,11 @@ def test_light_imports_stay_light(statement: str) -> None:
     assert loaded_after(statement) & {"torch", "transformers", "numpy", "datasets", "peft"} == set()
 
 
+def test_the_python_door_needs_no_typer() -> None:
+    """As README says: the command line alone does."""
+    assert "typer" not in loaded_after("import reinforge.app.api, reinforge.app.build, reinforge.watch.report, reinforge.watch.view")
+
+
 def test_training_imports_no_foreign_system() -> None:
     everything = "; ".join(f"import {m}" for m in sorted(modules()) if m.startswith("reinforge.train"))
     assert loaded_after(everything) & ADAPTERS.keys() == set()

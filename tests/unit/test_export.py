@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,33 @@ def test_a_foreign_checkpoint_in_several_files(tmp_path: Path) -> None:
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
     ours = load_model(ModelConfig(path=str(tmp_path / "many"), tokenizer=str(source), dtype="bfloat16"))
     assert all(torch.equal(p, dict(model.named_parameters())[name]) for name, p in ours.module.named_parameters())
+
+
+# ---- modes ----
+
+
+def modes(folder: Path) -> dict[str, str]:
+    return {path.name: oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077], ids=oct)
+def test_what_is_exported_can_be_read_by_whom_the_umask_lets(mask: int, lora: Path, tmp_path: Path) -> None:
+    """safetensors writes weights that only their owner can read, beside a config.json that everybody can."""
+    before = os.umask(mask)
+    try:
+        found = {**modes(export(lora, tmp_path / "adapter")), **modes(export(lora, tmp_path / "merged", merge=True))}
+        tiny = modes(make_tiny_model(tmp_path / "tiny", width=32, layers=1, heads=2, kv_heads=1, context=64))
+    finally:
+        os.umask(before)
+    assert {"adapter_model.safetensors", "model.safetensors", "config.json"} <= found.keys() and "model.safetensors" in tiny
+    assert {*found.values(), *tiny.values()} == {oct(0o666 & ~mask)}
+
+
+def test_checkpoints_have_the_mode_of_any_other_file(lora: Path, tmp_path: Path) -> None:
+    (tmp_path / "any").write_text("x")
+    found = modes(lora / "checkpoints")
+    assert any(name.endswith(".safetensors") for name in found)
+    assert set(found.values()) == set(modes(tmp_path).values())
 
 
 # ---- the hub ----

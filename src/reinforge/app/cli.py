@@ -61,7 +61,7 @@ def train(
 ) -> None:
     """Run a configuration or a pipeline of several, or continue it from its newest checkpoint.
 
-    Ctrl-C or SIGTERM saves a checkpoint; the same command then continues, bit for bit.
+    Ctrl-C or SIGTERM saves a checkpoint; the same command then continues, on a CPU bit for bit.
 
     [bold]Examples[/bold]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from reinforge.config.schema import Config
 from reinforge.core.batch import Batch
 from reinforge.core.engine import Engine
+from reinforge.core.files import readable_as_usual
 from reinforge.core.sample import Sample
 from reinforge.core.seeds import seed_of
 from reinforge.engines.native import NativeEngine
@@ -106,6 +107,7 @@ def save_model(model: CausalModel, place: Path) -> None:
         plain.set_attn_implementation(used)
     if hasattr(model.tokenizer, "save_pretrained"):
         model.tokenizer.save_pretrained(place)
+    readable_as_usual(*place.glob("*.safetensors"))
 
 
 def _without_adapter(model: CausalModel) -> Any:

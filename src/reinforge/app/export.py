@@ -13,6 +13,7 @@ from reinforge.config.families import family_of
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.core.files import readable_as_usual
 from reinforge.data.chat import Renderer
 from reinforge.models.adapters import merged
 from reinforge.models.causal import CausalModel
@@ -60,6 +61,7 @@ def _write_model(config: Config, run: Path, out: Path, checkpoint: str, merge: b
     if adapter:  # peft writes the adapter alone
         model.causal.generation_config.save_pretrained(out)
     model.tokenizer.save_pretrained(out)
+    readable_as_usual(*out.glob("*.safetensors"))
     return "adapter" if adapter else "model"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reinforge.core.errors import InputError
+from reinforge.core.files import readable_as_usual
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>")
 CHAT = (
@@ -55,6 +56,7 @@ def make_tiny_model(path: str | Path, *, seed: int = 0, width: int = 192, layers
         model = LlamaForCausalLM(config)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    readable_as_usual(*Path(path).glob("*.safetensors"))
     return path
 
 

@@ -21,6 +21,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from reinforge.core.files import readable_as_usual
+
 FORMAT = "reinforge-checkpoint-1"
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
@@ -108,6 +110,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], tag: str = "") ->
         for i, names in enumerate(shards, start=1):
             file = folder / (f"{prefix}{tag}.safetensors" if len(shards) == 1 else f"{prefix}{tag}-{i:05d}.safetensors")
             save_file(_apart({name: tensors[name] for name in names}), file)
+            readable_as_usual(file)
             fsync_path(file)
             homes.update(dict.fromkeys(names, file.name))
     return homes

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from reinforge.core.batch import Batch, pack
 from reinforge.core.errors import InputError
+from reinforge.core.files import readable_as_usual
 from reinforge.core.sample import Sample
 from reinforge.models import attention, proof
 from reinforge.models.causal import CausalModel
@@ -94,6 +95,7 @@ class ScalarModel(PackedModel):
             self.plain.set_attn_implementation(attention.NAME)
         if hasattr(self.tokenizer, "save_pretrained"):
             self.tokenizer.save_pretrained(path)
+        readable_as_usual(*Path(path).glob("*.safetensors"))
 
     @torch.no_grad()
     def verify(self) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from reinforge.checkpoint.files import fsync_path
 from reinforge.core.batch import Batch, pack
+from reinforge.core.files import readable_as_usual
 from reinforge.core.sample import Sample
 
 Streams = dict[str, Tensor]  # of all trained tokens of the samples, [M] or [M, k] each
@@ -32,6 +33,7 @@ def with_streams(
         found = _compute(samples, budget, ask, share)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(found, path.with_suffix(".part"), metadata={"fingerprint": want})
+        readable_as_usual(path.with_suffix(".part"))
         fsync_path(path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
     pieces = {name: iter(values.split([s.n_trained for s in samples])) for name, values in found.items()}
