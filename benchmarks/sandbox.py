@@ -1,9 +1,10 @@
-"""What containment costs per run, and whether it holds: attacks contained / tried, and a thousand judged samples of which a tenth are hostile.
+"""What containment costs per run, and whether it holds: attacks tried and held, and judged samples of which a tenth are hostile.
 
     python benchmarks/sandbox.py [--runs 1000] [--timed 200] [--backend namespaces|bubblewrap|all] [--out FILE]
 
 `overhead_ms` is a contained `print(1)` in Python less the same in a plain subprocess, one after the other on an otherwise idle pool;
-`call_ms` a judged solution with three calls. The attacks are those of tests/attacks.py.
+`call_ms` a judged solution with three calls. The attacks are those of sandbox_attacks.py; what they need (gcc, node) and is not there is named.
+A way of containment that does not work here is named with the reason, and the other one is measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import platform
 import random
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,17 +25,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from attacks import CHEATS, CONTAINED, RIGHT
+from leftovers import descriptors, left_behind
+from sandbox_attacks import ASSERTS, CALLS, CHEATS, CONTAINED, RIGHT
+
 from reinforge.rewards.code import CodeReward
 from reinforge.sandbox import Limits, Pool, Program, run_sync
-from reinforge.sandbox.isolation import Isolation, choose
+from reinforge.sandbox.isolation import Isolation, missing
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
 from reinforge.sandbox.program import interpreter
-from sandboxes import descriptors, left_behind
 
-CALLS = [([2, 3], 5), ([10, -4], 6), ([0.5, 0.25], 0.75)]
-ASSERTS = ["assert add(2, 3) == 5", "assert add(10, -4) == 6", "assert add(0.5, 0.25) == 0.75"]
+WAYS = {"namespaces": "own", "bubblewrap": "bwrap"}
+COMPILERS = {"c": "gcc", "node": "node"}
 
 
 def timed(count: int, work: Callable[[], Any]) -> list[float]:
@@ -86,19 +88,23 @@ async def warm(count: int) -> list[float]:
 
 
 def contained(isolation: Isolation) -> dict[str, Any]:
-    held, escaped = 0, []
+    """Every attack and every cheat once: how many were tried, how many held, and which broke it."""
+    tried, broke, left_out = 0, [], []
     for attack in CONTAINED:
+        if attack.language in COMPILERS and shutil.which(COMPILERS[attack.language], path="/usr/bin:/bin") is None:
+            left_out.append(f"{attack.name} (no {COMPILERS[attack.language]})")
+            continue
+        tried += 1
         result = run_sync(Program(attack.code, attack.language), Limits(seconds=attack.seconds, memory_mb=256), isolation)
-        fine = result.status in attack.ends and b"ESCAPED" not in result.stdout and not left_behind()
-        held += fine
-        escaped += [] if fine else [attack.name]
+        if result.status not in attack.ends or b"ESCAPED" in result.stdout or left_behind():
+            broke.append(attack.name)
     rules = Rules(Limits(seconds=1.5, memory_mb=256), 3.0)
     for name, code in CHEATS.items():
+        tried += 1
         verdicts = [judge_calls(isolation, None, code, "add", CALLS, rules), judge_asserts(isolation, None, code, ASSERTS, "add", rules)]
-        fine = all(v.passed == 0 and not v.failed_here for v in verdicts)
-        held += fine
-        escaped += [] if fine else [name]
-    return {"tried": len(CONTAINED) + len(CHEATS), "contained": held, "not_contained": escaped}
+        if any(v.passed or v.failed_here for v in verdicts):
+            broke.append(name)
+    return {"tried": tried, "held": tried - len(broke), "broke": broke, "left_out": left_out}
 
 
 def mixed(backend: Any, runs: int, workers: int) -> dict[str, Any]:
@@ -121,12 +127,22 @@ def mixed(backend: Any, runs: int, workers: int) -> dict[str, Any]:
     assert reward.pool is not None
     reward.pool.close()
     wrong = [i for i, (got, want) in enumerate(zip(outcome.scores, expected, strict=True)) if got != want]
-    return {"runs": runs, "hostile": sum(i % 10 == 3 for i in range(runs)), "rewards_changed": len(wrong), "unscored": outcome.scores.count(None), "seconds": round(seconds, 1),
-            "runs_per_second": round(runs / seconds, 1), "orphans": len(left_behind()), "leaked_descriptors": descriptors() - before, "ends": dict(reward.counts)}  # fmt: skip
+    return {
+        "runs": runs,
+        "hostile": sum(i % 10 == 3 for i in range(runs)),
+        "rewards_changed": len(wrong),
+        "unscored": outcome.scores.count(None),
+        "tried_again": reward.tried_again,
+        "seconds": round(seconds, 1),
+        "runs_per_second": round(runs / seconds, 1),
+        "orphans": len(left_behind()),
+        "leaked_descriptors": descriptors() - before,
+        "ends": dict(reward.counts),
+    }
 
 
 def main() -> None:
-    """Exits with 1 if an attack was not contained, a reward changed, or something was left behind."""
+    """Exits with 1 if an attack broke containment, a reward changed, something was left behind, or nothing could be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--timed", type=int, default=200)
@@ -134,21 +150,32 @@ def main() -> None:
     parser.add_argument("--backend", choices=("namespaces", "bubblewrap", "all"), default="all")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    report: dict[str, Any] = {
-        "machine": f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
-    }
-    holds = True
-    for backend in ("namespaces", "bubblewrap") if given.backend == "all" else (given.backend,):
-        isolation = choose(backend)
-        report[backend] = costs(isolation, given.timed) | contained(isolation) | {"mixed": mixed(backend, given.runs, given.workers)}
-        print(backend, json.dumps(report[backend]), flush=True)
-        after = report[backend]["mixed"]
-        holds &= not report[backend]["not_contained"] and not any(
-            after[k] for k in ("rewards_changed", "unscored", "orphans", "leaked_descriptors")
-        )
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}"
+    report: dict[str, Any] = {"machine": f"{machine}, load {os.getloadavg()[0]:.1f}"}
+    print(report["machine"], flush=True)
+    holds, measured = True, 0
+    for backend in WAYS if given.backend == "all" else (given.backend,):
+        reason = missing(WAYS[backend])
+        if reason is not None:
+            report[backend] = {"missing": reason}
+            print(f"{backend}: not here, so not measured: {reason}", flush=True)
+            continue
+        measured += 1
+        found = report[backend] = measure(backend, given.runs, given.timed, given.workers)
+        print(backend, json.dumps(found), flush=True)
+        after = found["mixed"]
+        print(f"{backend}: {found['tried']} attacks tried, {found['held']} held, {len(found['broke'])} broke it.", flush=True)
+        holds &= not found["broke"] and not any(after[k] for k in ("rewards_changed", "unscored", "orphans", "leaked_descriptors"))
     if given.out:
         given.out.write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit(0 if holds else 1)
+    if not measured:
+        print("nothing contains programs here", flush=True)
+    sys.exit(0 if holds and measured else 1)
+
+
+def measure(backend: Any, runs: int, timed_runs: int, workers: int) -> dict[str, Any]:
+    isolation = Isolation(WAYS[backend])
+    return costs(isolation, timed_runs) | contained(isolation) | {"mixed": mixed(backend, runs, workers)}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""What the tests of the sandbox share: the ways of containment that work here, and what a run may have left behind."""
+"""What the tests of the sandbox share: the ways of containment that work here."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -25,22 +24,3 @@ def containment(mode: Literal["own", "bwrap"]) -> Isolation:
     if mode == "bwrap" and shutil.which("bwrap") and os.system("bwrap --unshare-all --ro-bind / / true 2>/dev/null") == 0:
         pytest.fail(f"bubblewrap works here, and we do not make it: {reason}")
     needs.missing("sandbox", f"cannot contain programs by {mode}: {reason}")
-
-
-def left_behind(run: int | None = None) -> list[str]:
-    """Processes that carry the mark of a run (this process), and children of this process that are launchers, dead or alive."""
-    mark, found = f"REINFORGE_RUN={run or os.getpid()}\0".encode(), []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                stat = (process / "stat").read_text()
-                ours = int(stat.rpartition(")")[2].split()[1]) == os.getpid() and any(n in stat for n in ("(python", "(bwrap"))
-                if mark in (process / "environ").read_bytes() or (ours and b"launcher.py" in (process / "cmdline").read_bytes()):
-                    found.append(stat[:60])
-            except OSError:
-                continue
-    return found
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))

@@ -14,18 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from leftovers import descriptors, left_behind
+from sandbox_attacks import ASSERTS, CALLS, CHEATS, CONTAINED, RIGHT, Attack
 
-from attacks import CHEATS, CONTAINED, RIGHT, Attack
 from reinforge.rewards.code import CodeReward
 from reinforge.sandbox import Limits, Program, run_sync
 from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls, judge_stdin
-from sandboxes import WAYS, containment, descriptors, left_behind
+from sandboxes import WAYS, containment
 
 LIMITS = Limits(memory_mb=256)
 RULES = Rules(Limits(seconds=1.5, memory_mb=256), total_seconds=3.0)
-CALLS = [([2, 3], 5), ([10, -4], 6), ([0.5, 0.25], 0.75)]
-ASSERTS = ["assert add(2, 3) == 5", "def check(candidate):\n    assert candidate(10, -4) == 6", "assert add(0.5, 0.25) == 0.75"]
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -97,7 +96,7 @@ def test_no_cheat_is_paid(cheat: str, isolation: Isolation) -> None:
 
 def test_the_right_solution_is_paid(isolation: Isolation) -> None:
     assert judge_calls(isolation, None, RIGHT, "add", CALLS, RULES).passed == 3
-    assert judge_asserts(isolation, None, RIGHT, ASSERTS, "add", RULES).passed == 3
+    assert judge_asserts(isolation, None, RIGHT, ASSERTS, "add", RULES).passed == len(ASSERTS)
 
 
 def test_a_cheat_sees_one_call_at_a_time_and_never_what_is_expected(isolation: Isolation) -> None:

@@ -1,4 +1,4 @@
-"""The attacks of tests/attacks.py against runs that are forked into a root and a network made beforehand (sandbox/forks.py)."""
+"""The attacks of benchmarks/sandbox_attacks.py against runs that are forked into a root and a network made beforehand (sandbox/forks.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from sandbox_attacks import ASSERTS, CHEATS, CONTAINED, RIGHT, Attack
 
-from attacks import CHEATS, CONTAINED, RIGHT, Attack
 from reinforge.sandbox import Limits, Program, run_sync, zygote
 from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
@@ -53,6 +53,6 @@ def test_contained(attack: Attack, isolation: Isolation, monkeypatch: pytest.Mon
 def test_no_cheat_is_paid(name: str, isolation: Isolation) -> None:
     rules = Rules(Limits(seconds=1.5, memory_mb=200), total_seconds=6)
     calls = [([2, 3], 5), ([10, -4], 6)]
-    assert judge_calls(isolation, None, CHEATS[name], "add", calls, rules).passed < 2
-    assert judge_asserts(isolation, None, CHEATS[name], ["assert add(2, 3) == 5", "assert add(10, -4) == 6"], "add", rules).passed < 2
+    assert judge_calls(isolation, None, CHEATS[name], "add", calls, rules).passed == 0
+    assert judge_asserts(isolation, None, CHEATS[name], ASSERTS, "add", rules).passed == 0
     assert judge_calls(isolation, None, RIGHT, "add", calls, Rules()).passed == 2

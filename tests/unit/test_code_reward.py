@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from sandbox_attacks import CHEATS, RIGHT
 
-from attacks import CHEATS, RIGHT
 from reinforge.config.schema import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
+from reinforge.rewards import code as code_module
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.code import UNSAFE, CodeReward, code_reward, extract, parse_tests
+from reinforge.sandbox import Limits, Program
 from reinforge.sandbox import isolation as isolations
+from reinforge.sandbox.judge import Rules, Verdict, judge_asserts, judge_beside, judge_calls, judge_stdin
 from sandboxes import containment
 
 WRONG = "def add(a, b):\n    return a - b"
@@ -102,12 +108,93 @@ def test_the_solutions_faults_are_zero_and_counted_ours_are_none(monkeypatch: py
     assert (reward.counts["judged"], reward.counts["timeout"]) == (2, 1), reward.counts  # growing ends in a MemoryError, a raised call
     assert reward.counts["failed_here"] == 0
     layout = isolations.layout
-    monkeypatch.setattr(isolations, "layout", lambda packages=(): (layout()[0] + (("/no/such", "/no/such"),), layout()[1]))
+    monkeypatch.setattr(isolations, "layout", lambda packages=(): replace(layout(), binds=(*layout().binds, ("/no/such", "/no/such"))))
     reward = CodeReward(
         entry_point="add", timeout=1.5, backend="namespaces", warm=False
     ).open()  # in this process, where the layout is broken
     outcome = asyncio.run(reward([RIGHT, CHEATS["never returns"]], tests=[tests] * 2))
     assert outcome.scores == [None, None] and outcome.sandbox == 2 and outcome.crashes == 0 and reward.counts["failed_here"] == 2
+
+
+@pytest.mark.parametrize(
+    "unreadable", ["{x", [[1, 2, 3]], {"inputs": ["1"], "outputs": []}, {"inputs": None, "outputs": []}, 5, "[" * 100_000]
+)
+def test_a_row_whose_tests_make_no_sense_is_unscored_and_the_others_are_not(unreadable: Any) -> None:
+    reward = CodeReward(entry_point="add", backend="namespaces", warm=False, workers=1).open()
+    good = [[[2, 3], 5]]
+    outcome = asyncio.run(reward([RIGHT, RIGHT, WRONG], tests=[good, unreadable, good]))
+    assert outcome.scores == [1.0, None, 0.0]
+    assert reward.counts["unusable tests"] == 1 and reward.unusable and reward.pool is not None
+    reward.pool.close()
+
+
+# -- programs that take more than their share
+
+
+class Neighbourhood:
+    """Stands for the judge: `greedy` runs until `slow` has run out of time, and `slow` passes when it is alone."""
+
+    def __init__(self, overlap: bool) -> None:
+        self.overlap, self.running, self.seen = overlap, 0, []  # type: ignore[var-annotated]
+        self.both, self.lock = threading.Barrier(2), threading.Lock()
+
+    def __call__(self, isolation: Any, cancel: Any, code: str, *rest: Any) -> Verdict:
+        with self.lock:
+            self.running += 1
+            self.seen.append((code, self.running))
+        first = [name for name, _ in self.seen].count(code) == 1
+        if self.overlap and first:
+            self.both.wait(60)
+            if code == "greedy":
+                time.sleep(0.2)  # it is found out after the other has run out of time
+        with self.lock:
+            self.running -= 1
+        if code == "greedy":
+            return Verdict(0, 1, "timeout", greedy=True)
+        return Verdict(0, 1, "timeout") if first else Verdict(1, 1)
+
+
+@pytest.mark.parametrize("calls", [1, 2], ids=["one call", "two calls"])
+def test_who_ran_out_of_time_beside_a_greedy_program_is_tried_once_more_alone(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Neighbourhood(overlap=True)
+    monkeypatch.setattr(code_module, "judge_calls", there)
+    reward = CodeReward(entry_point="f", backend="namespaces", warm=False, workers=2).open()
+
+    async def go() -> list[float | None]:
+        programs, tests = ["slow", "greedy"], [[[1], 2]]
+        asked = [programs] if calls == 1 else [[p] for p in programs]
+        found = await asyncio.gather(*[reward(part, tests=[tests] * len(part)) for part in asked])
+        return [score for outcome in found for score in outcome.scores]
+
+    assert asyncio.run(go()) == [1.0, 0.0]
+    assert sorted(name for name, _ in there.seen) == ["greedy", "slow", "slow"] and there.seen[-1] == ("slow", 1)
+    assert reward.tried_again == 1 and reward.pool is not None
+    reward.pool.close()
+
+
+def test_who_ran_out_of_time_by_itself_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Neighbourhood(overlap=False)
+    monkeypatch.setattr(code_module, "judge_calls", there)
+    reward = CodeReward(entry_point="f", backend="namespaces", warm=False, workers=1).open()  # one after the other
+    assert asyncio.run(reward(["slow", "greedy"], tests=[[[[1], 2]]] * 2)).scores == [0.0, 0.0]
+    assert len(there.seen) == 2 and reward.tried_again == 0 and reward.pool is not None
+    reward.pool.close()
+
+
+@pytest.mark.parametrize("kind", ["calls", "asserts", "stdin", "beside"])
+def test_verdicts_say_who_took_more_than_one_core(kind: str) -> None:
+    here = containment("own")
+    busy = "import os\nfor _ in range(8):\n    if os.fork() == 0:\n        while True: pass\n"
+    rules = Rules(Limits(seconds=60, cpu_seconds=2), total_seconds=60)
+    waits = "while True: pass"
+    function = f"{busy}def f(x):\n    {waits}\n    return x"
+    verdict = {
+        "calls": lambda: judge_calls(here, None, function, "f", [([1], 1)], rules),
+        "asserts": lambda: judge_asserts(here, None, function, ["assert f(1) == 1"], "f", rules),
+        "stdin": lambda: judge_stdin(here, None, Program(f"{busy}{waits}\nprint(1)"), [("", "1")], rules),
+        "beside": lambda: judge_beside(here, None, function, ["assert f(1) == 1"], rules),
+    }[kind]()
+    assert verdict.greedy and (verdict.passed, verdict.status) == (0, "timeout"), verdict
 
 
 def test_too_large_tests_are_ours() -> None:

@@ -6,16 +6,22 @@ import asyncio
 import json
 import math
 import os
+import platform
+import re
+import shutil
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leftovers import descriptors, left_behind
 
 from reinforge.core.errors import InputError
 from reinforge.sandbox import Limits, Pool, Program, run, run_sync
@@ -23,8 +29,10 @@ from reinforge.sandbox import isolation as isolations
 from reinforge.sandbox.isolation import Isolation, choose
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_beside, judge_calls, judge_stdin, same_output, same_value
 from reinforge.sandbox.plain import KEYS, Opaque, decode, dumps, encode, loads
-from reinforge.sandbox.seccomp import ALLOW, DENIED, KILL, MACHINES, SPECIAL, bpf_filter
-from sandboxes import WAYS, containment, descriptors, left_behind
+from reinforge.sandbox.process import Process
+from reinforge.sandbox.program import interpreter
+from reinforge.sandbox.seccomp import ALLOW, DENIED, KILL, LAST, MACHINES, OWN, QUIET, SPECIAL, bpf_filter
+from sandboxes import WAYS, containment
 
 RULES = Rules(Limits(seconds=10), total_seconds=20)
 
@@ -143,6 +151,43 @@ def test_the_pool_is_bounded_and_cancelling_kills() -> None:
     assert left_behind() == [] and descriptors() == before
 
 
+def test_alone_means_that_nothing_else_of_the_pool_runs() -> None:
+    """It waits for those that run, and those that come later wait for it."""
+    containment("own")
+    let_go, lock, running, seen = threading.Event(), threading.Lock(), [0], []
+
+    def work(isolation: Isolation, cancel: threading.Event, name: str) -> None:
+        with lock:
+            running[0] += 1
+            seen.append((name, running[0]))
+        if name == "first":
+            let_go.wait(60)
+        time.sleep(0.05)
+        with lock:
+            seen.append((f"{name} over", running[0]))
+            running[0] -= 1
+
+    async def go() -> None:
+        pool = Pool(4, backend="namespaces")
+        first = asyncio.ensure_future(pool.call(work, "first"))
+        while not seen:
+            await asyncio.sleep(0.01)
+        moment = time.monotonic()
+        alone = asyncio.ensure_future(pool.call_alone(work, "alone"))
+        while not pool._turns._alone:
+            await asyncio.sleep(0.01)
+        later = [asyncio.ensure_future(pool.call(work, "later")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert seen == [("first", 1)] and pool.running_since(moment)
+        let_go.set()
+        await asyncio.gather(first, alone, *later)
+        assert not pool.running_since(time.monotonic())
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(go())
+    assert seen[:4] == [("first", 1), ("first over", 1), ("alone", 1), ("alone over", 1)] and len(seen) == 8
+
+
 def test_where_nothing_contains_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolations, "missing", lambda mode: "unshare: Operation not permitted")
     with pytest.raises(InputError, match=r"cannot be contained here \(bubblewrap: unshare.*allow_unsafe: true"):
@@ -163,12 +208,28 @@ def test_where_nothing_contains_nothing_runs(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_primitive_is_named(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher fails at the first thing that it cannot do, says which, and starts nothing."""
     layout = isolations.layout
-    monkeypatch.setattr(isolations, "layout", lambda packages=(): (layout()[0] + (("/no/such/folder", "/no/such/folder"),), layout()[1]))
+    monkeypatch.setattr(
+        isolations, "layout", lambda packages=(): replace(layout(), binds=(*layout().binds, ("/no/such/folder", "/no/such/folder")))
+    )
     result = run_sync(Program("print('ran')"), Limits(), isolation)
     assert result.status == "refused" and result.failed_here and result.stdout == b"" and "/no/such/folder" in result.reason
     monkeypatch.undo()
     monkeypatch.setattr(isolations, "bpf_filter", lambda: None)
     assert isolations.missing.__wrapped__("own") == f"no system call filter for {os.uname().machine} (seccomp)"
+
+
+def test_a_sandbox_that_failed_before_we_held_it_still_says_why(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 1 may be gone when we open a handle on it; the reason is in its report, not in that."""
+    layout = isolations.layout
+    broken = replace(layout(), binds=(*layout().binds, ("/no/such/folder", "/no/such/folder")))
+    monkeypatch.setattr(isolations, "layout", lambda packages=(): broken)
+
+    def gone(pid: int) -> int:
+        raise ProcessLookupError(3, "No such process")
+
+    monkeypatch.setattr(os, "pidfd_open", gone)
+    result = run_sync(Program("print('ran')"), Limits(), isolation)
+    assert result.status == "refused" and "/no/such/folder" in result.reason, result
 
 
 def test_wrong_limits_are_told() -> None:
@@ -192,6 +253,9 @@ def verdict_of(code: bytes, arch: int, nr: int, *args: int) -> int:
         if op == 0x20:
             (value,) = struct.unpack_from("<I", data, k)
             at += 1
+        elif op == 0x54:
+            value &= k
+            at += 1
         else:
             hit = {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[op]
             at += 1 + (true if hit else false)
@@ -203,13 +267,63 @@ def test_the_filter_refuses_what_it_lists_and_nothing_else(machine: str) -> None
     assert code is not None and bpf_filter("pdp11") is None
     column, arch = MACHINES[machine]
     denied = {numbers[column] for numbers in DENIED.values()} | {SPECIAL["clone3"][column], SPECIAL["socket"][column]}
-    for nr in range(600):
-        assert (verdict_of(code, arch, nr) != ALLOW) == (nr in denied or nr == SPECIAL["socketpair"][column]), nr
-    clone, pair, ioctl = (SPECIAL[n][column] for n in ("clone", "socketpair", "ioctl"))
-    assert verdict_of(code, arch, clone, 0x10000011) == 0x50001 and verdict_of(code, arch, clone, 0x3D0F00) == ALLOW
-    assert verdict_of(code, arch, pair, 1) == ALLOW and verdict_of(code, arch, pair, 16) == 0x50000 | 97
-    assert verdict_of(code, arch, ioctl, 0, 0x5412) == 0x50001 and verdict_of(code, arch, ioctl, 0, 0x5401) == ALLOW
+    quiet = {numbers[column] for numbers in QUIET.values()}
+    for nr in range(LAST + 1):  # with every argument 0
+        assert (verdict_of(code, arch, nr) != ALLOW) == (nr in denied | quiet or nr == SPECIAL["socketpair"][column]), nr
+    assert {verdict_of(code, arch, nr) for nr in quiet} == {0x50000}  # "done"
     assert verdict_of(code, 0x40000003, 20) == KILL  # 32-bit calls
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_call_newer_than_the_filter_does_not_exist(machine: str) -> None:
+    code, arch = bpf_filter(machine), MACHINES[machine][1]
+    assert code is not None
+    for nr in (*range(LAST + 1, 600), 1000, 0x3FFFFFFF):
+        assert verdict_of(code, arch, nr) == 0x50000 | 38, nr
+    others = {verdict_of(code, arch, nr) for nr in (0x40000000, 0x40000000 + 59, 0xFFFFFFFF)}
+    assert others == ({KILL} if machine == "x86_64" else {0x50000 | 38})  # x32, which ARM has not
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("name", "refused", "allowed"),
+    [
+        ("clone", (0x10000011,), (0x3D0F00,)),
+        ("socketpair", (16,), (1,)),
+        ("ioctl", (0, 0x5412), (0, 0x5401)),
+        ("mmap", (0, 9, 3, 0x21), (0, 9, 3, 0x22)),  # shared and anonymous; private
+        ("mmap", (0, 9, 3, 0x40022), (0, 9, 3, 0x01)),  # huge pages; a file
+        ("sendto", (3, 0, 0, 0, 1 << 40), (3, 0, 0, 0, 0)),
+        ("setpriority", (0, 1, 19), (0, 0, 19)),
+        ("setpriority", (2, 0, 19), (0, 0, 5)),
+        ("prctl", (4, 0), (15, 0)),
+        ("fcntl", (3, 1031, 1 << 20), (3, 1032)),
+        ("setsockopt", (3, 1, 7), (3, 1, 2)),
+        ("setsockopt", (3, 1, 33), (3, 6, 7)),
+        *((name, (1,), (0,)) for name in OWN),
+    ],
+)
+def test_arguments_decide(machine: str, name: str, refused: tuple[int, ...], allowed: tuple[int, ...]) -> None:
+    code, (column, arch) = bpf_filter(machine), MACHINES[machine]
+    assert code is not None
+    nr = (SPECIAL | OWN)[name][column]
+    assert verdict_of(code, arch, nr, *refused) == 0x50000 | (97 if name == "socketpair" else 1)
+    assert verdict_of(code, arch, nr, *allowed) == ALLOW
+
+
+def test_the_numbers_are_those_of_the_kernel() -> None:
+    """For the machine this runs on, from the headers that its compiler uses."""
+    if platform.machine() not in MACHINES or shutil.which("gcc") is None:
+        pytest.skip("no compiler, or a machine that the filter does not know")
+    said = subprocess.run(["gcc", "-E", "-dM", "-"], input="#include <asm/unistd.h>", capture_output=True, text=True).stdout
+    numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)$", said, re.MULTILINE))
+    column = MACHINES[platform.machine()][0]
+    if "ptrace" not in numbers:
+        pytest.skip("no headers of the kernel")
+    listed = {name: pair[column] for name, pair in (DENIED | QUIET | OWN | SPECIAL).items()}
+    wrong = {name: (mine, numbers.get(name)) for name, mine in listed.items() if name in numbers and str(mine) != numbers[name]}
+    absent = {name for name, mine in listed.items() if mine is not None and name not in numbers}
+    assert not wrong and absent <= {"memfd_secret"}  # newer than some headers, and defined only where a flag is set
 
 
 # -- plain values
@@ -296,11 +410,114 @@ def pair(): return 1, {2: {3}}
     assert (verdict.passed, verdict.total, verdict.status) == (5, 7, "judged"), verdict
 
 
+SWALLOWS = {
+    "StopIteration": "for got, wanted in zip(map(f, [1, 2]), [2, 3]): assert got == wanted",
+    "StopIteration in all": "assert all(got == 2 for got in [*map(f, [1])])",
+    "StopIteration past a with": "import threading\ndef g(x):\n    with threading.Lock(): return f(x)\nassert all(map(g, [1]))",
+    "StopIteration past an except": "def g(x):\n    try: return f(x)\n    except Exception: raise\nassert all(map(g, [1]))",
+    "StopIteration past a finally": "def g(x):\n    try: return f(x)\n    finally: pass\nassert all(map(g, [1]))",
+    "IndexError": "class Items:\n    def __getitem__(self, i): return f(i)\nassert all(got == 1 for got in Items())",
+    "AttributeError": "class Named:\n    @property\n    def name(self): return f(1)\nassert not hasattr(Named(), 'name')",
+    "AttributeError with a default": "class Named:\n    @property\n    def name(self): return f(1)\nassert getattr(Named(), 'name', 2) == 2",
+    "KeyError": "from collections import UserDict\nclass Keys(UserDict):\n    def __getitem__(self, key): return f(key)\nassert Keys().get(1, 2) == 2",
+    "StopAsyncIteration": "import asyncio\nclass Loop:\n    def __aiter__(self): return self\n    async def __anext__(self): return f(1)\n"
+    "async def go():\n    async for got in Loop(): assert got == 2\nasyncio.run(go())",
+    "ValueError in a thread": "import threading\nt = threading.Thread(target=lambda: f(1))\nt.start()\nt.join()",
+    "TypeError of a length": "class Sized(list):\n    def __len__(self): return f(1)\nassert list(iter(Sized())) == [] and [*Sized()] == []",
+}
+
+
+@pytest.mark.parametrize("name", SWALLOWS)
+def test_an_exception_that_python_swallows_does_not_pass_a_test(name: str) -> None:
+    """The test goes on, or ends early, without having looked at what it wanted to see."""
+    here = containment("own")
+    verdict = judge_asserts(here, None, f"def f(x): raise {name.split()[0]}('no')", [SWALLOWS[name]], None, RULES)
+    assert (verdict.passed, verdict.status) == (0, "judged"), verdict
+    assert "which the test did not handle" in verdict.reason or name.split()[0] in verdict.reason
+
+
+def test_an_exception_that_the_test_asks_for_passes_it() -> None:
+    here = containment("own")
+    tests = [
+        "try: f(1)\nexcept StopIteration: pass\nelse: assert False",
+        "try: f(1)\nexcept Exception as e: assert type(e) is StopIteration and e.value == 'no'",
+        "import contextlib\nwith contextlib.suppress(StopIteration): f(1)",
+        "import unittest\ncase = unittest.TestCase()\nwith case.assertRaises(StopIteration) as held: f(1)\nassert held.exception.value == 'no'",
+        "import unittest\nunittest.TestCase().assertRaises(StopIteration, f, 1)",
+        "def g():\n    for _ in range(2):\n        try: f(1)\n        except StopIteration: return 5\nassert g() == 5",
+        "def g():\n    yield f(1)\ntry: list(g())\nexcept RuntimeError as e: assert 'StopIteration' in str(e)",
+        "try:\n    try: f(1)\n    except StopIteration as e: raise ValueError('other') from e\nexcept ValueError: pass",
+        "try: f(1)\nexcept* StopIteration: pass",
+        "async def go():\n    async with asyncio.timeout(60):\n        try: f(1)\n        except StopIteration: return 1\nimport asyncio\nassert asyncio.run(go()) == 1",
+    ]
+    verdict = judge_asserts(here, None, "def f(x): raise StopIteration('no')", tests, None, RULES)
+    assert (verdict.passed, verdict.total) == (len(tests), len(tests)), verdict
+
+
 def test_tests_that_cannot_be_used_are_unscored_not_failed(isolation: Isolation) -> None:
     code = "def apply(f, x): return f(x)"
     assert judge_asserts(isolation, None, code, ["assert apply(lambda v: v + 1, 1) == 2"], None, RULES).failed_here
     assert judge_asserts(isolation, None, code, ["assert apply("], None, RULES).failed_here
+    assert judge_asserts(isolation, None, code, ["assert True", "return 5"], None, RULES).failed_here
+    caught = "try: apply(lambda v: v + 1, 1)\nexcept BaseException: pass"
+    assert judge_asserts(isolation, None, code, [caught], None, RULES).failed_here
     assert judge_beside(isolation, None, code, ["assert apply(lambda v: v + 1, 1) == 2", "assert apply(abs, -1) == 2"], RULES).passed == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("import sys\nprint(4, flush=True)\nsys.exit(3)", "crashed"),
+        ("import os\nprint(4, flush=True)\nos.kill(os.getpid(), 11)", "crashed"),
+        ("print(4, flush=True)\nwhile True: pass", "timeout"),
+        ("print(4, flush=True)\nx = bytes(1 << 40)", "memory"),
+    ],
+)
+def test_the_right_output_before_a_crash_is_not_paid(code: str, status: str, isolation: Isolation) -> None:
+    verdict = judge_stdin(isolation, None, Program(code), [("2", "4")], Rules(Limits(seconds=2)))
+    assert (verdict.passed, verdict.status) == (0, status), verdict
+    assert judge_beside(isolation, None, "pass", [code], Rules(Limits(seconds=2))).passed == 0
+
+
+@pytest.mark.parametrize("nonce", ["", "0", "' + '0' * 16 + '"])
+def test_a_reply_without_the_nonce_of_its_request_is_no_reply(nonce: str, isolation: Isolation) -> None:
+    """One line for each call, right in all but the nonce, written past our driver."""
+    code = f"""
+import os, threading
+def f(x):
+    os.write(4, ('{{"nonce":"{nonce}","value":' + str(x + 1) + '}}\\n').encode())
+    threading.Event().wait()
+"""
+    verdict = judge_calls(isolation, None, code, "f", [([1], 2), ([2], 3)], RULES)
+    assert (verdict.passed, verdict.status) == (0, "crashed"), verdict
+
+
+def test_a_program_that_speaks_before_it_is_asked_is_ended(isolation: Isolation) -> None:
+    """A guess at the next answer, sent with the last one, is not taken for it."""
+    code = "import os, time\nos.read(3, 99)\nos.write(4, b'one\\ntwo\\n')\nos.read(3, 99)\ntime.sleep(60)"
+    with Process(isolation, [interpreter(), "-I", "-c", code], {}, Limits(seconds=60), channel=True) as process:
+        assert process.ask(b"first", 30) == b"one"
+        assert process.ask(b"second", 30) is None
+        result = process.finish()
+    assert (result.status, result.reason) == ("crashed", "wrote to the channel unasked")
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [
+        ("import os\nos._exit(0)", "crashed"),
+        ("while True: pass", "timeout"),
+        ("import a_package_that_nobody_has", "judged"),
+        ("assert 1 == 2", "judged"),
+    ],
+)
+def test_tests_that_end_before_they_ask_are_to_blame_and_not_the_solution(ends: str, status: str, isolation: Isolation) -> None:
+    """After they asked it may be the solution's doing: it gave them what they ended on."""
+    rules = Rules(Limits(seconds=2), total_seconds=2)
+    before = judge_asserts(isolation, None, "def f(x): return x", [f"{ends}\nassert f(1) == 1"], None, rules)
+    after = judge_asserts(isolation, None, "def f(x): return x", [f"assert f(1) == 1\n{ends}"], None, rules)
+    assert before.passed == 0 and before.failed_here, before
+    assert (after.passed, after.status) == (0, status), after
 
 
 def test_methods_and_partial_passes(isolation: Isolation) -> None:

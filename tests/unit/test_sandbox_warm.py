@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from leftovers import descriptors
 
 from reinforge.rewards.code import CodeReward
 from reinforge.sandbox import Limits, Pool, Program, run_sync, zygote
@@ -18,7 +19,7 @@ from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
 from reinforge.sandbox.process import Process
 from reinforge.sandbox.program import Result
-from sandboxes import containment, descriptors
+from sandboxes import containment
 
 LOOK = """
 import os, socket

@@ -11,7 +11,7 @@ import asyncio
 import json
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -26,9 +26,11 @@ from reinforge.sandbox.program import LANGUAGES, Limits, Program
 
 Kind = Literal["stdin", "calls", "asserts"]
 Call = tuple[Callable[..., Verdict], tuple[Any, ...], int]
+Span = tuple[float, float]  # from, to, on the monotonic clock
 MOST_AT_ONCE = 8  # programs in one message to a process that judges
 MESSAGE_SECONDS = 0.03  # as many as take about this long
 FENCE = "```"
+NO_OPTIONS = ("where", "counts", "pool", "seconds", "greedy", "unusable", "tried_again")  # fields that a config does not set
 UNSAFE = "reward code runs WITHOUT containment (allow_unsafe): what the model writes can read, change and delete whatever you can."
 
 
@@ -63,11 +65,14 @@ def parse_tests(given: Any, entry: str | None = None, kind: Kind | None = None, 
     if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
         try:
             given = json.loads(given)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"tests are no JSON: {error}", where=where) from error
     if isinstance(given, Mapping) and "inputs" in given and "outputs" in given:
         entry = given.get("fn_name") or entry
-        given = list(zip(given["inputs"], given["outputs"], strict=True))
+        inputs, outputs = given["inputs"], given["outputs"]
+        if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
+            raise InputError("inputs and outputs are no lists of the same length.", where=where, fix="Give one output for each input.")
+        given = list(zip(inputs, outputs, strict=True))
         kind = kind or ("calls" if entry and not all(isinstance(i, str) for i, _ in given) else "stdin")
     if isinstance(given, str):
         given = [given]
@@ -126,6 +131,9 @@ class CodeReward:
     counts: Counter[str] = field(default_factory=Counter)  # how verdicts came about: judged, timeout, memory, crashed, failed_here, ...
     pool: Pool | None = field(default=None, repr=False)
     seconds: float = 0.1  # that a program takes: a running mean
+    greedy: deque[Span] = field(default_factory=lambda: deque(maxlen=1000), repr=False)  # when programs took more than a core
+    unusable: str = ""  # why tests of a row could not be used, the first time
+    tried_again: int = 0  # programs that ran out of time beside such a one, and were run once more, alone
 
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:
@@ -139,7 +147,9 @@ class CodeReward:
 
     def open(self) -> CodeReward:
         """Raises InputError where programs cannot be contained."""
-        self.pool = self.pool or Pool(self.workers, backend=self.backend, allow_unsafe=self.allow_unsafe, url=self.url, warm=self.warm)
+        if self.pool is None:
+            self.pool = Pool(self.workers, backend=self.backend, allow_unsafe=self.allow_unsafe, url=self.url, warm=self.warm)
+            self.pool.note = self._note
         return self
 
     @property
@@ -162,10 +172,7 @@ class CodeReward:
             raise InputError(f"reward code needs the column {self.tests}, which the rows do not have.", where=self.where,
                              fix="Map a column with data.columns, or name it in options.tests.")  # fmt: skip
         entries = columns.get("entry_point") or [None] * len(completions)
-        parsed = [
-            None if t is None else parse_tests(t, self.entry_point or e, self.kind, self.tests)
-            for t, e in zip(columns[self.tests], entries, strict=True)
-        ]
+        parsed = [self._parsed(t, e) for t, e in zip(columns[self.tests], entries, strict=True)]
         names = [(extract(text), repr(tests)) for text, tests in zip(completions, parsed, strict=True)]
         different = {name: (name[0], tests) for name, tests in zip(names, parsed, strict=True) if tests is not None}
         found = dict(
@@ -176,6 +183,17 @@ class CodeReward:
         lost = frozenset(i for i, v in enumerate(verdicts) if v is not None and v.failed_here)
         scores = [self.score(v) for v in verdicts]
         return Outcome(scores, sandbox=len(lost), unsafe=sum(v.unsafe for v in ran), lost=lost)
+
+    def _parsed(self, given: Any, entry: str | None) -> Tests | None:
+        """None for a row without tests, and for one whose tests make no sense: that row is unscored, and the others are not."""
+        if given is None:
+            return None
+        try:
+            return parse_tests(given, self.entry_point or entry, self.kind, self.tests)
+        except InputError as error:
+            self.counts["unusable tests"] += 1
+            self.unusable = self.unusable or str(error)
+            return None
 
     def score(self, verdict: Verdict | None) -> float | None:
         if verdict is None:
@@ -192,22 +210,43 @@ class CodeReward:
         size = min(MOST_AT_ONCE, max(1, int(MESSAGE_SECONDS / max(self.seconds, 1e-9))))
         tasks = [asyncio.ensure_future(self._judged(calls[at : at + size])) for at in range(0, len(calls), size)]
         try:
-            return [verdict for verdicts in await asyncio.gather(*tasks) for verdict in verdicts]
+            found = [one for several in await asyncio.gather(*tasks) for one in several]
+            return [await self._once_more(call, verdict, span) for call, (verdict, span) in zip(calls, found, strict=True)]
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _judged(self, calls: Sequence[Call]) -> list[Verdict]:
+    async def _judged(self, calls: Sequence[Call]) -> list[tuple[Verdict, Span]]:
         """Where the process that judges died with several of them, each gets another try, alone."""
         assert self.pool is not None
         try:
-            verdicts, seconds = await self.pool.call(several, calls)
+            found = await self.pool.call(several, calls)
         except (OSError, ValueError) as error:  # no processes or descriptors left; tests too large to be sent
             if len(calls) == 1:
-                return [Verdict(0, calls[0][2], "failed_here", str(error))]
-            return [verdict for call in calls for verdict in await self._judged([call])]
-        self.seconds += 0.2 * (seconds / len(calls) - self.seconds)
-        return verdicts
+                return [(Verdict(0, calls[0][2], "failed_here", str(error)), (0.0, 0.0))]
+            return [one for call in calls for one in await self._judged([call])]
+        self.seconds += 0.2 * ((found[-1][1][1] - found[0][1][0]) / len(calls) - self.seconds)
+        return found
+
+    async def _once_more(self, call: Call, verdict: Verdict, span: Span) -> Verdict:
+        """Time is wall clock time: who ran out of it beside a program that took more than one core is run again, alone."""
+        assert self.pool is not None
+        if verdict.status != "timeout" or verdict.greedy:
+            return verdict
+        while self.pool.running_since(span[1]):  # it may turn out to be such a one
+            await asyncio.sleep(0.02)
+        if not any(start < span[1] and span[0] < end for start, end in list(self.greedy)):
+            return verdict
+        self.tried_again += 1
+        try:
+            [(verdict, _)] = await self.pool.call_alone(several, [call])
+        except (OSError, ValueError) as error:
+            return Verdict(0, call[2], "failed_here", str(error))
+        return verdict
+
+    def _note(self, found: Any) -> None:
+        """Called by a thread of the pool with what `several` returned, before its turn is over."""
+        self.greedy.extend(span for verdict, span in found or () if verdict.greedy)
 
     def _call(self, code: str, tests: Tests) -> Call:
         """What judges it, and how many tests there are."""
@@ -230,17 +269,19 @@ class CodeReward:
         return judge_asserts, (code, tests.cases, tests.entry, rules), total
 
 
-def several(isolation: Isolation, cancel: threading.Event | None, calls: Sequence[Call]) -> tuple[list[Verdict], float]:
-    """One after the other, and the seconds they took."""
-    start, found = time.perf_counter(), []
+def several(isolation: Isolation, cancel: threading.Event | None, calls: Sequence[Call]) -> list[tuple[Verdict, Span]]:
+    """One after the other, and when each ran."""
+    found = []
     for function, args, total in calls:
+        start = time.monotonic()
         try:
-            found.append(function(isolation, cancel, *args))
+            verdict = function(isolation, cancel, *args)
         except (OSError, ValueError) as error:  # no processes or descriptors left; tests too large to be sent
-            found.append(Verdict(0, total, "failed_here", str(error)))
+            verdict = Verdict(0, total, "failed_here", str(error))
         except Exception as error:  # what a solution said was too much for us: its own fault, and not that of the next
-            found.append(Verdict(0, total, "crashed", f"{type(error).__name__}: {error}"[:300], isolation.unsafe))
-    return found, time.perf_counter() - start
+            verdict = Verdict(0, total, "crashed", f"{type(error).__name__}: {error}"[:300], isolation.unsafe)
+        found.append((verdict, (start, time.monotonic())))
+    return found
 
 
 def _with_check(test: str, entry: str | None) -> str:
@@ -250,7 +291,7 @@ def _with_check(test: str, entry: str | None) -> str:
 
 def code_reward(options: Mapping[str, Any], where: str = "rewards") -> CodeReward:
     """From the options of a config; an unknown one is an error with the nearest name."""
-    known = [f.name for f in fields(CodeReward) if f.name not in ("where", "counts", "pool", "seconds")]
+    known = [f.name for f in fields(CodeReward) if f.name not in NO_OPTIONS]
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, n=1)

@@ -3,6 +3,11 @@ function of the solution; calling it asks, through the judge outside, the proces
 
 So the test compares plain values in a process that the solution cannot touch: `os._exit(0)`, an `__eq__` that is always true or a
 patched `unittest` stay on the other side.
+
+What the solution raises is raised here again, and Python swallows some exceptions by itself: StopIteration ends `zip(map(f, xs), ys)`,
+AttributeError makes `hasattr` false, IndexError ends a loop over `__getitem__`, a thread forgets any. A test that went on like that
+has not looked at the rest. So a test passes only if every exception of the solution was handled by the test's own words: an
+`except` that came to its end, a `with` that kept it, or unittest's `assertRaises`.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ from __future__ import annotations
 import ast
 import builtins
 import os
+import sys
+from types import CodeType, TracebackType
 from typing import Any, BinaryIO
 
 from reinforge.sandbox.plain import Opaque, decode, dumps, encode, loads
@@ -33,11 +40,115 @@ def plain(value: Any) -> bool:
     return isinstance(value, Opaque) or not (isinstance(said, dict) and said["t"] == "opaque")
 
 
+RAISES = "unittest.case"  # the module whose `assertRaises` calls a function and keeps what it raises
+HANDLER, KEEPER = "__handling__", "__keeping__"  # what the words of a test are wrapped in, see `Words`
+
+
+class Pending:
+    """Exceptions of the solution that nobody has handled yet."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+        self.cannot: CannotPass | None = None  # stays, whoever caught it
+
+    def handled(self, error: BaseException | None) -> None:
+        """This one, what it came from, and what it is a group of."""
+        chain = [error] if error is not None else []
+        for one in chain:  # grows while it is walked
+            found = (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ()))
+            chain += [e for e in found if e is not None and not any(e is known for known in chain)]
+        self.errors = [e for e in self.errors if not any(e is known for known in chain)]
+
+
+class Handling:
+    """Around the body of an `except`: what it caught is handled once the body has come to its end, and not if that raises."""
+
+    def __init__(self, pending: Pending):
+        self.pending, self.error = pending, sys.exc_info()[1]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.pending.handled(self.error)
+
+
+class Keeping:
+    """Around a `with`, and again, as `inside`, within it: what arrived inside and did not come out was kept on purpose."""
+
+    def __init__(self, pending: Pending):
+        self.pending = pending
+        self.inside = Inside()
+
+    def __enter__(self) -> Keeping:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.pending.handled(self.inside.error)
+
+
+class Inside:
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.error = error
+
+
+class Words(ast.NodeTransformer):
+    """Puts `Handling` into every `except` of a test, and `Keeping` around every `with`."""
+
+    def __init__(self) -> None:
+        self.withs = 0
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
+        self.generic_visit(node)
+        node.body = [ast.With([ast.withitem(_call(HANDLER))], node.body)]
+        return node
+
+    def visit_With(self, node: ast.With | ast.AsyncWith) -> ast.AST:
+        self.generic_visit(node)
+        self.withs += 1
+        name = f"{KEEPER}{self.withs}"
+        inside = ast.Attribute(ast.Name(name, ast.Load()), "inside", ast.Load())
+        node.body = [ast.With([ast.withitem(inside)], node.body)]
+        return ast.With([ast.withitem(_call(KEEPER), ast.Name(name, ast.Store()))], [node])
+
+    visit_AsyncWith = visit_With
+
+
+def _call(name: str) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), [], [])
+
+
+def compiled(text: str) -> CodeType:
+    tree: ast.Module = Words().visit(ast.parse(text))
+    return compile(ast.fix_missing_locations(tree), "test.py", "exec")
+
+
+def raised(name: str, text: str) -> Exception:
+    """What the solution raised, as far as it is one of Python's own that a text makes."""
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(text)
+        except TypeError:
+            pass
+    return SolutionError(text)
+
+
 class Remote:
     """The other end of the judge's pipe, and the functions behind it."""
 
     def __init__(self, lines: BinaryIO, out: int):
         self.lines, self.out, self.nonce = lines, out, ""
+        self.pending = Pending()
+        self.asked = 0
 
     def say(self, message: dict[str, Any]) -> None:
         data = dumps({"nonce": self.nonce, **message}) + b"\n"
@@ -55,13 +166,16 @@ class Remote:
     def function(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not (plain(args) and plain(kwargs)):
-                raise CannotPass(f"{name} is called with something that is not plain data")
+                self.pending.cannot = CannotPass(f"{name} is called with something that is not plain data")
+                raise self.pending.cannot
+            self.asked += 1
             self.say({"call": name, "args": encode(list(args)), "kwargs": encode(kwargs)})
             reply = self.hear()
             if "raised" in reply:
-                kind = getattr(builtins, reply["raised"][0], None)
-                usable = isinstance(kind, type) and issubclass(kind, Exception)
-                raise (kind if usable and kind is not None else SolutionError)(reply["raised"][1])
+                error = raised(*reply["raised"])
+                if sys._getframe(1).f_globals.get("__name__") != RAISES:
+                    self.pending.errors.append(error)
+                raise error
             for mine, changed in zip(args, decode(reply["args"]) if "args" in reply else (), strict=False):
                 if isinstance(mine, list) and isinstance(changed, list):
                     mine[:] = changed
@@ -102,19 +216,31 @@ def run(remote: Remote, tests: list[str], entry: str | None) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "tests"} | {name: remote.function(name) for name in unknown_names(whole)}
     if entry:
         names |= {"candidate": remote.function(entry), entry: remote.function(entry)}
+    names |= {HANDLER: lambda: Handling(remote.pending), KEEPER: lambda: Keeping(remote.pending)}
     passed, reasons = [], []
-    for text in tests:
-        try:
-            exec(compile(text, "test.py", "exec"), names)
-            if "def check(" in text and callable(names.get("check")) and "\ncheck(" not in text:
-                names["check"](names["candidate"])
-            passed.append(True)
-        except CannotPass as error:
-            return {"cannot": str(error)}
-        except BaseException as error:
-            passed.append(False)
-            reasons.append(f"{type(error).__name__}: {error}"[:200])
+    for text, code in [(text, compiled(text)) for text in tests]:  # all before the first: what does not compile is the tests' fault
+        reason = one(remote, text, code, names)
+        if remote.pending.cannot is not None:
+            return {"cannot": str(remote.pending.cannot)}
+        if reason is not None and not remote.asked:
+            return {"cannot": f"a test failed before it asked the solution anything: {reason}"[:300]}
+        passed.append(reason is None)
+        reasons += [reason[:200]] if reason is not None else []
     return {"passed": passed, "reasons": reasons[:20]}
+
+
+def one(remote: Remote, text: str, code: CodeType, names: dict[str, Any]) -> str | None:
+    """None if the test passes, otherwise why not."""
+    remote.pending.errors.clear()
+    try:
+        exec(code, names)
+        if "def check(" in text and callable(names.get("check")) and "\ncheck(" not in text:
+            names["check"](names["candidate"])
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    for unhandled in remote.pending.errors:
+        return f"the solution raised {type(unhandled).__name__}: {unhandled}, which the test did not handle"
+    return None
 
 
 def main() -> None:

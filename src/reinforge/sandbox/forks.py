@@ -78,7 +78,7 @@ def one_run(launcher: Any, asked: socket.socket) -> bool:
             os._exit(127)
     for fd in (*handed[:3], *channel):
         os.close(fd)
-    launcher.watch(main, control, report, limits["memory"], WORK)
+    launcher.watch(main, control, report, limits, WORK)
     clean(launcher)
     os.write(report, b"clean\n")
     os.close(control)

@@ -1,4 +1,4 @@
-"""How programs are contained on this machine, and what to say where they cannot be.
+"""How programs are contained on this machine, what of it they see, and what to say where they cannot be contained.
 
 `namespaces` is our own launcher (launcher.py); `bubblewrap` lets that program make the namespaces and the root. Both end in the same
 uid, limits and system call filter. What works is tried, once per process, by running a program.
@@ -6,8 +6,11 @@ uid, limits and system call filter. What works is tried, once per process, by ru
 
 from __future__ import annotations
 
+import glob
+import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +19,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reinforge.core.errors import InputError
-from reinforge.sandbox.program import MIB, WORK, Limits, interpreter, package_paths
+from reinforge.sandbox.program import MIB, WORK, Limits, interpreter, package_paths, tools
 from reinforge.sandbox.seccomp import bpf_filter
 
 Backend = Literal["auto", "bubblewrap", "namespaces"]
 LAUNCHER = Path(__file__).with_name("launcher.py")
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+FOOTPRINT = Path(__file__).with_name("footprint.py")
+SYSTEM = (
+    *("/bin", "/lib", "/lib32", "/lib64", "/libx32"),
+    *("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/libexec", "/usr/include"),
+    *("/usr/share/zoneinfo", "/usr/share/nodejs"),
+)
 SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = (  # a zero device makes shared memory, which nobody counts, for whoever maps it; the full one gives zeros too, and does not
+    *(("/dev/null", "/dev/null"), ("/dev/full", "/dev/zero"), ("/dev/full", "/dev/full")),
+    *(("/dev/random", "/dev/random"), ("/dev/urandom", "/dev/urandom")),
+)
 TEXTS = (
     ("/etc/passwd", f"sandbox:x:1000:1000::{WORK}:/bin/sh\n"),
     ("/etc/group", "sandbox:x:1000:\n"),
@@ -54,14 +65,31 @@ class Isolation:
         return self.mode == "bare"
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a program sees of the machine."""
+
+    binds: tuple[tuple[str, str], ...] = ()  # (source, path) of what is shown, read only
+    links: tuple[tuple[str, str], ...] = ()  # (target, name) of symbolic links to make
+    empty: tuple[str, ...] = ()  # folders inside what is shown that are shown empty
+
+
 @cache
-def layout(packages: tuple[str, ...] = ()) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
-    """(Source, path) of what is shown read only, and symbolic links (target, name) to make."""
+def layout(packages: tuple[str, ...] = ()) -> Layout:
+    """The folders of the system, what the interpreter needs, and the packages that were asked for. No package that was not."""
     links = tuple((os.readlink(p), p) for p in SYSTEM if os.path.islink(p))
     folders = [p for p in SYSTEM if os.path.isdir(p) and not os.path.islink(p)]
-    home = str(Path(interpreter()).parent.parent)
-    if not _below(home, folders):
-        folders.append(home)
+    needed = footprint()
+    for path in (interpreter(), *needed["library"], *needed["libraries"], *tools()):
+        if _below(path, [WORK]):
+            raise InputError(
+                f"{path} is below {WORK}, where a program has its own folder.",
+                where="sandbox",
+                fix="Use a Python that is installed somewhere else.",
+            )
+        if not _below(path, folders):
+            folders.append(path)
+    installed = [p for pattern in ("/usr/lib*/python*/site-packages", "/usr/lib*/python*/dist-packages") for p in glob.glob(pattern)]
     for package in packages:
         if not os.path.isdir(package) or not os.stat(package).st_mode & 0o005:
             raise InputError(
@@ -69,9 +97,27 @@ def layout(packages: tuple[str, ...] = ()) -> tuple[tuple[tuple[str, str], ...],
                 where="packages",
                 fix="Name folders with Python packages; chmod o+rX them.",
             )
-    files = [p for p in (*SETTINGS, *DEVICES) if os.path.exists(p)]
-    shown = [*((p, p) for p in folders + files), *zip(packages, package_paths(packages), strict=True)]
-    return tuple((os.path.realpath(source), path) for source, path in shown), (*links, (WORK, "/dev/shm"), ("/proc/self/fd", "/dev/fd"))
+    settings = [(p, p) for p in SETTINGS if os.path.exists(p)]
+    devices = [(source, path) for source, path in DEVICES if os.path.exists(source)]
+    shown = [*((p, p) for p in folders), *settings, *devices, *zip(packages, package_paths(packages), strict=True)]
+    return Layout(
+        tuple((os.path.realpath(source), path) for source, path in shown),
+        (*links, (WORK, "/dev/shm"), ("/proc/self/fd", "/dev/fd")),
+        tuple(sorted({*needed["installed"], *(p for p in installed if os.path.realpath(p) == p)})),
+    )
+
+
+@cache
+def footprint() -> dict[str, list[str]]:
+    """The files of the interpreter, from itself: `library`, its standard library; `libraries`, the shared ones that it is linked to;
+    `installed`, the folders inside the former with packages that somebody installed."""
+    asked = [interpreter(), "-I", "-S", "-B", str(FOOTPRINT)]
+    try:
+        said = subprocess.run(asked, capture_output=True, check=True, env={}, cwd="/", timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise InputError(f"{interpreter()} does not say what it needs: {error}", where="sandbox") from error
+    found: dict[str, list[str]] = json.loads(said)
+    return found
 
 
 def _below(path: str, folders: Sequence[str]) -> bool:
@@ -81,7 +127,7 @@ def _below(path: str, folders: Sequence[str]) -> bool:
 def job_of(isolation: Isolation, argv: Sequence[str], files: dict[str, bytes], limits: Limits, work: str, node: bool,
            driver: str | None = None) -> dict[str, Any]:  # fmt: skip
     """What the launcher is told. Node reserves address space by the gigabyte: there only what it uses is limited."""
-    binds, links = layout(limits.packages)
+    seen = Layout() if isolation.unsafe else layout(limits.packages)
     memory = limits.memory_mb * MIB
     return {
         "mode": isolation.mode,
@@ -90,8 +136,7 @@ def job_of(isolation: Isolation, argv: Sequence[str], files: dict[str, bytes], l
         "packages": package_paths(limits.packages),
         "env": sorted((ENVIRONMENT | {"HOME": work, "TMPDIR": work, "REINFORGE_RUN": str(os.getpid())}).items()),  # whose it is, for `ps e`
         "content": sorted(files.items()),
-        "binds": list(binds),
-        "links": list(links),
+        **root_of(seen),
         "texts": list(TEXTS),
         "work": work,
         "filter": bpf_filter(),
@@ -102,9 +147,15 @@ def job_of(isolation: Isolation, argv: Sequence[str], files: dict[str, bytes], l
             "disk": limits.disk_mb * MIB,
             "files": limits.files,
             "descriptors": limits.descriptors,
+            "descriptors_in_all": limits.descriptors_in_all,
             "processes": None if isolation.unsafe else limits.processes,
         },
     }
+
+
+def root_of(seen: Layout) -> dict[str, Any]:
+    """The same, as the launcher is told."""
+    return {"binds": list(seen.binds), "links": list(seen.links), "empty": list(seen.empty)}
 
 
 def arguments(isolation: Isolation, limits: Limits, info_fd: int, fds: Sequence[int]) -> list[str]:
@@ -112,7 +163,7 @@ def arguments(isolation: Isolation, limits: Limits, info_fd: int, fds: Sequence[
     launch = [interpreter(), "-I", "-S", "-B"]
     if isolation.mode != "bwrap":
         return [*launch, str(LAUNCHER), *map(str, fds)]
-    binds, links = layout(limits.packages)
+    seen = layout(limits.packages)
     flags = ["--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--as-pid-1"]
     flags += (
         ["--new-session", "--hostname", "sandbox"]
@@ -121,12 +172,14 @@ def arguments(isolation: Isolation, limits: Limits, info_fd: int, fds: Sequence[
     )
     for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):  # for the launcher, which gives them up
         flags += ["--cap-add", capability]
-    for folder in sorted({str(p) for _, path in binds for p in list(Path(path).parents)[:-1]}):
+    for folder in sorted({str(p) for _, path in seen.binds for p in list(Path(path).parents)[:-1]}):
         flags += ["--perms", "0755", "--dir", folder]  # it would make them with 0700
-    for source, path in binds:
+    for source, path in seen.binds:
         flags += ["--dev-bind" if path.startswith("/dev/") else "--ro-bind", source, path]
+    for path in seen.empty:
+        flags += ["--tmpfs", path, "--remount-ro", path]
     flags += ["--ro-bind", str(LAUNCHER), "/launcher.py", "--dir", "/tmp", "--proc", "/proc"]
-    for target, name in links:
+    for target, name in seen.links:
         flags += ["--symlink", target, name]
     bwrap = shutil.which("bwrap")
     assert bwrap is not None
@@ -144,8 +197,11 @@ def missing(mode: Literal["own", "bwrap"]) -> str | None:
         return f"no system call filter for {os.uname().machine} (seccomp)"
     if mode == "bwrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
-    with Process(Isolation(mode), [interpreter(), "-I", "-S", "-B", "-c", "print(1+1)"], {}, Limits(seconds=20)) as process:
-        result = process.finish()
+    try:
+        with Process(Isolation(mode), [interpreter(), "-I", "-S", "-B", "-c", "print(1+1)"], {}, Limits(seconds=20)) as process:
+            result = process.finish()
+    except InputError as error:  # what the interpreter needs cannot be shown
+        return str(error)
     return None if result.status == "ok" and result.stdout == b"2\n" else result.reason or f"a trial run ended with {result.status}"
 
 

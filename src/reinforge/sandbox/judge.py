@@ -33,6 +33,7 @@ class Verdict:
     status: str = "judged"  # or how the run ended that stopped the judging; "failed_here": not the solution's fault
     reason: str = ""
     unsafe: bool = False
+    greedy: bool = False  # took, or wanted, more than one core for a while: those beside it may have run out of time for that
 
     @property
     def failed_here(self) -> bool:
@@ -102,7 +103,7 @@ def judge_stdin(
     isolation: Isolation, cancel: threading.Event | None, program: Program, tests: Sequence[tuple[str, str]], rules: Rules
 ) -> Verdict:
     """Each test is a process of its own. After the first that runs out of time the rest count as failed."""
-    passed, status, reason = 0, "judged", ""
+    passed, status, reason, greedy = 0, "judged", "", False
     until = time.monotonic() + rules.total_seconds
     for text, expected in tests:
         seconds = min(rules.limits.seconds, until - time.monotonic())
@@ -110,6 +111,7 @@ def judge_stdin(
             status, reason = "timeout", "all tests together"
             break
         result = run_sync(replace(program, stdin=text), replace(rules.limits, seconds=seconds), isolation, cancel)
+        greedy |= result.greedy
         if result.failed_here:
             return Verdict(0, len(tests), "failed_here", result.reason, isolation.unsafe)
         if result.status == "ok" and same_output(result.stdout, expected, rules.tolerance):
@@ -118,7 +120,7 @@ def judge_stdin(
         status, reason = (result.status, result.reason) if result.status != "ok" else (status, "another output")
         if result.status == "timeout" or rules.stop_at_failure:
             break
-    return Verdict(passed, len(tests), status, reason, isolation.unsafe)
+    return Verdict(passed, len(tests), status, reason, isolation.unsafe, greedy)
 
 
 # -- functions
@@ -153,9 +155,11 @@ def checked(line: bytes, nonce: str) -> dict[str, Any] | None:
         return None
 
 
-def _limits(rules: Rules) -> Limits:
-    """A process that answers all calls may live as long as all of them may take."""
-    return replace(rules.limits, seconds=rules.total_seconds, cpu_seconds=rules.limits.cpu_seconds or int(rules.total_seconds) + 2)
+def _limits(rules: Rules, calls: int | None = None) -> Limits:
+    """A process that answers all calls may live as long as all of them may take. So much processor time it has, too."""
+    total = rules.total_seconds
+    cpu = total if calls is None else min(total, rules.limits.seconds * (calls + 1))  # one to load it
+    return replace(rules.limits, seconds=total, cpu_seconds=rules.limits.cpu_seconds or int(cpu) + 2)
 
 
 def _ended(process: Process, passed: int, total: int, unsafe: bool) -> Verdict:
@@ -173,25 +177,32 @@ def judge_calls(
     """One process answers all calls. When it ends or runs out of time the rest count as failed."""
     if isolation.url is not None:
         return _calls_at_once(isolation, code, name, tests, rules)
+    limits = _limits(rules, len(tests))
+    with drive(isolation, "solution", limits, {"main.py": code.encode("utf-8", "surrogatepass")}, cancel) as process:
+        verdict = _called(process, name, tests, rules)
+        return replace(verdict, greedy=process.greedy)
+
+
+def _called(process: Process, name: str, tests: Sequence[tuple[Sequence[Any], Any]], rules: Rules) -> Verdict:
+    unsafe = process.isolation.unsafe
     passed, reason = 0, ""
-    with drive(isolation, "solution", _limits(rules), {"main.py": code.encode("utf-8", "surrogatepass")}, cancel) as process:
-        caller = Caller(process)
-        loaded = caller.ask({}, rules.limits.seconds)
-        if loaded is None:
-            return _ended(process, 0, len(tests), isolation.unsafe)
-        if "raised" in loaded:
-            return Verdict(0, len(tests), "crashed", ": ".join(loaded["raised"]), isolation.unsafe)
-        for args, expected in tests:
-            said = caller.ask({"call": name, "args": encode(list(args)), "kwargs": encode({})}, rules.limits.seconds)
-            if said is None:
-                return _ended(process, passed, len(tests), isolation.unsafe)
-            if "value" in said and same_value(decode(said["value"]), expected, rules.tolerance):
-                passed += 1
-                continue
-            reason = ": ".join(said["raised"]) if "raised" in said else "another value"
-            if rules.stop_at_failure:
-                break
-    return Verdict(passed, len(tests), "judged", reason, isolation.unsafe)
+    caller = Caller(process)
+    loaded = caller.ask({}, rules.limits.seconds)
+    if loaded is None:
+        return _ended(process, 0, len(tests), unsafe)
+    if "raised" in loaded:
+        return Verdict(0, len(tests), "crashed", ": ".join(loaded["raised"]), unsafe)
+    for args, expected in tests:
+        said = caller.ask({"call": name, "args": encode(list(args)), "kwargs": encode({})}, rules.limits.seconds)
+        if said is None:
+            return _ended(process, passed, len(tests), unsafe)
+        if "value" in said and same_value(decode(said["value"]), expected, rules.tolerance):
+            passed += 1
+            continue
+        reason = ": ".join(said["raised"]) if "raised" in said else "another value"
+        if rules.stop_at_failure:
+            break
+    return Verdict(passed, len(tests), "judged", reason, unsafe)
 
 
 def _calls_at_once(isolation: Isolation, code: str, name: str, tests: Sequence[tuple[Sequence[Any], Any]], rules: Rules) -> Verdict:
@@ -212,31 +223,37 @@ def judge_asserts(
     isolation: Isolation, cancel: threading.Event | None, code: str, tests: Sequence[str], entry: str | None, rules: Rules
 ) -> Verdict:
     """Two sandboxes: tests ask, the solution answers, and this function carries the messages between them."""
-    total, asked = len(tests), 0
     own = replace(_limits(rules), packages=rules.limits.packages)
     with drive(isolation, "solution", own, {"main.py": code.encode("utf-8", "surrogatepass")}, cancel) as process:
         with drive(isolation, "asserts", own, {}, cancel) as bench:
-            caller = Caller(process)
-            loaded = caller.ask({}, rules.limits.seconds)
-            if loaded is None:
-                return _ended(process, 0, total, isolation.unsafe)
-            if "raised" in loaded:
-                return Verdict(0, total, "crashed", ": ".join(loaded["raised"]), isolation.unsafe)
-            message: dict[str, Any] = {"tests": list(tests), "entry": entry}
-            while True:
-                nonce = secrets.token_hex(8)
-                line = bench.ask(dumps({"nonce": nonce, **message}), rules.total_seconds)
-                heard = _parsed(line)
-                if heard.get("nonce") != nonce or not heard.keys() & {"passed", "call"}:
-                    return _no_verdict(bench, asked, total, heard, isolation.unsafe)
-                if "passed" in heard:
-                    ok = [flag is True for flag in heard["passed"]]
-                    return Verdict(sum(ok), total, "judged", "; ".join(heard["reasons"])[:500], isolation.unsafe)
-                asked += 1
-                said = caller.ask({key: heard[key] for key in ("call", "args", "kwargs")}, rules.limits.seconds)
-                if said is None:
-                    return _ended(process, 0, total, isolation.unsafe)
-                message = said
+            verdict = _between(process, bench, tests, entry, rules)
+            return replace(verdict, greedy=process.greedy or bench.greedy)
+
+
+def _between(process: Process, bench: Process, tests: Sequence[str], entry: str | None, rules: Rules) -> Verdict:
+    """Carries messages from the tests to the solution and back until there is a verdict."""
+    total, asked, unsafe = len(tests), 0, process.isolation.unsafe
+    caller = Caller(process)
+    loaded = caller.ask({}, rules.limits.seconds)
+    if loaded is None:
+        return _ended(process, 0, total, unsafe)
+    if "raised" in loaded:
+        return Verdict(0, total, "crashed", ": ".join(loaded["raised"]), unsafe)
+    message: dict[str, Any] = {"tests": list(tests), "entry": entry}
+    while True:
+        nonce = secrets.token_hex(8)
+        line = bench.ask(dumps({"nonce": nonce, **message}), rules.total_seconds)
+        heard = _parsed(line)
+        if heard.get("nonce") != nonce or not heard.keys() & {"passed", "call"}:
+            return _no_verdict(bench, asked, total, heard, unsafe)
+        if "passed" in heard:
+            ok = [flag is True for flag in heard["passed"]]
+            return Verdict(sum(ok), total, "judged", "; ".join(heard["reasons"])[:500], unsafe)
+        asked += 1
+        said = caller.ask({key: heard[key] for key in ("call", "args", "kwargs")}, rules.limits.seconds)
+        if said is None:
+            return _ended(process, 0, total, unsafe)
+        message = said
 
 
 def _parsed(line: bytes | None) -> dict[str, Any]:
@@ -259,15 +276,17 @@ def judge_beside(isolation: Isolation, cancel: threading.Event | None, code: str
     """The weak way: tests in the process of the solution, one process per test. Its word is that a secret was printed after the
     last assert, and a solution that reads its own memory or its own file finds that secret. For tests of classes, which cannot be
     passed as plain values, there is no other."""
-    passed, reason = 0, ""
+    passed, status, reason, greedy = 0, "judged", "", False
     until = time.monotonic() + rules.total_seconds
     for test in tests:
         nonce = secrets.token_hex(16)
         seconds = min(rules.limits.seconds, until - time.monotonic())
         if seconds <= 0:
-            return Verdict(passed, len(tests), "timeout", "all tests together", isolation.unsafe)
+            status, reason = "timeout", "all tests together"
+            break
         program = Program(f"{code}\n\n{test}\nprint('\\n' + {nonce!r})\n")
         result = run_sync(program, replace(rules.limits, seconds=seconds), isolation, cancel)
+        greedy |= result.greedy
         if result.failed_here:
             return Verdict(0, len(tests), "failed_here", result.reason, isolation.unsafe)
         if result.status == "ok" and result.stdout.endswith(nonce.encode() + b"\n"):
@@ -275,7 +294,8 @@ def judge_beside(isolation: Isolation, cancel: threading.Event | None, code: str
             continue
         reason = result.reason or result.stderr[-200:].decode("utf-8", "replace")
         if result.status == "timeout":
-            return Verdict(passed, len(tests), "timeout", reason, isolation.unsafe)
+            status = "timeout"
+            break
         if rules.stop_at_failure:
             break
-    return Verdict(passed, len(tests), "judged", reason, isolation.unsafe)
+    return Verdict(passed, len(tests), status, reason, isolation.unsafe, greedy)

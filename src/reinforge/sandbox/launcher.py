@@ -7,8 +7,8 @@ to process 1 from inside are dropped by the kernel, it is not dumpable, and what
 Only the standard library and no package around it: it starts once per run, or once for many (forks.py): then our drivers need not
 be started either. A fork holds nothing of other runs: jobs are read after it. The job comes by `marshal` from our own process, over
 the pipe `control`, whose end of file means that nobody waits any more. Lines on the pipe `report`: `pid N` (process 1, as seen from
-outside), `started`, `exit STATUS CPU RSS`, `memory`, or `error WORDS`. A `go` byte is waited for after `pid`, so that whoever is to
-kill process 1 holds a handle on it before anything foreign runs.
+outside), `started`, `exit STATUS CPU RSS`, `over WHAT` (memory, cpu, descriptors), `greedy`, or `error WORDS`. A `go` byte is waited
+for after `pid`, so that whoever is to kill process 1 holds a handle on it before anything foreign runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import resource
 import select
 import sys
+import time
 from typing import Any
 
 CLONE_ALL = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000  # mnt cgroup uts ipc user pid net
@@ -33,11 +34,16 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NE
 SIGINT, SIGPIPE, SIGXFSZ = 2, 13, 25
 INSIDE = 1000  # uid and gid of the program, as it sees them
 OUTSIDE = 65534  # what they are outside when we are root
-TICK_MS = 40  # how often memory is looked at
+TICK_MS = 40  # how often memory and processor time are looked at
+SPARE_CPU = 0.5  # seconds: a process that is alone over its limit gets the kernel's SIGXCPU first
+GREEDY = 0.5  # seconds of processor that a run wanted or had beyond one core's: those beside it may have starved
+COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")  # lines of /proc/PID/status
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 libc = ctypes.CDLL(None, use_errno=True)
 DRIVERS: dict[str, Any] = {}  # loaded by forks.py
 PREPARED: list[bool] = []  # whether the root and an empty network are there already (forks.py)
+HOST_PROC: list[int] = []  # the /proc of outside, open in process 1 where the run can have none of its own
 
 
 class Failed(Exception):
@@ -150,6 +156,8 @@ def new_root(job: dict[str, Any], whole: bool = True) -> None:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
         mount("/old" + source, target, None, MS_BIND | MS_REC)
         read_only(target, 0 if path.startswith("/dev/") else MS_NODEV)
+    for path in job["empty"]:
+        mount("tmpfs", "/new" + path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,mode=0755")
     for path, text in job["texts"]:
         os.makedirs(os.path.dirname("/new" + path), exist_ok=True)
         with open("/new" + path, "w") as file:
@@ -161,8 +169,8 @@ def new_root(job: dict[str, Any], whole: bool = True) -> None:
     if whole:
         try:
             mount("proc", "/new/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
-        except Failed:  # the host's is masked, as in most containers: then there is none, which is less and not more
-            pass
+        except Failed as error:  # the host's is masked, as in most containers: the run has none, and is measured from outside
+            HOST_PROC.append(host_proc(error))
         if "limits" in job:
             mount_work(job["limits"], "/new/tmp")
     else:
@@ -174,6 +182,16 @@ def new_root(job: dict[str, Any], whole: bool = True) -> None:
     os.chdir("/")
     if whole:
         must("sethostname", b"sandbox", 7)
+
+
+def host_proc(error: Failed) -> int:
+    """A descriptor of the host's /proc, for process 1 alone. Without any /proc there would be no limit on memory: then there is no run."""
+    try:
+        proc = os.open("/old/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.readlink("self", dir_fd=proc)
+    except OSError:
+        raise Failed(f"{error}, and no other /proc to measure memory by") from None
+    return proc
 
 
 def finish_root() -> None:
@@ -215,6 +233,7 @@ def drop(job: dict[str, Any]) -> None:
             value = value if hard == r.RLIM_INFINITY else min(value, hard)
             later = value + 1 if kind == r.RLIMIT_CPU and hard == r.RLIM_INFINITY else value  # a second between SIGXCPU and SIGKILL
             r.setrlimit(kind, (value, later))
+    must("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after exec: its own /proc entries are its own, and process 1 may read them
     must("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if job["filter"]:
         code = ctypes.create_string_buffer(job["filter"], len(job["filter"]))
@@ -268,7 +287,6 @@ def start(job: dict[str, Any], report: int, channel: list[int]) -> None:
         stage = "exec"
         os.write(report, b"started\n")
         if job["driver"] in DRIVERS:
-            must("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after exec: its own /proc entries are its own
             os.close(report)
             become(job)
         os.execve(job["argv"][0], job["argv"], dict(job["env"]))
@@ -277,18 +295,96 @@ def start(job: dict[str, Any], report: int, channel: list[int]) -> None:
     os._exit(127)
 
 
-def memory_used(work: str) -> int:
-    """Memory of all processes in here that is no file's, shared among them or not, and the files. Files that are mapped count twice."""
-    files = os.statvfs(work)
-    total = (files.f_blocks - files.f_bfree) * files.f_frsize
-    for name in os.listdir("/proc"):
-        if name.isdigit() and name != "1":
+class Meter:
+    """What all processes of a run have and use together, as process 1 sees it. Look at it from time to time."""
+
+    def __init__(self, work: str):
+        self.work = work
+        self.memory = 0  # bytes that are no file's, shared or not, in memory or swapped out, and the files; mapped files count twice
+        self.cpu = 0.0  # seconds, those of processes that have ended included
+        self.greedy = False  # whether it ever had, or would have had, more than one core for a while
+        self._started = self._looked = time.monotonic()
+        self._reaped = self._sum = self._wanted = 0.0
+        self._slots: dict[str, int] = {}  # room for descriptors, by process
+        self._proc = HOST_PROC[0] if HOST_PROC else os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        if self._proc not in HOST_PROC:
+            os.close(self._proc)
+
+    def ended(self, used: Any) -> None:
+        """Process 1 has waited for one: its processor time and that of the children it had waited for."""
+        self._reaped += used.ru_utime + used.ru_stime
+
+    def look(self) -> None:
+        files = os.statvfs(self.work)
+        self.memory = (files.f_blocks - files.f_bfree) * files.f_frsize
+        self._slots = {}
+        seconds, runnable = self._reaped, 0
+        for process in self._processes():
             try:
-                with open(f"/proc/{name}/status", "rb") as file:
-                    total += sum(int(line.split()[1]) * 1024 for line in file if line.startswith((b"RssAnon:", b"RssShmem:")))
+                fields = self._read(f"{process}/stat").rpartition(b")")[2].split()
+                runnable += fields[0] == b"R"
+                seconds += sum(map(int, fields[11:15])) / TICKS_PER_SECOND  # its own, and that of children it waited for
+                for line in self._read(f"{process}/status").splitlines():
+                    if line.startswith(COUNTED):
+                        self.memory += int(line.split()[1]) * 1024
+                    elif line.startswith(b"FDSize:"):
+                        self._slots[process] = int(line.split()[1])
             except (OSError, IndexError, ValueError):
                 pass  # it has just ended
-    return total
+        self._add(seconds, runnable)
+
+    def _add(self, seconds: float, runnable: int) -> None:
+        """A process that nobody waited for leaves the sum with its seconds: what was seen once stays counted."""
+        self.cpu += max(0.0, seconds - self._sum)
+        self._sum = seconds
+        now = time.monotonic()
+        self._wanted += max(0, runnable - 1) * (now - self._looked)
+        self._looked = now
+        self.greedy |= max(self._wanted, self.cpu - (now - self._started)) > GREEDY
+
+    def _read(self, name: str) -> bytes:
+        fd = os.open(name, os.O_RDONLY, dir_fd=self._proc)
+        try:
+            return os.read(fd, 8192)
+        finally:
+            os.close(fd)
+
+    def more_descriptors_than(self, limit: int) -> bool:
+        """They are counted only where there is room for so many: room comes in powers of two, from 64."""
+        if sum(self._slots.values()) <= limit:
+            return False
+        return sum(self._open_files(process, room) for process, room in self._slots.items()) > limit
+
+    def _open_files(self, process: str, room: int) -> int:
+        try:
+            fd = os.open(f"{process}/fd", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+        except FileNotFoundError:
+            return 0
+        except OSError:  # it does not let us look
+            return room
+        try:
+            return len(os.listdir(fd))
+        finally:
+            os.close(fd)
+
+    def _processes(self) -> list[str]:
+        """All but process 1: what its own /proc lists, or whatever descends from it in the host's."""
+        if not HOST_PROC:
+            return [name for name in os.listdir(self._proc) if name.isdigit() and name != "1"]
+        parents: dict[str, list[str]] = {}
+        for name in os.listdir(self._proc):
+            if name.isdigit():
+                try:
+                    parent = self._read(f"{name}/stat").rpartition(b")")[2].split()[1].decode()
+                except (OSError, IndexError):
+                    continue
+                parents.setdefault(parent, []).append(name)
+        found = list(parents.get(os.readlink("self", dir_fd=self._proc), ()))
+        for name in found:  # grows while it is walked
+            found += parents.get(name, ())
+        return found
 
 
 def first_process() -> None:
@@ -298,11 +394,13 @@ def first_process() -> None:
     must("prctl", PR_SET_PDEATHSIG, 9, 0, 0, 0)  # after the change of uid, which clears it
 
 
-def watch(main: int, control: int, report: int, memory: int | None, work: str) -> None:
-    """Reaps whatever dies and looks at memory until the program ends, has too much, or nobody waits for it."""
+def watch(main: int, control: int, report: int, limits: dict[str, Any], work: str, measured: bool = True) -> None:
+    """Reaps whatever dies and looks at what is used until the program ends, has too much, or nobody waits for it."""
     ended, poll = os.pidfd_open(main), select.poll()
     poll.register(ended, select.POLLIN)
     poll.register(control, 0)  # only its end: whoever asked has gone
+    meter = Meter(work) if measured else None
+    greedy = False
     try:
         while True:
             if control in [fd for fd, _ in poll.poll(TICK_MS)]:
@@ -313,15 +411,31 @@ def watch(main: int, control: int, report: int, memory: int | None, work: str) -
                 except ChildProcessError:
                     break
                 if pid == main:
-                    os.write(report, f"exit {status} {used.ru_utime + used.ru_stime:.3f} {used.ru_maxrss}\n".encode())
+                    seconds = max(used.ru_utime + used.ru_stime, meter.cpu if meter else 0.0)
+                    os.write(report, f"exit {status} {seconds:.3f} {used.ru_maxrss}\n".encode())
                     return
                 if pid == 0:
                     break
-            if memory and memory_used(work) > memory:
-                os.write(report, b"memory\n")
-                return
+                if meter is not None:
+                    meter.ended(used)
+            if meter is None:
+                continue
+            meter.look()
+            if meter.greedy and not greedy:
+                greedy = True
+                os.write(report, b"greedy\n")
+            for name, used_up in (
+                ("memory", meter.memory > limits["memory"]),
+                ("cpu", meter.cpu > limits["cpu"] + SPARE_CPU),
+                ("descriptors", meter.more_descriptors_than(limits["descriptors_in_all"])),
+            ):
+                if used_up:
+                    os.write(report, f"over {name}\n".encode())
+                    return
     finally:
         os.close(ended)
+        if meter is not None:
+            meter.close()
 
 
 def inner(job: dict[str, Any], control: int, report: int, channel: list[int]) -> None:
@@ -340,7 +454,7 @@ def inner(job: dict[str, Any], control: int, report: int, channel: list[int]) ->
         start(job, report, channel)
     for fd in (0, 1, 2, *channel):
         os.close(fd)
-    watch(main, control, report, None if job["mode"] == "bare" else job["limits"]["memory"], job["work"])
+    watch(main, control, report, job["limits"], job["work"], measured=job["mode"] != "bare")
 
 
 def run(handed: list[int], boxed: bool = False) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from reinforge.core.errors import InputError
 from reinforge.sandbox.isolation import Backend, Isolation, choose
@@ -47,16 +49,62 @@ def drive(isolation: Isolation, module: str, limits: Limits, files: dict[str, by
     return Process(isolation, argv, files | ours, limits, channel=True, cancel=cancel, driver=module)
 
 
+class Turns:
+    """Who runs beside whom: many at once, or one with nobody beside it. Used by the threads of a pool."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running: dict[object, float] = {}  # since when
+        self._alone = 0  # how many wait to be alone, or are
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
+            turn = object()
+            self._running[turn] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._running[turn]
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until those that run are done; those that come later wait for this one."""
+        with self._changed:
+            self._alone += 1
+            self._changed.wait_for(lambda: not self._running)
+            turn = object()
+            self._running[turn] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone -= 1
+                del self._running[turn]
+                self._changed.notify_all()
+
+    def running_since(self, moment: float) -> bool:
+        """Whether one is still running that had begun before that moment."""
+        with self._changed:
+            return any(since < moment for since in self._running.values())
+
+
 class Pool:
     """At most `size` contained runs at once; more wait for their turn. Cancelling a call kills its run. `warm`: each thread has a
     process that judges for it and a launcher that is up already: a run then takes a quarter of the processor time, and next to
-    none of this process."""
+    none of this process. `note` is told what each call returned before its turn is over."""
+
+    note: Callable[[Any], None] | None = None
 
     def __init__(
         self, size: int | None = None, *, backend: Backend = "auto", allow_unsafe: bool = False, url: str | None = None, warm: bool = False
     ):
         self.isolation = Isolation("remote", url) if url else choose(backend, allow_unsafe)
         self._workers = Workers() if warm and url is None else None
+        self._turns = Turns()
         size = size or os.cpu_count() or 1
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="sandbox")
         if (workers := self._workers) is not None:  # they start while there is nothing to judge yet
@@ -65,18 +113,36 @@ class Pool:
 
     async def call(self, function: Callable[Concatenate[Isolation, threading.Event, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`function(isolation, cancel, ...)` in a thread of the pool."""
+        return await self._in(self._turns.beside, function, args, kwargs)
+
+    async def call_alone(self, function: Callable[Concatenate[Isolation, threading.Event, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same, with nothing else of this pool running."""
+        return await self._in(self._turns.alone, function, args, kwargs)
+
+    async def _in(self, turn: Callable[[], AbstractContextManager[None]], function: Callable[..., T], args: Any, kwargs: Any) -> T:
         cancel = threading.Event()
-        if (workers := self._workers) is not None:
-            future = asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: workers.call(function, self.isolation, cancel, *args, **kwargs)
-            )
-        else:
-            future = asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(self.isolation, cancel, *args, **kwargs))
+
+        def go() -> T:
+            with turn():
+                if cancel.is_set():
+                    raise OSError("cancelled")
+                if self._workers is not None:
+                    value: T = self._workers.call(function, self.isolation, cancel, *args, **kwargs)
+                else:
+                    value = function(self.isolation, cancel, *args, **kwargs)
+                if self.note is not None:
+                    self.note(value)
+                return value
+
         try:
-            return await future
+            return await asyncio.get_running_loop().run_in_executor(self._threads, go)
         except asyncio.CancelledError:
             cancel.set()
             raise
+
+    def running_since(self, moment: float) -> bool:
+        """Whether a call is still running that had begun before that moment (of the monotonic clock)."""
+        return self._turns.running_since(moment)
 
     async def run(self, program: Program, limits: Limits = DEFAULT) -> Result:
         return await self.call(_run, program, limits)

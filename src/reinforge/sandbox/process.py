@@ -43,6 +43,7 @@ class Process:
         self._pidfd: int | None = None
         self._forks: zygote.Zygote | None = None
         self._struck = False
+        self.greedy = False  # whether it took, or wanted, more than one core for a while
         self._started = self._ended = 0.0
         self._born = time.monotonic()
         self._give_up = float("inf")
@@ -174,8 +175,10 @@ class Process:
                 self._go(int(rest_of_line))
             elif word == "started":
                 self._started = time.monotonic()
-            elif word == "memory":
-                self._kill("memory", f"more than {self.limits.memory_mb} MB in all")
+            elif word == "over":
+                self._kill(*self._over_what(rest_of_line))
+            elif word == "greedy":
+                self.greedy = True
             elif word == "error":
                 self._kill("refused", rest_of_line)
             elif word == "clean" and isinstance(self._popen, zygote.Box):
@@ -186,9 +189,20 @@ class Process:
                 if self.isolation.unsafe:
                     self._strike()  # nothing else ends what it left behind
 
+    def _over_what(self, name: str) -> tuple[Status, str]:
+        """What a run is killed as, and the reason, when all its processes together have too much."""
+        if name == "cpu":
+            return "timeout", "processor time of all its processes"
+        if name == "descriptors":
+            return "memory", f"more than {self.limits.descriptors_in_all} open files in all"
+        return "memory", f"more than {self.limits.memory_mb} MB in all"
+
     def _go(self, pid: int) -> None:
         """Process 1 of the run waits for this; from here on we hold a handle that can never mean another process."""
-        self._pidfd = os.pidfd_open(pid)
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # it failed meanwhile: the report says at what
+            return
         self._send("control", b"g")
 
     # -- time
@@ -275,7 +289,7 @@ class Process:
             how, reason = self._judged(code, number)
         seconds = max(self._ended - self._started, 0.0) if self._started else 0.0
         stdout, stderr = bytes(self._out["stdout"]), bytes(self._out["stderr"])
-        return Result(how, code, number, stdout, stderr, seconds, cpu, memory, reason, self.isolation.unsafe)
+        return Result(how, code, number, stdout, stderr, seconds, cpu, memory, reason, self.isolation.unsafe, self.greedy)
 
     def _judged(self, code: int | None, number: int | None) -> tuple[Status, str]:
         if number in (signal.SIGXCPU,):

@@ -14,6 +14,7 @@ from reinforge.core.errors import InputError
 Status = Literal["ok", "timeout", "memory", "output", "crashed", "killed", "refused"]
 WORK = "/tmp"  # the only place a contained program may write to; private, capped, gone with it
 LANGUAGES = ("python", "c", "bash", "node")
+SYSTEM_TOOLS = ("/usr/bin", "/bin")
 MIB = 1 << 20
 
 
@@ -35,17 +36,18 @@ class Limits:
     """What one run may use. Beyond `seconds`, `memory_mb` or `output_kb` all its processes are killed."""
 
     seconds: float = 10.0  # wall clock, monotonic, from the moment the program starts
-    cpu_seconds: int | None = None  # per process; None: `seconds`, rounded up, plus one
+    cpu_seconds: int | None = None  # of all its processes together; None: `seconds`, rounded down, plus two
     memory_mb: int = 512  # of all its processes together, files included; also the address space of each (not for node)
     output_kb: int = 1024  # of stdout, and again of stderr
     disk_mb: int = 64
     files: int = 4096  # how many files there may be
     processes: int = 32
     descriptors: int = 256
+    descriptors_in_all: int = 512  # pipes and sockets hold memory that is counted nowhere else
     packages: tuple[str, ...] = ()  # folders that Python programs may import from, read only
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "memory_mb", "output_kb", "disk_mb", "files", "processes", "descriptors"):
+        for name in ("seconds", "memory_mb", "output_kb", "disk_mb", "files", "processes", "descriptors", "descriptors_in_all"):
             if not 0 < getattr(self, name) < 1e9:
                 raise InputError(f"{name} must be above 0, not {getattr(self, name)}.", where=f"limits.{name}")
 
@@ -60,10 +62,11 @@ class Result:
     stdout: bytes = b""
     stderr: bytes = b""
     seconds: float = 0.0  # wall clock of the program
-    cpu_seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of all its processes
     memory_mb: float = 0.0  # largest resident size of one process
     reason: str = ""  # in words, where the status does not say it all
     unsafe: bool = False  # ran without containment, because allow_unsafe said so
+    greedy: bool = False  # took, or wanted, more than one core for a while: those beside it may have starved
 
     @property
     def failed_here(self) -> bool:
@@ -102,11 +105,27 @@ def command(program: Program, limits: Limits) -> tuple[list[str], dict[str, byte
     raise InputError(f"unknown language {program.language!r}.", where="language", fix=f"There are: {', '.join(LANGUAGES)}.")
 
 
+def tools() -> list[str]:
+    """Programs of other languages that are installed outside the folders of the system, each a single file."""
+    found = (_tool(name) for name in ("bash", "node"))
+    return [path for path in found if path is not None and not path.startswith(SYSTEM_TOOLS)]
+
+
+def _tool(name: str) -> str | None:
+    """Where it is. A compiler is more than one file, so only the system's is used."""
+    path = shutil.which(name, path=":".join(SYSTEM_TOOLS)) or (shutil.which(name) if name != "gcc" else None)
+    return None if path is None else str(Path(path).absolute())
+
+
 def _found(name: str) -> str:
-    path = shutil.which(name, path="/usr/local/bin:/usr/bin:/bin") or shutil.which(name)
+    path = _tool(name)
     if path is None:
-        raise InputError(f"{name} is not installed here.", where="language", fix=f"Install {name}, or choose another language.")
-    return str(Path(path).absolute())
+        raise InputError(
+            f"{name} is not installed here.",
+            where="language",
+            fix=f"Install {name} (the system's package), or choose another language.",
+        )
+    return path
 
 
 def _bytes(text: str | bytes) -> bytes:

@@ -1,7 +1,10 @@
 """The system calls that a contained program may not make, as a BPF program for the kernel.
 
-Namespaces and an ordinary uid already take most of these away; what is refused here is also gone where those have a hole, and so is
-memory that no limit counts (memfd, System V segments). Names and numbers are the kernel's, for the two machines we know.
+Namespaces and an ordinary uid already take most of these away.
+What is refused here is also gone where those have a hole, and so is memory that no limit counts:
+memory files, System V segments, shared memory without a file, huge pages, pages given to a pipe.
+Names and numbers are the kernel's, for the two machines we know.
+A call newer than the last one we know does not exist here; a call of another ABI ends the program.
 """
 
 from __future__ import annotations
@@ -9,45 +12,164 @@ from __future__ import annotations
 import platform
 import struct
 
-EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
+SILENTLY, EPERM, ENOSYS, EAFNOSUPPORT = 0, 1, 38, 97
 AF_UNIX = 1
+SOL_SOCKET, BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and their FORCE twins
 NEW_NAMESPACE = 0x7E020000  # the CLONE_NEW* flags of clone(2)
 TERMINAL_INPUT = (0x5412, 0x541C)  # ioctl TIOCSTI, TIOCLINUX: type into somebody's terminal
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
+F_SETPIPE_SZ = 1031
+PR_SET_DUMPABLE = 4
+LAST = 456  # futex_requeue, Linux 6.7; the same number on both machines, as all since 424
 
 # name: (x86_64, aarch64); None: the machine has no such call
 DENIED: dict[str, tuple[int | None, int | None]] = {
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "pidfd_getfd": (438, 438),
-    "process_madvise": (440, 440), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
-    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "fspick": (433, 433), "mount_setattr": (442, 442), "unshare": (272, 97), "setns": (308, 268), "keyctl": (250, 219),
-    "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
-    "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "syslog": (103, 116), "acct": (163, 89), "quotactl": (179, 60),
-    "quotactl_fd": (443, 443), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None), "ioperm": (173, None),
-    "modify_ldt": (154, None), "uselib": (134, None), "vhangup": (153, 58), "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265), "lookup_dcookie": (212, 18), "personality": (135, 92), "fanotify_init": (300, 262),
-    "move_pages": (279, 239), "migrate_pages": (256, 238), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
-    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),  # a socket of a pair stays one,
-    "sendmsg": (46, 211), "sendmmsg": (307, 269),  # ... and nothing is passed through it that could outlive its process
-    "inotify_init": (253, None), "inotify_init1": (294, 26),  # counted for the user that we are outside
-}  # fmt: skip
+    # other processes: their memory, descriptors, pages
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
+    # mounts, roots and namespaces
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
+    # the kernel itself
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "syslog": (103, 116),
+    "acct": (163, 89),
+    "lookup_dcookie": (212, 18),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "uselib": (134, None),
+    "vhangup": (153, 58),
+    "personality": (135, 92),
+    # the clock and the name of the machine
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    # what outlives a process: keys, segments, queues, files without a name
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    # a socket of a pair stays one, and nothing is passed through it that could outlive its process
+    "bind": (49, 200),
+    "connect": (42, 203),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    # counted for the user that we are outside, or for the whole machine
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "io_setup": (206, 0),
+    "ioprio_set": (251, 30),
+    # one byte of a huge page, given to a pipe, keeps all of it
+    "vmsplice": (278, 75),
+}
+QUIET = {  # said to be done and not done: they would write out all that the whole machine holds back
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+}
+OWN = {  # only for the caller itself (0): process 1, which watches the run, may be the same user
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
+    "prlimit64": (302, 261),
+}
 SPECIAL = {
     "clone": (56, 220),
     "clone3": (435, 435),
     "socket": (41, 198),
     "socketpair": (53, 199),
+    "setsockopt": (54, 208),
     "ioctl": (16, 29),
+    "fcntl": (72, 25),
+    "mmap": (9, 222),
     "sendto": (44, 206),
-    "prlimit64": (302, 261),
+    "setpriority": (141, 140),
+    "prctl": (157, 167),
 }
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
 
-LOAD, JEQ, JGE, JSET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-ALLOW, KILL = 0x7FFF0000, 0x80000000
-NR, ARCH, ARG0, ARG1, ARG4 = 0, 4, 16, 24, 48  # offsets in struct seccomp_data; the low halves of little-endian arguments
+LOAD, JEQ, JGE, JSET, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+NR, ARCH, ARGS = 0, 4, 16  # offsets in struct seccomp_data, little-endian
+X32 = 0x40000000  # the bit that its numbers have
+ON, REFUSE, ALLOW_IT = range(3)  # where a step goes
+Step = tuple[int, int, int, int]  # operation, operand, where to if it holds, where to if not
+
+
+class Filter:
+    """Instructions in the making. A filter is asked about one call, so each case ends in a verdict or goes on to the next."""
+
+    def __init__(self) -> None:
+        self.code: list[bytes] = []
+
+    def emit(self, op: int, k: int, true: int = 0, false: int = 0) -> None:
+        self.code.append(struct.pack("<HBBI", op, true, false, k))
+
+    def refuse(self, nr: int, errno: int) -> None:
+        """A call that is refused whatever its arguments are."""
+        self.emit(JEQ, nr, 0, 1)
+        self.emit(RETURN, ERRNO | errno)
+
+    def case(self, nr: int, errno: int, *steps: Step) -> None:
+        """A call that its arguments decide on: the steps jump to `REFUSE`, to `ALLOW_IT`, or go `ON`."""
+        self.emit(JEQ, nr, 0, len(steps) + 2)
+        for i, (op, k, true, false) in enumerate(steps):
+            left = len(steps) - i - 1  # instructions between the next one and the verdicts
+            self.emit(op, k, *(0 if to == ON else left + (to == ALLOW_IT) for to in (true, false)))
+        self.emit(RETURN, ERRNO | errno)
+        self.emit(RETURN, ALLOW)
+
+
+def load(number: int, high: bool = False) -> Step:
+    """One half of an argument, the lower unless asked for the other."""
+    return LOAD, ARGS + 8 * number + 4 * high, ON, ON
 
 
 def bpf_filter(machine: str | None = None) -> bytes | None:
@@ -56,56 +178,63 @@ def bpf_filter(machine: str | None = None) -> bytes | None:
     if found is None:
         return None
     column, arch = found
-    code: list[bytes] = []
-
-    def emit(op: int, k: int, true: int = 0, false: int = 0) -> None:
-        code.append(struct.pack("<HBBI", op, true, false, k))
-
-    def refuse(errno: int) -> None:
-        emit(RETURN, 0x00050000 | errno)
-
-    emit(LOAD, ARCH)
-    emit(JEQ, arch, 1, 0)
-    emit(RETURN, KILL)  # another ABI would have other numbers
-    emit(LOAD, NR)
+    f = Filter()
+    f.emit(LOAD, ARCH)
+    f.emit(JEQ, arch, 1, 0)
+    f.emit(RETURN, KILL)  # another ABI would have other numbers
+    f.emit(LOAD, NR)
     if column == 0:
-        emit(JGE, 0x40000000, 0, 1)  # x32
-        refuse(ENOSYS)
+        f.emit(JGE, X32, 0, 1)
+        f.emit(RETURN, KILL)
+    f.emit(JGE, LAST + 1, 0, 1)
+    f.emit(RETURN, ERRNO | ENOSYS)
     for numbers in DENIED.values():
-        if numbers[column] is not None:
-            emit(JEQ, int(numbers[column] or 0), 0, 1)
-            refuse(EPERM)
-    number = {name: numbers[column] for name, numbers in SPECIAL.items()}
-    emit(JEQ, number["clone3"], 0, 1)  # its flags are in memory, out of a filter's sight; libc falls back to clone
-    refuse(ENOSYS)
-    emit(JEQ, number["socket"], 0, 1)
-    refuse(EAFNOSUPPORT)
-    emit(JEQ, number["clone"], 0, 4)
-    emit(LOAD, ARG0)
-    emit(JSET, NEW_NAMESPACE, 0, 1)
-    refuse(EPERM)
-    emit(RETURN, ALLOW)
-    emit(JEQ, number["socketpair"], 0, 4)  # unix pairs stay: asyncio is built on one
-    emit(LOAD, ARG0)
-    emit(JEQ, AF_UNIX, 1, 0)
-    refuse(EAFNOSUPPORT)
-    emit(RETURN, ALLOW)
-    emit(JEQ, number["prlimit64"], 0, 4)  # only its own: another's need no more than the same user, and process 1 may be that
-    emit(LOAD, ARG0)
-    emit(JEQ, 0, 1, 0)
-    refuse(EPERM)
-    emit(RETURN, ALLOW)
-    emit(JEQ, number["sendto"], 0, 6)  # only to the other end: an address needs no bind to be heard by who runs beside
-    emit(LOAD, ARG4)
-    emit(JEQ, 0, 0, 2)
-    emit(LOAD, ARG4 + 4)
-    emit(JEQ, 0, 1, 0)
-    refuse(EPERM)
-    emit(RETURN, ALLOW)
-    emit(JEQ, number["ioctl"], 0, 4)
-    emit(LOAD, ARG1)
-    emit(JEQ, TERMINAL_INPUT[0], 1, 0)
-    emit(JEQ, TERMINAL_INPUT[1], 0, 1)
-    refuse(EPERM)
-    emit(RETURN, ALLOW)
-    return b"".join(code)
+        nr = numbers[column]
+        if nr is not None:
+            f.refuse(nr, EPERM)
+    for numbers in QUIET.values():
+        f.refuse(numbers[column], SILENTLY)
+    for numbers in OWN.values():
+        f.case(numbers[column], EPERM, load(0), (JEQ, 0, ALLOW_IT, REFUSE))
+    _by_arguments(f, {name: numbers[column] for name, numbers in SPECIAL.items()})
+    f.emit(RETURN, ALLOW)
+    return b"".join(f.code)
+
+
+def _by_arguments(f: Filter, number: dict[str, int]) -> None:
+    """The calls of which only some uses are refused."""
+    f.refuse(number["clone3"], ENOSYS)  # its flags are in memory, out of a filter's sight; libc falls back to clone
+    f.refuse(number["socket"], EAFNOSUPPORT)
+    f.case(number["clone"], EPERM, load(0), (JSET, NEW_NAMESPACE, REFUSE, ALLOW_IT))
+    f.case(number["socketpair"], EAFNOSUPPORT, load(0), (JEQ, AF_UNIX, ALLOW_IT, REFUSE))  # asyncio is built on one
+    f.case(
+        number["mmap"],
+        EPERM,
+        load(3),
+        (JSET, MAP_HUGETLB, REFUSE, ON),  # of a store that the whole machine shares
+        (AND, MAP_SHARED | MAP_ANONYMOUS, ON, ON),
+        (JEQ, MAP_SHARED | MAP_ANONYMOUS, REFUSE, ALLOW_IT),  # its pages stay when they are unmapped: nobody would count them
+    )
+    f.case(
+        number["sendto"],  # only to the other end: an address needs no bind to be heard by who runs beside
+        EPERM,
+        load(4),
+        (JEQ, 0, ON, REFUSE),
+        load(4, high=True),
+        (JEQ, 0, ALLOW_IT, REFUSE),
+    )
+    f.case(number["setpriority"], EPERM, load(0), (JEQ, 0, ON, REFUSE), load(1), (JEQ, 0, ALLOW_IT, REFUSE))
+    f.case(number["prctl"], EPERM, load(0), (JEQ, PR_SET_DUMPABLE, REFUSE, ALLOW_IT))  # process 1 could not look at it any more
+    f.case(number["fcntl"], EPERM, load(1), (JEQ, F_SETPIPE_SZ, REFUSE, ALLOW_IT))
+    sizes: list[Step] = [(JEQ, size, REFUSE, ON) for size in BUFFER_SIZES]
+    f.case(
+        number["setsockopt"],
+        EPERM,
+        load(1),
+        (JEQ, SOL_SOCKET, ON, ALLOW_IT),
+        load(2),
+        *sizes[:-1],
+        (JEQ, BUFFER_SIZES[-1], REFUSE, ALLOW_IT),
+    )
+    first, second = TERMINAL_INPUT
+    f.case(number["ioctl"], EPERM, load(1), (JEQ, first, REFUSE, ON), (JEQ, second, REFUSE, ALLOW_IT))

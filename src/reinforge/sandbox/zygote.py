@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reinforge.sandbox.isolation import TEXTS, layout
+from reinforge.sandbox.isolation import TEXTS, layout, root_of
 from reinforge.sandbox.program import interpreter
 
 FORKS = Path(__file__).with_name("forks.py")
@@ -119,8 +119,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self._boxes: list[Box] = []  # idle
-        binds, links = layout()
-        job = json.dumps({"prepare": _prepares, "binds": binds, "links": links, "texts": TEXTS})
+        job = json.dumps({"prepare": _prepares, "texts": TEXTS, **root_of(layout())})
         self._popen = subprocess.Popen(
             [interpreter(), "-I", "-B", "-X", "utf8", str(FORKS), str(theirs.fileno()), job], pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={}, cwd="/", start_new_session=True,
