@@ -123,7 +123,7 @@ def test_a_row_whose_tests_make_no_sense_is_unscored_and_the_others_are_not(unre
     reward = CodeReward(entry_point="add", backend="namespaces", warm=False, workers=1).open()
     good = [[[2, 3], 5]]
     outcome = asyncio.run(reward([RIGHT, RIGHT, WRONG], tests=[good, unreadable, good]))
-    assert outcome.scores == [1.0, None, 0.0]
+    assert outcome.scores == [1.0, None, 0.0] and outcome.lost == {1} and outcome.sandbox == 0
     assert reward.counts["unusable tests"] == 1 and reward.unusable and reward.pool is not None
     reward.pool.close()
 

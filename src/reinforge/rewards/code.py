@@ -180,9 +180,13 @@ class CodeReward:
         )  # the same program with the same tests is run once
         verdicts = [found.get(name) for name in names]
         ran = [v for v in verdicts if v is not None]
-        lost = frozenset(i for i, v in enumerate(verdicts) if v is not None and v.failed_here)
+        failed = {i for i, v in enumerate(verdicts) if v is not None and v.failed_here}
+        unusable = {
+            i for i, (given, tests) in enumerate(zip(columns[self.tests], parsed, strict=True)) if given is not None and tests is None
+        }
+        lost = frozenset(failed | unusable)
         scores = [self.score(v) for v in verdicts]
-        return Outcome(scores, sandbox=len(lost), unsafe=sum(v.unsafe for v in ran), lost=lost)
+        return Outcome(scores, sandbox=len(failed), unsafe=sum(v.unsafe for v in ran), lost=lost)
 
     def _parsed(self, given: Any, entry: str | None) -> Tests | None:
         """None for a row without tests, and for one whose tests make no sense: that row is unscored, and the others are not."""
