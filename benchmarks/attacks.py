@@ -14,19 +14,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import os
 import resource
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1] / "tests"), os.environ.get("PYTHONPATH", "")])
-from attack_lists import bombs, escapes, restatements
+from attack_lists import bombs, escapes, restatements, web
 from reinforge.config.schema import RewardConfig
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
@@ -151,6 +158,119 @@ def gates() -> Cases:
     for role in escapes.ROLES:
         for verb in escapes.VERBS:
             yield f"{verb!r} where the reward is a {role}", asyncio.run(total(role, verb)) is None
+
+
+@attacks("serve: hostile requests")
+def hostile_requests() -> Cases:
+    """A real server of a toy model. While each is sent, a client asks again and again for a completion, and gets it."""
+    with reinforge_serve() as server:
+        for hostile in web.REQUESTS:
+            with server.honest_client() as client:
+                status = server.ask(hostile.path, hostile.body)[0]
+            refused = status == hostile.status or (hostile.status == 413 and status == 0)
+            yield hostile.name, refused and client.answered
+
+
+@attacks("serve: rude connections")
+def rude_connections() -> Cases:
+    """The server ends each of them by itself; five hundred half-sent headers at once leave room, and no flood in the log."""
+    with reinforge_serve() as server:
+        for rude in web.CONNECTIONS:
+            with server.honest_client() as client:
+                ended = server.ends(rude)
+            yield rude.name, ended and client.answered
+        with ExitStack() as held, server.honest_client() as client:
+            for _ in range(520):
+                with suppress(OSError):  # the server may have had enough already
+                    held.enter_context(server.connect()).sendall(web.HALF)
+        yield "520 half-sent headers", client.answered
+        yield "and what all this wrote to the log", server.log.stat().st_size < 1 << 20
+
+
+class Server:
+    """`reinforge serve` with a toy model, 256 open files and little patience."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, port: int):
+        self.process, self.log, self.port = process, log, port
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=0.1)
+
+    def ask(self, path: str, body: bytes, seconds: float = 60.0) -> tuple[int, bytes]:
+        """Status 0: it was cut."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        try:
+            connection.request("POST", path, body)
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+        except (OSError, http.client.HTTPException):
+            return 0, b""
+        finally:
+            connection.close()
+
+    def ends(self, rude: web.Rude, seconds: float = 60.0) -> bool:
+        until = time.monotonic() + seconds
+        with self.connect() as connection:
+            connection.sendall(rude.said)
+            while time.monotonic() < until:
+                try:
+                    connection.sendall(rude.more)
+                    if not connection.recv(65536):
+                        return True
+                except TimeoutError:
+                    continue
+                except OSError:
+                    return True
+        return False
+
+    @contextmanager
+    def honest_client(self) -> Iterator[HonestClient]:
+        client = HonestClient(self)
+        client.start()
+        try:
+            yield client
+        finally:
+            client.done.set()
+            client.join()
+
+
+class HonestClient(threading.Thread):
+    """Asks for a completion until it is done, and once after that; each must come in time."""
+
+    def __init__(self, server: Server):
+        super().__init__(daemon=True)
+        self.server, self.done, self.answered = server, threading.Event(), True
+
+    def run(self) -> None:
+        last = False
+        while self.answered and not last:
+            last = self.done.is_set()
+            self.answered = self.server.ask(web.COMPLETIONS, b'{"prompt": "hi", "max_tokens": 2}', SECONDS)[0] == 200
+            time.sleep(0.05)
+
+
+@contextmanager
+def reinforge_serve() -> Iterator[Server]:
+    from serving import make_chat_model
+
+    def few_files() -> None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+
+    with tempfile.TemporaryDirectory() as folder:
+        model, log = make_chat_model(Path(folder) / "model"), Path(folder) / "log"
+        command = [sys.executable, "-m", "reinforge", "serve", model, "--port", "0", "--kv-gib", "0.05"]
+        command += ["--header-seconds", "2", "--body-seconds", "4"]
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=out, preexec_fn=few_files)
+        try:
+            assert process.stdout is not None
+            told = process.stdout.readline().decode()  # NAME: http://127.0.0.1:PORT/v1  (Ctrl-C ends)
+            assert "http://" in told, log.read_text()
+            yield Server(process, log, int(told.partition("http://127.0.0.1:")[2].partition("/")[0]))
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
 
 
 def main() -> None:

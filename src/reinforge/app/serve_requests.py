@@ -141,7 +141,8 @@ def parsed(kind: type[R], body: bytes) -> R:
     """The request in a body, or an error that names the field."""
     try:
         value = json.loads(body, parse_constant=_no_constant)
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        if b"\\u" in body:
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair, which only an escape can write, is no text
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, Mapping):

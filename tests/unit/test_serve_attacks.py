@@ -1,0 +1,72 @@
+"""Every hostile request gets the status it deserves, every rude connection is ended by the server, and honest clients are answered."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from attack_lists import web
+from reinforge.app.serve_http import Limits
+from serving import make_chat_model, served_model
+
+pytestmark = pytest.mark.timeout(120)
+LIMITS = Limits(connections=32, header_seconds=0.5, body_seconds=1.0)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    model = make_chat_model(tmp_path_factory.mktemp("chat") / "model")
+    with served_model(model, limits=LIMITS) as (url, _):
+        yield urlsplit(url).netloc
+
+
+def ask(address: str, path: str, body: bytes) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address, timeout=100)
+    try:
+        connection.request("POST", path, body)
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+def still_answers(address: str) -> bool:
+    status, said = ask(address, web.COMPLETIONS, b'{"prompt": "hi", "max_tokens": 2}')
+    return status == 200 and json.loads(said)["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("hostile", web.REQUESTS, ids=lambda h: h.name)
+def test_a_hostile_request_is_refused_and_others_are_answered(address: str, hostile: web.Hostile) -> None:
+    try:
+        status, said = ask(address, hostile.path, hostile.body)
+    except (BrokenPipeError, ConnectionResetError):  # it was refused before it was read to its end
+        assert hostile.status == 413
+    else:
+        assert status == hostile.status and json.loads(said)["error"]["message"], said[:300]
+        assert len(said) < 10_000 or hostile.status == 404, "an answer does not repeat what it was sent"
+    assert still_answers(address)
+
+
+@pytest.mark.parametrize("rude", web.CONNECTIONS, ids=lambda r: r.name)
+def test_a_rude_connection_is_ended_and_others_are_answered(address: str, rude: web.Rude) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=0.05) as connection:
+        connection.sendall(rude.said)
+        assert still_answers(address)
+        ended, until = False, time.monotonic() + 60
+        while not ended and time.monotonic() < until:
+            try:
+                connection.sendall(rude.more)
+                ended = connection.recv(65536) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                ended = True
+        assert ended, "the server waits for ever"
+    assert still_answers(address)
