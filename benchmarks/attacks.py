@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1] / "tests"), os.environ.get("PYTHONPATH", "")])
 from attack_lists import bombs, escapes, restatements, web
+from attack_lists import templates as chat_templates
 from reinforge.config.schema import RewardConfig
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
@@ -271,6 +272,43 @@ def reinforge_serve() -> Iterator[Server]:
         finally:
             process.terminate()
             process.wait(timeout=30)
+
+
+@attacks("chat templates: gigabytes and endless loops")
+def templates() -> Cases:
+    """A hostile template is refused; an honest one renders to the bytes that transformers makes of it."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from reinforge.core.errors import InputError
+    from reinforge.data.templates import Template
+
+    class Tokenizer:
+        added_tokens_decoder: dict[int, Any] = {}
+        all_special_tokens: list[str] = []
+        all_special_ids: list[int] = []
+        special_tokens_map = {"bos_token": "<s>", "eos_token": "</s>"}
+
+        def __init__(self, source: str):
+            self.source = source
+
+        def get_chat_template(self, tools: Any = None) -> str:
+            return self.source
+
+    def refused(source: str) -> bool:
+        try:
+            Template(Tokenizer(source)).render([{"role": "user", "content": "hi"}], None, generation_prompt=True, where="row")  # type: ignore[arg-type]
+        except InputError:
+            return True
+        return False
+
+    def same(source: str, messages: Any) -> bool:
+        want = render_jinja_template([messages], chat_template=source, **Tokenizer.special_tokens_map)[0][0]
+        return Template(Tokenizer(source)).render(messages, None, generation_prompt=False, where="row").text == want  # type: ignore[arg-type]
+
+    for source in chat_templates.HOSTILE:
+        yield short(source), holds(lambda source=source: refused(source))
+    for source in chat_templates.HONEST:
+        yield f"honest: {short(source)}", all(same(source, messages) for messages in chat_templates.CONVERSATIONS[:3])
 
 
 def main() -> None:

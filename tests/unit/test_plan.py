@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,14 @@ from typing import Any
 import pytest
 
 from reinforge.app import hub, plan
+from reinforge.app.build import build
 from reinforge.app.checks import quantiles, run_checks
 from reinforge.app.gold import sample
 from reinforge.app.preflight import preflight
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+from toys import SilentView
 
 SRC = Path(plan.__file__).parents[2]
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:=+-*/()?!_\n"
@@ -293,6 +297,27 @@ def test_rows_without_answers_are_a_warning(model: Path, tmp_path: Path) -> None
     form = [{"name": "regex", "options": {"pattern": "."}}]  # needs no answer
     report = run_checks(config_from_dict({**settings(model, rows, tmp_path), "data": {"source": str(rows)}, "rewards": form}))
     assert report.ok and "have no `answer`" in report.warnings[0]
+
+
+def test_columns_that_rewards_ask_for_are_looked_for_before_the_model(model: Path, tmp_path: Path) -> None:
+    """By `plan` and by `train`: a model that is not there is not what they complain about."""
+    bare = jsonl(tmp_path / "bare.jsonl", [{"prompt": f"{i}"} for i in range(10)])
+    wants = r"reward exact_number needs answer, which the rows do not have \(columns: \)"
+    [error] = run_checks(make(tmp_path / "nowhere", bare, tmp_path, "data.eval.size=0")).errors
+    assert re.search(wants, error)
+    with pytest.raises(InputError, match=wants):
+        build(make(tmp_path / "nowhere", bare, tmp_path, "data.eval.size=0"), SilentView())
+    some = jsonl(tmp_path / "some.jsonl", [{"prompt": f"{i}", **({} if i == 7 else {"answer": "1"})} for i in range(10)])
+    [error] = run_checks(make(model, some, tmp_path, "data.eval.size=0")).errors
+    assert re.search(r"which row '\S+' does not have", error)
+    assert run_checks(make(model, some, tmp_path, "data.eval.size=0", "rollout.on_reward_error=unscored")).ok
+    asks = [
+        {"name": "code", "options": {"tests": "cases"}},
+        {"name": "http", "options": {"url": "http://127.0.0.1:9", "columns": ["gold"]}},
+    ]
+    for reward, column in zip(asks, ("cases", "gold"), strict=True):
+        [error] = run_checks(make(model, bare, tmp_path, "data.eval.size=0", rewards=[reward])).errors
+        assert f"needs {column}, which the rows do not have" in error
 
 
 def test_sampling_and_quantiles() -> None:

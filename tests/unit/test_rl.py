@@ -21,6 +21,7 @@ from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.sample import Group
 from reinforge.train.rl import RLTrainer, average
+from reinforge.train.troubles import what_is_bad
 from tiny_runs import DATA, LORA, digest, launch, lines, tensors
 from toys import SilentView
 
@@ -177,6 +178,15 @@ def test_rewards_that_score_nothing_for_three_steps_end_the_run(make: Callable[.
     with pytest.raises(StoppedByPolicy, match="3 steps in a row had no sample that could be scored.*check rewards"):
         launch(cfg, flaky)
     assert [m["reward/unscored"] for m in lines(cfg)] == [1, 1, 0, 1, 1, 1]
+
+
+def test_where_the_reason_is_that_nothing_was_scored() -> None:
+    """Events, if a reward failed; and no word of events where there are none, because rewards returned None themselves."""
+    silent = what_is_bad({"reward/unscored": 1.0})
+    assert "returned None for every completion" in silent and "events.jsonl" not in silent
+    failed = what_is_bad({"reward/unscored": 1.0, "faults/reward_timeout": 4.0})
+    assert "events.jsonl (kind fault)" in failed and "returned None" not in failed
+    assert not what_is_bad({"reward/unscored": 0.5})
 
 
 def test_a_directory_without_a_checkpoint_begins_again_and_says_so(make: Callable[..., Config]) -> None:

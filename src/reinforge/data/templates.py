@@ -3,7 +3,7 @@
 The trick: special-token text inside messages is replaced by placeholders before the template renders, and put back after.
 So we know where in the rendered text each such literal is. The text is encoded as a whole, exactly as
 `apply_chat_template` would, and only the special ids that cover a literal are replaced by the tokens of its characters.
-Where no message has such text, the ids are those of `apply_chat_template`.
+Where no message has such text, the ids are those of `apply_chat_template`. What a template may cost is bounded: `bounded.py`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _render_with_assistant_indices, get_json_schema
 
 from reinforge.core.errors import InputError
+from reinforge.data.bounded import TooMuch, compiled, spending
 
 Span = tuple[int, int]
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MAX_CHARS = 50_000_000  # of one rendered row; more is a template gone wild
+CONTINUES = "CONTINUE_FINAL_MESSAGE_TAG "  # as transformers has it: a template may strip the space
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +102,43 @@ class Template:
         return Rendered(text, tuple(spans), tuple((moved(a), moved(b)) for a, b in generated), masked, differs=seen != text)
 
     def _render(self, messages: Any, tools: Any, generation_prompt: bool, where: str, mark: bool) -> tuple[str, tuple[Span, ...]]:
+        given: dict[str, Any] = {
+            "messages": messages,
+            "tools": None if tools is None else [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools],
+            "documents": None,
+            "add_generation_prompt": generation_prompt,
+            **self.tokenizer.special_tokens_map,
+        }
+        generated: list[Span] = []
         try:
-            texts, generated = render_jinja_template(
-                conversations=[messages], tools=tools, chat_template=self.source(tools), return_assistant_tokens_mask=mark,
-                add_generation_prompt=generation_prompt, **self.tokenizer.special_tokens_map,
-            )  # fmt: skip
+            with spending(given):
+                template = compiled(self.source(tools))
+                if mark:
+                    text, generated = _render_with_assistant_indices(template, **given)
+                else:
+                    text = template.render(**given)
+        except TooMuch as error:
+            raise InputError(
+                f"the chat template costs more than it may: {error}",
+                where=where,
+                fix="Use another one (model.chat_template), and look at where this model comes from.",
+            ) from None
         except TemplateError as error:
             raise InputError(f"the chat template refuses the messages: {error}", where=where, fix="Check roles and their order.") from None
-        if len(texts[0]) > MAX_CHARS:
-            raise InputError(f"the chat template made {len(texts[0])} characters of one row", where=where, fix="Check the template.")
-        return texts[0], tuple((a, b) for a, b in generated[0]) if mark else ()
+        except (ArithmeticError, LookupError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise InputError(f"the chat template fails on the messages: {said}", where=where, fix="Check roles and their order.") from None
+        return text, tuple((a, b) for a, b in generated)
+
+    def continued(self, messages: list[dict[str, Any]], where: str) -> str:
+        """The text of a conversation up to the end of what its last message says, which somebody is to go on with."""
+        *before, last = messages
+        marked = {**last, "content": str(last["content"]) + CONTINUES}
+        text = self._render([*before, marked], None, False, where, False)[0]
+        end = text.rfind(CONTINUES.strip())
+        if end < 0:
+            raise InputError("the chat template drops the last message.", where=where, fix="Use another template (model.chat_template).")
+        return text[:end] if text[end : end + len(CONTINUES)] == CONTINUES else text[:end].rstrip()
 
     def plain(self, text: str) -> list[int]:
         """Ids of text that has no control tokens, whatever it spells. No BOS, no EOS."""

@@ -25,6 +25,7 @@ from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.core.seeds import seed_of
+from reinforge.data.templates import Template
 from reinforge.engines.native import NativeEngine
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import chunk_rows
@@ -61,11 +62,10 @@ class NativeLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
-            )
-        )
+        template, messages = Template(self.tokenizer), list(chat_history)
+        if add_generation_prompt:
+            return template.render(messages, None, generation_prompt=True, where="chat template").text
+        return template.continued(messages, "chat template")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """With the tokenizer's own special tokens, and never with a second BOS."""
