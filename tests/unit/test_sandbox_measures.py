@@ -15,7 +15,7 @@ import pytest
 
 import needs
 from reinforge.core.errors import InputError
-from reinforge.sandbox import Limits, Program, run_sync
+from reinforge.sandbox import Limits, Program, launcher, run_sync
 from reinforge.sandbox import isolation as isolations
 from reinforge.sandbox.isolation import Isolation, layout
 from reinforge.sandbox.program import interpreter
@@ -92,6 +92,25 @@ print("all done")
     assert (result.status, result.reason, result.stdout) == ("timeout", "processor time of all its processes", b""), result
 
 
+def test_processor_time_of_a_chain_of_short_processes_is_counted(isolation: Isolation) -> None:
+    """Each is an orphan, and gone before anybody looks at it; process 1 waits for all of them."""
+    code = """
+import os, time
+if os.fork():
+    time.sleep(90)
+for _ in range(1500):
+    start = time.process_time()
+    while time.process_time() - start < 0.004:
+        pass
+    if os.fork():
+        os._exit(0)
+print("all done", flush=True)
+os.kill(2, 9)
+"""
+    result = run_sync(Program(code), Limits(seconds=100, cpu_seconds=2), isolation)
+    assert (result.status, result.reason, result.stdout) == ("timeout", "processor time of all its processes", b""), result
+
+
 def test_one_process_at_a_time_is_not_greedy(isolation: Isolation) -> None:
     code = "import time\nwhile time.process_time() < 0.8: pass\nprint('done')"
     result = run_sync(Program(code), Limits(seconds=100), isolation)
@@ -162,6 +181,13 @@ def test_memory_is_measured_from_outside_where_proc_is_masked() -> None:
     bare, grows, busy = "ok |  | [] False | False", "memory | more than 256 MB in all |", "timeout | processor time of all its processes |"
     assert lines[0::3] == [bare, bare], lines
     assert all(line.startswith(grows) for line in lines[1::3]) and all(line.startswith(busy) for line in lines[2::3]), lines
+
+
+def test_without_any_proc_there_is_no_run() -> None:
+    """There would be no limit on memory."""
+    masked = launcher.Failed("mount /new/proc: Operation not permitted")
+    with pytest.raises(launcher.Failed, match="Operation not permitted, and no other /proc to measure memory by"):
+        launcher.host_proc(masked)  # which looks where the launcher keeps the old root
 
 
 # -- files
