@@ -192,22 +192,27 @@ def test_eval_chat_export_demo_check(
 
 
 def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    best = {"metric": "eval/accuracy", "value": 0.5625, "step": 5, "low": None, "high": None}
-    rows = [{"dir": "runs/a", "status": "finished", "reward": 0.25, "best_eval": best, "updated": 0.0}]
-    fake(monkeypatch, "reinforge.watch.runs", list_runs=lambda root: rows, show_run=lambda d: {"dir": str(d), "last": {"reward/mean": 0.75}},
-         compare_runs=lambda dirs: {"runs": [str(d) for d in dirs], "step": [3, 4], "config": {"run.seed": [0, 1]}, "metrics": {}})  # fmt: skip
+    from reinforge.watch.recorder import Recorder
+
+    for name, seed in (("a", 0), ("b", 1)):
+        recorder = Recorder(tmp_path / name, {"algorithm": {"name": "grpo"}, "run": {"seed": seed}}, steps=5)
+        recorder.log(3 + seed, {"reward/mean": 0.25})
+        recorder.log(3 + seed, {"eval/accuracy": 0.5625})
+        recorder.event("finished")
+        recorder.close()
     fake(monkeypatch, "reinforge.checkpoint.store", digest_run=lambda d: "abc123")
     assert main(["runs", "list", str(tmp_path)]) == 0
-    header, line = capsys.readouterr().out.splitlines()
-    assert header.split("\t") == ["dir", "status", "reward", "best_eval", "updated"]
-    assert line.startswith("runs/a\tfinished\t0.25\t0.5625 (eval/accuracy, step 5)\t19")
-    assert main(["runs", "list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == rows
-    assert main(["runs", "show", "runs/a"]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [["dir", "runs/a"], ["last.reward/mean", "0.75"]]
-    assert main(["runs", "compare", "a", "b"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[1].split("\t") == ["step", "3", "4"] and out[4].split("\t") == ["run.seed", "0", "1"] and out[-1] == "metrics: no difference"
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split("\t") == ["run", "status", "step", "algorithm", "best", "updated"]
+    assert any(row.startswith(f"{tmp_path / 'a'}\tfinished\t3/5\tgrpo\taccuracy 0.5625\t20") for row in rows) and len(rows) == 2
+    assert main(["runs", "list", str(tmp_path), "--json"]) == 0
+    assert {run["dir"]: run["reward"] for run in json.loads(capsys.readouterr().out)} == {str(tmp_path / name): 0.25 for name in "ab"}
+    assert main(["runs", "show", str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("finished  3 of 5 steps\n") and ["reward", "mean", "0.25"] in [line.split() for line in out.splitlines()]
+    assert main(["runs", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out
+    assert "\nstep\t3\t4\n" in out and "\nrun.seed\t0\t1\n" in out
     assert main(["runs", "digest", "runs/a"]) == 0
     assert capsys.readouterr().out == "abc123\n"
 

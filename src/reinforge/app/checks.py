@@ -63,6 +63,7 @@ def run_checks(config: Config) -> Report:
         _check_curriculum(config, train)
         _stage("looking for the columns of the rewards")
         _check_columns(config, train, held_out)
+        _check_labels(config, train, report)
         if missing:
             report.warn("plan", "prompts, memory and time could not be checked without the models.")
         else:
@@ -163,6 +164,16 @@ def _check_curriculum(config: Config, train: Sequence[Row]) -> None:
         from reinforge.rollout.curriculum import difficulties
 
         difficulties(train, curriculum.column)
+
+
+def _check_labels(config: Config, train: Sequence[Row], report: Report) -> None:
+    """Judged answers need both verdicts."""
+    from reinforge.app.algorithm import algorithm_of
+    from reinforge.app.units import units_of
+    from reinforge.data.units import BOTH_LABELS, judged, one_sided
+
+    if units_of(algorithm_of(config.algorithm, config.rollout.max_new_tokens)) is judged and (what := one_sided(train)):
+        report.warn("data", what, BOTH_LABELS)
 
 
 def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report: Report) -> None:

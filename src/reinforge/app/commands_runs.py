@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from reinforge.app.show import print_mapping, print_table
+from reinforge.app.show import print_mapping, print_table, print_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,9 +32,9 @@ def _json(value: Any) -> None:
 def _best(best: dict[str, Any] | None) -> str | None:
     """
     >>> _best({"metric": "eval/accuracy", "value": 0.5625, "step": 5, "low": None, "high": None})
-    '0.5625 (eval/accuracy, step 5)'
+    'accuracy 0.5625'
     """
-    return None if best is None else f"{best['value']:.4g} ({best['metric']}, step {best['step']})"
+    return None if best is None else f"{best['metric'].removeprefix('eval/')} {best['value']:.4g}"
 
 
 @app.command("list")
@@ -55,13 +55,21 @@ def list_command(
     if as_json:
         _json(found)
     else:
-        print_table(
-            [
-                {**run, "best_eval": _best(run["best_eval"]), "updated": time.strftime("%Y-%m-%d %H:%M", time.localtime(run["updated"]))}
-                for run in found
-            ],
-            empty=f"no runs under {root}",
-        )
+        print_table([_listed(run) for run in found], empty=f"no runs under {root}")
+
+
+def _listed(run: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of the list, for people."""
+    troubles = len(run["troubles"])
+    reward = None if run["reward"] is None else f"reward {run['reward']:.4g}"
+    return {
+        "run": run["dir"],
+        "status": f"{run['status']}, {troubles} {'trouble' if troubles == 1 else 'troubles'}" if troubles else run["status"],
+        "step": f"{run['step']}/{run['steps'] or '?'}",
+        "algorithm": run["algorithm"],
+        "best": _best(run["best_eval"]) or reward,
+        "updated": time.strftime("%Y-%m-%d %H:%M", time.localtime(run["updated"])),
+    }
 
 
 @app.command()
@@ -78,13 +86,16 @@ def show(run: RunDir, as_json: AsJson = False) -> None:
         stages = show_pipeline(run)
         _json(stages) if as_json else print_table(stages)
         return
+    from reinforge.watch.ending import describe_end
     from reinforge.watch.runs import show_run
 
     found = show_run(run)
     if as_json:
         _json(found)
     else:
-        print_mapping(_flat(found))
+        print_text(describe_end(run))
+        print()
+        print_mapping(_shown(found))
 
 
 @app.command()
@@ -160,12 +171,14 @@ def digest(run: RunDir) -> None:
     print(digest_run(run))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """
-    >>> _flat({"a": 1, "b": {"c": 2}})
-    {'a': 1, 'b.c': 2}
-    """
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        out.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
-    return out
+def _shown(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The rest of what `runs show` prints: the settings that matter, the last metrics by group, what there is and happened. --json has all."""
+    from reinforge.watch.ending import grouped
+
+    return {
+        "settings": run["config"],
+        **grouped(run["last"]),
+        "checkpoints": [c["step"] for c in run["checkpoints"]] or None,
+        "events": [str(event.get("kind")) for event in run["events"]] or None,
+        "versions": run["versions"],
+    }

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+GAP = 2  # between columns
+INDENT = 2  # of what stands under a heading
 
 
 def console() -> Console:
@@ -32,18 +37,44 @@ def text_of(value: Any) -> str:
 
 
 def print_mapping(values: Mapping[str, Any]) -> None:
-    """One `key  value` line each, aligned."""
-    from rich.markup import escape
+    """One `key  value` each, aligned. At a terminal a long value goes on under itself, and is broken between words only."""
+    from rich.text import Text
 
     width = max(map(len, values), default=0)
     out = console()
     for key, value in values.items():
-        if value is not None:
-            out.print(f"[bold]{escape(key.ljust(width))}[/bold]  {escape(text_of(value))}", soft_wrap=True)
+        if value is None:
+            continue
+        lines = wrapped(text_of(value), out.width - width - GAP) if out.is_terminal else [text_of(value)]
+        for i, line in enumerate(lines):
+            out.print(
+                Text("" if i else key, style="bold").append(" " * (width + GAP - (0 if i else len(key))) + line, style="not bold"),
+                soft_wrap=True,
+            )
+
+
+def print_text(text: str) -> None:
+    """Lines for people, broken between words at a terminal."""
+    from rich.text import Text
+
+    out = console()
+    for line in text.splitlines():
+        for part in wrapped(line, out.width) if out.is_terminal else [line]:
+            out.print(Text(part), soft_wrap=True)
+
+
+def wrapped(text: str, room: int) -> list[str]:
+    """Lines of at most `room` characters. A word that is longer, such as a path, stays whole: the terminal breaks it, and copies it whole.
+
+    >>> wrapped("one two three", 7), wrapped("", 7), wrapped("a/long/path b", 4)
+    (['one two', 'three'], [''], ['a/long/path', 'b'])
+    """
+    return textwrap.wrap(text, max(room, 1), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], *, empty: str = "nothing to show") -> None:
-    """A table with the union of the rows' keys as columns. Tab-separated when nobody watches."""
+    """A table with the union of the rows' keys as columns; where it does not fit without breaking words, a paragraph for each row.
+    Tab-separated when nobody watches."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -52,13 +83,47 @@ def print_table(rows: Sequence[Mapping[str, Any]], *, empty: str = "nothing to s
         out.print(empty)
         return
     columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[text_of(row.get(column)) for column in columns] for row in rows]
     if not out.is_terminal:
-        for line in ([c for c in columns], *([text_of(row.get(c)).replace("\t", " ").replace("\n", " ") for c in columns] for row in rows)):
+        for line in (columns, *([cell.replace("\t", " ").replace("\n", " ") for cell in line] for line in cells)):
             print("\t".join(line))
         return
+    widths = fitted([list(column) for column in zip(columns, *cells, strict=True)], out.width - GAP * len(columns))
+    if widths is None:
+        _print_paragraphs(out, columns, cells)
+        return
     table = Table(header_style="bold", box=None)
-    for column in columns:
-        table.add_column(escape(column), overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(text_of(row.get(column))) for column in columns))
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(escape(column), width=width)
+    for line in cells:
+        table.add_row(*map(escape, line))
     out.print(table)
+
+
+def fitted(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """Widths of columns of text that take at most `room` together and break no word; None where there are none.
+
+    >>> fitted([["a", "bc"], ["one two", "three"]], 9), fitted([["a", "bc"], ["one two", "three"]], 7), fitted([["abc"], ["def"]], 5)
+    ([2, 7], [2, 5], None)
+    """
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, column), default=0) for column in columns]
+    least = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in columns]
+    if sum(least) > room:
+        return None
+    while sum(widths) > room:
+        widest = max(range(len(widths)), key=lambda i: widths[i] - least[i])
+        widths[widest] -= 1
+    return widths
+
+
+def _print_paragraphs(out: Console, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """The first column as a heading, the rest of the row under it, without what is empty."""
+    from rich.text import Text
+
+    for first, *rest in cells:
+        out.print(Text(first, style="bold"), soft_wrap=True)
+        said = [f"{column} {cell}" for column, cell in zip(columns[1:], rest, strict=True) if cell not in ("", "-")]
+        for line in wrapped(", ".join(said), out.width - INDENT):
+            out.print(Text(" " * INDENT + line), soft_wrap=True)

@@ -94,6 +94,8 @@ def heldout_of(shop: Workshop, load: Callable[[], None]) -> Evaluate | None:
 def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTrainer:
     shop = open_shop(cfg, given, view)
     cfg, loss = shop.cfg, shop.algorithm.loss
+    if units_of(shop.algorithm) is kinds.judged and (what := kinds.one_sided(shop.train_rows)):
+        view.message(f"warning: data: {what} {kinds.BOTH_LABELS}")
     train, held_out = make_units(shop, shop.train_rows), make_units(shop, shop.eval_rows) if shop.eval_rows else Prepared([], [])
     steps = total_steps(cfg, len(train.units))
     backend = make_backend(shop, steps)

@@ -51,6 +51,22 @@ def judged(renderer: Renderer, row: Row) -> list[Unit]:
     return [[constant(_answer(renderer, row, "completion"), "label", float(good))]]
 
 
+def one_sided(rows: Sequence[Row]) -> str | None:
+    """What is wrong with the labels of a run on judged answers: all of them say the same. None where both kinds are there."""
+    verdicts: set[bool] = set()
+    for row in rows:
+        verdicts |= {True, False} if row.columns.get("chosen") is not None else {verdict(row.columns.get("label"), row.where)}
+        if len(verdicts) == 2:
+            return None
+    if not verdicts:
+        return None
+    kind = "good" if verdicts.pop() else "bad"
+    return f"all {len(rows)} answers are labelled {kind}: the loss compares good ones with bad ones, and pushes all of these the same way."
+
+
+BOTH_LABELS = "Add answers of the other kind, or train on the good ones with sft."
+
+
 def compared(renderer: Renderer, row: Row, *, gap: bool = False) -> list[Unit]:
     """A reward model's pair. `gap`: the column `margin`, by how much the chosen answer is better, as the stream `gap`."""
     (unit,) = pairs(renderer, row)

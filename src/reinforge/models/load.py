@@ -154,13 +154,22 @@ def check_index(folder: Path, where: str = "model.path") -> None:
             )
 
 
+def no_foreign_bars() -> None:
+    """The terminal belongs to our own view: transformers draws no bars when it loads or writes weights. Those of downloads stay."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    hidden = are_progress_bars_disabled()
+    logging.disable_progress_bar()  # also the hub's
+    if not hidden:
+        enable_progress_bars()
+
+
 def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path", *, quantize: bool = False) -> Any:
     """The transformers model of an Auto class, on its device, with every weight from the checkpoint. `quantize`: to NF4 (QLoRA)."""
-    from transformers.utils import logging as transformers_logging
-
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
-    transformers_logging.disable_progress_bar()  # the terminal belongs to our own view
+    no_foreign_bars()
     source, kwargs = _source(cfg, where)
     check_index(Path(source), where)
     if quantize:

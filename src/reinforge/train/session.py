@@ -36,6 +36,7 @@ from reinforge.watch.logs import read_lines
 from reinforge.watch.memory import device_peak, process_peak
 from reinforge.watch.recorder import Recorder, note
 from reinforge.watch.report import write_report
+from reinforge.watch.runs import OF_ONE_STEP
 from reinforge.watch.sinks import Target, make_sinks
 from reinforge.watch.timing import Phases, efficiency
 from reinforge.watch.troubles import Health, Trouble
@@ -43,7 +44,6 @@ from reinforge.watch.troubles import Health, Trouble
 T = TypeVar("T")
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1)  # a terminal that closes, a batch system whose time runs out: the end comes later
 BAD_STEPS_IN_A_ROW = 3
-OF_ONE_STEP = ("share/", "time/")  # metrics that say nothing once their step is over
 DOING = {
     "reward_wait": "waiting for rewards",
     "prepare": "packing the batch",

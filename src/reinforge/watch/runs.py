@@ -18,6 +18,7 @@ from reinforge.watch.troubles import Health
 ENDINGS = ("finished", "stopped", "terminated", "failed")
 BEGINNINGS = ("started", "resumed")
 ALIVE_SECONDS = 60.0  # the owner refreshes run.lock every 10 s
+OF_ONE_STEP = ("share/", "time/")  # metrics that say nothing once their step is over
 EVALS = (("eval/accuracy", max), ("eval/loss", min))
 SUMMARY_KEYS = (
     "model.path", "algorithm.name", "algorithm.group_size", "data.source", "adapter.rank", "train.steps", "train.epochs",
@@ -59,7 +60,7 @@ def _headline(path: Path) -> dict[str, Any]:
     return {
         "dir": str(path), "status": run["status"], "step": run["step"], "steps": run["steps"],
         "algorithm": config.get("algorithm.name"), "model": config.get("model.path"), "reward": run["last"].get("reward/mean"),
-        "best_eval": run["best_eval"], "updated": (path / "metrics.jsonl").stat().st_mtime,
+        "best_eval": run["best_eval"], "troubles": run["troubles"], "updated": (path / "metrics.jsonl").stat().st_mtime,
     }  # fmt: skip
 
 
@@ -76,6 +77,8 @@ def show_run(path: Path) -> dict[str, Any]:
     step, evaluated = 0, None
     for line in read_lines(path / "metrics.jsonl"):
         step = max(step, int(line.get("step", 0)))
+        if "time/step" in line:
+            last = {name: value for name, value in last.items() if not name.startswith(OF_ONE_STEP)}
         last.update({k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time")})
         best = _better(best, line)
         first = first or best

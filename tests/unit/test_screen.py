@@ -1,0 +1,64 @@
+"""What other libraries may not write onto the screen, and what we say in their place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reinforge.app.api import train_config
+from reinforge.app.build import Given
+from reinforge.app.preflight import Report
+from reinforge.config.schema import Config
+from reinforge.core.sample import Row
+from reinforge.data.units import one_sided
+from toys import SilentView
+
+pytestmark = pytest.mark.timeout(180)
+SRC = str(Path(__file__).resolve().parents[2] / "src")
+
+
+def test_bars_of_transformers_do_not_reach_the_screen(tmp_path: Path) -> None:
+    """When weights are written and when they are read, in a process that asked for no bars to be hidden; those of downloads stay."""
+    code = """
+import sys
+from reinforge.app.tiny import make_tiny_model
+from reinforge.config.schema import ModelConfig
+from reinforge.models.load import load_model
+from huggingface_hub.utils import are_progress_bars_disabled
+load_model(ModelConfig(path=str(make_tiny_model(sys.argv[1], width=32, layers=2, heads=4, kv_heads=2, context=128))))
+print(are_progress_bars_disabled())
+"""
+    outside = {key: value for key, value in os.environ.items() if key != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "m")], env={**outside, "PYTHONPATH": SRC}, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0 and done.stdout == "False\n" and "it/s" not in done.stderr and "%|" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_labels_that_all_say_the_same_are_told_when_training_and_planning(make: Callable[..., Config], label: bool) -> None:
+    rows = [{"prompt": f"{i}=", "completion": str(i), "label": label} for i in range(8)]
+    view = SilentView()
+    train_config(make("run", "kto", "train.steps=1", rewards=[]), Given(data=rows), view)
+    words = f"all 8 answers are labelled {'good' if label else 'bad'}"
+    assert any(words in text and text.startswith("warning: ") for text in view.messages)
+    both = [{**row, "label": i % 2 == 0} for i, row in enumerate(rows)]
+    quiet = SilentView()
+    train_config(make("both", "kto", "train.steps=1", rewards=[]), Given(data=both), quiet)
+    assert not any("are labelled" in text for text in quiet.messages)
+
+    from reinforge.app.checks import _check_labels
+
+    for data, expected in ((rows, 1), (both, 0)):
+        report = Report()
+        _check_labels(make("plan", "kto", rewards=[]), [Row(str(i), row["prompt"], dict(row)) for i, row in enumerate(data)], report)
+        assert len(report.warnings) == expected and all(words in text for text in report.warnings)
+
+
+def test_a_pair_has_a_good_and_a_bad_answer() -> None:
+    assert one_sided([Row("a", "p", {"chosen": "x", "rejected": "y"})]) is None and one_sided([]) is None
