@@ -9,7 +9,7 @@ from chromium import Chromium
 
 from reinforge.watch.report import write_report
 
-WIDTH, HEIGHT = 1240, 1330  # the status, the curves and where the time went
+WIDTH, HEIGHT = 1200, 1425  # the status, the curves and where the time went
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "plots" / "report.png"
 
 
