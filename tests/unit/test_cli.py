@@ -28,7 +28,9 @@ run: {dir: RUN}
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Its model is on a hub, which nobody asks here: what loads it is faked."""
+    monkeypatch.setattr("reinforge.core.hub.cached", lambda name: True)
     path = tmp_path / "c.yaml"
     path.write_text(CONFIG.replace("RUN", str(tmp_path / "run")))
     return path

@@ -22,8 +22,16 @@ pytestmark = pytest.mark.timeout(180)
 SRC = str(Path(__file__).resolve().parents[2] / "src")
 
 
-def test_bars_of_transformers_do_not_reach_the_screen(tmp_path: Path) -> None:
-    """When weights are written and when they are read, in a process that asked for no bars to be hidden; those of downloads stay."""
+def test_other_libraries_write_nothing_onto_the_screen(tmp_path: Path) -> None:
+    """When weights are written and when they are read: no bars of transformers, in a process that asked for none to be hidden (those of
+    downloads stay), and no DeepSpeed, which prints a warning when it is imported, for a run that does not use it."""
+    metadata = tmp_path / "site" / "deepspeed-0.19.8.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8\n")
+    (tmp_path / "site" / "deepspeed").mkdir()
+    (tmp_path / "site" / "deepspeed" / "__init__.py").write_text(
+        "print('[WARNING] Setting accelerator to CPU')\nclass DeepSpeedEngine: ...\n"
+    )
     code = """
 import sys
 from reinforge.app.tiny import make_tiny_model
@@ -35,7 +43,11 @@ print(are_progress_bars_disabled())
 """
     outside = {key: value for key, value in os.environ.items() if key != "HF_HUB_DISABLE_PROGRESS_BARS"}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "m")], env={**outside, "PYTHONPATH": SRC}, capture_output=True, text=True, timeout=170
+        [sys.executable, "-c", code, str(tmp_path / "m")],
+        env={**outside, "PYTHONPATH": f"{SRC}:{tmp_path / 'site'}"},
+        capture_output=True,
+        text=True,
+        timeout=170,
     )
     assert done.returncode == 0 and done.stdout == "False\n" and "it/s" not in done.stderr and "%|" not in done.stderr, done.stderr
 

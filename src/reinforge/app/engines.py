@@ -94,7 +94,7 @@ def served_model(model: CausalModel, folder: Path, saved: str | None) -> str:
 
 def save_model(model: CausalModel, place: Path) -> None:
     """The base model in Hugging Face format; an adapter's part comes with the first update."""
-    from reinforge.models.load import without_quantization
+    from reinforge.models.load import without_quantization, writing
 
     plain: Any = model.causal
     if is_adapted(model.module) or hasattr(plain.config, "quantization_config"):
@@ -102,7 +102,8 @@ def save_model(model: CausalModel, place: Path) -> None:
     used = plain.config._attn_implementation
     plain.set_attn_implementation("sdpa")
     try:
-        plain.save_pretrained(place)
+        with writing():
+            plain.save_pretrained(place)
     finally:
         plain.set_attn_implementation(used)
     if hasattr(model.tokenizer, "save_pretrained"):

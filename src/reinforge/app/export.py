@@ -17,7 +17,7 @@ from reinforge.core.files import readable_as_usual
 from reinforge.data.chat import Renderer
 from reinforge.models.adapters import merged
 from reinforge.models.causal import CausalModel
-from reinforge.models.load import load_model, load_scalar, stop_tokens, without_quantization
+from reinforge.models.load import load_model, load_scalar, stop_tokens, without_quantization, writing
 from reinforge.models.scalar import ScalarModel
 
 
@@ -57,7 +57,8 @@ def _write_model(config: Config, run: Path, out: Path, checkpoint: str, merge: b
         _known_base(module, config.model.path)
     elif config.adapter is not None and config.adapter.kind == "qlora":
         module = without_quantization(module, model.dtype)
-    module.save_pretrained(out)
+    with writing():
+        module.save_pretrained(out)
     if adapter:  # peft writes the adapter alone
         model.causal.generation_config.save_pretrained(out)
     model.tokenizer.save_pretrained(out)

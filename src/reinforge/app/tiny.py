@@ -41,7 +41,7 @@ def make_tiny_model(path: str | Path, *, seed: int = 0, width: int = 192, layers
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from reinforge.models.load import no_foreign_bars
+    from reinforge.models.load import writing
 
     path = Path(path)
     if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
@@ -56,8 +56,8 @@ def make_tiny_model(path: str | Path, *, seed: int = 0, width: int = 192, layers
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    no_foreign_bars()
-    model.save_pretrained(path)
+    with writing():
+        model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     readable_as_usual(*Path(path).glob("*.safetensors"))
     return path

@@ -8,6 +8,8 @@ transformers may fetch from a hub.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,6 +165,21 @@ def no_foreign_bars() -> None:
     logging.disable_progress_bar()  # also the hub's
     if not hidden:
         enable_progress_bars()
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Around `save_pretrained` of a model that nothing wraps. No bars; and the search for a wrapper is left out, which imports
+    DeepSpeed where that is installed: it takes seconds and prints warnings."""
+    from transformers import modeling_utils
+
+    no_foreign_bars()
+    search = modeling_utils.unwrap_model
+    modeling_utils.unwrap_model = lambda model, **_: model
+    try:
+        yield
+    finally:
+        modeling_utils.unwrap_model = search
 
 
 def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path", *, quantize: bool = False) -> Any:

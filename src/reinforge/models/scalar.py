@@ -88,9 +88,12 @@ class ScalarModel(PackedModel):
 
     def save(self, path: str | Path) -> None:
         """Weights, configuration and tokenizer, as AutoModelForSequenceClassification loads them."""
+        from reinforge.models.load import writing
+
         self.plain.set_attn_implementation("sdpa")
         try:
-            self.module.save_pretrained(path)
+            with writing():
+                self.module.save_pretrained(path)
         finally:
             self.plain.set_attn_implementation(attention.NAME)
         if hasattr(self.tokenizer, "save_pretrained"):
