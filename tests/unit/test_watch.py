@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
 import subprocess
@@ -84,6 +85,22 @@ def test_resume_cuts_the_logs_back_so_that_redone_steps_are_not_doubled(tmp_path
     assert [x["step"] for x in lines(tmp_path / "samples.jsonl")] == [1, 2]
     events = lines(tmp_path / "events.jsonl")
     assert [e["kind"] for e in events] == ["started", "resumed"] and events[1]["dropped_bytes"]["metrics.jsonl"] > 0
+
+
+def test_events_and_metrics_reach_pythons_logging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A program around ours can follow a run without reading its files; on the terminal nothing of it is shown."""
+    assert not logging.getLogger("reinforge").handlers and logging.getLogger("reinforge.events").getEffectiveLevel() >= logging.WARNING
+    with caplog.at_level(logging.DEBUG, logger="reinforge"):
+        recorder = Recorder(tmp_path, {})
+        recorder.log(3, {"a": 1.5})
+        recorder.event("checkpoint", step=3, url="http://me:PW@host")
+        recorder.close()
+    metrics = [r for r in caplog.records if r.name == "reinforge.metrics"]
+    events = [r for r in caplog.records if r.name == "reinforge.events"]
+    assert [(r.levelno, r.step, r.metrics) for r in metrics] == [(logging.DEBUG, 3, {"a": 1.5})]
+    assert [r.kind for r in events] == [line["kind"] for line in lines(tmp_path / "events.jsonl")]
+    last = events[-1]
+    assert (last.levelno, last.run_dir, last.fields) == (logging.INFO, str(tmp_path), {"step": 3, "url": "http://(hidden)@host"})
 
 
 def test_offsets_cover_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

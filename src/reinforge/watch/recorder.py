@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from reinforge.core.sample import Group, Sample
 
 SINK_SAMPLES = 64  # of the last ones that were logged
+EVENTS = logging.getLogger("reinforge.events")  # at INFO and DEBUG: nobody sees them who did not ask for them
+METRICS = logging.getLogger("reinforge.metrics")
 LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl")
 PACKAGES = (
     "torch",
@@ -133,12 +136,13 @@ class Recorder:
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         bad = [key for key, value in finite.items() if value is None]
         self._append("metrics.jsonl", {"step": step, "time": time.time(), **finite, **({"nonfinite": bad} if bad else {})})
+        METRICS.debug("step %d", step, extra={"step": step, "metrics": values})
         for sink in self.sinks:
             sink.log(step, {key: value for key, value in values.items() if finite[key] is not None})
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happened: started, resumed, checkpoint, skipped_step, sink_failed, finished, ..."""
-        self._append("events.jsonl", _event(kind, fields))
+        self._append("events.jsonl", _event(kind, fields, self.run_dir))
 
     def samples(self, step: int, groups: Iterable[Group], limit: int, *, evaluation: bool = False) -> None:
         """A few samples for people, with all their turns where there are several."""
@@ -180,11 +184,14 @@ def note(run_dir: Path, kind: str, **fields: Any) -> None:
     """An event of a run that could not even begin, and so has no recorder."""
     if Path(run_dir).is_dir():
         with (Path(run_dir) / "events.jsonl").open("ab") as file:
-            file.write(json.dumps(_event(kind, fields), allow_nan=False, default=str).encode() + b"\n")
+            file.write(json.dumps(_event(kind, fields, run_dir), allow_nan=False, default=str).encode() + b"\n")
 
 
-def _event(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {"time": time.time(), "kind": kind, **_finite(redact(fields))}
+def _event(kind: str, fields: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+    """The line of an event. Whoever listens to Python's logging hears of it too."""
+    told = _finite(redact(fields))
+    EVENTS.info("%s %s", kind, told, extra={"kind": kind, "fields": told, "run_dir": str(run_dir)})
+    return {"time": time.time(), "kind": kind, **told}
 
 
 def _finite(value: Any) -> Any:
