@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from reinforge.models.packed import PackedModel
 
 LIMIT = 1e-3  # in float32: mean |difference| of log-probs in nats, or relative difference of hidden states
+ROW = 12  # tokens of the longest sample; on a CPU a model of a billion parameters takes seconds for it
 LONGEST_WINDOW = 64  # a sample longer than such a window is computed; of a wider one the mask alone is looked at
 FIX = "Use a model whose layers all have standard attention."
 
@@ -101,7 +102,7 @@ def _forward(model: PackedModel, layout: Layout) -> None:
 def probe(model: PackedModel) -> Batch:
     """A pack as training makes them: two answers that share a prompt, and a sample of its own."""
     vocabulary = int(model.plain.get_input_embeddings().weight.shape[0])
-    most = max(16, *(w + 6 for w in attention.windows(model.trunk) if w <= LONGEST_WINDOW), 16)
+    most = max([ROW, *(w + 6 for w in attention.windows(model.trunk) if w <= LONGEST_WINDOW)])
     longest = min(most, model.context or most)
     prompt, own = longest // 2, [longest - longest // 2, max(1, longest // 4)]
     stream = iter((torch.arange(4 * longest + 4) * 7919 % min(vocabulary, 1000) % vocabulary).tolist())
