@@ -2,12 +2,14 @@
 
     python benchmarks/attacks.py [--list NAME ...] [--out FILE]
 
-Each list is data in tests/attack_lists, which the tests run too, one case each; how a list is run is written below. An attack
-holds if it gets what it deserves: no reward, no time of the trainer, no memory, an error that says so. What a hostile text could
-stall is run in a process with a deadline and a limit on memory, so that an attack that breaks something is counted and not waited
-for. Attacks on the sandbox have their own measurement: benchmarks/sandbox.py.
+Each list is data in tests/attack_lists, which the tests run too, one case each; how a list is run
+is written below. An attack holds if it gets what it deserves: no reward, no time of the trainer, no
+memory, an error that says so. What a hostile text could stall is run in a process with a deadline
+and a limit on memory, so that an attack that breaks something is counted and not waited for.
+Attacks on the sandbox have their own measurement: benchmarks/sandbox.py.
 
-Exits with 1 if one broke. To add a list: a generator of (name, held) with @attacks("its name") before it.
+Exits with 1 if one broke. To add a list: a generator of (name, held) with @attacks("its name")
+before it.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def attacks(name: str) -> Callable[[Callable[[], Cases]], Callable[[], Cases]]:
 
 
 def holds(check: Callable[[], bool], *, seconds: float = SECONDS, memory: int = MEMORY) -> bool:
-    """What `check` says in a process of its own; False if it takes too long or too much, or dies."""
+    """What `check` says in a process of its own; False if it takes too long or too much, or
+    dies."""
     child = os.fork()
     if child == 0:
         try:
@@ -96,7 +99,8 @@ def restated() -> Cases:
 
 @attacks("regex: patterns that never end")
 def regex() -> Cases:
-    """The event loop goes on meanwhile: a clock in it never stops for long. The neighbours of the bomb are scored."""
+    """The event loop goes on meanwhile: a clock in it never stops for long. The neighbours of the
+    bomb are scored."""
 
     async def tried(pattern: str, bomb: str) -> bool:
         [reward] = build_rewards([RewardConfig(name="regex", options={"pattern": pattern}, timeout=2.0, workers=2)])
@@ -163,7 +167,8 @@ def gates() -> Cases:
 
 @attacks("serve: hostile requests")
 def hostile_requests() -> Cases:
-    """A real server of a toy model. While each is sent, a client asks again and again for a completion, and gets it."""
+    """A real server of a toy model. While each is sent, a client asks again and again for a
+    completion, and gets it."""
     with reinforge_serve() as server:
         for hostile in web.REQUESTS:
             with server.honest_client() as client:
@@ -174,7 +179,8 @@ def hostile_requests() -> Cases:
 
 @attacks("serve: rude connections")
 def rude_connections() -> Cases:
-    """The server ends each of them by itself; five hundred half-sent headers at once leave room, and no flood in the log."""
+    """The server ends each of them by itself; five hundred half-sent headers at once leave room,
+    and no flood in the log."""
     with reinforge_serve() as server:
         for rude in web.CONNECTIONS:
             with server.honest_client() as client:
@@ -276,7 +282,8 @@ def reinforge_serve() -> Iterator[Server]:
 
 @attacks("chat templates: gigabytes and endless loops")
 def templates() -> Cases:
-    """A hostile template is refused; an honest one renders to the bytes that transformers makes of it."""
+    """A hostile template is refused; an honest one renders to the bytes that transformers makes of
+    it."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     from reinforge.core.errors import InputError

@@ -1,4 +1,6 @@
-"""Lists of attacks, for the tests and for `benchmarks/attacks.py`: plain data, imported without pytest.
+"""Lists of attacks, for the tests and for `benchmarks/attacks.py`: plain data, imported without
+pytest.
 
-A list is a module here with what is tried and what must come of it. `benchmarks/attacks.py` says how each is run.
+A list is a module here with what is tried and what must come of it. `benchmarks/attacks.py` says
+how each is run.
 """

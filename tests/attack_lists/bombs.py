@@ -1,6 +1,8 @@
-"""Texts that make a parser take for ever: for the reward `regex`, for the judge's replies, and for the other built-in rewards.
+"""Texts that make a parser take for ever: for the reward `regex`, for the judge's replies, and for
+the other built-in rewards.
 
-None of them is a slow text for an honest reader: a linear parser is done in milliseconds, whatever the machine.
+None of them is a slow text for an honest reader: a linear parser is done in milliseconds, whatever
+the machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Completions that make a reward hang, die or lie, where that reward is a gate or a penalty: none may get away with it.
+"""Completions that make a reward hang, die or lie, where that reward is a gate or a penalty: none
+may get away with it.
 
-The verbs are those of tests/hostile_rewards.py. Without the reward that fails, every one of these completions would get 1.
+The verbs are those of tests/hostile_rewards.py. Without the reward that fails, every one of these
+completions would get 1.
 """
 
 from __future__ import annotations

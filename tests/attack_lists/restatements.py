@@ -1,4 +1,5 @@
-"""The reward `math`: ways to write the question again instead of answering it, and honest answers that must still count.
+"""The reward `math`: ways to write the question again instead of answering it, and honest answers
+that must still count.
 
 Every restatement has the value of its gold answer: only its form says that nothing was computed.
 """

@@ -1,7 +1,9 @@
-"""Chat templates that came with a hostile model: each would take the memory or the time of whoever renders it.
+"""Chat templates that came with a hostile model: each would take the memory or the time of whoever
+renders it.
 
-None of them raises on its own; rendered without bounds each makes gigabytes, or runs on. And templates in the manner of honest
-ones, which must render to the very bytes that transformers makes of them.
+None of them raises on its own; rendered without bounds each makes gigabytes, or runs on. And
+templates in the manner of honest ones, which must render to the very bytes that transformers makes
+of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Chat templates: an honest one renders as transformers renders it, a hostile one is refused before it costs anything."""
+"""Chat templates: an honest one renders as transformers renders it, a hostile one is refused before
+it costs anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Texts that never end, and rewards that are made to fail: what they may cost the trainer, and what they may earn."""
+"""Texts that never end, and rewards that are made to fail: what they may cost the trainer, and what
+they may earn."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def short(value: Any) -> str:
 
 
 def test_a_pattern_that_never_ends_costs_its_own_score_and_nobody_waits() -> None:
-    """Each bomb is unscored and counted, its neighbours are scored, and the event loop goes on meanwhile."""
+    """Each bomb is unscored and counted, its neighbours are scored, and the event loop goes on
+    meanwhile."""
     row, ticks = Row("r", "?"), 0
 
     async def clock() -> None:

@@ -1,15 +1,18 @@
-"""Chat templates with a bound on what they cost: a template is a program that came with a model, from anybody.
+"""Chat templates with a bound on what they cost: a template is a program that came with a model,
+from anybody.
 
-Jinja's sandbox keeps a template from reaching what it should not. It does not keep it from running on (`range` in `range` in
-`range`), or from making three gigabytes of one word (`"x".ljust(3 * 10 ** 9)`). The environment here is that of transformers, with
-the same filters, extensions and settings, so that an honest template renders to the same bytes; and a template pays for what it does:
+Jinja's sandbox keeps a template from reaching what it should not. It does not keep it from running
+on (`range` in `range` in `range`), or from making three gigabytes of one word
+(`"x".ljust(3 * 10 ** 9)`). The environment here is that of transformers, with the same filters, extensions and settings,
+so that an honest template renders to the same bytes; and a template pays for what it does:
 
 steps     turns of loops, calls of macros and methods, filters, comparisons
 created   characters and items of everything it makes, whether it keeps it or not
 size      of any one value
 
-What an operation will make is known from its operands, so it is refused before it is made. The bounds grow with the conversation:
-a long one may cost more. A template that spends more processor time than any honest one is stopped by the clock of its thread.
+What an operation will make is known from its operands, so it is refused before it is made. The
+bounds grow with the conversation: a long one may cost more. A template that spends more processor
+time than any honest one is stopped by the clock of its thread.
 """
 
 from __future__ import annotations
@@ -92,7 +95,8 @@ class Budget:
         return value
 
     def weigh(self, value: Any, *, remember: bool = False) -> int:
-        """The size of a value written out: what it shares counts every time it occurs. Refuses what is too large."""
+        """The size of a value written out: what it shares counts every time it occurs. Refuses what
+        is too large."""
         if isinstance(value, str | bytes):
             return len(value)
         if not isinstance(value, list | tuple | dict | set | frozenset | Namespace):
@@ -303,7 +307,8 @@ def _test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pass_context
 def _tick(_: Any, value: Any, text: int = 0) -> Any:
-    """At the start of a body that may be run many times: `text` characters of the template itself come out of it."""
+    """At the start of a body that may be run many times: `text` characters of the template itself
+    come out of it."""
     now = budget()
     now.step()
     now.charge(text)
@@ -379,7 +384,8 @@ def _heavy(node: nodes.Expr) -> nodes.Expr:
 
 
 def _counted(body: list[nodes.Node]) -> nodes.ExprStmt:
-    """A statement that counts one turn, and the text that stands in the body outside of bodies that count for themselves."""
+    """A statement that counts one turn, and the text that stands in the body outside of bodies that
+    count for themselves."""
     line = body[0].lineno if body else 1
     return nodes.ExprStmt(_filtered(nodes.Const(0, lineno=line), "_tick", sum(map(_text_in, body))), lineno=line)
 
@@ -474,5 +480,6 @@ def compiled(source: str) -> Template:
 
 
 def _environment() -> Environment:
-    """A new one for every template, as transformers does: the tracker of generated text belongs to one."""
+    """A new one for every template, as transformers does: the tracker of generated text belongs to
+    one."""
     return Environment(_cached_compile_jinja_template("").environment)

@@ -1,4 +1,5 @@
-"""Several rewards as one: a component may be worth something only where another one passes (format before correctness)."""
+"""Several rewards as one: a component may be worth something only where another one passes (format
+before correctness)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Gate:
 
 
 def gates_of(rewards: Sequence[FunctionReward]) -> dict[str, Gate]:
-    """The gates of the rewards that have one. Each must name another reward, and no chain of them may come back to its start."""
+    """The gates of the rewards that have one. Each must name another reward, and no chain of them
+    may come back to its start."""
     names = [r.name for r in rewards]
     gates = {r.name: Gate(r.gate.rpartition(":")[2], r.gate_at) for r in rewards if r.gate is not None}
     for i, name in enumerate(names):
@@ -41,8 +43,9 @@ def gates_of(rewards: Sequence[FunctionReward]) -> dict[str, Gate]:
 
 
 def gated(components: Mapping[str, float | None], gates: Mapping[str, Gate]) -> Components:
-    """The components as they count: 0 where the gate does not pass. None (not applicable, or not scored) stays None, and a gate
-    that is None holds nothing back. A gate that is held back itself does not pass, unless 0 is enough for it.
+    """The components as they count: 0 where the gate does not pass. None (not applicable, or not
+    scored) stays None, and a gate that is None holds nothing back. A gate that is held back itself
+    does not pass, unless 0 is enough for it.
 
     >>> gated({"correct": 1.0, "format": 0.0}, {"correct": Gate("format")})
     {'correct': 0.0, 'format': 0.0}
@@ -65,11 +68,13 @@ def combined(
     weights: Mapping[str, float],
     running: Callable[[Components], Components] | None = None,
 ) -> tuple[Components, float | None]:
-    """The components as they count, and the total: Σ weight·score over those that have something to say, None if none has.
+    """The components as they count, and the total: Σ weight·score over those that have something to
+    say, None if none has.
 
-    A component that is NaN is lost: its reward hung or died (`Outcome.marked`). It counts in no sum, and 0 is not what it would
-    have been: a completion that makes a penalty or a gate hang would get away with it, and one whose reward died by accident
-    would be punished. So the sample has no total. A lost reward that counts nothing (weight 0, no gate) takes nothing with it.
+    A component that is NaN is lost: its reward hung or died (`Outcome.marked`). It counts in no
+    sum, and 0 is not what it would have been: a completion that makes a penalty or a gate hang
+    would get away with it, and one whose reward died by accident would be punished. So the sample
+    has no total. A lost reward that counts nothing (weight 0, no gate) takes nothing with it.
 
     >>> combined({"right": 1.0, "form": math.nan}, {}, {"right": 1.0, "form": -0.5})
     ({'right': 1.0, 'form': None}, None)

@@ -1,7 +1,9 @@
-"""A language model as judge: a score for each answer, or comparisons of pairs. Who asks it is passed in.
+"""A language model as judge: a score for each answer, or comparisons of pairs. Who asks it is
+passed in.
 
-What a judge says counts only in the form it was told to use; anything else is unscored (None), never a guess. Pairs are asked in
-both orders: judges prefer what stands first. Answers are quoted between marks that they cannot contain.
+What a judge says counts only in the form it was told to use; anything else is unscored (None),
+never a guess. Pairs are asked in both orders: judges prefer what stands first. Answers are quoted
+between marks that they cannot contain.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ _NUMBER = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(?:\s{0,9}/\s{0,9}10)?")
 
 
 def _stated(reply: str, name: str) -> tuple[str, str] | None:
-    """What the last line `name: value` says: the value without marks around it, and those before it. The value may stand on the
-    next line that says anything. One pass over the lines, whatever is on them."""
+    """What the last line `name: value` says: the value without marks around it, and those before
+    it. The value may stand on the next line that says anything. One pass over the lines, whatever
+    is on them."""
     lines = [line for line in reply[-LOOKED_AT:].split("\n") if _bare(line)[0]]
     for at in range(len(lines) - 1, -1, -1):
         head, colon, rest = lines[at].partition(":")
@@ -95,7 +98,8 @@ def parse_verdict(reply: str) -> float | None:
 
 
 class Judge:
-    """(prompt, completions) -> one score per completion. pairwise: the share of its comparisons that a completion wins."""
+    """(prompt, completions) -> one score per completion. pairwise: the share of its comparisons
+    that a completion wins."""
 
     def __init__(self, ask: Ask, *, mode: Mode = "score", template: str | None = None):
         self.ask, self.mode = ask, mode
@@ -131,7 +135,8 @@ class Judge:
         return [r for r in (straight, None if turned is None else 1 - turned) if r is not None]
 
     def _fill(self, **parts: str) -> str:
-        """The template with its places filled in one go: what stands in an answer is never a place."""
+        """The template with its places filled in one go: what stands in an answer is never a
+        place."""
         mark = "#" + hashlib.blake2b("\x1f".join(parts.values()).encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
         values = {**parts, "mark": mark}
         return re.sub(r"\{(\w+)\}", lambda m: values.get(m.group(1), m.group()), self.template)

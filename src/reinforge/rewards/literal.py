@@ -1,8 +1,10 @@
-"""Numbers as people write them at the end of a computation: literals, reduced fractions, percents, with or without a unit.
+"""Numbers as people write them at the end of a computation: literals, reduced fractions, percents,
+with or without a unit.
 
-The reward `math` asks this module whether an answer is a number or still a computation: where the gold answer is a
-rational number, `12 + 13`, `144/12` and `12^2` are the question again, and 25, 3/4 and 50% are answers. What is read is
-decided by a grammar, not by a list of forbidden operators, so that a new way to write a computation is not a way around it.
+The reward `math` asks this module whether an answer is a number or still a computation: where the
+gold answer is a rational number, `12 + 13`, `144/12` and `12^2` are the question again, and 25, 3/4
+and 50% are answers. What is read is decided by a grammar, not by a list of forbidden operators, so
+that a new way to write a computation is not a way around it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ _BETWEEN = re.compile(r",|;|\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b")
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """One number: its exact value (a percent's is what stands before the sign), and how it is written."""
+    """One number: its exact value (a percent's is what stands before the sign), and how it is
+    written."""
 
     value: Fraction
     form: tuple[str, *tuple[int, ...]]  # ("decimal",), ("fraction", 3, 4), ("mixed", 2, 1, 2), ("scientific", -3)

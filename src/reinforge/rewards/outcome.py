@@ -1,4 +1,5 @@
-"""What came of asking a reward: scores, and how many are missing because it hung or died. No torch here: workers import this."""
+"""What came of asking a reward: scores, and how many are missing because it hung or died. No torch
+here: workers import this."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ LARGEST = 1e16  # of a reward: the square of a larger one, summed over a batch, 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One score per completion; None = could not be scored. What depends on the clock is counted and never becomes a 0.
+    """One score per completion; None = could not be scored. What depends on the clock is counted
+    and never becomes a 0.
 
-    A None is one of two things: the reward has nothing to say about this completion, or it should have said something and did
-    not (`lost`). The first leaves the total to the other rewards; the second leaves the sample without a total.
+    A None is one of two things: the reward has nothing to say about this completion, or it should
+    have said something and did not (`lost`). The first leaves the total to the other rewards; the
+    second leaves the sample without a total.
     """
 
     scores: list[float | None]
@@ -45,7 +48,8 @@ class Outcome:
 
 
 def checked(name: str, result: Any, count: int) -> list[float | None]:
-    """The scores that a reward returned, each finite or None. Anything else is an error of the reward."""
+    """The scores that a reward returned, each finite or None. Anything else is an error of the
+    reward."""
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, (list, tuple)) or len(result) != count:
