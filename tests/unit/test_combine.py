@@ -70,6 +70,9 @@ def test_what_is_lost_is_told_from_what_does_not_apply() -> None:
     joined = Outcome.joined(parts)
     assert joined.scores == [None, None, 1.0, None, 0.0] and joined.timeouts == 1
     assert [s is not None and math.isnan(s) for s in joined.marked] == [False, True, False, True, False]
+    unread = Outcome.joined([Outcome([None], lost=frozenset({0})), Outcome([0.5])])  # a judge that said nothing, and did not hang
+    assert unread.timeouts == 0 and [s is not None and math.isnan(s) for s in unread.marked] == [True, False]
+    assert Outcome.joined([Outcome([1.0]), Outcome([None], crashes=1)]) == Outcome([1.0, None], crashes=1)
 
 
 def test_a_reward_too_large_to_train_on_is_refused() -> None:

@@ -38,7 +38,7 @@ def test_judge_scores_from_0_to_1() -> None:
 
 def test_a_judge_that_does_not_say_is_asked_once_more_and_then_nothing() -> None:
     with stub_server(lambda body: "I like it") as stub:
-        assert run(make("judge", url=stub.url).outcome(ROWS[:1], ["x"])) == Outcome([None]) and len(stub.asked) == 2
+        assert run(make("judge", url=stub.url).outcome(ROWS[:1], ["x"])) == Outcome([None], lost=frozenset({0})) and len(stub.asked) == 2
     replies = iter(["hm", "Score: 10"])
     with stub_server(lambda body: next(replies)) as stub:
         assert run(make("judge", url=stub.url).score(ROWS[:1], ["x"])) == [1.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reinforge.core.errors import InputError
@@ -31,10 +31,16 @@ class Outcome:
     lost: frozenset[int] | None = None  # places of scores that should be there; None: every None, if any of the above is counted
 
     @property
+    def places_lost(self) -> frozenset[int]:
+        if self.lost is not None:
+            return self.lost
+        failed = self.timeouts or self.crashes or self.sandbox
+        return frozenset(i for i, score in enumerate(self.scores) if score is None and failed)
+
+    @property
     def marked(self) -> list[float | None]:
         """The scores, with NaN for those that are lost: `combine.combined` reads it."""
-        failed = self.timeouts or self.crashes or self.sandbox
-        lost = self.lost if self.lost is not None else range(len(self.scores)) if failed else ()
+        lost = self.places_lost
         return [math.nan if score is None and i in lost else score for i, score in enumerate(self.scores)]
 
     @classmethod
@@ -43,8 +49,8 @@ class Outcome:
         counts = {name: sum(getattr(p, name) for p in parts) for name in ("timeouts", "crashes", "sandbox", "unsafe")}
         marked = [score for p in parts for score in p.marked]
         lost = frozenset(i for i, score in enumerate(marked) if score is not None and math.isnan(score))
-        scores = [None if i in lost else score for i, score in enumerate(marked)]
-        return cls(scores, **counts, lost=lost if len(lost) != scores.count(None) else None)
+        whole = cls([None if i in lost else score for i, score in enumerate(marked)], **counts)
+        return whole if whole.places_lost == lost else replace(whole, lost=lost)
 
 
 def checked(name: str, result: Any, count: int) -> list[float | None]:
