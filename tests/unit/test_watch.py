@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import logging
@@ -60,7 +61,7 @@ def test_metrics_are_strict_json_and_nonfinite_values_are_named(tmp_path: Path) 
     events = lines(tmp_path / "events.jsonl")
     assert [e["kind"] for e in events] == ["started", "skipped_step"] and events[1]["grad_norm"] == "nan"
     assert json.loads((tmp_path / "config.json").read_text()) == {"train": {"steps": 3}}
-    assert json.loads((tmp_path / "versions.json").read_text())["torch"] == torch.__version__
+    assert json.loads((tmp_path / "versions.json").read_text())["torch"] == importlib.metadata.version("torch")
     recorder.close()
 
 
