@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,14 +25,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheel and the source archive of this tree, built from a copy of what git knows."""
+    """A directory with the wheel and the source archive of this tree, built from a copy of it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    files = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
-    for name in filter(None, map(bytes.decode, files)):
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("src", "recipes", "tests", "docs", "tools", "benchmarks", "deploy", ".ci"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy2(path, source / path.name)
     code = f"import setuptools.build_meta as backend; print(backend.build_wheel({str(out)!r})); print(backend.build_sdist({str(out)!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
