@@ -38,6 +38,7 @@ def _config(arch: str, **changes: Any) -> Any:
         "opt": lambda: t.OPTConfig(**{**dict(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
                                              max_position_embeddings=128, word_embed_proj_dim=32, pad_token_id=0, eos_token_id=EOS), **changes}),
         "cohere": lambda: t.CohereConfig(**{**_BASE, "logit_scale": 0.25, **changes}),
+        "granite_moe": lambda: t.GraniteMoeConfig(**{**_BASE, "num_local_experts": 4, "num_experts_per_tok": 2, **changes}),
         "granite": lambda: t.GraniteConfig(**{**_BASE, "logits_scaling": 4.0, **changes}),
         "mixtral": lambda: t.MixtralConfig(**{**_BASE, "num_local_experts": 4, "num_experts_per_tok": 2, **changes}),
         "qwen2_moe": lambda: t.Qwen2MoeConfig(**{**_BASE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,

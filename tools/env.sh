@@ -90,7 +90,7 @@ fi
 case $want in
   runtime) ;;
   test)
-    must_install "test tools (about half a minute)" -c "$venv/constraints.txt" -e '.[test]'
+    must_install "test tools (a minute or two)" -c "$venv/constraints.txt" -e '.[test]'
     install "reasoning-gym (compiles one C library)" -c "$venv/constraints.txt" -e '.[tasks]' ||
       say "  not installed: it needs a C compiler and Python headers (Debian, Ubuntu: apt-get install gcc python3-dev). Its tests will be skipped."
     ;;

@@ -184,3 +184,9 @@ def test_cut_packs_refuse_it(ranks: Ranks) -> None:
     make = partial(FsdpBackend, ranks, loaded, train_config(backend="fsdp", sequence_parallel=2), total_steps=10)
     with pytest.raises(InputError, match=r"train\.router_aux_loss.*sequence parallelism cuts them"):
         make()
+
+
+def test_a_router_that_says_nothing_of_its_load_is_refused_by_name() -> None:
+    backend = backend_of(make_module("granite_moe"), router_aux_loss=0.01)
+    with pytest.raises(InputError, match="GraniteMoeForCausalLM does not say how it routes.*Set it to 0"):
+        one_pass(backend, make_samples([9, 6]))

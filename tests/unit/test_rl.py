@@ -21,7 +21,7 @@ from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.sample import Group
 from reinforge.train.rl import RLTrainer, average
-from reinforge.train.troubles import what_is_bad
+from reinforge.train.troubles import UNSCORED, what_is_bad, why_bad
 from tiny_runs import DATA, LORA, digest, launch, lines, tensors
 from toys import SilentView
 
@@ -182,9 +182,10 @@ def test_rewards_that_score_nothing_for_three_steps_end_the_run(make: Callable[.
 
 def test_where_the_reason_is_that_nothing_was_scored() -> None:
     """Events, if a reward failed; and no word of events where there are none, because rewards returned None themselves."""
-    silent = what_is_bad({"reward/unscored": 1.0})
+    assert what_is_bad({"reward/unscored": 1.0}) == UNSCORED
+    silent = why_bad(UNSCORED, {"reward/unscored": 1.0})
     assert "returned None for every completion" in silent and "events.jsonl" not in silent
-    failed = what_is_bad({"reward/unscored": 1.0, "faults/reward_timeout": 4.0})
+    failed = why_bad(UNSCORED, {"reward/unscored": 1.0, "faults/reward_timeout": 4.0})
     assert "events.jsonl (kind fault)" in failed and "returned None" not in failed
     assert not what_is_bad({"reward/unscored": 0.5})
 

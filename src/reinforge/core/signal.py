@@ -26,10 +26,13 @@ def signal_share(batches: Sequence[Batch]) -> float | None:
 def with_signal(batches: Sequence[Batch], budget: int, *, share: bool) -> list[Batch]:
     """The samples with an advantage other than 0, packed anew with their streams. Totals are counted before, on all samples.
 
-    Where no sample has one all are kept: there is nothing to gain, and entropy and KL are what one wants to see of such a step."""
+    Where no sample has one the first batch is kept: its gradient is 0, and entropy and KL are what one wants to see of such a step.
+    """
     active = active_samples(batches)
-    if all(bool(a.all()) for a in active) or not any(bool(a.any()) for a in active):
+    if all(bool(a.all()) for a in active):
         return list(batches)
+    if not any(bool(a.any()) for a in active):
+        return list(batches[:1])
     streams: dict[int, dict[str, torch.Tensor]] = {}
     kept = []
     for batch, wanted in zip(batches, active, strict=True):

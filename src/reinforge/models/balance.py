@@ -45,7 +45,8 @@ class Balance:
         if asked and not able:
             raise InputError(f"{type(plain).__name__} has no load-balancing loss of its router.", where=KEY,
                              fix="Leave it out, or train a mixture-of-experts model that transformers has the loss for.")  # fmt: skip
-        said = plain.router_aux_loss_coef if able and getattr(model.config, "output_router_logits", False) else 0.0
+        wanted = able and getattr(model.config, "output_router_logits", False)
+        said = getattr(plain, "router_aux_loss_coef", 0.0) if wanted else 0.0
         coefficient = float(said if asked is None else asked)
         if not coefficient:
             return None
@@ -64,7 +65,7 @@ class Balance:
             return args, {**kwargs, "output_router_logits": True}
 
         def keep(_: Any, args: Any, out: Any) -> None:
-            found.extend(out.router_logits)
+            found.extend(out.router_logits or ())
 
         hooks = [
             self.model.trunk.register_forward_pre_hook(ask, with_kwargs=True),
@@ -79,5 +80,10 @@ class Balance:
     def loss(self, logits: list[Tensor]) -> Tensor:
         """A number, without the coefficient."""
         plain = self.model.plain
-        assert logits, f"{type(plain).__name__} did not say how it routed"
+        if not logits:
+            raise InputError(
+                f"{type(plain).__name__} does not say how it routes its tokens, so their load cannot be balanced.",
+                where=KEY,
+                fix="Set it to 0.",
+            )
         return self.function(tuple(logits), plain.num_experts, plain.num_experts_per_tok)
