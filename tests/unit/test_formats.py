@@ -87,6 +87,41 @@ def test_half_of_the_prompt_is_never_dropped_without_a_word(half: str) -> None:
         one({"instruction": "Add.", "input": ["1", "2"]})
 
 
+ODD = [{"from": "User 0", "value": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "more", "prompt"),
+    [
+        ({"instruction": "Add.", "input": ["1", "2"]}, {"template": "{instruction}!"}, "Add.!"),
+        ({"q": "1+2", "instruction": "", "input": ""}, {"template": "{q}"}, "1+2"),
+        ({"q": "1+2", "instruction": "Add.", "history": "none"}, {"template": "{q}"}, "1+2"),
+        ({"q": "1+2", "instruction": "Add.", "system": {"a": 1}}, {"template": "{q}"}, "1+2"),
+        ({"q": "1+2", "conversations": ODD}, {"template": "{q}"}, "1+2"),
+        ({"instruction": "Add.", "context": ["a page"]}, {"columns": {"prompt": "instruction"}}, "Add."),
+        ({"text": "whole", "instruction": "Add.", "context": ["a page"]}, {}, "whole"),
+        ({"text": "whole", "instruction": "Add.", "history": "none"}, {}, "whole"),
+        ({"prompt": "own", "answer": "1", "conversations": ODD}, {}, "own"),
+        ({"question": "own", "answer": "1", "conversation": ODD}, {}, "own"),
+        ({"text": "whole", "conversations": ODD}, {}, "whole"),
+    ],
+)
+def test_a_row_is_not_refused_for_columns_that_its_prompt_does_not_use(row: dict[str, Any], more: dict[str, Any], prompt: str) -> None:
+    found = one(row, **more)
+    assert found.prompt == prompt
+    kept = {name: value for name, value in row.items() if name not in ("prompt", "question", "text") and value != "Add."}
+    assert {name: found.columns[name] for name in kept} == kept
+
+
+def test_a_column_that_the_template_does_use_is_still_refused_and_an_answer_still_found() -> None:
+    with pytest.raises(InputError, match="column 'input' is list, and data.template needs text"):
+        one({"instruction": "Add.", "input": ["1", "2"]}, template="{instruction}: {input}")
+    judged = one({"instruction": "Add.", "input": ["1"], "output": "3", "kto_tag": True}, template="{instruction}")
+    assert judged.columns["completion"] == "3" and judged.columns["label"] is True
+    with pytest.raises(InputError, match=r"context is list, not text.*data\.columns: \{prompt.*data\.template"):
+        one({"instruction": "Add.", "context": ["a page"]})
+
+
 # ShareGPT
 
 TALK = [

@@ -7,7 +7,9 @@
 | ShareGPT | conversations: [{from, value}], system | messages |
 | ShareGPT, compared | conversations, chosen: {from, value}, rejected: {from, value} | prompt, chosen, rejected |
 
-The columns themselves stay, for data.template and for the rewards. No torch here.
+The columns themselves stay, for data.template and for the rewards. A row whose prompt comes from
+elsewhere (data.template, a prompt column of its own) is not refused for what stands in these columns.
+No torch here.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ INPUTS = ("input", "context")  # what the instruction is about, often empty
 OUTPUTS = ("output", "response")
 TALKS = ("conversations", "conversation")
 OURS = ("prompt", "question", "messages")  # a row that has one of these is no Alpaca row
+OWN = (*OURS, "text")  # nor, if it has one of these, is its prompt looked for in `conversations`
+REPAIR = "Repair or remove the row, or say what the prompt is: data.columns: {prompt: <their name>}, or data.template."
 SPEAKERS = {
     "system": "system",
     "human": "user",
@@ -40,35 +44,50 @@ SPEAKERS = {
 }
 
 
-def understood(record: dict[str, Any], place: str) -> dict[str, Any]:
-    """The record with our columns beside its own, where it has one of the shapes; else as it is."""
-    return _alpaca(_sharegpt(record, place), place)
+def understood(record: dict[str, Any], place: str, *, templated: bool = False) -> dict[str, Any]:
+    """The record with our columns beside its own, where it has one of the shapes; else as it is.
+
+    `templated`: its prompt is made by data.template.
+    """
+    return _alpaca(_sharegpt(record, place, templated), place, templated)
 
 
 # Alpaca
 
 
-def _alpaca(record: dict[str, Any], place: str) -> dict[str, Any]:
-    """The instruction and, on the next line, its input, as LLaMA-Factory joins them."""
+def _alpaca(record: dict[str, Any], place: str, templated: bool) -> dict[str, Any]:
     asked = _first(record, ASKS)
     if asked is None or any(record.get(name) is not None for name in OURS):
         return record
-    parts = [part for part in (_line(record, asked, place), _line(record, _first(record, INPUTS), place)) if part]
-    if not parts:
-        raise InputError(f"{asked} is empty, and so is its input", where=place, fix="Repair or remove the row.")
-    before = [*_system(record, place), *_history(record, place)]
-    text = "\n".join(parts)
-    found: dict[str, Any] = {"prompt": [*before, {"role": "user", "content": text}] if before else text}
+    found: dict[str, Any] = _label(record)
+    if not templated:
+        try:
+            found["prompt"] = _question(record, asked, place)
+        except InputError:
+            if record.get("text") is None:
+                raise
+            return record  # no Alpaca row, but a text with columns of these names
     answer = _first(record, OUTPUTS)
     if answer is not None and record.get("completion") is None:
         found["completion"] = record[answer]
-    return {**record, **found, **_label(record)}
+    return {**record, **found}
+
+
+def _question(record: Mapping[str, Any], asked: str, place: str) -> str | list[dict[str, Any]]:
+    """The instruction and, on the next line, its input, as LLaMA-Factory joins them; after the system
+    prompt and the earlier turns, if there are any."""
+    parts = [part for part in (_line(record, asked, place), _line(record, _first(record, INPUTS), place)) if part]
+    if not parts:
+        raise InputError(f"{asked} is empty, and so is its input", where=place, fix=REPAIR)
+    before = [*_system(record, place), *_history(record, place)]
+    text = "\n".join(parts)
+    return [*before, {"role": "user", "content": text}] if before else text
 
 
 def _line(record: Mapping[str, Any], name: str | None, place: str) -> str:
     value = record.get(name) if name is not None else None
     if value is not None and not isinstance(value, str):
-        raise InputError(f"{name} is {type(value).__name__}, not text", where=place, fix="Repair or remove the row.")
+        raise InputError(f"{name} is {type(value).__name__}, not text", where=place, fix=REPAIR)
     return value or ""
 
 
@@ -76,17 +95,19 @@ def _history(record: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
     """Earlier turns: pairs of what was asked and what was answered."""
     turns = record.get("history") or []
     if not isinstance(turns, list) or not all(isinstance(t, list | tuple) and len(t) == 2 for t in turns):
-        raise InputError("history is not a list of pairs [asked, answered]", where=place, fix="Repair or remove the row.")
+        raise InputError("history is not a list of pairs [asked, answered]", where=place, fix=REPAIR)
     return [{"role": role, "content": text} for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)]
 
 
 def check_nothing_lost(record: Mapping[str, Any], columns: Mapping[str, str], place: str) -> None:
-    """Refuses a mapping that takes half of an Alpaca row for the prompt and leaves the other half, which is not empty, out."""
+    """Refuses a mapping that takes half of an Alpaca row for the prompt and leaves the other half, a text
+    that is not empty, out."""
     taken = columns.get("prompt")
     if taken not in (*ASKS, *INPUTS):
         return
     halves = INPUTS if taken in ASKS else ASKS
-    left = [name for name in halves if name not in columns.values() and str(record.get(name) or "").strip()]
+    texts = [name for name in halves if isinstance(record.get(name), str) and record[name].strip()]
+    left = [name for name in texts if name not in columns.values()]
     if left and _first(record, ASKS) is not None:
         raise InputError(
             f"data.columns takes the prompt from {taken}, and {left[0]} would be left out",
@@ -99,14 +120,15 @@ def check_nothing_lost(record: Mapping[str, Any], columns: Mapping[str, str], pl
 # ShareGPT
 
 
-def _sharegpt(record: dict[str, Any], place: str) -> dict[str, Any]:
+def _sharegpt(record: dict[str, Any], place: str, templated: bool) -> dict[str, Any]:
     sides = {
         side: _turns([value] if isinstance(value, Mapping) else value, place, side)
         for side in ("chosen", "rejected")
         if isinstance(value := record.get(side), list | Mapping)
     }
     record = {**record, **sides}
-    name = "messages" if record.get("messages") is not None else _first(record, TALKS)
+    own = templated or any(record.get(name) is not None for name in OWN)
+    name = "messages" if record.get("messages") is not None else None if own else _first(record, TALKS)
     if name is None or not isinstance(record[name], list):
         return record
     if name == "messages" and not any(isinstance(turn, Mapping) and "from" in turn for turn in record[name]):

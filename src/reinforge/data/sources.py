@@ -112,7 +112,7 @@ def _rows(
             continue
         if template is None:
             check_nothing_lost(raw, columns, place)
-        view = with_prompt(understood({**view, **fixed}, place), place)
+        view = with_prompt(understood({**view, **fixed}, place, templated=template is not None), place)
         moved = set(columns.values()) - set(columns)
         prompt, rest = _prompt({k: v for k, v in view.items() if k not in moved}, view, template, system, place)
         key = next((name for name in ("id", "uid") if rest.get(name) is not None), None)
