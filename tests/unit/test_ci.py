@@ -58,8 +58,15 @@ def test_nothing_is_installed_that_is_there(tmp_path: Path) -> None:
 
 def test_a_failed_installation_is_told_and_the_tests_run(tmp_path: Path) -> None:
     _, called, printed = runs(tmp_path, OFFLINE="1")
-    assert called == ["apt-get -qq update", f"make test {MUST}", f"make test-scale {MUST}"]
-    assert "the tests that need chromium bubblewrap will fail" in printed
+    install = "apt-get -qq -y install --no-install-recommends"
+    assert called == ["apt-get -qq update", f"{install} chromium", f"{install} bubblewrap", f"make test {MUST}", f"make test-scale {MUST}"]
+    for package in ("chromium", "bubblewrap"):  # one that there is not does not keep the other away
+        assert f"the tests that need {package} will fail" in printed
+
+
+def test_another_name_of_the_browser_will_do(tmp_path: Path) -> None:
+    _, called, _ = runs(tmp_path, present=("google-chrome", "bwrap"))
+    assert called == [f"make test {MUST}", f"make test-scale {MUST}"]
 
 
 @pytest.mark.parametrize("environment", [{"WHO": "1000"}, {"WITHOUT": "apt-get"}], ids=["a user", "no apt-get"])
