@@ -52,7 +52,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def closed_network(monkeypatch: pytest.MonkeyPatch) -> str:
     """A hub where nobody listens, and a process that has not been told so."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+    proxies = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    for name in (*proxies, "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "")  # and gone, or back, after the test
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("reinforge.core.hub._switched", [])
