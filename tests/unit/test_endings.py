@@ -104,6 +104,35 @@ def test_an_interrupted_run_has_a_report(make: Callable[..., Config], monkeypatc
     assert "start it again with the same command" in told
 
 
+def test_a_terminal_that_closes_ends_a_run_with_the_code_of_its_signal(tiny_dir: str, tmp_path: Path) -> None:
+    """What is written to it afterwards fails, and must not take the place of the ending."""
+    settings = {
+        "model": {"path": tiny_dir}, "algorithm": {"name": "grpo", "group_size": 2}, "data": {"source": "arithmetic:chain"},
+        "rewards": [{"name": "exact_number"}], "rollout": {"max_new_tokens": 4, "kv_gib": 0.01},
+        "train": {"steps": 100000, "prompts_per_step": 2}, "run": {"dir": str(tmp_path / "run"), "checkpoint": {"every": 0}},
+    }  # fmt: skip
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings))
+    program = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from reinforge.app.cli import main; sys.exit(main())"
+    ours, theirs = os.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, "train", str(tmp_path / "c.yaml")], stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, env=os.environ | {"PYTHONPATH": SRC, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        shown = b""
+        while b"2/100000" not in shown:
+            shown += os.read(ours, 4096)
+        os.close(ours)
+        assert child.wait(120) == 128 + signal.SIGHUP
+    finally:
+        child.kill()
+        child.wait()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "terminated" and (tmp_path / "run" / "report.html").exists()
+    assert show_run(tmp_path / "run")["checkpoints"]
+
+
 def test_an_ending_that_cannot_be_written_takes_nothing_from_the_run(make: Callable[..., Config]) -> None:
     cfg, view = make("run", "grpo"), SilentView()
     (Path(cfg.run.dir) / "report.html").mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ def test_the_card(adapter: Path, merged: Path, tiny_dir: str) -> None:
     assert "base_model:" not in card, "a path on this machine means nothing on the hub"
     assert "library_name: peft" in other and "PeftModel.from_pretrained(base" in other and "An adapter" in other
     assert cited("sft") == "" and cited("reinforce") == " (Williams 1992)"
+
+
+def test_a_run_whose_summary_has_no_groups_is_exported(lora: Path, tmp_path: Path) -> None:
+    """A run that finished before metrics were written by group."""
+    run = tmp_path / "run"
+    shutil.copytree(lora, run)
+    summary = json.loads((run / "summary.json").read_text())
+    flat = {"reward/mean": 0.625, "eval/accuracy": 0.5, "epoch": 1}
+    (run / "summary.json").write_text(json.dumps({**summary, "metrics": flat}))
+    card = (export(run, tmp_path / "out") / "README.md").read_text()
+    assert "| eval/accuracy | 0.5 |\n| reward/mean | 0.625 |" in card
 
 
 def test_a_chat_template_and_its_end_of_turn(tiny_dir: str, tmp_path: Path) -> None:

@@ -139,6 +139,17 @@ def test_a_changed_config_is_refused_and_leaves_the_record(
     assert "api_key" not in str(error.value) and "train.steps" not in str(error.value)  # these may change
 
 
+def test_a_prompt_that_speaks_of_passwords_is_read_back_and_compared(make: Callable[..., Config]) -> None:
+    def saying(guess: str, *more: str) -> Config:
+        return make("run", "grpo", *more, data={"source": "python", "fixed": {"hint": f"basic arithmetic, password={guess}"}})
+
+    launch(saying("first"))
+    record = json.loads((Path(saying("first").run.dir) / "config.json").read_text())
+    assert Config.model_validate(record).data.fixed == {"hint": "basic arithmetic, password=first"}
+    with pytest.raises(InputError, match="password=first' and is 'basic arithmetic, password=second'"):
+        launch(saying("second", "train.steps=5"))
+
+
 def test_another_python_reward_is_refused_by_its_name(make: Callable[..., Config]) -> None:
     launch(make())
     with pytest.raises(InputError, match=r"rewards\.0\.name was 'odd' and is 'reward'"):

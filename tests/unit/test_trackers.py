@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,10 @@ import pytest
 from reinforge.app.api import train_config
 from reinforge.app.build import Given
 from reinforge.config.schema import Config
+from reinforge.core.errors import Terminated
+from reinforge.train.session import Session
 from reinforge.watch import sinks
+from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import show_run
 from tiny_runs import DATA, lines, odd
@@ -209,6 +214,52 @@ def test_a_tracker_that_fails_is_told_on_the_screen_and_in_the_summary_and_the_r
     assert [t["what"] for t in summary["troubles"]] == [words]
     assert words in show_run(result.run_dir)["troubles"][0] and words in write_report(result.run_dir).read_text()
     assert [e["sink"] for e in lines(cfg, "events.jsonl") if e["kind"] == "sink_failed"] == ["down"]
+
+
+def test_a_tracker_that_hangs_holds_up_neither_the_summary_nor_a_run_that_was_asked_to_end(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks a run to end may kill it soon: what it tells is on disk before any tracker is waited for."""
+    before: list[tuple[str, bool]] = []
+    given: list[float | None] = []
+    release = threading.Event()
+
+    class Hanging(Down):
+        name = "hanging"
+
+        def open(self) -> None:
+            release.wait()
+
+    close = Recorder.close
+
+    def closing(self: Recorder, seconds: float | None = None) -> None:
+        status = json.loads((self.run_dir / "summary.json").read_text())["status"]
+        before.append((status, (self.run_dir / "report.html").exists()))
+        given.append(seconds)
+        close(self, 0.1)
+
+    end_step = Session.end_step
+
+    async def asked(self: Session, *metrics: Any) -> None:
+        if self.dir.name == "cut":
+            self.terminate(signal.SIGTERM)
+        await end_step(self, *metrics)
+
+    monkeypatch.setitem(sinks.SINKS, "tensorboard", Hanging)
+    monkeypatch.setattr(Recorder, "close", closing)
+    monkeypatch.setattr(Session, "end_step", asked)
+    words = ["hanging takes no metrics any more: it did not close in time"]
+    for name, status, seconds in (("whole", "finished", None), ("cut", "terminated", sinks.HURRIED_SECONDS)):
+        cfg = make(name, "grpo", "run.log.sinks=[tensorboard]")
+        try:
+            train_config(cfg, Given(data=DATA, rewards=[odd]), SilentView())
+        except Terminated:
+            assert name == "cut"
+        assert (before.pop(), given.pop()) == ((status, True), seconds)
+        summary = json.loads((Path(cfg.run.dir) / "summary.json").read_text())
+        assert [trouble["what"] for trouble in summary["troubles"]] == words and sinks.HURRIED_SECONDS < 30
+        assert words[0] in (Path(cfg.run.dir) / "report.html").read_text()
+    release.set()
 
 
 def test_trackers_get_the_config_without_its_secrets(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import show_run
-from reinforge.watch.troubles import ENOUGH, Health
+from reinforge.watch.troubles import ENOUGH, Health, Trouble
 from tiny_runs import DATA, EVAL, launch, lines, odd
 from toys import SilentView
 
@@ -49,7 +49,8 @@ def score(value: float, spread: float | None = 0.05) -> dict[str, float]:
         ([FINE] * 10 + [TIED] * 10, []),  # half is not most
         ([FINE] * 9 + [TIED] * 11, ["no_gradient"]),
         ([TIED], ["no_gradient"]),
-        ([{**FINE, "batch/signal": 0.0}] * 6, ["no_gradient"]),  # a gradient of something else, the KL, but none of the rewards
+        ([{**FINE, "batch/signal": 0.0}] * 6, []),  # the KL, the entropy or a router gave a gradient
+        ([{"train/skipped": 0.0, "batch/signal": 0.0}] * 6, ["no_gradient"]),
         ([{"train/skipped": 0.0, "train/empty": 1.0}] * 6, ["no_gradient"]),  # no group at all was left to train
         ([{"train/skipped": 0.0, "train/grad_norm": 0.0}] * 6, ["no_gradient"]),  # SFT
         ([{**FINE, "reward/std": 0.0, "reward/mean": 0.1 + 0.2}] * 3 + [{**FINE, "reward/std": 1e-17, "reward/mean": 0.3}] * 3, ["constant_reward"]),
@@ -107,7 +108,7 @@ def test_a_run_with_a_constant_reward_says_so_everywhere(make: Callable[..., Con
 
 
 def test_a_run_whose_groups_tie_says_so_everywhere(make: Callable[..., Config]) -> None:
-    """19 of 20 steps without a gradient, with a KL penalty or without: prompts differ, the answers to one do not."""
+    """Most steps without a gradient: prompts differ, the answers to one do not. Under a KL penalty such steps have one."""
     for name, extra in (("plain", ()), ("penalty", ("algorithm.kl.coefficient=0.1",))):
         cfg, view = make(name, "grpo", "train.steps=7", *extra), SilentView()
         calls = count()
@@ -117,7 +118,26 @@ def test_a_run_whose_groups_tie_says_so_everywhere(make: Callable[..., Config]) 
             return [float(len(c) % 2) if varied else float(p[0] in "02468") for p, c in zip(prompts, completions, strict=True)]
 
         train_config(cfg, Given(data=DATA, rewards=[by_prompt]), view)
-        everywhere(Path(cfg.run.dir), view, "no_gradient", "6 of 7 steps taught nothing")
+        if not extra:
+            everywhere(Path(cfg.run.dir), view, "no_gradient", "6 of 7 steps taught nothing")
+            continue
+        tied = [line for line in lines(cfg) if line.get("batch/signal") == 0]
+        assert len(tied) == 6 and all(line["train/grad_norm"] > 0 for line in tied)
+        assert json.loads((Path(cfg.run.dir) / "summary.json").read_text())["troubles"] == []
+
+
+def test_a_tracker_may_fail_while_the_troubles_are_told() -> None:
+    """It fails in a thread of its own, at any moment."""
+
+    class Busy(Health):
+        def _tracker(self, name: str, error: str) -> Trouble:
+            self.hear({"kind": "sink_failed", "sink": f"{name}'s neighbour", "error": error})
+            return super()._tracker(name, error)
+
+    found = Busy()
+    found.hear({"kind": "sink_failed", "sink": "first", "error": "down"})
+    assert [trouble.what for trouble in found.troubles()] == ["first takes no metrics any more: down"]
+    assert len(found.troubles()) == 2
 
 
 def test_steps_without_gradient_between_two_that_are_not_finite_do_not_save_a_run(make: Callable[..., Config]) -> None:

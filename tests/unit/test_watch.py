@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from reinforge.core.errors import InputError
-from reinforge.core.redact import redact
+from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.watch import sinks
 from reinforge.watch.memory import device_peak, process_peak
@@ -201,6 +201,34 @@ def test_no_secret_is_in_any_file_of_a_run(tmp_path: Path, monkeypatch: pytest.M
         assert "PW-" not in text, name
     assert json.loads(found["config.json"])["rollout"] == {"max_new_tokens": 64}
     assert "http://(hidden)@host:8000/v1?model=m&api_key=(hidden)" in found["config.json"]
+
+
+PROSE = [
+    "You solve basic arithmetic problems.",
+    'Answer as {"token": "...", "password": "guess"}.',
+    "Write password=<guess> and then ?key=value.",
+    "Bearer certificates are what this is about; see http://me:you@example.org/ for more.",
+]
+
+
+def test_prose_in_a_configuration_stays_as_it_is(tmp_path: Path) -> None:
+    """Later commands read config.json back: what a prompt says of passwords is no secret."""
+    settings = {
+        "data": {"system": PROSE[0], "fixed": {"few": PROSE}, "url": "db://me:PW@host/x?api_key=PW"},
+        "engine": ["--api-key=PW", "--n=3"],
+    }
+    Recorder(tmp_path, settings).close()
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert found["data"]["system"] == PROSE[0] and found["data"]["fixed"]["few"] == PROSE
+    assert found["data"]["url"] == "db://(hidden)@host/x?api_key=(hidden)"
+    assert found["engine"] == ["--api-key=(hidden)", "--n=3"]
+    assert redact_settings(found) == found
+
+
+def test_a_scheme_is_hidden_in_a_header_and_not_in_a_sentence() -> None:
+    for header in ("Authorization: Bearer PW-1.a", "{'Authorization': 'Basic PW-1='}", '{"authorization": "Bearer PW-1"}', "'Bearer PW-1'"):
+        assert "PW-1" not in redact(f"401 for {header}"), header
+    assert redact(PROSE[0]) == PROSE[0]
 
 
 class Collecting:

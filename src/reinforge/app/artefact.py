@@ -19,7 +19,7 @@ from reinforge.config.families import family_of
 from reinforge.config.pipeline import FILL, Pipeline, Reference, Stage
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
-from reinforge.core.redact import redact
+from reinforge.core.redact import redact_settings
 from reinforge.watch.runs import flatten, read_json
 
 FORMAT = "reinforge-artefact-1"
@@ -171,7 +171,7 @@ def weights_of(folder: Path) -> dict[str, str]:
 
 def inputs_of(stage: Stage, config: Config | None, parents: Mapping[str, str]) -> dict[str, Any]:
     """What a stage is made of. Settings that have their default value, and those that only say where and how watched, do not count."""
-    settings = {} if config is None else redact(config.model_dump(mode="json", exclude_defaults=True))
+    settings = {} if config is None else redact_settings(config.model_dump(mode="json", exclude_defaults=True))
     for reference in stage.references:
         _put(settings, reference.place, f"from {reference.stage}")
     left_out = HARMLESS if stage.kind == "train" else (*HARMLESS, *FILL)

@@ -321,12 +321,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        else:
-            print(_paragraph(error), file=sys.stderr)
+        _tell(traceback.format_exc() if debug else f"{_paragraph(error)}\n")
         return error.exit_code if isinstance(error, ReinforgeError) else 1
     return 0
+
+
+def _tell(text: str) -> None:
+    """Says it on stderr. Where a terminal has closed nobody hears it, and the exit code must still be the error's:
+    what Python would flush at its end goes nowhere then."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 def greet(args: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
-from reinforge.core.redact import redact
+from reinforge.core.redact import redact_settings
 from reinforge.watch.runs import flatten, read_json
 
 # Keys, and sections that end in a dot, that say how long, where and how watched a run is, and not what it learns.
@@ -43,10 +43,10 @@ def check_changes(run_dir: Path, cfg: Config) -> Changes | None:
     if not old:
         return None
     try:
-        old = redact(Config.model_validate(old).model_dump(mode="json"))  # keys that are newer than the record get their defaults
+        old = redact_settings(Config.model_validate(old).model_dump(mode="json"))  # keys that are newer than the record get their defaults
     except ValidationError:
         pass  # a record of another version: compared as it stands
-    found = changes(old, redact(cfg.model_dump(mode="json")))
+    found = changes(old, redact_settings(cfg.model_dump(mode="json")))
     refused = {key: values for key, values in found.items() if not allowed(key, values[1])}
     if refused:
         told = ", ".join(f"{key} was {before!r} and is {after!r}" for key, (before, after) in refused.items())

@@ -26,7 +26,7 @@ from reinforge.checkpoint.stored import within
 from reinforge.config.schema import Config
 from reinforge.core.backend import Backend, Metrics, Part, State
 from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
-from reinforge.core.redact import redact
+from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
 from reinforge.train.changes import Changes, check_changes
@@ -37,7 +37,7 @@ from reinforge.watch.memory import device_peak, process_peak
 from reinforge.watch.recorder import Recorder, note
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import OF_ONE_STEP
-from reinforge.watch.sinks import Target, make_sinks
+from reinforge.watch.sinks import HURRIED_SECONDS, Target, make_sinks
 from reinforge.watch.timing import Phases, efficiency
 from reinforge.watch.troubles import Health, Trouble
 
@@ -141,7 +141,7 @@ class Session:
             log = self.cfg.run.log
             target = Target(
                 self.dir,
-                redact(self.cfg.model_dump(mode="json")),
+                redact_settings(self.cfg.model_dump(mode="json")),
                 log.project,
                 self.step if offsets is not None else None,
                 named=log.project != type(log).model_fields["project"].default,
@@ -193,7 +193,8 @@ class Session:
                 raise gone from error
 
     def _close_books(self, error: BaseException | None) -> None:
-        """Every ending has a summary and a report. What goes wrong with them is told, and takes nothing from the run itself."""
+        """Every ending has a summary and a report. What goes wrong with them is told, and takes nothing from the run itself.
+        They are written before the trackers are waited for, and once more if one of those failed then."""
         values = redact(
             {
                 "status": ending_of(error),
@@ -207,22 +208,35 @@ class Session:
                 **({"uncontained": self.uncontained} if self.uncontained else {}),
             }
         )
+        failed = len(self.health.trackers)
+        problem = self._write_ending(values)
         try:
             if self.recorder.sinks:
                 self.view.doing(f"handing over to {', '.join(sink.sink.name for sink in self.recorder.sinks)}")
             self.recorder.finish(values)
         finally:
-            self.recorder.close()
+            self.recorder.close(HURRIED_SECONDS if isinstance(error, Terminated) else None)
             self.view.stop()
+        if len(self.health.trackers) > failed:
+            problem = self._write_ending(values)
+        try:
+            if problem is not None:
+                raise problem
+            if not isinstance(error, self.passing):
+                self.view.message(describe_end(self.dir))
+        except (InputError, OSError) as why:
+            self.view.message(f"no report was written: {why}")
+
+    def _write_ending(self, values: Mapping[str, Any]) -> Exception | None:
+        """summary.json and report.html; what went wrong with them, if something did."""
         try:
             self.lock.check()
             troubles = [{"kind": t.kind, "what": t.what, "fix": t.fix} for t in self.health.troubles(ended=True)]
-            write_summary(self.dir, {**values, "troubles": troubles})
+            write_summary(self.dir, {**values, "troubles": redact(troubles)})
             self.report = write_report(self.dir)
-            if not isinstance(error, self.passing):
-                self.view.message(describe_end(self.dir))
         except (InputError, OSError) as problem:
-            self.view.message(f"no report was written: {problem}")
+            return problem
+        return None
 
     def _restore(self) -> dict[str, int] | None:
         """Continues from the newest checkpoint; returns the log offsets, or None for a new run."""

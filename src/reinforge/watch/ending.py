@@ -31,9 +31,19 @@ def grouped(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def ungrouped(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The reverse of `grouped`."""
-    return {name if group == UNGROUPED else f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
+def ungrouped(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of `grouped`. Metrics that are not in a group, as summaries once were written, stay as they are.
+
+    >>> ungrouped({"eval": {"accuracy": 1.0}, "run": {"epoch": 2}, "reward/mean": 0.5})
+    {'eval/accuracy': 1.0, 'epoch': 2, 'reward/mean': 0.5}
+    """
+    found: dict[str, Any] = {}
+    for group, values in groups.items():
+        if isinstance(values, Mapping):
+            found |= {name if group == UNGROUPED else f"{group}/{name}": value for name, value in values.items()}
+        else:
+            found[group] = values
+    return found
 
 
 def duration(seconds: float) -> str:

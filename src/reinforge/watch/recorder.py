@@ -21,8 +21,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from reinforge.core.redact import redact
+from reinforge.core.redact import redact, redact_settings
 from reinforge.version import __version__
+from reinforge.watch import sinks as trackers
 from reinforge.watch.logs import read_lines
 from reinforge.watch.sinks import Background, Sink
 from reinforge.watch.transcripts import turns_of
@@ -90,7 +91,7 @@ class Recorder:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
-        self._write_json("config.json", redact(config_dict))
+        self._write_json("config.json", redact_settings(config_dict))
         self._write_json("versions.json", versions())
         dropped = {name: self._prepare(name, resume_offsets) for name in LOGS}
         self._files: dict[str, IO[bytes]] = {name: (self.run_dir / name).open("ab") for name in LOGS}
@@ -172,9 +173,13 @@ class Recorder:
         for sink in self.sinks:
             sink.finish(summary, rows)
 
-    def close(self) -> None:
+    def close(self, seconds: float | None = None) -> None:
+        """`seconds`: how long the trackers have, all together, to take what is still queued."""
+        ends = time.monotonic() + (trackers.CLOSE_SECONDS if seconds is None else seconds)
         for sink in self.sinks:
-            sink.close()
+            sink.end()
+        for sink in self.sinks:
+            sink.close(max(0.0, ends - time.monotonic()))
         with self._lock:
             for file in self._files.values():
                 file.close()

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from reinforge.core.errors import InputError
 
 CLOSE_SECONDS = 60.0  # for what is still queued at the end of the run, such as making MLflow's database on a busy machine
+HURRIED_SECONDS = 10.0  # the same where the run was asked to end: who asked may kill it soon, Kubernetes after 30 s
 COLUMNS = ("step", "prompt", "completion", "reward", "stop", "length")  # of the table of samples
 TEXT = 2000  # characters of a prompt or completion in that table
 
@@ -87,12 +88,15 @@ class Background:
             self.alive = False
             self.failed(self.sink.name, error)
 
-    def close(self) -> None:
-        """Hands over what is queued and closes the tracker, but waits only so long."""
+    def end(self) -> None:
+        """Asks the tracker to close once it has what is queued."""
         self._put(None)
-        self._thread.join(CLOSE_SECONDS if self.alive else 0.1)
+
+    def close(self, seconds: float) -> None:
+        """After `end`: waits until the tracker is closed, but only so long."""
+        self._thread.join(seconds if self.alive else min(seconds, 0.1))
         if self._thread.is_alive():
-            self._disable(f"it did not close within {CLOSE_SECONDS:.0f} s")
+            self._disable("it did not close in time")
 
 
 def _need(module: str, extra: str) -> ModuleType:

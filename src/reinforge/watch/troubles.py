@@ -49,7 +49,7 @@ class Score:
 class Health:
     """Counts what a run's lines of metrics and events say, one after the other, and names the troubles there are so far.
 
-    A step is idle if the weights did not change, or if nothing in it could teach: every advantage was 0."""
+    A step is idle if its gradient was 0. Where every advantage is 0, a KL, an entropy or a router's term may still give one."""
 
     steps: int = 0
     idle: int = 0
@@ -86,8 +86,11 @@ class Health:
         self.steps += 1
         self.skipped += bool(metrics["train/skipped"])
         mean = _finite(metrics.get("reward/mean")) if SCORED in metrics else None
-        still = metrics.get("train/grad_norm") == 0 or ("train/grad_norm" not in metrics and bool(metrics.get("train/empty")))
-        if still or metrics.get("batch/signal") == 0:
+        if "train/grad_norm" in metrics:
+            still = metrics["train/grad_norm"] == 0
+        else:
+            still = bool(metrics.get("train/empty")) or metrics.get("batch/signal") == 0
+        if still:
             self.idle += 1
             self.idle_reward += mean or 0.0
         self.faults = self.faults or any(name.startswith(FAULTS) and value for name, value in metrics.items())
@@ -108,7 +111,7 @@ class Health:
 
     def troubles(self, *, ended: bool = False) -> list[Trouble]:
         """Those there are now, the gravest first. While the run goes on, shares need a few steps before they mean anything."""
-        found = [self._tracker(name, error) for name, error in self.trackers.items()]
+        found = [self._tracker(name, error) for name, error in list(self.trackers.items())]  # threads add to them
         if self.steps >= (1 if ended else ENOUGH):
             found = [*self._of_steps(), *found]
         return [*self._collapsed(), *found]

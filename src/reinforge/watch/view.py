@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console
@@ -131,13 +132,14 @@ class View:
         self._show()
 
     def _show(self) -> None:
-        """Draws the live part anew."""
-        if self._live is None:
-            self._live = Live(self._panel(), console=self.console, refresh_per_second=4, transient=self._bar is None)
-            self._live.start()
-        else:
-            self._live.transient = self._bar is None
-            self._live.update(self._panel())
+        """Draws the live part anew. A terminal that is gone shows nothing, and that is no reason to end the run."""
+        with suppress(OSError):
+            if self._live is None:
+                self._live = Live(self._panel(), console=self.console, refresh_per_second=4, transient=self._bar is None)
+                self._live.start()
+            else:
+                self._live.transient = self._bar is None
+                self._live.update(self._panel())
 
     def _panel(self) -> Table:
         grid = Table.grid(expand=True)
@@ -232,5 +234,6 @@ class View:
         self._activity = None
         if self._live:
             self._show()
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
             self._live = self._bar = None
