@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,40 @@ def test_a_small_parquet_file_that_unpacks_into_gigabytes_is_refused(tmp_path: P
             seen += 1
     assert 0 < seen < 150, "the rest of it was never unpacked"
     assert len(list(read(str(honest)))) == 20_000
+
+
+def test_a_parquet_file_is_unpacked_in_batches_that_fit_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small rows by the hundreds, large ones few at a time; every row once and in its place."""
+    import pyarrow
+    from pyarrow import parquet
+
+    sizes: list[int] = []
+    real = parquet.ParquetFile.iter_batches
+
+    def counted(self: Any, batch_size: int, **more: Any) -> Iterator[Any]:
+        for batch in real(self, batch_size=batch_size, **more):
+            sizes.append(batch.num_rows)
+            yield batch
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", counted)
+    for rows, words, group, most in [(5000, 1, 5000, 256), (5000, 1, 7, 256), (5, 1, 5, 5), (40, 200_000, 40, 16), (0, 1, 1, 0)]:
+        table = pyarrow.table({"prompt": pyarrow.array([f"{i} " * words for i in range(rows)], pyarrow.string())})
+        parquet.write_table(table, tmp_path / "a.parquet", row_group_size=group)
+        sizes.clear()
+        found = list(read(str(tmp_path / "a.parquet")))
+        assert [row["prompt"].split()[0] for _, row in found] == [str(i) for i in range(rows)]
+        assert [place.rpartition(" ")[2] for place, _ in found] == [str(i) for i in range(rows)]
+        assert max(sizes, default=0) == most
+        if group == 5000:
+            assert len(sizes) <= 22
+
+    late = ["a"] * 1000 + ["b" * 20_000] * 2000
+    monkeypatch.setattr("reinforge.data.readers.UNPACKED", 1 << 20)
+    parquet.write_table(pyarrow.table({"prompt": late}), tmp_path / "late.parquet", compression="zstd")
+    sizes.clear()
+    with pytest.raises(InputError, match="more than 1000 times"):
+        list(read(str(tmp_path / "late.parquet")))
+    assert sum(sizes) <= 1000 + 16 + 2 * 256, "small rows first do not let the large ones in by the thousand"
 
 
 def test_unreachable_hub_is_one_short_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from reinforge.data import arithmetic, games
 Record = tuple[str, dict[str, Any]]
 GENERATED = ("arithmetic", "games", "reasoning_gym", "episodes")  # episodes: rows for environments that bring their own tasks
 EXPANSION, UNPACKED = 1000, 256 << 20  # a parquet file may become so many times its size, or so many bytes
+FIRST_ROWS, MOST_ROWS, BATCH_BYTES = 16, 256, 4 << 20  # of a parquet file that are unpacked at a time
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
@@ -187,6 +188,26 @@ def _csv(path: Path) -> Iterator[Record]:
             ) from None
 
 
+def _batches(file: Any) -> Iterator[Any]:
+    """The rows of a parquet file: a few, which show how large a row is, then as many at a time as
+    that allows.
+
+    Never very many: later rows may be larger, which shows only when they are unpacked, and more
+    than MOST_ROWS at a time is not faster.
+    """
+    first = next(file.iter_batches(batch_size=FIRST_ROWS), None)
+    if first is None:
+        return
+    yield first
+    fitting = BATCH_BYTES * first.num_rows // max(1, first.nbytes)
+    seen = first.num_rows
+    for batch in file.iter_batches(batch_size=min(max(fitting, FIRST_ROWS), MOST_ROWS)):
+        again = min(seen, batch.num_rows)
+        seen -= again
+        if again < batch.num_rows:
+            yield batch.slice(again)
+
+
 def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
@@ -197,7 +218,7 @@ def _parquet(path: Path) -> Iterator[Record]:
         raise InputError(f"is not a readable parquet file: {error}", where=str(path)) from None
     size = path.stat().st_size
     most, unpacked, count = max(UNPACKED, EXPANSION * size), 0, 0
-    for batch in file.iter_batches(batch_size=16):  # few: how large a row is shows only when it is there
+    for batch in _batches(file):
         unpacked += batch.nbytes
         if unpacked > most:
             raise InputError(
