@@ -16,13 +16,26 @@ from reinforge.app.serve_http import Limits
 from serving import make_chat_model, served_model
 
 pytestmark = pytest.mark.timeout(120)
-LIMITS = Limits(connections=32, header_seconds=0.5, body_seconds=1.0)
+HONEST = b'{"prompt": "hi", "max_tokens": 2}'
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model = make_chat_model(tmp_path_factory.mktemp("chat") / "model")
-    with served_model(model, limits=LIMITS) as (url, _):
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_chat_model(tmp_path_factory.mktemp("chat") / "model")
+
+
+@pytest.fixture(scope="module")
+def address(model: str) -> Iterator[str]:
+    """A server with the deadlines that everybody has."""
+    with served_model(model, limits=Limits(connections=32)) as (url, _):
+        yield urlsplit(url).netloc
+
+
+@pytest.fixture(scope="module")
+def hasty(model: str) -> Iterator[str]:
+    """A server with deadlines so short that the rude need not be waited for."""
+    limits = Limits(connections=32, header_seconds=0.5, body_seconds=1.0)
+    with served_model(model, limits=limits) as (url, _):
         yield urlsplit(url).netloc
 
 
@@ -36,9 +49,20 @@ def ask(address: str, path: str, body: bytes) -> tuple[int, bytes]:
         connection.close()
 
 
-def still_answers(address: str) -> bool:
-    status, said = ask(address, web.COMPLETIONS, b'{"prompt": "hi", "max_tokens": 2}')
+def answered(status: int, said: bytes) -> bool:
     return status == 200 and json.loads(said)["usage"]["completion_tokens"] > 0
+
+
+def hasty_answers(hasty: str) -> bool:
+    """On a busy machine an honest client may miss a short deadline too: then it asks again."""
+    for _ in range(20):
+        try:
+            status, said = ask(hasty, web.COMPLETIONS, HONEST)
+        except ConnectionError:  # the deadline passed between its connection and its request
+            continue
+        if status != 408:
+            return answered(status, said)
+    return False
 
 
 @pytest.mark.parametrize("hostile", web.REQUESTS, ids=lambda h: h.name)
@@ -50,15 +74,15 @@ def test_a_hostile_request_is_refused_and_others_are_answered(address: str, host
     else:
         assert status == hostile.status and json.loads(said)["error"]["message"], said[:300]
         assert len(said) < 10_000 or hostile.status == 404, "an answer does not repeat what it was sent"
-    assert still_answers(address)
+    assert answered(*ask(address, web.COMPLETIONS, HONEST))
 
 
 @pytest.mark.parametrize("rude", web.CONNECTIONS, ids=lambda r: r.name)
-def test_a_rude_connection_is_ended_and_others_are_answered(address: str, rude: web.Rude) -> None:
-    host, _, port = address.rpartition(":")
+def test_a_rude_connection_is_ended_and_others_are_answered(hasty: str, rude: web.Rude) -> None:
+    host, _, port = hasty.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=0.05) as connection:
         connection.sendall(rude.said)
-        assert still_answers(address)
+        assert hasty_answers(hasty)
         ended, until = False, time.monotonic() + 60
         while not ended and time.monotonic() < until:
             try:
@@ -69,4 +93,4 @@ def test_a_rude_connection_is_ended_and_others_are_answered(address: str, rude: 
             except OSError:
                 ended = True
         assert ended, "the server waits for ever"
-    assert still_answers(address)
+    assert hasty_answers(hasty)

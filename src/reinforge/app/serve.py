@@ -30,7 +30,7 @@ class ServeOptions:
     max_completions: int = 512  # prompts x n of one request
     max_connections: int = 1024  # open at once
     header_seconds: float = 10.0  # for the headers of a request to arrive
-    body_seconds: float = 60.0  # for the rest of it, and for a client to read on
+    body_seconds: float = 60.0  # for the rest of it, and for a client to read some more
     max_batch: int = 256  # sequences decoded at once
     kv_gib: float | None = None
     context: int | None = None  # default: the model's own

@@ -14,6 +14,7 @@ import json
 import logging
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ class Limits:
     body: int = 8 << 20  # bytes of one request
     connections: int = 1024  # open at once, fewer where the process may not have as many files open
     header_seconds: float = 10.0  # for the headers of a request to arrive as a whole
-    body_seconds: float = 60.0  # for its body, and for a client to read on
+    body_seconds: float = 60.0  # for its body, and for a client to read some more of its answer
 
     @property
     def backlog(self) -> int:
@@ -92,8 +93,8 @@ class Impatient(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._writing is None:  # the client does not read: what it asked for holds a place
-            self._writing = asyncio.get_running_loop().call_later(self.limits.body_seconds, self.leave)
+        if self._writing is None:
+            self._wait_for_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -108,13 +109,25 @@ class Impatient(asyncio.Protocol):
         self.connections.discard(self)
         self.transport.abort()
 
+    def _wait_for_reader(self) -> None:
+        """Gives the client its time to read some of what was written for it."""
+        unread = self.transport.get_write_buffer_size()
+        self._writing = later(self.limits.body_seconds, lambda: self._look_at_reader(unread))
+
+    def _look_at_reader(self, unread: int) -> None:
+        """A slow reader gets the same time again. One that stopped holds a place and is left."""
+        if self.transport.get_write_buffer_size() < unread:
+            self._wait_for_reader()
+        else:
+            self.leave()
+
     def _watch(self) -> None:
         """Keeps the deadline while it waits. Bytes that come in one by one do not move it."""
         if not self.waits:
             self._waiting = _cancelled(self._waiting)
         elif self._waiting is None:
             self.since = next(_WAITS)
-            self._waiting = asyncio.get_running_loop().call_later(self.limits.header_seconds, self._late)
+            self._waiting = later(self.limits.header_seconds, self._late)
 
     def _late(self) -> None:
         self._waiting = None
@@ -134,6 +147,11 @@ class Impatient(asyncio.Protocol):
 def connection_class(base: type[asyncio.Protocol], limits: Limits) -> type[asyncio.Protocol]:
     """uvicorn's class with these limits before it."""
     return type("Connection", (Impatient, base), {"limits": limits})
+
+
+def later(seconds: float, do: Callable[[], None]) -> asyncio.TimerHandle:
+    """A timer of the running loop: every deadline of a connection is one."""
+    return asyncio.get_running_loop().call_later(seconds, do)
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
