@@ -126,6 +126,36 @@ def test_what_is_shared_weighs_as_often_as_it_is_written() -> None:
         Budget().weigh(deep)
 
 
+def test_what_the_caller_gave_is_weighed_once_and_as_it_would_be_in_a_template() -> None:
+    shared = {"type": "text", "text": "ab"}
+    given: Any = {"messages": [{"role": "user", "content": [shared, shared, None, 3, (b"abc", "d")]}], "tools": None}
+    remembered = Budget.of(given)
+    plain = Budget().weigh(given)
+    assert remembered.known[id(given)] == plain
+    assert remembered.known[id(shared)] == Budget().weigh(shared)
+    assert remembered.size == bounded.SIZE + 16 * plain
+    before = remembered.steps
+    assert remembered.weigh(given) == plain and before - remembered.steps == 1, "not walked again"
+    given["messages"].append(given)
+    with pytest.raises(TooMuch, match="too large to be written out"):
+        Budget.of(given)
+
+
+def test_a_comparison_pays_for_what_it_reads() -> None:
+    """No further than a short constant; all of a text that is searched, or compared with another."""
+
+    def steps(source: str) -> int:
+        with spending([]):
+            before = bounded.budget().steps
+            compiled(source).render(t="x" * 6400, u="x" * 6400)
+            return before - bounded.budget().steps
+
+    for free in ("t == 'user'", "'user' != t", "t < 'user'", "t == none"):
+        assert steps("{% if " + free + " %}{% endif %}") == 0
+    for paid in ("'user' in t", "t == u", "'a' < t < u", "t == '" + "x" * 65 + "'"):
+        assert steps("{% if " + paid + " %}{% endif %}") >= 100
+
+
 def test_a_message_that_is_to_be_continued() -> None:
     """As transformers does it, whether or not the template strips."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so far "}]

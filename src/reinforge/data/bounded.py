@@ -39,9 +39,14 @@ from transformers.utils.chat_template_utils import _cached_compile_jinja_templat
 LONGEST_SOURCE = 1_000_000  # characters of a template
 STEPS, CREATED, SIZE = 1_000_000, 50_000_000, 1_000_000  # of a render with an empty conversation
 SECONDS = 20.0  # of processor time
+DEPTH = 200  # of lists in lists
 BITS = 10_000  # of a whole number
 NUMBER, WORDS = 10_000, 10_000  # largest number, and longest text, that a filter takes for an option
 BUILDING = 20_000  # characters of a text that a filter with its own loops takes
+
+TEXTS = (str, bytes)
+CONTAINERS = (list, tuple, dict, set, frozenset)
+ORDERS = ("eq", "ne", "lt", "lteq", "gt", "gteq")  # comparisons that read no further than the shorter side
 
 
 class TooMuch(TemplateError):
@@ -61,10 +66,10 @@ class Budget:
     @classmethod
     def of(cls, given: Any) -> Budget:
         """For a render of what the caller gave."""
-        budget = cls(size=1 << 60, steps=1 << 60)
-        weight = budget.weigh(given, remember=True)
-        turns = len(budget.known)  # a template may build its text in a variable, turn by turn
-        return cls(STEPS + 100 * weight, CREATED + (100 + turns) * weight, SIZE + 16 * weight, known=budget.known)
+        known: dict[int, int] = {}
+        weight = _remember(given, known, 0)
+        turns = len(known)  # a template may build its text in a variable, turn by turn
+        return cls(STEPS + 100 * weight, CREATED + (100 + turns) * weight, SIZE + 16 * weight, known=known)
 
     def step(self, count: int = 1) -> None:
         """`count` of them; reading 64 characters, or one item of a list, is one."""
@@ -88,18 +93,21 @@ class Budget:
 
     def made(self, value: Any) -> Any:
         """A value that the template made."""
-        if isinstance(value, str | bytes):
+        if isinstance(value, TEXTS):
             self.charge(len(value))
-        elif isinstance(value, list | tuple | dict | set | frozenset):
+        elif isinstance(value, CONTAINERS):
             self.charge(16 * len(value))
         return value
 
-    def weigh(self, value: Any, *, remember: bool = False) -> int:
+    def weigh(self, value: Any) -> int:
         """The size of a value written out: what it shares counts every time it occurs. Refuses what
         is too large."""
-        if isinstance(value, str | bytes):
+        if isinstance(value, TEXTS):
             return len(value)
-        if not isinstance(value, list | tuple | dict | set | frozenset | Namespace):
+        if (weight := self.known.get(id(value), 0)) and weight <= self.size:
+            self.step()
+            return weight
+        if not isinstance(value, (*CONTAINERS, Namespace)):
             return 8
         total, depth = 0, 0
         open_values: list[Iterator[Any]] = [iter((value,))]
@@ -113,25 +121,39 @@ class Budget:
             if weight < 0:
                 inside = _inside(item)
                 weight = 8 if inside is None else 8 + 8 * len(inside)
-                if inside is None and isinstance(item, str | bytes):
+                if inside is None and isinstance(item, TEXTS):
                     weight = len(item)
                 elif inside is not None:
                     open_values.append(iter([8 if i is None else i for i in inside]))
                     depth = max(depth, len(open_values))
             total += weight
-            if total > self.size or depth > 200:
+            if total > self.size or depth > DEPTH:
                 raise TooMuch("it wants a value that is too large to be written out.")
-        if remember:
-            self._remember(value)
         return total
 
-    def _remember(self, value: Any) -> int:
+
+def _remember(value: Any, known: dict[int, int], depth: int) -> int:
+    """What `Budget.weigh` finds, noted for each container in what the caller gave."""
+    kind = type(value)
+    if kind is str:
+        return len(value)
+    inside: Any = value
+    if kind is dict:
+        inside = (*value, *value.values())
+    elif kind is not list:
+        if isinstance(value, TEXTS):
+            return len(value)
         inside = _inside(value)
         if inside is None:
-            return len(value) if isinstance(value, str | bytes) else 8
-        weight = 8 + 8 * len(inside) + sum(map(self._remember, inside))
-        self.known[id(value)] = weight
-        return weight
+            return 8
+    if depth > DEPTH:
+        raise TooMuch("it wants a value that is too large to be written out.")
+    if (weight := known.get(id(value), 0)) == 0:
+        weight = 8 + 8 * len(inside)
+        for item in inside:
+            weight += len(item) if type(item) is str else _remember(item, known, depth + 1)
+        known[id(value)] = weight
+    return weight
 
 
 def _inside(value: Any) -> list[Any] | None:
@@ -365,6 +387,8 @@ class Metered(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
+        if len(node.ops) == 1 and node.ops[0].op in ORDERS and (_short(node.expr) or _short(node.ops[0].expr)):
+            return node  # costs no more than the constant is long
         node.expr = _heavy(node.expr)
         for operand in node.ops:
             operand.expr = _heavy(operand.expr)
@@ -381,6 +405,11 @@ def _filtered(node: Any, name: str, *options: Any) -> nodes.Filter:
 
 def _heavy(node: nodes.Expr) -> nodes.Expr:
     return node if isinstance(node, nodes.Const) else _filtered(node, "_weighed")
+
+
+def _short(node: nodes.Expr) -> bool:
+    """A constant that is read in one step."""
+    return isinstance(node, nodes.Const) and (not isinstance(node.value, str) or len(node.value) <= 64)
 
 
 def _counted(body: list[nodes.Node]) -> nodes.ExprStmt:
