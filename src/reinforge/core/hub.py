@@ -15,7 +15,7 @@ import threading
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]  # not in the stubs
 
 ADDRESS_SECONDS = 2.0  # for one address of the hub: IPv6 may lead nowhere where IPv4 works
 PROBE_SECONDS = 6.0  # for the name and all its addresses
