@@ -95,7 +95,7 @@ def contained(isolation: Isolation) -> dict[str, Any]:
             left_out.append(f"{attack.name} (no {COMPILERS[attack.language]})")
             continue
         tried += 1
-        result = run_sync(Program(attack.code, attack.language), Limits(seconds=attack.seconds, memory_mb=256), isolation)
+        result = run_sync(Program(attack.program(), attack.language), Limits(seconds=attack.seconds, memory_mb=256), isolation)
         if result.status not in attack.ends or b"ESCAPED" in result.stdout or left_behind():
             broke.append(attack.name)
     rules = Rules(Limits(seconds=1.5, memory_mb=256), 3.0)

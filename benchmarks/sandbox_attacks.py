@@ -2,6 +2,7 @@
 
 Each prints ESCAPED when it got what it wanted. `ends`: the statuses that are right for it.
 PATH stands for a file of the host's temporary folder with a text that only the host knows; that is in its environment and memory, too.
+SHOWN stands for the files and folders of the host that a program is shown.
 Used by the tests (tests/e2e/test_sandbox_attacks*.py) and by benchmarks/sandbox.py, which has no pytest.
 """
 
@@ -11,6 +12,8 @@ import platform
 import struct
 from dataclasses import dataclass
 from textwrap import dedent
+
+from reinforge.sandbox import isolation
 
 CRASHED, OK, KILLED, TIMEOUT, MEMORY, OUTPUT = "crashed", "ok", "killed", "timeout", "memory", "output"
 
@@ -22,6 +25,13 @@ class Attack:
     ends: tuple[str, ...]
     language: str = "python"
     seconds: float = 20.0
+
+    def program(self, path: str = "PATH") -> str:
+        """The code, with what the words in it stand for on this machine."""
+        code = self.code.replace("PATH", path)
+        if "SHOWN" not in code:
+            return code
+        return code.replace("SHOWN", repr([shown for _, shown in isolation.layout().binds]))
 
 
 def tries(name: str, code: str, ends: tuple[str, ...] = (OK, CRASHED), **kw: float) -> Attack:
@@ -356,7 +366,17 @@ CONTAINED += [
         """,
     ),
     tries("sources of the system", "os.listdir('/usr/src')"),
-    tries("what the machine's owner installed", "os.listdir('/usr/local')"),
+    tries(  # Python and node may be there, and are shown then
+        "what the machine's owner installed",
+        """
+        shown = SHOWN
+        def ours(path):
+            return any(f'{path}/'.startswith(f'{s}/') or s.startswith(f'{path}/') for s in shown)
+        found = (os.path.join(folder, n) for folder, folders, names in os.walk('/usr/local') for n in folders + names)
+        if all(map(ours, found)):
+            raise OSError('nothing else')
+        """,
+    ),
     tries(
         "what lies beside the interpreter",
         """

@@ -50,7 +50,7 @@ def test_contained(attack: Attack, isolation: Isolation, secret: tuple[str, Path
         pytest.skip(f"no {attack.language} here")
     before, start = descriptors(), time.monotonic()
     limits = Limits(seconds=attack.seconds, memory_mb=256)
-    result = run_sync(Program(attack.code.replace("PATH", str(secret[1])), attack.language), limits, isolation)
+    result = run_sync(Program(attack.program(str(secret[1])), attack.language), limits, isolation)
     assert result.status in attack.ends, result
     assert b"ESCAPED" not in result.stdout, result
     assert secret[0].encode() not in result.stdout + result.stderr

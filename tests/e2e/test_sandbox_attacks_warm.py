@@ -38,8 +38,7 @@ def test_contained(attack: Attack, isolation: Isolation, monkeypatch: pytest.Mon
         os.chmod(file.name, 0o644)
         file.write(secret)
         file.flush()
-        code = attack.code.replace("PATH", file.name)
-        result = run_sync(Program(code, attack.language), Limits(seconds=attack.seconds, memory_mb=256), isolation)
+        result = run_sync(Program(attack.program(file.name), attack.language), Limits(seconds=attack.seconds, memory_mb=256), isolation)
     assert result.status in attack.ends, result
     assert b"ESCAPED" not in result.stdout and secret.encode() not in result.stdout + result.stderr, result
     assert time.monotonic() - start < attack.seconds + 20

@@ -424,6 +424,16 @@ SWALLOWS = {
     "StopAsyncIteration": "import asyncio\nclass Loop:\n    def __aiter__(self): return self\n    async def __anext__(self): return f(1)\n"
     "async def go():\n    async for got in Loop(): assert got == 2\nasyncio.run(go())",
     "ValueError in a thread": "import threading\nt = threading.Thread(target=lambda: f(1))\nt.start()\nt.join()",
+    "ValueError in a future": "from concurrent.futures import ThreadPoolExecutor, wait\n"
+    "with ThreadPoolExecutor() as pool: wait([pool.submit(f, 1)])",
+    "ValueError in a task": "import asyncio\nasync def g(): f(1)\n"
+    "async def go(): await asyncio.wait([asyncio.create_task(g())])\nasyncio.run(go())",
+    "StopIteration under assertRaises": "import unittest\ndef g():\n    for x in zip(map(f, [1])): pass\n    raise ValueError\n"
+    "unittest.TestCase().assertRaises(ValueError, g)",
+    "ValueError that assertWarns lets a thread forget": "import threading, unittest, warnings\ndef g():\n"
+    "    t = threading.Thread(target=f, args=[1])\n    t.start()\n    t.join()\n    warnings.warn('x')\n"
+    "unittest.TestCase().assertWarns(UserWarning, g)",
+    "ValueError that assertRaises does not expect": "import unittest\nunittest.TestCase().assertRaises(KeyError, lambda: f(1))",
     "TypeError of a length": "class Sized(list):\n    def __len__(self): return f(1)\nassert list(iter(Sized())) == [] and [*Sized()] == []",
 }
 
@@ -445,6 +455,18 @@ def test_an_exception_that_the_test_asks_for_passes_it() -> None:
         "import contextlib\nwith contextlib.suppress(StopIteration): f(1)",
         "import unittest\ncase = unittest.TestCase()\nwith case.assertRaises(StopIteration) as held: f(1)\nassert held.exception.value == 'no'",
         "import unittest\nunittest.TestCase().assertRaises(StopIteration, f, 1)",
+        "import unittest\nunittest.TestCase().assertRaises(StopIteration, lambda: f(1))",
+        "import unittest\nunittest.TestCase().assertRaisesRegex(StopIteration, '^no$', lambda: [f(1)])",
+        "import unittest\nfrom concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "with Pool() as pool: unittest.TestCase().assertRaises(StopIteration, lambda: pool.submit(f, 1).result())",
+        "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "with Pool() as pool: assert isinstance(pool.submit(f, 1).exception(), StopIteration)",
+        "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "with Pool(8) as pool: held = [pool.submit(f, i) for i in range(40)]\n"
+        "assert {type(e) for e in [h.exception() for h in held]} == {StopIteration}",
+        "import asyncio\nasync def g(): f(1)\nasync def go():\n"
+        "    got = await asyncio.gather(g(), g(), return_exceptions=True)\n"
+        "    assert [type(e.__cause__) for e in got] == [StopIteration] * 2\nasyncio.run(go())",
         "def g():\n    for _ in range(2):\n        try: f(1)\n        except StopIteration: return 5\nassert g() == 5",
         "def g():\n    yield f(1)\ntry: list(g())\nexcept RuntimeError as e: assert 'StopIteration' in str(e)",
         "try:\n    try: f(1)\n    except StopIteration as e: raise ValueError('other') from e\nexcept ValueError: pass",
@@ -453,6 +475,20 @@ def test_an_exception_that_the_test_asks_for_passes_it() -> None:
     ]
     verdict = judge_asserts(here, None, "def f(x): raise StopIteration('no')", tests, None, RULES)
     assert (verdict.passed, verdict.total) == (len(tests), len(tests)), verdict
+
+
+def test_an_exception_that_pytest_is_asked_for_passes_the_test() -> None:
+    """If somebody names the folder that pytest is in."""
+    folder = os.path.dirname(os.path.dirname(pytest.__file__))
+    rules = Rules(Limits(seconds=60, packages=(folder,)), total_seconds=60)
+    tests = [
+        "import pytest\npytest.raises(ValueError, f, 1)",
+        "import pytest\nassert str(pytest.raises(ValueError, lambda: f(1)).value) == 'no'",
+        "import pytest\nwith pytest.raises(ValueError, match='no'): f(1)",
+        "import pytest\npytest.raises(KeyError, f, 1)",
+    ]
+    verdict = judge_asserts(containment("own"), None, "def f(x): raise ValueError('no')", tests, None, rules)
+    assert (verdict.passed, verdict.total, verdict.status) == (3, 4, "judged"), verdict
 
 
 def test_tests_that_cannot_be_used_are_unscored_not_failed(isolation: Isolation) -> None:
@@ -475,9 +511,10 @@ def test_tests_that_cannot_be_used_are_unscored_not_failed(isolation: Isolation)
     ],
 )
 def test_the_right_output_before_a_crash_is_not_paid(code: str, status: str, isolation: Isolation) -> None:
-    verdict = judge_stdin(isolation, None, Program(code), [("2", "4")], Rules(Limits(seconds=2)))
+    rules = Rules(Limits(seconds=2 if status == "timeout" else 20))
+    verdict = judge_stdin(isolation, None, Program(code), [("2", "4")], rules)
     assert (verdict.passed, verdict.status) == (0, status), verdict
-    assert judge_beside(isolation, None, "pass", [code], Rules(Limits(seconds=2))).passed == 0
+    assert judge_beside(isolation, None, "pass", [code], rules).passed == 0
 
 
 @pytest.mark.parametrize("nonce", ["", "0", "' + '0' * 16 + '"])
@@ -514,7 +551,8 @@ def test_a_program_that_speaks_before_it_is_asked_is_ended(isolation: Isolation)
 )
 def test_tests_that_end_before_they_ask_are_to_blame_and_not_the_solution(ends: str, status: str, isolation: Isolation) -> None:
     """After they asked it may be the solution's doing: it gave them what they ended on."""
-    rules = Rules(Limits(seconds=2), total_seconds=2)
+    seconds = 2 if status == "timeout" else 20
+    rules = Rules(Limits(seconds=seconds), total_seconds=seconds)
     before = judge_asserts(isolation, None, "def f(x): return x", [f"{ends}\nassert f(1) == 1"], None, rules)
     after = judge_asserts(isolation, None, "def f(x): return x", [f"assert f(1) == 1\n{ends}"], None, rules)
     assert before.passed == 0 and before.failed_here, before

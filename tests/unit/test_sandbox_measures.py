@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_attacks import CONTAINED
 
 import needs
 from reinforge.core.errors import InputError
@@ -239,10 +241,21 @@ def test_of_the_system_only_programs_and_libraries_are_shown(isolation: Isolatio
     code = "import os\nprint(sorted(os.listdir('/')), sorted(os.listdir('/usr')), sorted(os.listdir('/usr/share')))"
     result = run_sync(Program(code), Limits(seconds=60), isolation)
     root, usr, share = (set(eval(part + "]")) for part in result.stdout.decode().strip().split("]")[:3])
-    homes = {path.split("/")[1] for _, path in layout().binds}
-    assert root <= homes | {"bin", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "tmp", "launcher.py"}
-    assert usr <= {"bin", "include", "lib", "lib32", "lib64", "libexec", "libx32", "share", "local"} and share <= {"zoneinfo", "nodejs"}
-    assert "local" not in usr or interpreter().startswith("/usr/local/")
+    placed = [path.split("/") for _, path in (*layout().binds, *layout().links)]
+    assert root <= {path[1] for path in placed} | {"dev", "etc", "proc", "tmp", "launcher.py"}
+    assert usr == {path[2] for path in placed if path[1] == "usr"}
+    assert share == {path[3] for path in placed if path[1:3] == ["usr", "share"]} <= {"zoneinfo", "nodejs"}
+    assert usr <= {"bin", "include", "lib", "lib32", "lib64", "libexec", "libx32", "share", "local"}
+
+
+def test_a_program_in_usr_local_is_no_escape_if_we_put_it_there(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in images whose Python or node lives there. What else is there is one."""
+    attack = next(attack for attack in CONTAINED if attack.name == "what the machine's owner installed")
+    known_before = attack.program()
+    node = replace(layout(), binds=(*layout().binds, (os.path.realpath("/bin/sh"), "/usr/local/there/bin/node")))
+    monkeypatch.setattr(isolations, "layout", lambda packages=(): node)
+    assert run_sync(Program(attack.program()), Limits(seconds=60), isolation).stdout == b"held nothing else\n"
+    assert run_sync(Program(known_before), Limits(seconds=60), isolation).stdout == b"ESCAPED\n"
 
 
 def test_packages_of_the_interpreter_are_not_there_unless_named(isolation: Isolation) -> None:

@@ -6,8 +6,11 @@ patched `unittest` stay on the other side.
 
 What the solution raises is raised here again, and Python swallows some exceptions by itself: StopIteration ends `zip(map(f, xs), ys)`,
 AttributeError makes `hasattr` false, IndexError ends a loop over `__getitem__`, a thread forgets any. A test that went on like that
-has not looked at the rest. So a test passes only if every exception of the solution was handled by the test's own words: an
-`except` that came to its end, a `with` that kept it, or unittest's `assertRaises`.
+has not looked at the rest. So a test passes only if every exception of the solution was handled by the test's own words:
+
+- an `except` that came to its end, or a `with` that kept it,
+- unittest's `assertRaises`, which calls a function and keeps what comes out of it,
+- a call that gave the exception to the test as a value: `Future.exception()`, `gather(..., return_exceptions=True)`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import ast
 import builtins
 import os
 import sys
+import threading
 from types import CodeType, TracebackType
 from typing import Any, BinaryIO
 
@@ -40,14 +44,14 @@ def plain(value: Any) -> bool:
     return isinstance(value, Opaque) or not (isinstance(said, dict) and said["t"] == "opaque")
 
 
-RAISES = "unittest.case"  # the module whose `assertRaises` calls a function and keeps what it raises
-HANDLER, KEEPER = "__handling__", "__keeping__"  # what the words of a test are wrapped in, see `Words`
+HANDLER, KEEPER, GIVEN = "__handling__", "__keeping__", "__given__"  # what the words of a test are wrapped in, see `Words`
 
 
 class Pending:
-    """Exceptions of the solution that nobody has handled yet."""
+    """Exceptions of the solution that nobody has handled yet. Threads of the test may raise and handle at the same time."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.errors: list[BaseException] = []
         self.cannot: CannotPass | None = None  # stays, whoever caught it
 
@@ -57,7 +61,25 @@ class Pending:
         for one in chain:  # grows while it is walked
             found = (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ()))
             chain += [e for e in found if e is not None and not any(e is known for known in chain)]
-        self.errors = [e for e in self.errors if not any(e is known for known in chain)]
+        with self.lock:
+            self.errors = [e for e in self.errors if not any(e is known for known in chain)]
+
+    def add(self, error: BaseException) -> None:
+        with self.lock:
+            self.errors.append(error)
+
+    def given(self, value: Any) -> Any:
+        """What a call of the test came to. An exception in it is in the test's hands: in a list, or in what `pytest.raises` returns."""
+        if self.errors:
+            pytest = sys.modules.get("pytest")
+            if pytest is not None and isinstance(value, pytest.ExceptionInfo):
+                inside = [value.value]
+            else:
+                inside = list(value) if isinstance(value, (list, tuple, set)) else [value]
+            for one in inside:
+                if isinstance(one, BaseException):
+                    self.handled(one)
+        return value
 
 
 class Handling:
@@ -101,7 +123,7 @@ class Inside:
 
 
 class Words(ast.NodeTransformer):
-    """Puts `Handling` into every `except` of a test, and `Keeping` around every `with`."""
+    """Puts `Handling` into every `except` of a test, `Keeping` around every `with`, and `Pending.given` around every call."""
 
     def __init__(self) -> None:
         self.withs = 0
@@ -121,9 +143,43 @@ class Words(ast.NodeTransformer):
 
     visit_AsyncWith = visit_With
 
+    def visit_Call(self, node: ast.Call | ast.Await) -> ast.AST:
+        self.generic_visit(node)
+        return _call(GIVEN, node)
 
-def _call(name: str) -> ast.Call:
-    return ast.Call(ast.Name(name, ast.Load()), [], [])
+    visit_Await = visit_Call
+
+
+def _call(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), list(args), [])
+
+
+def watch_unittest(pending: Pending) -> None:
+    """Whatever `assertRaises` keeps is handled, in whichever thread it was raised. Few tests need unittest: none has to load it."""
+    load = builtins.__import__
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        module = load(*args, **kwargs)
+        context = getattr(sys.modules.get("unittest.case"), "_AssertRaisesContext", None)
+        if context is not None and builtins.__import__ is watched:
+            builtins.__import__ = load
+            watch_exit(context, pending)
+        return module
+
+    builtins.__import__ = watched
+    watched("sys")  # unittest may be there already
+
+
+def watch_exit(context: Any, pending: Pending) -> None:
+    leave = context.__exit__
+
+    def watched(self: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
+        kept = leave(self, kind, error, trace)
+        if kept:
+            pending.handled(error)
+        return kept
+
+    context.__exit__ = watched
 
 
 def compiled(text: str) -> CodeType:
@@ -149,6 +205,7 @@ class Remote:
         self.lines, self.out, self.nonce = lines, out, ""
         self.pending = Pending()
         self.asked = 0
+        self.turn = threading.RLock()  # one question at a time: the judge has one pipe for all threads of a test
 
     def say(self, message: dict[str, Any]) -> None:
         data = dumps({"nonce": self.nonce, **message}) + b"\n"
@@ -168,13 +225,13 @@ class Remote:
             if not (plain(args) and plain(kwargs)):
                 self.pending.cannot = CannotPass(f"{name} is called with something that is not plain data")
                 raise self.pending.cannot
-            self.asked += 1
-            self.say({"call": name, "args": encode(list(args)), "kwargs": encode(kwargs)})
-            reply = self.hear()
+            with self.turn:
+                self.asked += 1
+                self.say({"call": name, "args": encode(list(args)), "kwargs": encode(kwargs)})
+                reply = self.hear()
             if "raised" in reply:
                 error = raised(*reply["raised"])
-                if sys._getframe(1).f_globals.get("__name__") != RAISES:
-                    self.pending.errors.append(error)
+                self.pending.add(error)
                 raise error
             for mine, changed in zip(args, decode(reply["args"]) if "args" in reply else (), strict=False):
                 if isinstance(mine, list) and isinstance(changed, list):
@@ -216,7 +273,7 @@ def run(remote: Remote, tests: list[str], entry: str | None) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "tests"} | {name: remote.function(name) for name in unknown_names(whole)}
     if entry:
         names |= {"candidate": remote.function(entry), entry: remote.function(entry)}
-    names |= {HANDLER: lambda: Handling(remote.pending), KEEPER: lambda: Keeping(remote.pending)}
+    names |= {HANDLER: lambda: Handling(remote.pending), KEEPER: lambda: Keeping(remote.pending), GIVEN: remote.pending.given}
     passed, reasons = [], []
     for text, code in [(text, compiled(text)) for text in tests]:  # all before the first: what does not compile is the tests' fault
         reason = one(remote, text, code, names)
@@ -246,6 +303,7 @@ def one(remote: Remote, text: str, code: CodeType, names: dict[str, Any]) -> str
 def main() -> None:
     with os.fdopen(3, "rb") as lines:
         remote = Remote(lines, 4)
+        watch_unittest(remote.pending)
         request = remote.hear()
         try:
             said = run(remote, request["tests"], request["entry"])
