@@ -6,7 +6,7 @@ Every restatement has the value of its gold answer: only its form says that noth
 
 from __future__ import annotations
 
-ASKED = "What is $12+13$? What is $12 \\times 12$, $144/12$, $\\sqrt{144}$ or $3 \\times 10^5$?"
+ASKED = "What is $12+13$? What is $12 \\times 12$, $144/12$, $\\sqrt{144}$, $3 \\times 10^5$ or $7\\frac{1}{2}$?"
 
 RESTATED: list[tuple[str, str]] = [
     # sums
@@ -136,6 +136,37 @@ RESTATED: list[tuple[str, str]] = [
     # what stands in the question
     (r"3 \times 10^5", "300000"),
     (r"3\,\cdot\,10^5", "300000"),
+    (r"x = 3 \times 10^5", "300000"),
+    (r"7\frac{1}{2}", "7.5"),
+    (r"x = 7\tfrac{1}{2}", r"\frac{15}{2}"),
+    # a name before what is still to be computed
+    (r"\theta = 12+13", "25"),
+    (r"\text{Area} = 12^2", "144"),
+    (r"\angle ABC = 144/12", "12"),
+    (r"\frac{dy}{dx} = \frac{144}{12}", "12"),
+    (r"f'(2) = \sqrt{144}", "12"),
+    (r"x_{1} = 12+13", "25"),
+    (r"x = 12+13 = 25", "25"),
+    (r"\text{12+13} = 25", "25"),
+    (r"a+b = 12+13", "25"),
+    (r"a+12+13 = 25", "25"),
+    (r"(x,y) = (12+13, 12)", "(25, 12)"),
+    (r"x \in [12+13, 144)", "[25, 144)"),
+    (r"S = \{12+13, 12^2\}", r"\{25, 144\}"),
+    (r"x_{1} = 12+13, x_{2} = 12", "25, 12"),
+    # signs and fractions in other dress
+    (r"\frac{-12}{-1}", "12"),
+    (r"\frac{-1}{-2}", "0.5"),
+    (r"\frac{144}{-12}", "-12"),
+    (r"{144}/{12}", "12"),
+    (r"144 \over 12", "12"),
+    (r"{144 \over 12}", "12"),
+    (r"1\frac{3}{2}", "2.5"),
+    (r"2\frac{2}{4}", "2.5"),
+    (r"0\frac{1}{2}", "0.5"),
+    (r"2\frac{-1}{-2}", "2.5"),
+    (r"12\text{ km}/\text{h}+13", "25"),
+    (r"12(12)\text{ (mod 7)}", "144"),
 ]
 
 HONEST: list[tuple[str, str]] = [
@@ -235,4 +266,68 @@ HONEST: list[tuple[str, str]] = [
     (r"1 \text{ and } 2", "1, 2"),
     (r"2^{100}", "2^{100}"),
     (r"\text{Evelyn}", "Evelyn"),
+    # named lists and intervals
+    (r"x \in [1,2]", "[1,2]"),
+    (r"[1,2]", r"x \in [1,2]"),
+    (r"x \in (-\infty, 3]", r"(-\infty, 3]"),
+    (r"x \in \left(-\infty, 3\right]", r"(-\infty, 3]"),
+    (r"(x,y) = (1,2)", "(1,2)"),
+    (r"(x, y) = \left(1, \frac{1}{2}\right)", "(1,0.5)"),
+    (r"(x_1,x_{2}) = (1,2)", "(1,2)"),
+    (r"(a,b,c) = (1,2,3)", "(1,2,3)"),
+    (r"P = (1,2)", "(1,2)"),
+    (r"A = \{1,2\}", r"\{1,2\}"),
+    (r"S=\{1,2\}", "1,2"),
+    (r"x_{1}=1, x_{2}=2", "1,2"),
+    (r"x=1 \text{ or } x=2", "1,2"),
+    (r"5,\text{ }6", "5,6"),
+    # named numbers
+    (r"\theta = 30^\circ", "30"),
+    (r"\alpha = 30", "30"),
+    (r"\lambda=2", "2"),
+    (r"x_{1} = 5", "5"),
+    (r"x_1 = 5", "5"),
+    (r"a_{10} = 25", "25"),
+    (r"\angle ABC = 30^\circ", "30"),
+    (r"m\angle ABC = 30^\circ", "30"),
+    (r"\text{Area} = 25", "25"),
+    (r"\text{Area of }\triangle ABC = 25", "25"),
+    (r"\mathrm{Area}=5", "5"),
+    (r"[ABC] = 5", "5"),
+    (r"\overline{AB}=5", "5"),
+    (r"f'(2) = 5", "5"),
+    (r"f^{-1}(2) = 5", "5"),
+    (r"f(x_1) = 5", "5"),
+    (r"\frac{dy}{dx}=2", "2"),
+    (r"\sin x = \frac12", "0.5"),
+    (r"x = y = 5", "5"),
+    (r"a+b=25", "25"),
+    (r"x_1 + x_{2} = 5", "5"),
+    (r"a^2+b^2 = 25", "25"),
+    (r"x \approx 2.5", "2.5"),
+    (r"30", r"\theta = 30^\circ"),
+    # an equation is no name
+    (r"x+y=5", "x+y=5"),
+    (r"y = 5-x", "x+y=5"),
+    (r"y=2x+1", "y = 1+2x"),
+    # fractions and mixed numbers in other dress
+    (r"\frac{1}{-2}", r"-\frac{1}{2}"),
+    (r"\frac{1}{-2}", "-0.5"),
+    (r"-\frac{-3}{4}", r"\frac{3}{4}"),
+    (r"{3}/{4}", "3/4"),
+    (r"3\over 4", r"\frac{3}{4}"),
+    (r"{3 \over 4}", "0.75"),
+    (r"-{3 \over 4}", "-0.75"),
+    (r"2\frac{1}{2}", "2.5"),
+    (r"2\frac{1}{2}", r"\frac{5}{2}"),
+    (r"-2\tfrac12", "-2.5"),
+    (r"10^{8}", "10^{8}"),
+    (r"10^{-3}", "10^{-3}"),
+    # units and marks in other dress
+    (r"5\text{ km}/\text{h}", "5"),
+    (r"5\text{ ¢}", "5"),
+    (r"25\text{ (mod 7)}", "25"),
+    (r"25 (people)", "25"),
+    (r"5''", "5"),
+    (r"3.14\ldots", "3.14"),
 ]

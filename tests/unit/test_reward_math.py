@@ -14,7 +14,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.function import FunctionReward
-from reinforge.rewards.literal import literal
+from reinforge.rewards.literal import literal, spaced, unnamed
 from reinforge.rewards.math import TAIL, MathReward, boxed, decided, final_answer, gold_answer, too_large
 from reinforge.rewards.outcome import Outcome
 from toys import run
@@ -66,6 +66,13 @@ def test_every_literal_is_written_so_that_it_is_read_again() -> None:
         if (found := literal(answer)) is not None:
             again = literal(found.text)
             assert again is not None and (again.value, again.percent, again.word) == (found.value, found.percent, found.word)
+
+
+@pytest.mark.parametrize("part", ["a", "a ", "a=", r"\a", "a1", "f(a)", "a+", r"\text{", "_", "(a,"])
+def test_a_name_that_is_none_is_read_in_one_pass(part: str) -> None:
+    """Read twice at every letter, these would never end."""
+    for text in (part * 20_000 + "; = 5", "(a" + part * 20_000 + " = 5"):
+        assert unnamed(text, joined=True) == spaced(text)
 
 
 ZERO = [

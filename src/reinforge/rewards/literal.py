@@ -17,31 +17,63 @@ from fractions import Fraction
 
 MOST_EXPONENT = 300  # of scientific notation
 
-_SPACES = re.compile(r"\\(?:[,;: ]|quad\b|qquad\b|displaystyle\b|left(?![A-Za-z])|right(?![A-Za-z]))|~|\s+")
+_SPACES = re.compile(
+    r"\\(?:[,;: ]|quad\b|qquad\b|displaystyle\b|left(?![A-Za-z])|right(?![A-Za-z])|text\s*\{\s*\})"
+    r"|~|\s+"
+)
 _WHOLE = r"[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+|[0-9]+"
 _DECIMAL = rf"(?:(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)"
-_OVER = r"\\[dtc]?frac ?(?:\{ ?([-+]?[0-9]+) ?\}|([0-9])) ?(?:\{ ?([0-9]+) ?\}|([0-9]))"
-_SLASH = r"([0-9]+) ?/ ?([0-9]+)"
+_BRACED = r"\{ ?([-+]?[0-9]+) ?\}"
+_OVER = (
+    rf"(?:\\[dtc]?frac ?(?:{_BRACED}|([0-9])) ?(?:{_BRACED}|([0-9]))"
+    r"|\{ ?([-+]?[0-9]+) ?\\over ?([0-9]+) ?\})"  # {3 \over 4}
+)
+_SLASH = rf"(?:{_BRACED}|([0-9]+)) ?(?:/|\\over(?![A-Za-z])) ?(?:{_BRACED}|([0-9]+))"
 _POWER = r"10 ?\^ ?(?:\{ ?([-+]?[0-9]{1,3}) ?\}|([-+]?[0-9]))"
 _TIMES = r"(?:\\times|\\cdot|[×·*])"
 
 _FORMS: dict[str, re.Pattern[str]] = {
-    "decimal": re.compile(rf"({_DECIMAL})"),
+    "decimal": re.compile(
+        rf"((?:{_WHOLE})?\.[0-9]+) ?(?:\\[lc]?dots(?![A-Za-z])|…|\.\.\.)|({_DECIMAL})"  # 3.14\ldots
+    ),
     "fraction": re.compile(rf"(?:{_OVER}|{_SLASH})"),
     "mixed": re.compile(rf"([0-9]+)(?: ?{_OVER}| {_SLASH})"),
     "scientific": re.compile(rf"({_DECIMAL})(?: ?{_TIMES} ?{_POWER}|[eE]([-+]?[0-9]{{1,3}}))"),
 }
-_NAMED = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,20}(?: ?\([^()=]{0,20}\))? ?(?:=|\\approx|\\in) ?")  # x =, f(3) =
 _SIGNED = re.compile(r"(?:([-+]) ?)?(?:\\?\$ ?)?(?:([-+]) ?)?")  # -$5, $-5
 _PERCENT = r"(?P<percent>\\?%|\\text ?\{ ?(?:\\?%|percent|percentage|pct) ?\}|(?:percentage|percent|pct)\b)"
 _STYLED = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
 _POWERED = r"(?: ?\^ ?(?:\{ ?-?[1-3] ?\}|[1-3]))?"
+_WORDS = rf"{_STYLED} ?\{{[^{{}}0-9]*[A-Za-z¢€£¥][^{{}}0-9]*\}}"
 _UNIT = (
-    rf"(?:{_STYLED} ?\{{[^{{}}0-9]*[A-Za-z][^{{}}0-9]*\}}{_POWERED}"  # \text{ cm}^2
+    rf"(?:{_WORDS}{_POWERED}(?: ?/ ?(?:{_WORDS}|[A-Za-z]{{1,10}}){_POWERED})?"  # \text{ cm}^2
+    rf"|{_STYLED} ?\{{ ?\( ?mod [0-9]+ ?\) ?\}}|\\pmod ?(?:\{{ ?[0-9]+ ?\}}|[0-9])"  # \text{ (mod 7)}
+    r"| \([A-Za-z]{3}[A-Za-z. ]*\)|''?|[′″¢]"  # 25 (people), 5''
     r"|(?:\^ ?(?:\{ ?\\circ ?\}|\\circ)|°|\\degree) ?(?:[CF]|\\(?:text|mathrm) ?\{ ?[CF] ?\})?"  # 90^\circ
     r"|_ ?(?:10|\{ ?10 ?\})|\\?\$)"
 )
 _TAIL = re.compile(rf"(?: ?{_PERCENT})?(?: ?{_UNIT})?(?: ?(?P<word>[A-Za-z][A-Za-z. ]*))? ?")
+
+_NO_NAMES = (  # commands that compute or compare; what holds them is no name
+    r"(?:[dtc]?frac|sqrt|over|cdot|times|ast|div|pm|mp|sum|prod|int|binom|choose|cup|cap"
+    r"|[lg]eq?|[lg]t|neq?|equiv|sim|bmod|mod|pmod|infty)(?![A-Za-z])"
+)
+_DIFFERENTIAL = r"\{ ?(?:d|\\partial)(?![a-z]{2})[^{}]*\}"
+_NAME_PART = (
+    rf"(?:\\[dt]?frac ?{_DIFFERENTIAL} ?{_DIFFERENTIAL}"  # \frac{dy}{dx}
+    rf"|{_STYLED} ?\{{[^{{}}0-9=]*\}}"  # \text{Area}
+    rf"|\\(?!{_NO_NAMES}|(?:{_STYLED[2:]})(?![A-Za-z]))[A-Za-z]+(?![A-Za-z])(?: ?\{{[A-Za-z ]*\}})?"  # \theta, \overline{AB}
+    r"|[A-Za-z][0-9]*"  # every part begins as no other can go on: nothing is read twice
+    r"|_ ?(?:\{[^{}]*\}|[A-Za-z0-9])"
+    r"|\^ ?(?:\{ ?-1 ?\}(?= ?\()|\{ ?\\prime ?\}|\\prime(?![A-Za-z])|\{ ?\* ?\}|\*)"  # f^{-1}(2), f^\prime
+    r"|[' ])"
+)
+_NAME = re.compile(
+    rf"(?=[A-Za-z\\(\[])(?:\([A-Za-z\\][A-Za-z0-9_{{}}\\' ]*(?:,[A-Za-z0-9_{{}}\\' ]*)+\)"  # (x, y)
+    rf"|\[[A-Za-z ]+\]|{_NAME_PART})(?:{_NAME_PART}|\([^()=]{{0,40}}\)|=)*"  # [ABC], f(3)
+)
+_JOINS = re.compile(r"\^ ?(?:[2-9]|\{ ?[2-9] ?\})()|[-+*/]|\\(?:cdot|times)(?![A-Za-z])")
+_RELATION = re.compile(r"(?<![<>!:])=|\\(?:approx|in)(?![A-Za-z])|[≈∈]")
 _VALUES = {"i", "j", "e", "pi"}  # words that are numbers, not units
 _WRAPPED = re.compile(rf"{_STYLED} ?\{{ ?([^{{}}]*) ?\}}")
 _BRACKETS = (("(", ")"), ("{", "}"), ("[", "]"), (r"\{", r"\}"))
@@ -98,15 +130,40 @@ def spaced(text: str) -> str:
     return _SPACES.sub(" ", text).strip()
 
 
-def literal(text: str) -> Literal | None:
-    """The number that `text` is, units and a name before it aside; None if it is anything else.
+def unnamed(text: str, *, joined: bool = False) -> str:
+    """What stands after the last `=`, `\\approx` or `\\in` outside brackets, if only a name stands
+    before it: a symbol, a function's value, words, a tuple of symbols. Otherwise all of it, spaced.
+    With `joined` names may be joined by operators, as in `a + b = 5`: an answer where a number is
+    wanted, and an equation where none is.
+
+    >>> unnamed(r"(x,y) = (1,2)"), unnamed(r"\\theta = 30^\\circ"), unnamed("25 = 12+13")
+    ('(1,2)', '30^\\\\circ', '25 = 12+13')
+    """
+    text = spaced(text)
+    depth = seen = 0
+    last = None
+    for relation in _RELATION.finditer(text):
+        between = text[seen : relation.start()]
+        depth += sum(map(between.count, "{([")) - sum(map(between.count, "})]"))
+        seen = relation.start()
+        last = relation if depth == 0 else last
+    if last is None:
+        return text
+    left = text[: last.start()].strip()
+    names = _JOINS.sub(lambda join: "" if join.group(1) is not None else "\n", left) if joined else left
+    if not all(_NAME.fullmatch(name.strip()) for name in names.split("\n")):
+        return text
+    return text[last.end() :].strip()
+
+
+def literal(text: str, *, joined: bool = False) -> Literal | None:
+    """The number that `text` is, units and a name before it aside (`unnamed` says what `joined`
+    is); None if it is anything else.
 
     >>> literal("1,234").value, literal(r"x = \\frac{3}{4}").value, literal(r"12\\,+\\,13"), literal("144/12").settled
     (Fraction(1234, 1), Fraction(3, 4), None, False)
     """
-    text = spaced(text)
-    if named := _NAMED.match(text):
-        text = text[named.end() :]
+    text = unnamed(text, joined=joined)
     inside = _unwrapped(text)
     if inside != text and "," in inside:  # (1,234) is a point
         return None
@@ -148,11 +205,13 @@ def _number(kind: str, parts: Sequence[str], negative: bool) -> tuple[Fraction, 
             return None
         return sign * mantissa * Fraction(10) ** exponent, ("scientific", exponent), 1 <= mantissa < 10 and exponent != 0
     *whole, above, below = (int(p) for p in parts)
-    if below == 0 or (above < 0 and (negative or whole)):
+    if below == 0 or (whole and min(above, below) < 0):
         return None
-    reduced = math.gcd(above, below) == 1 and below > 1
-    if whole:  # one sum less to do than \frac, but a sum: an answer only where the gold answer is written so too
-        return sign * (whole[0] + Fraction(above, below)), ("mixed", whole[0], above, below), False
+    reduced = math.gcd(above, below) == 1 and abs(below) > 1 and max(above, below) > 0
+    if whole:  # 2\frac{1}{2}; 24\frac{2}{2} is a sum
+        proper = reduced and 0 < above < below and whole[0] > 0
+        value = sign * (whole[0] + Fraction(above, below))
+        return value, ("mixed", whole[0], above, below), proper
     return sign * Fraction(above, below), ("fraction", sign * above, below), reduced
 
 
@@ -162,8 +221,9 @@ def _decimal(text: str) -> Fraction:
 
 
 def listed(text: str) -> list[str] | None:
-    """The items of a tuple, a set, an interval or an enumeration; None if there are not several."""
-    text = spaced(text)
+    """The items of a tuple, a set, an interval or an enumeration, a name before it aside; None if
+    there are not several."""
+    text = unnamed(text)
     pairs = ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), (r"\{", r"\}")
     inside = next((text[len(a) : len(text) - len(b)] for a, b in pairs if text.startswith(a) and text.endswith(b)), text)
     items = [item.strip() for item in _BETWEEN.split(inside) if item.strip()]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reinforge.core.errors import InputError
-from reinforge.rewards.literal import is_number_or_infinite, listed, literal, spaced
+from reinforge.rewards.literal import is_number_or_infinite, listed, literal, spaced, unnamed
 from reinforge.rewards.outcome import Outcome
 from reinforge.rewards.pool import Pool
 
@@ -135,14 +135,18 @@ def restates(answer: str, gold: str, prompt: str) -> bool:
     Where the gold answer is a number, whatever is still to be computed does: `2+2`, `\\frac{144}{12}`, `12^2` for 144.
     Where it is a list of numbers, this holds for its items. Where it is anything else (a root, a polynomial, a union of
     intervals), an equal expression is an answer, unless it computes something and stands in the prompt.
+    A name before either, as in `x = 25`, `\\theta = 30^\\circ` or `x \\in [1,2]`, changes nothing.
     """
-    tight, wanted = _tight(answer), _tight(gold)
+    tight, wanted = _tight(unnamed(answer)), _tight(unnamed(gold))
     if tight == wanted:
         return False
     asked = tight in _tight(prompt)
     if (number := literal(gold)) is not None:
-        found = literal(answer)
-        return found is None or not found.final(number) or (asked and found.form[0] == "scientific")
+        found = literal(answer, joined=True)
+        if found is None or not found.final(number):
+            return True
+        written = found.form[0] == "mixed" and found.form != number.form
+        return asked and (found.form[0] == "scientific" or written)
     items, given = listed(gold), listed(answer)
     if items is not None and given is not None and all(map(is_number_or_infinite, items)):
         return not all(map(is_number_or_infinite, given))
@@ -165,7 +169,7 @@ def decided(completion: str, gold: str | None, prompt: str, *, boxed_only: bool 
     answer = answer.strip().rstrip(".") or answer
     if too_large(answer) or restates(answer, gold, prompt):
         return 0.0
-    given, wanted = literal(answer), literal(gold)
+    given, wanted = literal(answer, joined=True), literal(gold)
     if given is None or wanted is None:
         return answer, gold
     bare = not (given.word or wanted.word or given.percent or wanted.percent)
