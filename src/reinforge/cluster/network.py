@@ -191,7 +191,10 @@ def report(ranks: int | None, megabytes: int) -> dict[str, Any] | None:
 
 def _started(ranks: int, megabytes: int) -> dict[str, Any]:
     """The test in processes of this machine, under torchrun, with NCCL's words read from their output."""
-    code = f"import json; from reinforge.cluster.network import measure; print('MEASURED', json.dumps(measure({megabytes})))"
+    code = (  # a line in one write: ranks share their output
+        "import json, os; from reinforge.cluster.network import measure; "
+        f"os.write(1, ('MEASURED ' + json.dumps(measure({megabytes})) + '\\n').encode())"
+    )
     path = os.pathsep.join(part for part in (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")) if part)
     env = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", **os.environ, "PYTHONPATH": path}
     words = [
