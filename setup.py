@@ -1,4 +1,6 @@
-"""What a table in pyproject.toml cannot say: recipes travel in the package, and the description has no dead links."""
+"""What a table in pyproject.toml cannot say: recipes travel in the package, and the description has
+no dead links.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ ROOT = Path(__file__).resolve().parent
 
 
 class BuildWithRecipes(build_py):
-    """Copies recipes/, which lies where people read it, to where `reinforge train recipe:NAME` finds it."""
+    """Copies recipes/, which lies where people read it, to where `reinforge train recipe:NAME`
+    finds it.
+    """
 
     def run(self) -> None:
         super().run()
@@ -24,7 +28,9 @@ class BuildWithRecipes(build_py):
 
 
 def description() -> str:
-    """README.md; a link into the repository, which leads nowhere on a package's page, becomes text and path."""
+    """README.md; a link into the repository, which leads nowhere on a package's page, becomes text
+    and path.
+    """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"!\[([^\]]*)\]\((?!https?:)[^)]*\)\n*", "", text)
     return re.sub(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)", _spelled, text)

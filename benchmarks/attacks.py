@@ -34,7 +34,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1] / "tests"), os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1] / "tests"), os.environ.get("PYTHONPATH", "")]
+)
 from attack_lists import bombs, escapes, restatements, web
 from attack_lists import templates as chat_templates
 from reinforge.config.schema import RewardConfig
@@ -67,7 +69,10 @@ def holds(check: Callable[[], bool], *, seconds: float = SECONDS, memory: int = 
             with open("/proc/self/statm") as file:
                 limit = int(file.read().split()[0]) * resource.getpagesize() + memory
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-            resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+            resource.setrlimit(
+                resource.RLIMIT_AS,
+                (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard),
+            )
             signal.setitimer(signal.ITIMER_REAL, seconds)  # nobody handles the alarm: it kills
             os._exit(0 if check() else 1)
         except BaseException:
@@ -91,9 +96,13 @@ def restated() -> Cases:
     async def all_of(pairs: list[tuple[str, str]]) -> list[float | None]:
         return [await score(*pair) for pair in pairs]
 
-    for (answer, gold), got in zip(restatements.RESTATED, asyncio.run(all_of(restatements.RESTATED)), strict=True):
+    for (answer, gold), got in zip(
+        restatements.RESTATED, asyncio.run(all_of(restatements.RESTATED)), strict=True
+    ):
         yield f"{answer} for {gold}", got == 0.0
-    for (answer, gold), got in zip(restatements.HONEST, asyncio.run(all_of(restatements.HONEST)), strict=True):
+    for (answer, gold), got in zip(
+        restatements.HONEST, asyncio.run(all_of(restatements.HONEST)), strict=True
+    ):
         yield f"honest: {answer} for {gold}", got == 1.0
 
 
@@ -103,7 +112,9 @@ def regex() -> Cases:
     bomb are scored."""
 
     async def tried(pattern: str, bomb: str) -> bool:
-        [reward] = build_rewards([RewardConfig(name="regex", options={"pattern": pattern}, timeout=2.0, workers=2)])
+        [reward] = build_rewards(
+            [RewardConfig(name="regex", options={"pattern": pattern}, timeout=2.0, workers=2)]
+        )
         row = Row("r", "?")
         await reward.outcome([row], ["warm"])
         stalled = 0.0
@@ -119,7 +130,11 @@ def regex() -> Cases:
         ticking = asyncio.ensure_future(clock())
         outcome = await reward.outcome([row] * 3, ["plain", bomb, "plain"])
         ticking.cancel()
-        return stalled < 1.5 and outcome.scores[1] in (None, 0.0) and None not in (outcome.scores[0], outcome.scores[2])
+        return (
+            stalled < 1.5
+            and outcome.scores[1] in (None, 0.0)
+            and None not in (outcome.scores[0], outcome.scores[2])
+        )
 
     for pattern, bomb in bombs.REGEX:
         yield f"{pattern} on {short(bomb)}", asyncio.run(tried(pattern, bomb))
@@ -130,14 +145,20 @@ def judge() -> Cases:
     from reinforge.rewards.judge import parse_score, parse_verdict
 
     for reply in bombs.JUDGE:
-        yield short(repr(reply)), holds(lambda reply=reply: parse_score(reply) is None and parse_verdict(reply) is None)
+        yield (
+            short(repr(reply)),
+            holds(lambda reply=reply: parse_score(reply) is None and parse_verdict(reply) is None),
+        )
 
 
 @attacks("built-in rewards: texts that never end")
 def long_texts() -> Cases:
     from reinforge.rewards.math import decided
 
-    made = [(build_rewards([RewardConfig(name=name, options=options)])[0], answer) for name, options, answer in bombs.ASKED]
+    made = [
+        (build_rewards([RewardConfig(name=name, options=options)])[0], answer)
+        for name, options, answer in bombs.ASKED
+    ]
 
     def read(text: str) -> bool:
         for reward, answer in made:
@@ -153,9 +174,17 @@ def gates() -> Cases:
     """A completion is worth 1 without the reward that it makes fail."""
 
     async def total(role: str, verb: str) -> Any:
-        failing = RewardConfig(name="hostile_rewards:obey", timeout=0.5, workers=1, memory_gib=1.0, **escapes.ROLES[role])
+        failing = RewardConfig(
+            name="hostile_rewards:obey",
+            timeout=0.5,
+            workers=1,
+            memory_gib=1.0,
+            **escapes.ROLES[role],
+        )
         base = RewardConfig(name="base", gate="obey" if role == "gate" else None)
-        rewards = build_rewards([base, failing], {"base": lambda completions: [1.0] * len(completions)})
+        rewards = build_rewards(
+            [base, failing], {"base": lambda completions: [1.0] * len(completions)}
+        )
         scorer = Scorer(rewards, on_error="unscored")
         scores = await scorer.score([Row("r", "?")], "g", [[1]], [verb])
         return scorer.total({name: values[0] for name, values in scores.items()}, 1)[1]
@@ -198,7 +227,9 @@ class Server:
     """`reinforge serve` with a toy model, 256 open files and little patience."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, port: int):
-        self.process, self.log, self.port = process, log, port
+        self.process = process
+        self.log = log
+        self.port = port
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=0.1)
@@ -246,13 +277,18 @@ class HonestClient(threading.Thread):
 
     def __init__(self, server: Server):
         super().__init__(daemon=True)
-        self.server, self.done, self.answered = server, threading.Event(), True
+        self.server = server
+        self.done = threading.Event()
+        self.answered = True
 
     def run(self) -> None:
         last = False
         while self.answered and not last:
             last = self.done.is_set()
-            self.answered = self.server.ask(web.COMPLETIONS, b'{"prompt": "hi", "max_tokens": 2}', SECONDS)[0] == 200
+            self.answered = (
+                self.server.ask(web.COMPLETIONS, b'{"prompt": "hi", "max_tokens": 2}', SECONDS)[0]
+                == 200
+            )
             time.sleep(0.05)
 
 
@@ -265,16 +301,32 @@ def reinforge_serve() -> Iterator[Server]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 
     with tempfile.TemporaryDirectory() as folder:
-        model, log = make_chat_model(Path(folder) / "model"), Path(folder) / "log"
-        command = [sys.executable, "-m", "reinforge", "serve", model, "--port", "0", "--kv-gib", "0.05"]
+        model = make_chat_model(Path(folder) / "model")
+        log = Path(folder) / "log"
+        command = [
+            sys.executable,
+            "-m",
+            "reinforge",
+            "serve",
+            model,
+            "--port",
+            "0",
+            "--kv-gib",
+            "0.05",
+        ]
         command += ["--header-seconds", "2", "--body-seconds", "4"]
         with log.open("wb") as out:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=out, preexec_fn=few_files)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=out, preexec_fn=few_files
+            )
         try:
             assert process.stdout is not None
-            told = process.stdout.readline().decode()  # NAME: http://127.0.0.1:PORT/v1  (Ctrl-C ends)
+            # NAME: http://127.0.0.1:PORT/v1  (Ctrl-C ends)
+            told = process.stdout.readline().decode()
             assert "http://" in told, log.read_text()
-            yield Server(process, log, int(told.partition("http://127.0.0.1:")[2].partition("/")[0]))
+            yield Server(
+                process, log, int(told.partition("http://127.0.0.1:")[2].partition("/")[0])
+            )
         finally:
             process.terminate()
             process.wait(timeout=30)
@@ -303,23 +355,37 @@ def templates() -> Cases:
 
     def refused(source: str) -> bool:
         try:
-            Template(Tokenizer(source)).render([{"role": "user", "content": "hi"}], None, generation_prompt=True, where="row")  # type: ignore[arg-type]
+            Template(Tokenizer(source)).render(
+                [{"role": "user", "content": "hi"}], None, generation_prompt=True, where="row"
+            )  # type: ignore[arg-type]
         except InputError:
             return True
         return False
 
     def same(source: str, messages: Any) -> bool:
-        want = render_jinja_template([messages], chat_template=source, **Tokenizer.special_tokens_map)[0][0]
-        return Template(Tokenizer(source)).render(messages, None, generation_prompt=False, where="row").text == want  # type: ignore[arg-type]
+        want = render_jinja_template(
+            [messages], chat_template=source, **Tokenizer.special_tokens_map
+        )[0][0]
+        return (
+            Template(Tokenizer(source))
+            .render(messages, None, generation_prompt=False, where="row")
+            .text
+            == want
+        )  # type: ignore[arg-type]
 
     for source in chat_templates.HOSTILE:
         yield short(source), holds(lambda source=source: refused(source))
     for source in chat_templates.HONEST:
-        yield f"honest: {short(source)}", all(same(source, messages) for messages in chat_templates.CONVERSATIONS[:3])
+        yield (
+            f"honest: {short(source)}",
+            all(same(source, messages) for messages in chat_templates.CONVERSATIONS[:3]),
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--list", action="append", choices=sorted(LISTS), help="only these lists")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -334,7 +400,10 @@ def main() -> None:
         for case in broke:
             print(f"  BROKE: {case}", flush=True)
     broken = sum(len(part["broke"]) for part in report.values())
-    print(f"{sum(part['tried'] for part in report.values())} attacks in {len(report)} lists, {broken} broke")
+    print(
+        f"{sum(part['tried'] for part in report.values())} attacks in {len(report)} lists, {broken}"
+        " broke"
+    )
     if given.out:
         given.out.write_text(json.dumps(report, indent=1) + "\n")
     sys.exit(1 if broken else 0)

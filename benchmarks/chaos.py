@@ -2,11 +2,13 @@
 
     python benchmarks/chaos.py --kills 30 --seed 0 --out benchmarks/results/chaos.json
 
-A split layout on one machine: a trainer and two engines, each an actor, with a spare beside each and a snapshot in memory after every
-step. Every few steps one of the three gets SIGKILL at a random moment of a step, all a function of `--seed`. An engine is made again and
-asked again for what it held; the trainer is made again and goes on from the snapshot. Then the same run undisturbed: the digest of the last
-checkpoint (weights, moments, cursor, counters) and all samples must be equal. Time to recover is from the kill to the event
-`actor_restored`: the actor has its weights and works. Exits with 1 unless every kill was recovered from and everything is equal.
+A split layout on one machine: a trainer and two engines, each an actor, with a spare beside each
+and a snapshot in memory after every step. Every few steps one of the three gets SIGKILL at a random
+moment of a step, all a function of `--seed`. An engine is made again and asked again for what it
+held; the trainer is made again and goes on from the snapshot. Then the same run undisturbed: the
+digest of the last checkpoint (weights, moments, cursor, counters) and all samples must be equal.
+Time to recover is from the kill to the event `actor_restored`: the actor has its weights and works.
+Exits with 1 unless every kill was recovered from and everything is equal.
 """
 
 from __future__ import annotations
@@ -40,17 +42,25 @@ PATIENCE = 240.0  # seconds to recover
 
 
 class Killer(threading.Thread):
-    """Waits for a step to be logged, then a random part of a step, then kills; and waits until the run is whole again."""
+    """Waits for a step to be logged, then a random part of a step, then kills; and waits until the
+    run is whole again.
+    """
 
     def __init__(self, folder: Path, kills: int, seed: int):
         super().__init__(daemon=True)
-        self.folder, self.kills, self.rng = folder, kills, random.Random(seed)
+        self.folder = folder
+        self.kills = kills
+        self.rng = random.Random(seed)
         self.done: list[dict[str, Any]] = []
         self.over = threading.Event()
 
     def steps(self) -> int:
         path = self.folder / "metrics.jsonl"
-        found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        found = (
+            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            if path.exists()
+            else []
+        )
         return max((line["step"] for line in found), default=0)
 
     def until(self, ready: Any, seconds: float) -> bool:
@@ -63,7 +73,8 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         for i in range(self.kills):
-            role, wait = self.rng.choice(ROLES), self.rng.random()
+            role = self.rng.choice(ROLES)
+            wait = self.rng.random()
             if not self.until(partial(self.reached, 1 + i * APART), 600):
                 return
             time.sleep(wait * 0.5)
@@ -75,17 +86,26 @@ class Killer(threading.Thread):
 
     def kill(self, role: str) -> bool:
         cluster = current()
-        if cluster is None or not self.until(lambda: role in cluster.crews and bool(cluster.crews[role].where), 60):
+        if cluster is None or not self.until(
+            lambda: role in cluster.crews and bool(cluster.crews[role].where), 60
+        ):
             return False
-        known, at = len(cluster.events), time.time()
+        known = len(cluster.events)
+        at = time.time()
         os.kill(cluster.crews[role].where[0].pid, signal.SIGKILL)
 
         def back() -> list[float]:
-            return [e["at"] - at for e in cluster.events[known:] if e["kind"] == "actor_restored" and e["role"] == role]
+            return [
+                e["at"] - at
+                for e in cluster.events[known:]
+                if e["kind"] == "actor_restored" and e["role"] == role
+            ]
 
         recovered = self.until(back, PATIENCE)
         seconds = back()[0] if recovered else None
-        self.done.append({"role": role, "step": self.steps(), "recovered": recovered, "seconds": seconds})
+        self.done.append(
+            {"role": role, "step": self.steps(), "recovered": recovered, "seconds": seconds}
+        )
         told = "LOST" if seconds is None else f"back in {seconds:.1f} s"
         print(f"kill {len(self.done)}: {role} at step {self.done[-1]['step']}: {told}", flush=True)
         return True
@@ -96,7 +116,9 @@ def samples(cfg: Any) -> list[tuple[Any, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spares", type=int, default=1)
@@ -104,9 +126,19 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rf-chaos-") as name:
         folder = Path(name)
-        model = make_tiny_model(folder / "model", width=32, layers=2, heads=4, kv_heads=2, context=128)
-        overrides = ("cluster.kind=ray", "cluster.layout=split", "cluster.engines=2", "cluster.snapshot=1", f"cluster.spares={asked.spares}",
-                     f"train.steps={2 + asked.kills * APART}", "run.log.samples_every=1", "run.checkpoint.every=20")  # fmt: skip
+        model = make_tiny_model(
+            folder / "model", width=32, layers=2, heads=4, kv_heads=2, context=128
+        )
+        overrides = (
+            "cluster.kind=ray",
+            "cluster.layout=split",
+            "cluster.engines=2",
+            "cluster.snapshot=1",
+            f"cluster.spares={asked.spares}",
+            f"train.steps={2 + asked.kills * APART}",
+            "run.log.samples_every=1",
+            "run.checkpoint.every=20",
+        )
         with connected(ClusterConfig(kind="ray", object_store_gib=0.3), 8):
             hurt = make_config(str(model), folder, "hurt", "grpo", *overrides)
             killer = Killer(Path(hurt.run.dir), asked.kills, asked.seed)
@@ -121,19 +153,42 @@ def main() -> None:
             launch(whole)
             undisturbed = time.monotonic() - began
         took = [kill["seconds"] for kill in killer.done if kill["seconds"] is not None]
-        by_role = {role: [k["seconds"] for k in killer.done if k["role"] == role and k["seconds"] is not None] for role in ROLES}
+        by_role = {
+            role: [
+                k["seconds"] for k in killer.done if k["role"] == role and k["seconds"] is not None
+            ]
+            for role in ROLES
+        }
         result = {
-            "kills": len(killer.done), "recovered": sum(k["recovered"] for k in killer.done), "lost": sum(not k["recovered"] for k in killer.done),
-            "seconds_to_recover": {"median": statistics.median(took), "max": max(took)} if took else None,
-            "by_role": {role: {"kills": len(t), "median": statistics.median(t), "max": max(t)} for role, t in by_role.items() if t},
-            "digest_equal": digest(hurt) == digest(whole), "samples_equal": samples(hurt) == samples(whole),
-            "steps": hurt.train.steps, "run_seconds": round(seconds, 1), "undisturbed_seconds": round(undisturbed, 1),
-            "seed": asked.seed, "spares": asked.spares, "cpus": os.cpu_count(), "load": os.getloadavg()[2],
-        }  # fmt: skip
+            "kills": len(killer.done),
+            "recovered": sum(k["recovered"] for k in killer.done),
+            "lost": sum(not k["recovered"] for k in killer.done),
+            "seconds_to_recover": (
+                {"median": statistics.median(took), "max": max(took)} if took else None
+            ),
+            "by_role": {
+                role: {"kills": len(t), "median": statistics.median(t), "max": max(t)}
+                for role, t in by_role.items()
+                if t
+            },
+            "digest_equal": digest(hurt) == digest(whole),
+            "samples_equal": samples(hurt) == samples(whole),
+            "steps": hurt.train.steps,
+            "run_seconds": round(seconds, 1),
+            "undisturbed_seconds": round(undisturbed, 1),
+            "seed": asked.seed,
+            "spares": asked.spares,
+            "cpus": os.cpu_count(),
+            "load": os.getloadavg()[2],
+        }
     print(json.dumps(result, indent=1))
     if asked.out is not None:
         asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    raise SystemExit(result["recovered"] != asked.kills or not result["digest_equal"] or not result["samples_equal"])
+    raise SystemExit(
+        result["recovered"] != asked.kills
+        or not result["digest_equal"]
+        or not result["samples_equal"]
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""What `model.exact` costs on the device at hand: generation and training with it and without, on a random model of a known shape.
+"""What `model.exact` costs on the device at hand: generation and training with it and without, on a
+random model of a known shape.
 
-    python benchmarks/exact_cost.py [--shape tiny|0.5b|1.5b] [--prompts 64] [--response 1024] [--steps 3] [--out FILE]
+    python benchmarks/exact_cost.py [--shape tiny|0.5b|1.5b] [--prompts 64] [--response 1024]
+                                    [--steps 3] [--out FILE]
 
-Samples are 8 per prompt of 256 tokens, as in gpu_step.py, whose model, rollouts and packing this uses. Defaults are the 0.5B shape on
-a GPU and the tiny one on a CPU. Prints seconds (the best of the steps after the first), the slowdown, and the mismatch of each: 0.0 with exact.
+Samples are 8 per prompt of 256 tokens, as in gpu_step.py, whose model, rollouts and packing this
+uses. Defaults are the 0.5B shape on a GPU and the tiny one on a CPU. Prints seconds (the best of
+the steps after the first), the slowdown, and the mismatch of each: 0.0 with exact.
 """
 
 from __future__ import annotations
@@ -25,35 +28,57 @@ from reinforge.engines.native import NativeEngine
 from reinforge.models.causal import CausalModel
 
 
-def measure(shape: str, prompts: list[list[int]], response: int, steps: int, budget: int, exact: bool) -> dict[str, float]:
+def measure(
+    shape: str, prompts: list[list[int]], response: int, steps: int, budget: int, exact: bool
+) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = CausalModel(random_model(shape, device).module, exact=exact)
     engine = NativeEngine(model, max_batch=len(prompts) * GROUP, longest=PROMPT + response)
-    backend = LocalBackend(model, TrainConfig(steps=steps, learning_rate=1e-6, tokens_per_microbatch=budget or "auto"), total_steps=steps)
+    backend = LocalBackend(
+        model,
+        TrainConfig(steps=steps, learning_rate=1e-6, tokens_per_microbatch=budget or "auto"),
+        total_steps=steps,
+    )
     algorithm = build("grpo", max_new_tokens=response)
     sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     rows = []
     for step in range(steps):
         sync()
         start = time.perf_counter()
-        completions = asyncio.run(rollouts(engine, prompts, [[response] * GROUP] * len(prompts), step))
+        completions = asyncio.run(
+            rollouts(engine, prompts, [[response] * GROUP] * len(prompts), step)
+        )
         asyncio.run(engine.sleep())
         sync()
         generated = time.perf_counter()
         batches = pack(to_samples(prompts, completions), backend.budget, share=backend.share)
         algorithm.advantages(batches)
         prepared = time.perf_counter()
-        metrics = backend.forward_backward(batches, algorithm.loss, Totals.of(batches, response)) | backend.step()
+        metrics = (
+            backend.forward_backward(batches, algorithm.loss, Totals.of(batches, response))
+            | backend.step()
+        )
         sync()
-        rows.append({"generate": generated - start, "train": time.perf_counter() - prepared, "mismatch_max": metrics["mismatch/max"]})
-        print(json.dumps({"exact": exact, **{k: round(v, 5) for k, v in rows[-1].items()}}), flush=True)
+        rows.append(
+            {
+                "generate": generated - start,
+                "train": time.perf_counter() - prepared,
+                "mismatch_max": metrics["mismatch/max"],
+            }
+        )
+        print(
+            json.dumps({"exact": exact, **{k: round(v, 5) for k, v in rows[-1].items()}}),
+            flush=True,
+        )
     best = {k: min(r[k] for r in rows[1:] or rows) for k in ("generate", "train")}
     return {**best, "mismatch_max": max(r["mismatch_max"] for r in rows)}
 
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="0.5b" if on_gpu else "tiny")
     parser.add_argument("--prompts", type=int, default=64 if on_gpu else 2)
     parser.add_argument("--response", type=int, default=1024 if on_gpu else 16)
@@ -61,8 +86,13 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=0, help="tokens per micro-batch; 0 = auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    prompts = torch.randint(10, 49000, (args.prompts, PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
-    found = {exact: measure(args.shape, prompts, args.response, args.steps, args.budget, exact) for exact in (False, True)}
+    prompts = torch.randint(
+        10, 49000, (args.prompts, PROMPT), generator=torch.Generator().manual_seed(1)
+    ).tolist()
+    found = {
+        exact: measure(args.shape, prompts, args.response, args.steps, args.budget, exact)
+        for exact in (False, True)
+    }
     slowdown = {k: found[True][k] / found[False][k] for k in ("generate", "train")}
     result = {
         "shape": args.shape,

@@ -1,12 +1,16 @@
-"""One GPU: seconds of a whole GRPO step, on a random model of a known shape, beside TRL on the same machine.
+"""One GPU: seconds of a whole GRPO step, on a random model of a known shape, beside TRL on the same
+machine.
 
-    python benchmarks/gpu_step.py --compile [--shape 0.5b|1.5b] [--peer-python PYTHON --peer vllm] [--out FILE]
+    python benchmarks/gpu_step.py --compile [--shape 0.5b|1.5b] [--peer-python PYTHON --peer vllm]
+                                  [--out FILE]
 
-64 prompts of 256 tokens x 8 samples; `--lengths fixed`: every response has --response tokens, `varied`: lengths are geometric with mean
-300 under that cap. The engine, the packing, the backend and the loss are the library's ordinary ones, in the default precision
-(bfloat16 module, float32 masters and moments). Prints each phase, the peak memory, the mismatch between engine and trainer, and
-the share of the physical limit (weights, cache and flops at 4.3 TB/s and 790 TFLOP/s, measured on an H200). With --peer, TRL does the same
-step afterwards in its own environment (benchmarks/peers/trl_step.py; --peer-path is added to its PYTHONPATH).
+64 prompts of 256 tokens x 8 samples; `--lengths fixed`: every response has --response tokens,
+`varied`: lengths are geometric with mean 300 under that cap. The engine, the packing, the backend
+and the loss are the library's ordinary ones, in the default precision (bfloat16 module, float32
+masters and moments). Prints each phase, the peak memory, the mismatch between engine and trainer,
+and the share of the physical limit (weights, cache and flops at 4.3 TB/s and 790 TFLOP/s, measured
+on an H200). With --peer, TRL does the same step afterwards in its own environment
+(benchmarks/peers/trl_step.py; --peer-path is added to its PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -39,12 +43,33 @@ from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 
 SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2},
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
 }
-PROMPTS, GROUP, PROMPT = 64, 8, 256
-BANDWIDTH, FLOPS = 4.3e12, 790e12
+PROMPTS = 64
+GROUP = 8
+PROMPT = 256
+BANDWIDTH = 4.3e12
+FLOPS = 790e12
 
 
 def random_model(shape: str, device: torch.device) -> CausalModel:
@@ -64,22 +89,40 @@ def random_model(shape: str, device: torch.device) -> CausalModel:
 
 
 def floors(model: CausalModel, response: float) -> dict[str, float]:
-    """Seconds that no implementation can beat: decode reads weights and cache, everything does its flops once."""
+    """Seconds that no implementation can beat: decode reads weights and cache, everything does its
+    flops once.
+    """
     body = sum(p.numel() for p in model.module.parameters())
     c = model.config
     rows = PROMPTS * GROUP
-    per_token_cache = 2 * c.num_hidden_layers * c.num_key_value_heads * (c.hidden_size // c.num_attention_heads) * 2
+    per_token_cache = (
+        2
+        * c.num_hidden_layers
+        * c.num_key_value_heads
+        * (c.hidden_size // c.num_attention_heads)
+        * 2
+    )
     flops = 2 * body * rows * (response + PROMPT / GROUP)
     reads = response * (body * 2 + rows * per_token_cache * (PROMPT + response / 2))
-    return {"generate": max(reads / BANDWIDTH, flops / FLOPS), "train": 6 * body * rows * (response + PROMPT) / FLOPS}
+    return {
+        "generate": max(reads / BANDWIDTH, flops / FLOPS),
+        "train": 6 * body * rows * (response + PROMPT) / FLOPS,
+    }
 
 
-async def rollouts(engine: NativeEngine, prompts: list[list[int]], limits: list[list[int]], step: int) -> list[list[Completion]]:
+async def rollouts(
+    engine: NativeEngine, prompts: list[list[int]], limits: list[list[int]], step: int
+) -> list[list[Completion]]:
     async def one(i: int) -> list[Completion]:
         if len(set(limits[i])) == 1:
-            return await engine.generate(prompts[i], Sampling(limits[i][0], ignore_eos=True), key=step * 1000 + i, n=GROUP)
+            return await engine.generate(
+                prompts[i], Sampling(limits[i][0], ignore_eos=True), key=step * 1000 + i, n=GROUP
+            )
         parts = (
-            engine.generate(prompts[i], Sampling(n, ignore_eos=True), key=(step * 1000 + i) * 100 + j) for j, n in enumerate(limits[i])
+            engine.generate(
+                prompts[i], Sampling(n, ignore_eos=True), key=(step * 1000 + i) * 100 + j
+            )
+            for j, n in enumerate(limits[i])
         )
         return [c[0] for c in await asyncio.gather(*parts)]
 
@@ -93,8 +136,18 @@ def to_samples(prompts: list[list[int]], completions: list[list[Completion]]) ->
             tokens = ints(prompt + c.tokens)
             logprobs = torch.zeros(len(tokens))
             logprobs[len(prompt) :] = floats(c.logprobs)
-            samples.append(Sample(f"{i}/{j}", str(i), f"{i}/{j}", tokens, torch.arange(len(tokens)) >= len(prompt), logprobs,
-                                  torch.zeros(len(tokens), dtype=torch.int32), reward=float(sum(c.tokens) % 7)))  # fmt: skip
+            samples.append(
+                Sample(
+                    f"{i}/{j}",
+                    str(i),
+                    f"{i}/{j}",
+                    tokens,
+                    torch.arange(len(tokens)) >= len(prompt),
+                    logprobs,
+                    torch.zeros(len(tokens), dtype=torch.int32),
+                    reward=float(sum(c.tokens) % 7),
+                )
+            )
     return samples
 
 
@@ -107,11 +160,15 @@ def lengths_of(kind: str, response: int) -> list[list[int]]:
 
 
 def prompts_of() -> list[list[int]]:
-    return torch.randint(10, 49000, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
+    return torch.randint(
+        10, 49000, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(1)
+    ).tolist()
 
 
 def save_for_peer(model: CausalModel, tokenizer: str, folder: Path) -> Path:
-    """The model as a directory that any library loads; the tokenizer is only there because they want one."""
+    """The model as a directory that any library loads; the tokenizer is only there because they
+    want one.
+    """
     from transformers import AutoTokenizer
 
     model.module.save_pretrained(folder)
@@ -121,9 +178,18 @@ def save_for_peer(model: CausalModel, tokenizer: str, folder: Path) -> Path:
 
 def run_peer(python: str, path: str, script: str, *args: str) -> list[dict[str, Any]]:
     """The JSON lines that a peer's script printed; its own complaints go to our stderr."""
-    env = {**os.environ, "PYTHONPATH": path or os.environ.get("PYTHONPATH", ""), "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": path or os.environ.get("PYTHONPATH", ""),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
     done = subprocess.run(
-        [python, str(Path(__file__).parent / "peers" / script), *args], env=env, capture_output=True, text=True, check=False
+        [python, str(Path(__file__).parent / "peers" / script), *args],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"peer"')]
     if not found:
@@ -132,7 +198,9 @@ def run_peer(python: str, path: str, script: str, *args: str) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--lengths", choices=("fixed", "varied"), default="fixed")
@@ -140,9 +208,15 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=0, help="tokens per micro-batch; 0 = auto")
     parser.add_argument("--no-train", action="store_true")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--lora", type=int, default=0, help="train an adapter of this rank instead of all weights")
-    parser.add_argument("--profile", action="store_true", help="print the kernels that take most of a training pass")
-    parser.add_argument("--peer", choices=("vllm", "transformers"), help="TRL's engine; without it TRL does not run")
+    parser.add_argument(
+        "--lora", type=int, default=0, help="train an adapter of this rank instead of all weights"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="print the kernels that take most of a training pass"
+    )
+    parser.add_argument(
+        "--peer", choices=("vllm", "transformers"), help="TRL's engine; without it TRL does not run"
+    )
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--peer-path", default="")
     parser.add_argument("--tokenizer", default="", help="a tokenizer directory for the peer")
@@ -154,9 +228,12 @@ def main() -> None:
         model = CausalModel(add_adapter(model.module, AdapterConfig(rank=args.lora), seed=0))
     if args.compile:
         model.compile_layers()
-    prompts, limits = prompts_of(), lengths_of(args.lengths, args.response)
+    prompts = prompts_of()
+    limits = lengths_of(args.lengths, args.response)
     engine = NativeEngine(model, max_batch=PROMPTS * GROUP, longest=PROMPT + args.response)
-    cfg = TrainConfig(steps=args.steps, learning_rate=1e-6, tokens_per_microbatch=args.budget or "auto")
+    cfg = TrainConfig(
+        steps=args.steps, learning_rate=1e-6, tokens_per_microbatch=args.budget or "auto"
+    )
     backend = LocalBackend(model, cfg, total_steps=args.steps)
     algorithm = build("grpo", max_new_tokens=args.response)
     sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
@@ -173,25 +250,52 @@ def main() -> None:
         prepared = time.perf_counter()
         metrics: dict[str, float] = {}
         if not args.no_train:
-            metrics = backend.forward_backward(batches, algorithm.loss, Totals.of(batches, args.response)) | backend.step()
+            metrics = (
+                backend.forward_backward(batches, algorithm.loss, Totals.of(batches, args.response))
+                | backend.step()
+            )
         sync()
         done = time.perf_counter()
         tokens = sum(len(c.tokens) for group in completions for c in group)
-        row = {"generate": generated - start, "prepare": prepared - generated, "train": done - prepared, "step": done - start, "tokens": tokens,
-               "tokens_per_second": tokens / (generated - start), "mismatch_mean": metrics.get("mismatch/mean"), "mismatch_max": metrics.get("mismatch/max")}  # fmt: skip
+        row = {
+            "generate": generated - start,
+            "prepare": prepared - generated,
+            "train": done - prepared,
+            "step": done - start,
+            "tokens": tokens,
+            "tokens_per_second": tokens / (generated - start),
+            "mismatch_mean": metrics.get("mismatch/mean"),
+            "mismatch_max": metrics.get("mismatch/max"),
+        }
         rows.append(row)
-        print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+        print(
+            json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}),
+            flush=True,
+        )
     if args.profile:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             backend.forward_backward(batches[:2], algorithm.loss, Totals.of(batches, args.response))
             sync()
-        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=70))
+        print(
+            profile.key_averages().table(
+                sort_by="cuda_time_total", row_limit=22, max_name_column_width=70
+            )
+        )
     mean = sum(map(sum, limits)) / (PROMPTS * GROUP)
     floor = floors(model, mean)
     best = {k: min(r[k] for r in rows[1:] or rows) for k in ("generate", "train", "step")}
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    result = {"shape": args.shape, "lengths": args.lengths, "budget": backend.budget, "best": best, "floor": floor, "peak_gib": peak, "rows": rows,
-              "share_of_floor": {k: floor[k] / best[k] for k in floor if best[k]}, "captures": engine.decoder.captures}  # fmt: skip
+    result = {
+        "shape": args.shape,
+        "lengths": args.lengths,
+        "budget": backend.budget,
+        "best": best,
+        "floor": floor,
+        "peak_gib": peak,
+        "rows": rows,
+        "share_of_floor": {k: floor[k] / best[k] for k in floor if best[k]},
+        "captures": engine.decoder.captures,
+    }
     print(json.dumps({k: v for k, v in result.items() if k != "rows"}))
     if args.peer:
         del batches, completions, engine, backend
@@ -210,8 +314,11 @@ def main() -> None:
         )
         for peer in result["peers"]:
             print(json.dumps(peer))
-            print(f"{peer['peer']}: {peer['step']:.1f} s and {peer['peak_gib']:.0f} GiB a step; ours {best['step']:.2f} s and {peak:.1f} GiB: "
-                  f"{peer['step'] / best['step']:.1f} times faster")  # fmt: skip
+            print(
+                f"{peer['peer']}: {peer['step']:.1f} s and {peer['peak_gib']:.0f} GiB a step; ours"
+                f" {best['step']:.2f} s and {peak:.1f} GiB: {peer['step'] / best['step']:.1f} times"
+                " faster"
+            )
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))
 

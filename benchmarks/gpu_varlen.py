@@ -1,8 +1,9 @@
-"""Attention of a pack on a GPU: the operator that `models.attention.varlen_attention` calls against torch's public function around it.
+"""Attention of a pack on a GPU: the operator that `models.attention.varlen_attention` calls against
+torch's public function around it.
 
-Both end in the same kernel. Printed: whether outputs and gradients have the same bits, and the time of forward and backward.
-`python benchmarks/gpu_varlen.py`, a minute on a GPU. Grouped heads need torch 2.12 (`enable_gqa`); where the function lacks
-them, their rows are left out and said to be.
+Both end in the same kernel. Printed: whether outputs and gradients have the same bits, and the time
+of forward and backward. `python benchmarks/gpu_varlen.py`, a minute on a GPU. Grouped heads need
+torch 2.12 (`enable_gqa`); where the function lacks them, their rows are left out and said to be.
 """
 
 from __future__ import annotations
@@ -24,22 +25,46 @@ ROUNDS = 30
 
 
 def public(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_key: int, scale: float, left: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_key: int,
+    scale: float,
+    left: int,
 ) -> Tensor:
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     window = (left, 0)
-    return varlen_attn(q, k, v, starts, key_starts, longest, longest_key, scale=scale, window_size=window, **grouped)
+    return varlen_attn(
+        q,
+        k,
+        v,
+        starts,
+        key_starts,
+        longest,
+        longest_key,
+        scale=scale,
+        window_size=window,
+        **grouped,
+    )
 
 
 def segments(total: int, longest: int) -> list[int]:
-    chance, lengths = random.Random(0), [longest]
+    chance = random.Random(0)
+    lengths = [longest]
     while sum(lengths) < total:
         lengths.append(min(chance.randint(1, longest), total - sum(lengths)))
     return lengths
 
 
-def measure(f: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor, rest: tuple) -> tuple[list[Tensor], float, float]:
-    """Output and gradients; milliseconds of a forward with its backward, and those in which Python and the launches are done."""
+def measure(
+    f: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor, rest: tuple
+) -> tuple[list[Tensor], float, float]:
+    """Output and gradients; milliseconds of a forward with its backward, and those in which Python
+    and the launches are done.
+    """
 
     def once() -> list[Tensor]:
         out = f(*inputs, *rest)
@@ -59,13 +84,17 @@ def measure(f: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor, rest: 
 def main() -> None:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     print(
-        "heads/key heads/size  tokens  window | out equal, largest difference of gradients | ms operator, public | ms launching operator, public"
+        "heads/key heads/size  tokens  window | out equal, largest difference of gradients | ms"
+        " operator, public | ms launching operator, public"
     )
     device = torch.device("cuda")
     knows_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
     for heads, kv_heads, size in SHAPES:
         if heads != kv_heads and not knows_groups:
-            print(f"{heads}/{kv_heads}/{size}  left out: the public function of this torch has no grouped heads")
+            print(
+                f"{heads}/{kv_heads}/{size}  left out: the public function of this torch has no"
+                " grouped heads"
+            )
             continue
         for total, longest in TOKENS:
             for window in (-1, longest // 4):
@@ -73,15 +102,21 @@ def main() -> None:
                 lengths = segments(total, longest)
                 starts = starts_of(lengths, device)
                 q, k, v = (
-                    torch.randn(total, n, size, device=device, dtype=torch.bfloat16).requires_grad_() for n in (heads, kv_heads, kv_heads)
+                    torch.randn(
+                        total, n, size, device=device, dtype=torch.bfloat16
+                    ).requires_grad_()
+                    for n in (heads, kv_heads, kv_heads)
                 )
                 grad = torch.randn_like(q)
                 rest = (starts, starts, max(lengths), max(lengths), size**-0.5, window)
                 a, ms_a, launch_a = measure(varlen_attention, [q, k, v], grad, rest)
                 b, ms_b, launch_b = measure(public, [q, k, v], grad, rest)
                 apart = max(float((x - y).abs().max()) for x, y in zip(a[1:], b[1:], strict=True))
-                print(f"{heads}/{kv_heads}/{size}  {total}  {window} | {torch.equal(a[0], b[0])}, {apart:.2e} | "
-                      f"{ms_a:.3f}, {ms_b:.3f} | {launch_a:.3f}, {launch_b:.3f}", flush=True)  # fmt: skip
+                print(
+                    f"{heads}/{kv_heads}/{size}  {total}  {window} | {torch.equal(a[0], b[0])},"
+                    f" {apart:.2e} | {ms_a:.3f}, {ms_b:.3f} | {launch_a:.3f}, {launch_b:.3f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

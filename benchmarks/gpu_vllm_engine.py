@@ -1,11 +1,15 @@
-"""One GPU: a GRPO step whose rollouts come from a colocated vLLM server, with the weight update timed and proved, beside TRL + vLLM.
+"""One GPU: a GRPO step whose rollouts come from a colocated vLLM server, with the weight update
+timed and proved, beside TRL + vLLM.
 
-    python benchmarks/gpu_vllm_engine.py --tokenizer DIR [--engine-python PYTHON --engine-path SITE] [--peer vllm --peer-path SITE] [--out FILE]
+    python benchmarks/gpu_vllm_engine.py --tokenizer DIR [--engine-python PYTHON --engine-path SITE]
+                                         [--peer vllm --peer-path SITE] [--out FILE]
 
-The work is that of gpu_step.py: 64 prompts of 256 tokens x 8 samples, --response tokens each, on a random model of a known shape. Prints for
-every step: seconds of generation, of training, of the update (publish, stage, commit, prefix cache, proof) and of the whole step, the probe's error
-in nats and the mismatch of sampled log-probs; then the best of them without the first step. The server's Python and its PYTHONPATH may be others
-than ours. With --peer, TRL does the same step afterwards (benchmarks/peers/trl_step.py).
+The work is that of gpu_step.py: 64 prompts of 256 tokens x 8 samples, --response tokens each, on a
+random model of a known shape. Prints for every step: seconds of generation, of training, of the
+update (publish, stage, commit, prefix cache, proof) and of the whole step, the probe's error in
+nats and the mismatch of sampled log-probs; then the best of them without the first step. The
+server's Python and its PYTHONPATH may be others than ours. With --peer, TRL does the same step
+afterwards (benchmarks/peers/trl_step.py).
 """
 
 from __future__ import annotations
@@ -22,7 +26,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_step import GROUP, PROMPT, PROMPTS, SHAPES, lengths_of, prompts_of, random_model, rollouts, run_peer, save_for_peer, to_samples
+from gpu_step import (
+    GROUP,
+    PROMPT,
+    PROMPTS,
+    SHAPES,
+    lengths_of,
+    prompts_of,
+    random_model,
+    rollouts,
+    run_peer,
+    save_for_peer,
+    to_samples,
+)
 
 from reinforge.algorithms.table import build
 from reinforge.app.engines import trainer_score
@@ -38,51 +54,100 @@ from reinforge.models.causal import CausalModel
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--lengths", choices=("fixed", "varied"), default="fixed")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--budget", type=int, default=0, help="tokens per micro-batch; 0 = auto")
     parser.add_argument("--compile", action="store_true", help="torch.compile the trainer's layers")
-    parser.add_argument("--tokenizer", default="", help="a tokenizer directory, saved with the model: TRL and vLLM want one")
+    parser.add_argument(
+        "--tokenizer",
+        default="",
+        help="a tokenizer directory, saved with the model: TRL and vLLM want one",
+    )
     parser.add_argument("--engine-python", help="the server's Python; default: this one")
     parser.add_argument("--engine-path", default="", help="the server's PYTHONPATH; default: ours")
-    parser.add_argument("--engine-memory", type=float, default=0.3, help="share of the GPU (TRL's default is 0.3)")
+    parser.add_argument(
+        "--engine-memory", type=float, default=0.3, help="share of the GPU (TRL's default is 0.3)"
+    )
     parser.add_argument("--channel", choices=("auto", "ipc", "memory", "disk"), default="auto")
     parser.add_argument("--sleep", choices=("auto", "never", "cache", "all"), default="never")
-    parser.add_argument("--unseeded", action="store_true", help="draws that depend on the order of arrival, which vLLM samples faster")
+    parser.add_argument(
+        "--unseeded",
+        action="store_true",
+        help="draws that depend on the order of arrival, which vLLM samples faster",
+    )
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--peer", choices=("vllm", "transformers"), help="TRL's engine; without it TRL does not run")
+    parser.add_argument(
+        "--peer", choices=("vllm", "transformers"), help="TRL's engine; without it TRL does not run"
+    )
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--peer-path", default="")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
-def make_engine(args: argparse.Namespace, model: CausalModel, folder: Path, saved: Path) -> ServedEngine:
+def make_engine(
+    args: argparse.Namespace, model: CausalModel, folder: Path, saved: Path
+) -> ServedEngine:
     extra: dict[str, Any] = {} if args.tokenizer else {"skip-tokenizer-init": True}
     cfg = EngineConfig(
-        python=args.engine_python, env={"PYTHONPATH": args.engine_path} if args.engine_path else {}, memory=args.engine_memory, channel=args.channel,
-        sleep=args.sleep, seeded=not args.unseeded, replicas=args.replicas, args=extra,
-    )  # fmt: skip
+        python=args.engine_python,
+        env={"PYTHONPATH": args.engine_path} if args.engine_path else {},
+        memory=args.engine_memory,
+        channel=args.channel,
+        sleep=args.sleep,
+        seeded=not args.unseeded,
+        replicas=args.replicas,
+        args=extra,
+    )
     return make_served(
-        Setup("vllm", cfg, str(saved), folder, str(model.dtype).removeprefix("torch."), model.device.type, 4096, model.head.weight.shape[0],
-              longest=PROMPT + args.response, max_batch=PROMPTS * GROUP // args.replicas),
+        Setup(
+            "vllm",
+            cfg,
+            str(saved),
+            folder,
+            str(model.dtype).removeprefix("torch."),
+            model.device.type,
+            4096,
+            model.head.weight.shape[0],
+            longest=PROMPT + args.response,
+            max_batch=PROMPTS * GROUP // args.replicas,
+        ),
         trainer_score(model),
-    )  # fmt: skip
+    )
 
 
-async def steps(args: argparse.Namespace, model: CausalModel, engine: ServedEngine) -> list[dict[str, Any]]:
+async def steps(
+    args: argparse.Namespace, model: CausalModel, engine: ServedEngine
+) -> list[dict[str, Any]]:
     start = time.perf_counter()
-    await engine.update(Weights("shared", module=model.module), 0)  # before there is a backend: its budget is to see what the server left
-    print(json.dumps({"server_ready_s": time.perf_counter() - start, "channel": engine.transfer.kind, "facts": engine.replicas[0].facts,
-                      "probe_error": engine.measured.get("weights/probe_error")}), flush=True)  # fmt: skip
+    # before there is a backend: its budget is to see what the server left
+    await engine.update(Weights("shared", module=model.module), 0)
+    print(
+        json.dumps(
+            {
+                "server_ready_s": time.perf_counter() - start,
+                "channel": engine.transfer.kind,
+                "facts": engine.replicas[0].facts,
+                "probe_error": engine.measured.get("weights/probe_error"),
+            }
+        ),
+        flush=True,
+    )
     backend = LocalBackend(
-        model, TrainConfig(steps=args.steps, learning_rate=1e-6, tokens_per_microbatch=args.budget or "auto"), total_steps=args.steps
+        model,
+        TrainConfig(
+            steps=args.steps, learning_rate=1e-6, tokens_per_microbatch=args.budget or "auto"
+        ),
+        total_steps=args.steps,
     )
     algorithm = build("grpo", max_new_tokens=args.response)
-    prompts, limits = prompts_of(), lengths_of(args.lengths, args.response)
+    prompts = prompts_of()
+    limits = lengths_of(args.lengths, args.response)
     sync = torch.cuda.synchronize if model.device.type == "cuda" else (lambda: None)
     rows: list[dict[str, Any]] = []
     for step in range(args.steps):
@@ -94,19 +159,37 @@ async def steps(args: argparse.Namespace, model: CausalModel, engine: ServedEngi
         batches = pack(to_samples(prompts, completions), backend.budget, share=backend.share)
         algorithm.advantages(batches)
         marks.append(time.perf_counter())
-        metrics = backend.forward_backward(batches, algorithm.loss, Totals.of(batches, args.response)) | backend.step()
+        metrics = (
+            backend.forward_backward(batches, algorithm.loss, Totals.of(batches, args.response))
+            | backend.step()
+        )
         sync()
         marks.append(time.perf_counter())
         await engine.update(backend.weights(), step + 1)
         sync()
         marks.append(time.perf_counter())
         tokens = sum(len(c.tokens) for group in completions for c in group)
-        row = dict(zip(("generate", "prepare", "train", "update"), (b - a for a, b in pairwise(marks)), strict=True))
-        row |= {"step": marks[-1] - marks[0], "tokens": tokens, "tokens_per_second": tokens / row["generate"],
-                "probe_error": engine.measured.get("weights/probe_error"), "mismatch_mean": metrics.get("mismatch/mean"),
-                "mismatch_max": metrics.get("mismatch/max"), "budget": backend.budget}  # fmt: skip
+        row = dict(
+            zip(
+                ("generate", "prepare", "train", "update"),
+                (b - a for a, b in pairwise(marks)),
+                strict=True,
+            )
+        )
+        row |= {
+            "step": marks[-1] - marks[0],
+            "tokens": tokens,
+            "tokens_per_second": tokens / row["generate"],
+            "probe_error": engine.measured.get("weights/probe_error"),
+            "mismatch_mean": metrics.get("mismatch/mean"),
+            "mismatch_max": metrics.get("mismatch/max"),
+            "budget": backend.budget,
+        }
         rows.append(row)
-        print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+        print(
+            json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}),
+            flush=True,
+        )
     return rows
 
 
@@ -127,7 +210,10 @@ def main() -> None:
         rows = asyncio.run(steps(args, model, engine))
     except BaseException:
         for replica in engine.replicas:
-            print(replica.process.tail(60) if replica.process is not None else replica.last_words, file=sys.stderr)
+            print(
+                replica.process.tail(60) if replica.process is not None else replica.last_words,
+                file=sys.stderr,
+            )
         raise
     finally:
         engine.close()
@@ -135,8 +221,16 @@ def main() -> None:
     best = {k: min(r[k] for r in later) for k in ("generate", "train", "update", "step")}
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     size = sum(p.numel() * p.element_size() for p in model.module.parameters()) / 2**30
-    result: dict[str, Any] = {"shape": args.shape, "channel": engine.transfer.kind, "note": engine.transfer.note, "weights_gib": size, "best": best,
-                              "probe_error": max(r["probe_error"] for r in rows), "trainer_peak_gib": peak, "rows": rows}  # fmt: skip
+    result: dict[str, Any] = {
+        "shape": args.shape,
+        "channel": engine.transfer.kind,
+        "note": engine.transfer.note,
+        "weights_gib": size,
+        "best": best,
+        "probe_error": max(r["probe_error"] for r in rows),
+        "trainer_peak_gib": peak,
+        "rows": rows,
+    }
     print(json.dumps({k: v for k, v in result.items() if k != "rows"}), flush=True)
     if args.out:  # the peer may take longer than there is time
         args.out.write_text(json.dumps(result, indent=1))
@@ -144,11 +238,20 @@ def main() -> None:
         del model, engine
         gc.collect()
         torch.cuda.empty_cache()
-        result["peers"] = run_peer(args.peer_python, args.peer_path, "trl_step.py", str(saved), str(args.response), "16", args.peer)
+        result["peers"] = run_peer(
+            args.peer_python,
+            args.peer_path,
+            "trl_step.py",
+            str(saved),
+            str(args.response),
+            "16",
+            args.peer,
+        )
         for peer in result["peers"]:
             print(json.dumps(peer))
             print(
-                f"{peer['peer']}: {peer['step']:.1f} s a step; ours with vLLM {best['step']:.2f} s: {peer['step'] / best['step']:.2f} times faster"
+                f"{peer['peer']}: {peer['step']:.1f} s a step; ours with vLLM {best['step']:.2f} s:"
+                f" {peer['step'] / best['step']:.2f} times faster"
             )
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))

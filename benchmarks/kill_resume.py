@@ -3,12 +3,14 @@
     python benchmarks/kill_resume.py --kills 20 --seed 0
     python benchmarks/kill_resume.py --algorithm sft --subprocesses 20
 
-An uninterrupted run is the yardstick. Then, for each kill: a fresh run directory, start, SIGKILL at a random moment (uniform
-over what the uninterrupted run took after its start-up), the same command again until it ends. In a third of the trials the
-resumed process is killed too, at any moment of its life, start-up included. Compared are the digest of the last checkpoint
-(weights, optimizer, cursor, counters), every metric of every step (each exactly once), and every recorded sample.
+An uninterrupted run is the yardstick. Then, for each kill: a fresh run directory, start, SIGKILL at
+a random moment (uniform over what the uninterrupted run took after its start-up), the same command
+again until it ends. In a third of the trials the resumed process is killed too, at any moment of
+its life, start-up included. Compared are the digest of the last checkpoint (weights, optimizer,
+cursor, counters), every metric of every step (each exactly once), and every recorded sample.
 
-Then one kill at each named point of a save and of a step (REINFORGE_CRASH_AT). Exits with 1 unless everything is equal.
+Then one kill at each named point of a save and of a step (REINFORGE_CRASH_AT). Exits with 1 unless
+everything is equal.
 """
 
 from __future__ import annotations
@@ -30,9 +32,18 @@ import runs  # noqa: E402
 
 STEPS = {"grpo": 14, "sft": 40}  # SFT steps are shorter
 POINTS = (
-    "save:after-tensors@1", "save:after-tensors@4", "save:before-rename@1", "save:before-rename@3", "save:after-rename@1", "save:after-rename@5",
-    "prune:middle@1", "prune:middle@3", "step:end@1", "step:end@5", "step:end@6",
-)  # fmt: skip
+    "save:after-tensors@1",
+    "save:after-tensors@4",
+    "save:before-rename@1",
+    "save:before-rename@3",
+    "save:after-rename@1",
+    "save:after-rename@5",
+    "prune:middle@1",
+    "prune:middle@3",
+    "step:end@1",
+    "step:end@5",
+    "step:end@6",
+)
 AGAIN = 1 / 3  # share of trials whose resumed process is killed as well
 
 
@@ -49,8 +60,11 @@ class Bench:
         return ["train", str(self.config), f"run.dir={name}"]
 
     def measure(self) -> runs.Evidence:
-        """The uninterrupted run, as a user starts it; then once forked, for the times (and it must be equal already)."""
-        for name, forked in (("whole", False), ("warm-up", True), ("whole-forked", True)):  # the first fork waits for the server's imports
+        """The uninterrupted run, as a user starts it; then once forked, for the times (and it must
+        be equal already).
+        """
+        # the first fork waits for the server's imports
+        for name, forked in (("whole", False), ("warm-up", True), ("whole-forked", True)):
             process = runs.start(self.command(name), self.folder, forked=forked)
             process.until((self.folder / name / "events.jsonl").exists)
             self.startup = time.monotonic() - process.began
@@ -65,8 +79,11 @@ class Bench:
         return expected
 
     def trial(self, name: str, forked: bool, expected: runs.Evidence) -> tuple[str, list[str]]:
-        """One run that is killed, perhaps twice, and resumed to its end: (what happened, what differs)."""
-        run_dir, kills = self.folder / name, []
+        """One run that is killed, perhaps twice, and resumed to its end: (what happened, what
+        differs).
+        """
+        run_dir = self.folder / name
+        kills = []
         while not kills:
             process = runs.start(self.command(name), self.folder, forked=forked)
             process.until((run_dir / "events.jsonl").exists)
@@ -87,12 +104,22 @@ class Bench:
     def finish(self, name: str, forked: bool, expected: runs.Evidence) -> list[str]:
         process = runs.start(self.command(name), self.folder, forked=forked)
         code = process.wait()
-        return runs.differences(self.folder / name, expected, self.steps) if code == 0 else [f"exit code {code}: {process.output()[-500:]}"]
+        return (
+            runs.differences(self.folder / name, expected, self.steps)
+            if code == 0
+            else [f"exit code {code}: {process.output()[-500:]}"]
+        )
 
     def crash(self, point: str, expected: runs.Evidence) -> list[str]:
         name = "crash-" + point.replace(":", "-").replace("@", "-")
-        code = runs.start(self.command(name), self.folder, env={"REINFORGE_CRASH_AT": point}, forked=True).wait()
-        return self.finish(name, True, expected) if code == -signal.SIGKILL else [f"was not killed there (exit code {code})"]
+        code = runs.start(
+            self.command(name), self.folder, env={"REINFORGE_CRASH_AT": point}, forked=True
+        ).wait()
+        return (
+            self.finish(name, True, expected)
+            if code == -signal.SIGKILL
+            else [f"was not killed there (exit code {code})"]
+        )
 
 
 def last_step(run_dir: Path) -> int:
@@ -103,35 +130,56 @@ def last_step(run_dir: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--algorithm", choices=sorted(STEPS), default="grpo")
     parser.add_argument(
-        "--subprocesses", type=int, default=3, metavar="N", help="the first N trials run `python -m reinforge`, the others are forks"
+        "--subprocesses",
+        type=int,
+        default=3,
+        metavar="N",
+        help="the first N trials run `python -m reinforge`, the others are forks",
     )
-    parser.add_argument("--points", action=argparse.BooleanOptionalAction, default=True, help="also kill at the named points")
+    parser.add_argument(
+        "--points",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also kill at the named points",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-resume-") as name:
         folder = Path(name)
         steps = STEPS[args.algorithm]
-        config = runs.write_config(folder, runs.make_model(folder), args.algorithm, train={"steps": steps})
+        config = runs.write_config(
+            folder, runs.make_model(folder), args.algorithm, train={"steps": steps}
+        )
         bench = Bench(folder, config, steps, random.Random(args.seed))
         expected = bench.measure()
         print(
-            f"{args.algorithm}: {steps} steps in {bench.seconds:.2f} s after a start-up of {bench.startup:.2f} s, digest {expected.digest[:16]}"
+            f"{args.algorithm}: {steps} steps in {bench.seconds:.2f} s after a start-up of"
+            f" {bench.startup:.2f} s, digest {expected.digest[:16]}"
         )
         equal = points = 0
         for i in range(args.kills):
             forked = i >= args.subprocesses
             what, found = bench.trial(f"kill-{i}", forked, expected)
             equal += not found
-            print(f"kill {i + 1:3d} ({'fork   ' if forked else 'process'}) at {what}: {'; '.join(found) or 'equal'}", flush=True)
+            print(
+                f"kill {i + 1:3d} ({'fork   ' if forked else 'process'}) at {what}:"
+                f" {'; '.join(found) or 'equal'}",
+                flush=True,
+            )
         for point in POINTS if args.points else ():
             found = bench.crash(point, expected)
             points += not found
             print(f"kill at {point}: {'; '.join(found) or 'equal'}", flush=True)
-    print(f"{equal} of {args.kills} equal" + (f", and {points} of {len(POINTS)} at named points" if args.points else ""))
+    print(
+        f"{equal} of {args.kills} equal"
+        + (f", and {points} of {len(POINTS)} at named points" if args.points else "")
+    )
     return int(equal < args.kills or (args.points and points < len(POINTS)))
 
 

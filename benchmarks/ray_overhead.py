@@ -1,9 +1,11 @@
-"""What the orchestration costs: seconds per step with the workers as actors of Ray, against the same work in one process.
+"""What the orchestration costs: seconds per step with the workers as actors of Ray, against the
+same work in one process.
 
     python benchmarks/ray_overhead.py --out benchmarks/results/ray_overhead.json
 
-The same config, in turns (here, Ray, here, Ray, ...), each run in full, so that a machine that gets busy hurts both. The first step of a run is
-left out; start-up is reported by itself. Both are bit-identical (checked), so the work is the same.
+The same config, in turns (here, Ray, here, Ray, ...), each run in full, so that a machine that gets
+busy hurts both. The first step of a run is left out; start-up is reported by itself. Both are
+bit-identical (checked), so the work is the same.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from tiny_runs import digest, launch, lines, make_config  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
@@ -39,13 +43,26 @@ def main() -> None:
     phases: dict[str, dict[str, list[float]]] = {"local": {}, "ray": {}}
     starts: dict[str, list[float]] = {"local": [], "ray": []}
     digests = set()
-    with tempfile.TemporaryDirectory(prefix="rf-overhead-") as name, connected(ClusterConfig(kind="ray", object_store_gib=0.5), 4):
+    with (
+        tempfile.TemporaryDirectory(prefix="rf-overhead-") as name,
+        connected(ClusterConfig(kind="ray", object_store_gib=0.5), 4),
+    ):
         folder = Path(name)
         model = make_tiny_model(folder / "model", width=asked.width, layers=4, heads=4, context=256)
         for i in range(asked.rounds):
             for kind in ("local", "ray"):
-                cfg = make_config(str(model), folder, f"{kind}-{i}", "grpo", f"cluster.kind={kind}", f"train.steps={asked.steps}", "algorithm.group_size=8",
-                                  "train.prompts_per_step=8", "rollout.max_new_tokens=48", "rollout.kv_gib=0.1")  # fmt: skip
+                cfg = make_config(
+                    str(model),
+                    folder,
+                    f"{kind}-{i}",
+                    "grpo",
+                    f"cluster.kind={kind}",
+                    f"train.steps={asked.steps}",
+                    "algorithm.group_size=8",
+                    "train.prompts_per_step=8",
+                    "rollout.max_new_tokens=48",
+                    "rollout.kv_gib=0.1",
+                )
                 began = time.monotonic()
                 launch(cfg, data=data)
                 whole = time.monotonic() - began
@@ -56,15 +73,29 @@ def main() -> None:
                         phases[kind].setdefault(key, []).append(line[key])
                 starts[kind].append(whole - sum(line["time/step"] for line in found))
                 digests.add(digest(cfg))
-                print(f"{kind}: median step {statistics.median(line['time/step'] for line in found[1:]):.3f} s", flush=True)
+                print(
+                    f"{kind}: median step"
+                    f" {statistics.median(line['time/step'] for line in found[1:]):.3f} s",
+                    flush=True,
+                )
     medians = {kind: statistics.median(found) for kind, found in steps.items()}
     result = {
-        "seconds_per_step": medians, "ratio": medians["ray"] / medians["local"], "steps": {kind: len(found) for kind, found in steps.items()},
+        "seconds_per_step": medians,
+        "ratio": medians["ray"] / medians["local"],
+        "steps": {kind: len(found) for kind, found in steps.items()},
         "extra_milliseconds": 1000 * (medians["ray"] - medians["local"]),
-        "phases": {kind: {key: round(statistics.median(v), 4) for key, v in found.items()} for kind, found in phases.items()},
-        "outside_of_steps": {kind: round(statistics.median(found), 1) for kind, found in starts.items()},
-        "bit_identical": len(digests) == 1, "width": asked.width, "cpus": os.cpu_count(), "load": os.getloadavg()[1],
-    }  # fmt: skip
+        "phases": {
+            kind: {key: round(statistics.median(v), 4) for key, v in found.items()}
+            for kind, found in phases.items()
+        },
+        "outside_of_steps": {
+            kind: round(statistics.median(found), 1) for kind, found in starts.items()
+        },
+        "bit_identical": len(digests) == 1,
+        "width": asked.width,
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[1],
+    }
     print(json.dumps(result, indent=1))
     if asked.out is not None:
         asked.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,12 +1,14 @@
 """GRPO in one file, with nothing but torch and transformers: read this first, then the library.
 
-The definitions are the library's (`grpo`: group-relative advantages, PPO clip, mean over sequences of their token means) on
-plain padded tensors, and a test holds both to the same losses and weights step by step. What the library adds is not here:
-packing, a KV cache, micro-batches, resume, anything that has to be fast.
+The definitions are the library's (`grpo`: group-relative advantages, PPO clip, mean over sequences
+of their token means) on plain padded tensors, and a test holds both to the same losses and weights
+step by step. What the library adds is not here: packing, a KV cache, micro-batches, resume,
+anything that has to be fast.
 
     python recipes/loop.py
 
-trains a small random Llama to say the last digit of its prompt and stop. Under a minute on one CPU core.
+trains a small random Llama to say the last digit of its prompt and stop. Under a minute on one CPU
+core.
 
 Legend: B rows (prompts x group size), T padded length, V vocabulary.
 """
@@ -20,7 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-PAD, EOS, EQUALS, FIRST_DIGIT = 0, 1, 2, 3
+PAD = 0
+EOS = 1
+EQUALS = 2
+FIRST_DIGIT = 3
 VOCABULARY = FIRST_DIGIT + 10
 
 
@@ -42,7 +47,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Samples:
-    """Rows are right-padded: under causal attention nothing real ever sees the padding, so no mask and no position ids are needed."""
+    """Rows are right-padded: under causal attention nothing real ever sees the padding, so no mask
+    and no position ids are needed.
+    """
 
     tokens: Tensor  # [B, T] prompt, response, padding
     trained: Tensor  # [B, T] bool: sampled by the policy, the stop token included
@@ -50,7 +57,7 @@ class Samples:
     responses: list[list[int]]
 
 
-# --- the policy ------------------------------------------------------------------------------------------------------
+# --- the policy -----------------------------------------------------------------------------------
 
 
 def token_logprobs(model: nn.Module, tokens: Tensor, temperature: float) -> Tensor:
@@ -65,33 +72,45 @@ def token_logprobs(model: nn.Module, tokens: Tensor, temperature: float) -> Tens
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompts: list[list[int]], settings: Settings, generator: torch.Generator) -> Samples:
-    """`group_size` responses to each prompt. Every step runs the whole prefix again: slow, and hard to get wrong."""
+def sample(
+    model: nn.Module, prompts: list[list[int]], settings: Settings, generator: torch.Generator
+) -> Samples:
+    """`group_size` responses to each prompt.
+
+    Every step runs the whole prefix again: slow, and hard to get wrong.
+    """
     rows = [prompt for prompt in prompts for _ in range(settings.group_size)]
     start = torch.tensor([len(row) for row in rows])
     tokens = torch.full((len(rows), int(start.max()) + settings.max_new_tokens), PAD)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = torch.tensor(row)
-    end, running, every = start.clone(), torch.ones(len(rows), dtype=torch.bool), torch.arange(len(rows))
+    end = start.clone()
+    running = torch.ones(len(rows), dtype=torch.bool)
+    every = torch.arange(len(rows))
     for _ in range(settings.max_new_tokens):
         logits = model(input_ids=tokens[:, : int(end.max())]).logits[every, end - 1]
-        drawn = torch.multinomial((logits.float() / settings.temperature).softmax(-1), 1, generator=generator)[:, 0]
+        drawn = torch.multinomial(
+            (logits.float() / settings.temperature).softmax(-1), 1, generator=generator
+        )[:, 0]
         tokens[every[running], end[running]] = drawn[running]
         end = end + running.long()
         running = running & (drawn != EOS)
         if not running.any():
             break
     place = torch.arange(tokens.shape[1])
-    trained = (place >= start[:, None]) & (place < end[:, None])  # by length, so a sampled PAD is trained like any token
+    # by length, so a sampled PAD is trained like any token
+    trained = (place >= start[:, None]) & (place < end[:, None])
     responses = [tokens[i, start[i] : end[i]].tolist() for i in range(len(rows))]
     return Samples(tokens, trained, every // settings.group_size, responses)
 
 
-# --- the algorithm ---------------------------------------------------------------------------------------------------
+# --- the algorithm --------------------------------------------------------------------------------
 
 
 def group_advantages(rewards: Tensor, group: Tensor, eps: float) -> Tensor:
-    """[B]: (r - mean) / (std + eps) within each group, std with ddof 1; exactly 0 where all rewards are equal."""
+    """[B]: (r - mean) / (std + eps) within each group, std with ddof 1; exactly 0 where all rewards
+    are equal.
+    """
     advantages = torch.zeros_like(rewards)
     for g in group.unique():
         mine = rewards[group == g]
@@ -101,12 +120,20 @@ def group_advantages(rewards: Tensor, group: Tensor, eps: float) -> Tensor:
 
 
 def grpo_loss(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, trained: Tensor,
-    clip_low: float = 0.2, clip_high: float = 0.2, reference: Tensor | None = None, beta: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """The mean over rows of the mean over their trained tokens of -min(rho A, clip(rho) A) + beta rho k3.
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    trained: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    reference: Tensor | None = None,
+    beta: float = 0.0,
+) -> Tensor:
+    """The mean over rows of the mean over their trained tokens of -min(rho A, clip(rho) A) + beta
+    rho k3.
 
-    logprobs, old, reference, trained: [B, T]; advantages: [B]. rho = exp(logp - old), without gradient before the KL.
+    logprobs, old, reference, trained: [B, T]; advantages: [B]. rho = exp(logp - old), without
+    gradient before the KL.
     """
     ratio = (logprobs - old).clamp(-20, 20).exp()
     a = advantages[:, None]
@@ -120,18 +147,35 @@ def grpo_loss(
 
 
 def train_on(
-    model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, rewards: Tensor, settings: Settings,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: Samples,
+    rewards: Tensor,
+    settings: Settings,
     reference: nn.Module | None = None,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """All updates on one batch of samples. Returns the loss of each."""
     advantages = group_advantages(rewards, samples.group, settings.eps)
     with torch.no_grad():
         old = token_logprobs(model, samples.tokens, settings.temperature)
-        anchor = token_logprobs(reference, samples.tokens, settings.temperature) if reference is not None else None
+        anchor = (
+            token_logprobs(reference, samples.tokens, settings.temperature)
+            if reference is not None
+            else None
+        )
     losses = []
     for _ in range(settings.updates):
         logprobs = token_logprobs(model, samples.tokens, settings.temperature)
-        loss = grpo_loss(logprobs, old, advantages, samples.trained, settings.clip_low, settings.clip_high, anchor, settings.beta)
+        loss = grpo_loss(
+            logprobs,
+            old,
+            advantages,
+            samples.trained,
+            settings.clip_low,
+            settings.clip_high,
+            anchor,
+            settings.beta,
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -139,13 +183,16 @@ def train_on(
     return losses
 
 
-# --- the task --------------------------------------------------------------------------------------------------------
+# --- the task -------------------------------------------------------------------------------------
 
 
 def make_prompts(n: int, generator: torch.Generator) -> list[list[int]]:
     """One to three digits and an equals sign."""
     lengths = torch.randint(1, 4, (n,), generator=generator).tolist()
-    return [(torch.randint(0, 10, (k,), generator=generator) + FIRST_DIGIT).tolist() + [EQUALS] for k in lengths]
+    return [
+        (torch.randint(0, 10, (k,), generator=generator) + FIRST_DIGIT).tolist() + [EQUALS]
+        for k in lengths
+    ]
 
 
 def reward(prompt: list[int], response: list[int]) -> float:
@@ -161,10 +208,18 @@ def score(prompts: list[list[int]], samples: Samples, dtype: torch.dtype = torch
 
 def make_model(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        pad_token_id=PAD, bos_token_id=None, eos_token_id=EOS,
-    ))  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            pad_token_id=PAD,
+            bos_token_id=None,
+            eos_token_id=EOS,
+        )
+    )
 
 
 def train(settings: Settings, quiet: bool = False) -> list[float]:

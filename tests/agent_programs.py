@@ -19,11 +19,16 @@ def hint(text: str, number: int) -> str:
 
 
 async def guess(client: Any, row: dict[str, Any]) -> dict[str, float]:
-    """A game of several turns. The reward has a signal in nearly every group: the share of odd characters."""
+    """A game of several turns.
+
+    The reward has a signal in nearly every group: the share of odd characters.
+    """
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     said = ""
     for _ in range(HINTS):
-        reply = await client.chat.completions.create(model="gpt-4o", messages=messages, temperature=1.0)
+        reply = await client.chat.completions.create(
+            model="gpt-4o", messages=messages, temperature=1.0
+        )
         messages.append(reply.choices[0].message)
         said += reply.choices[0].message.content or ""
         messages.append({"role": "user", "content": hint(said, int(row["answer"]))})
@@ -37,7 +42,10 @@ def guess_sync(client: Any, row: dict[str, Any]) -> float:
     for _ in range(HINTS):
         stream = client.chat.completions.create(model="gpt-4o", messages=messages, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-        messages += [{"role": "assistant", "content": text.strip()}, {"role": "user", "content": hint(text, int(row["answer"]))}]
+        messages += [
+            {"role": "assistant", "content": text.strip()},
+            {"role": "user", "content": hint(text, int(row["answer"]))},
+        ]
         said += text
     return sum(ord(ch) % 2 for ch in said) / max(1, len(said))
 
@@ -53,7 +61,13 @@ async def guess_number(client: Any, row: dict[str, Any]) -> float:
         if guess == int(row["number"]):
             return 1.0
         if used < 5:
-            hint = "write a number" if guess is None else "higher" if guess < int(row["number"]) else "lower"
+            hint = (
+                "write a number"
+                if guess is None
+                else "higher"
+                if guess < int(row["number"])
+                else "lower"
+            )
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": hint}]
     return 0.0
 
@@ -100,14 +114,29 @@ async def crowd(client: Any, row: dict[str, Any]) -> float:
         return reply.choices[0].message.content or ""
 
     first = [{"role": "user", "content": row["prompt"]}]
-    texts = await asyncio.gather(*(ask([{"role": "system", "content": str(i)}, *first]) for i in range(3)))
-    await asyncio.gather(*(ask([{"role": "system", "content": "0"}, *first, {"role": "assistant", "content": texts[0]},
-                                {"role": "user", "content": again}]) for again in ("and?", "so?")))  # fmt: skip
+    texts = await asyncio.gather(
+        *(ask([{"role": "system", "content": str(i)}, *first]) for i in range(3))
+    )
+    await asyncio.gather(
+        *(
+            ask(
+                [
+                    {"role": "system", "content": "0"},
+                    *first,
+                    {"role": "assistant", "content": texts[0]},
+                    {"role": "user", "content": again},
+                ]
+            )
+            for again in ("and?", "so?")
+        )
+    )
     return float(len("".join(texts)) % 3)
 
 
 async def silent(client: Any, row: dict[str, Any]) -> None:
-    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": row["prompt"]}])
+    await client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": row["prompt"]}]
+    )
 
 
 async def lazy(client: Any, row: dict[str, Any]) -> float:

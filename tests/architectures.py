@@ -1,4 +1,6 @@
-"""Toy configurations of architectures beyond those of `toys`: some that were once silently wrong, and some that cannot be right here."""
+"""Toy configurations of architectures beyond those of `toys`: some that were once silently wrong,
+and some that cannot be right here.
+"""
 
 from __future__ import annotations
 
@@ -13,56 +15,181 @@ NAMED = 32  # and those of `dynamic`
 WINDOW = 5
 
 _BASE = dict(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=259,
-    max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-_GPT = dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=259, n_positions=128, bos_token_id=1, eos_token_id=2)
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=259,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_GPT = dict(
+    n_embd=32,
+    n_layer=2,
+    n_head=4,
+    rotary_dim=4,
+    vocab_size=259,
+    n_positions=128,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 _LATENT = dict(
-    num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_routed_experts=4,
-    num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
-)  # fmt: skip
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
 _INDEX = dict(index_topk=8, index_n_heads=2, index_head_dim=16)
-_GATED = dict(head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+_GATED = dict(
+    head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 
 Make = tuple[str, dict[str, Any]]  # a configuration class of transformers and its arguments
 
 RIGHT: dict[str, Make] = {
-    "longrope": ("Phi3Config", {**_BASE, "original_max_position_embeddings": ORIGINAL, "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
-        "original_max_position_embeddings": ORIGINAL}}),
-    "dynamic": ("LlamaConfig", {**_BASE, "max_position_embeddings": NAMED,
-                                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
-    "qwen2_moe": ("Qwen2MoeConfig", {**_BASE, **_EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": True,
-                                     "sliding_window": WINDOW, "max_window_layers": 1}),
-    "phimoe": ("PhimoeConfig", {**_BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "longrope": (
+        "Phi3Config",
+        {
+            **_BASE,
+            "original_max_position_embeddings": ORIGINAL,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+                "original_max_position_embeddings": ORIGINAL,
+            },
+        },
+    ),
+    "dynamic": (
+        "LlamaConfig",
+        {
+            **_BASE,
+            "max_position_embeddings": NAMED,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **_BASE,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 16,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        {**_BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
     "qwen3_moe": ("Qwen3MoeConfig", {**_BASE, **_EXPERTS, "head_dim": 8}),
-    "gemma3n": ("Gemma3nTextConfig", {**_BASE, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW,
-                                      "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
-                                      "vocab_size_per_layer_input": 259, "laurel_rank": 8, "altup_num_inputs": 2,
-                                      "activation_sparsity_pattern": [0.0] * 4}),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **_BASE,
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 259,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
     "gpt_neox": ("GPTNeoXConfig", {k: v for k, v in _BASE.items() if k != "num_key_value_heads"}),
-}  # fmt: skip
+}
 
 REFUSED: dict[str, Make] = {
     "gptj": ("GPTJConfig", _GPT),
     "codegen": ("CodeGenConfig", {**_GPT, "n_ctx": 128}),
-    "gpt_neo": ("GPTNeoConfig", dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8,
-                                     vocab_size=259, max_position_embeddings=128, bos_token_id=1, eos_token_id=2)),
-    "lfm2": ("Lfm2Config", {**_BASE, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
-    "qwen3_5": ("Qwen3_5TextConfig", {**_BASE, **_GATED, "layer_types": ["linear_attention", "full_attention"]}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        dict(
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            window_size=8,
+            vocab_size=259,
+            max_position_embeddings=128,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {**_BASE, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {**_BASE, **_GATED, "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "stablelm": ("StableLmConfig", _BASE),
     "nemotron": ("NemotronConfig", {**_BASE, "head_dim": 8}),
-    "llama4": ("Llama4TextConfig", {**_BASE, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 8}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_BASE,
+            "head_dim": 8,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
+        },
+    ),
     "deepseek_v32": ("DeepseekV32Config", {**_BASE, **_LATENT, **_INDEX}),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_BASE, **_LATENT, **_INDEX}),
     "diffllama": ("DiffLlamaConfig", _BASE),
     "doge": ("DogeConfig", {**_BASE, "keep_window_size": 8}),
-    "gpt_oss": ("GptOssConfig", {**_BASE, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
-    "bloom": ("BloomConfig", dict(hidden_size=32, n_layer=2, n_head=4, vocab_size=259, pad_token_id=0, bos_token_id=1, eos_token_id=2)),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_BASE,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "bloom": (
+        "BloomConfig",
+        dict(
+            hidden_size=32,
+            n_layer=2,
+            n_head=4,
+            vocab_size=259,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
     "falcon": ("FalconConfig", {**_BASE, "alibi": False}),
-    "mamba": ("MambaConfig", dict(hidden_size=32, num_hidden_layers=2, vocab_size=259, state_size=8)),
-}  # fmt: skip
+    "mamba": (
+        "MambaConfig",
+        dict(hidden_size=32, num_hidden_layers=2, vocab_size=259, state_size=8),
+    ),
+}
 
 # these can be trained, but keys and values of different sizes do not fit the native engine's cache
 UNEQUAL: dict[str, Make] = {
@@ -80,13 +207,24 @@ def make_config(name: str, **changes: Any) -> Any:
     return getattr(transformers, kind)(**{**arguments, **changes})
 
 
-def make_architecture(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, spread: float = 4.0, **changes: Any) -> Any:
-    """A causal LM with transformers' own attention and weights wide enough that every token of the context matters."""
+def make_architecture(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    spread: float = 4.0,
+    **changes: Any,
+) -> Any:
+    """A causal LM with transformers' own attention and weights wide enough that every token of the
+    context matters.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = AutoModelForCausalLM.from_config(make_config(name, **changes), attn_implementation="eager")
+        module = AutoModelForCausalLM.from_config(
+            make_config(name, **changes), attn_implementation="eager"
+        )
     with torch.no_grad():
         for p in module.parameters():
             if p.ndim > 1:
@@ -94,7 +232,9 @@ def make_architecture(name: str, *, dtype: torch.dtype = torch.float32, seed: in
     return module.eval().to(dtype)
 
 
-def save_architecture(name: str, folder: Path, tokenizer: Callable[[Path], Any], **changes: Any) -> Path:
+def save_architecture(
+    name: str, folder: Path, tokenizer: Callable[[Path], Any], **changes: Any
+) -> Path:
     """A model directory; `tokenizer` writes one there."""
     make_architecture(name, **changes).save_pretrained(folder)
     tokenizer(folder)

@@ -1,4 +1,6 @@
-"""Shared by every test: few threads, no network, `toys` on the path, and what the machine must have (needs.py)."""
+"""Shared by every test: few threads, no network, `toys` on the path, and what the machine must have
+(needs.py).
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,23 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A tiny Llama with a byte-level tokenizer on disk, in Hugging Face format."""
     from reinforge.app.tiny import make_tiny_model
 
-    yield str(make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", width=32, layers=2, heads=4, kv_heads=2, context=128))
+    yield str(
+        make_tiny_model(
+            tmp_path_factory.mktemp("tiny") / "model",
+            width=32,
+            layers=2,
+            heads=4,
+            kv_heads=2,
+            context=128,
+        )
+    )
 
 
 @pytest.fixture
 def make(tiny_dir: str, tmp_path: Path) -> Callable[..., Any]:
-    """`make(name, algorithm, *overrides, **sections)`: the config of a small run of the tiny model."""
+    """`make(name, algorithm, *overrides, **sections)`: the config of a small run of the
+    tiny model.
+    """
     from tiny_runs import make_config
 
     return partial(make_config, tiny_dir, tmp_path)

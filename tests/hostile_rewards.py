@@ -1,4 +1,7 @@
-"""Rewards that misbehave as their completions say. Imports nothing heavy: worker processes import it."""
+"""Rewards that misbehave as their completions say.
+
+Imports nothing heavy: worker processes import it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ def _obey(text: str) -> float:
         raise KeyError(rest)
     elif verb == "quit":
         raise SystemExit(3)
-    elif verb == "forge":  # writes answers into every socket it can find, for itself and for those who come after
+    elif verb == "forge":
+        # writes answers into every socket it can find, for itself and for those who come after
         body = json.dumps({"scores": [99.0], "nonce": "0" * 16}).encode()
         for fd in range(3, 64):
             try:
@@ -74,12 +78,18 @@ async def awaited(completions: list[str], **_: Any) -> list[float]:
 
 def trl_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
     return [
-        float(isinstance(c, list) and c[0]["content"] == "yes") if isinstance(p, list) else float(c == "yes")
+        (
+            float(isinstance(c, list) and c[0]["content"] == "yes")
+            if isinstance(p, list)
+            else float(c == "yes")
+        )
         for p, c in zip(prompts, completions)
     ]
 
 
-def trl_named(completions: list[Any], completion_ids: list[list[int]], log_metric: Any, log_extra: Any) -> list[float]:
+def trl_named(
+    completions: list[Any], completion_ids: list[list[int]], log_metric: Any, log_extra: Any
+) -> list[float]:
     log_metric("tokens", 1.0)
     log_extra("column", completions)
     return [float(sum(ids)) for ids in completion_ids]
@@ -98,5 +108,12 @@ def memory_limit(completions: list[Any], **_: Any) -> list[float]:
     return [float(resource.getrlimit(resource.RLIMIT_AS)[0])] * len(completions)
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
-    return {"score": float(solution_str == ground_truth and data_source == "d" and extra_info == {"i": 1}), "other": 5.0}
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, float]:
+    return {
+        "score": float(
+            solution_str == ground_truth and data_source == "d" and extra_info == {"i": 1}
+        ),
+        "other": 5.0,
+    }

@@ -1,7 +1,9 @@
-"""What a test needs from the machine: a pytest plugin that says what was skipped and why, and fails what had to run.
+"""What a test needs from the machine: a pytest plugin that says what was skipped and why, and fails
+what had to run.
 
-A reason to skip begins with the name of what is missing: `missing("browser", "no chromium on the PATH")`.
-REINFORGE_MUST_RUN="browser sandbox" names what this machine must have: a test skipped for want of it fails.
+A reason to skip begins with the name of what is missing: `missing("browser", "no chromium on the
+PATH")`. REINFORGE_MUST_RUN="browser sandbox" names what this machine must have: a test skipped for
+want of it fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A reward with a signal in nearly every group, in a module of its own: the processes that compute it import nothing else."""
+"""A reward with a signal in nearly every group, in a module of its own: the processes that compute
+it import nothing else.
+"""
 
 from __future__ import annotations
 

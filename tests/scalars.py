@@ -14,7 +14,9 @@ def make_classifier(arch: str = "llama", seed: int = 0, spread: float = 4.0, **c
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = AutoModelForSequenceClassification.from_config(_config(arch, num_labels=1, **changes), attn_implementation="eager")
+        module = AutoModelForSequenceClassification.from_config(
+            _config(arch, num_labels=1, **changes), attn_implementation="eager"
+        )
         with torch.no_grad():
             for p in module.parameters():
                 if p.ndim > 1:
@@ -30,4 +32,6 @@ def make_scalar(arch: str = "llama", seed: int = 0, **changes) -> ScalarModel:  
 @torch.no_grad()
 def true_values(module, tokens: list[int]) -> torch.Tensor:  # type: ignore[no-untyped-def]
     """[T] float64: the head after each token, by transformers alone: the score of every prefix."""
-    return torch.stack([module(torch.tensor([tokens[: t + 1]])).logits[0, 0].double() for t in range(len(tokens))])
+    return torch.stack(
+        [module(torch.tensor([tokens[: t + 1]])).logits[0, 0].double() for t in range(len(tokens))]
+    )

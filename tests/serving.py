@@ -14,11 +14,10 @@ from reinforge.app.serve import ServeOptions, is_loopback, listen, load_service
 from reinforge.app.serve_http import Limits, make_app, server_of
 
 TEMPLATE = (
-    "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}<|bos|>{{ m.role }}: {{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}\n<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|eos|>{% endfor %}'
-    "{% if add_generation_prompt %}<|bos|>assistant: {% endif %}"
+    "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|bos|>{{ m.role"
+    ' }}: {{ m.content or \'\' }}{% for c in m.tool_calls or [] %}\n<tool_call>\n{"name": "{{'
+    ' c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor'
+    " %}<|eos|>{% endfor %}{% if add_generation_prompt %}<|bos|>assistant: {% endif %}"
 )
 
 
@@ -50,11 +49,17 @@ def serving(app: Any, listener: socket.socket, limits: Limits | None = None) -> 
 
 
 @contextmanager
-def served_model(path: str, *, limits: Limits | None = None, api_key: str | None = None, **options: Any) -> Iterator[tuple[str, Any]]:
+def served_model(
+    path: str, *, limits: Limits | None = None, api_key: str | None = None, **options: Any
+) -> Iterator[tuple[str, Any]]:
     """(address, service) of a model."""
-    chosen = ServeOptions(port=0, **{"max_new_tokens": 16, "kv_gib": 0.01, "name": "tiny", **options})
+    chosen = ServeOptions(
+        port=0, **{"max_new_tokens": 16, "kv_gib": 0.01, "name": "tiny", **options}
+    )
     service = load_service(path, chosen)
-    app = make_app(service, None, limits=limits or Limits(), api_key=api_key, local=is_loopback(chosen.host))
+    app = make_app(
+        service, None, limits=limits or Limits(), api_key=api_key, local=is_loopback(chosen.host)
+    )
     with serving(app, listen(chosen), limits) as url:
         try:
             yield url, service

@@ -1,4 +1,6 @@
-"""Shared by tests of backends: the same small model in one process and cut, a loss that asks for everything, and one pass over the same samples in each."""
+"""Shared by tests of backends: the same small model in one process and cut, a loss that asks for
+everything, and one pass over the same samples in each.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,17 @@ LENGTHS = (20, 5, 12, 3, 9, 31, 4, 2)
 
 
 def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> PackedModel:
-    """What each rank calls: the weights are a function of the seed. A vocabulary of 67 does not divide by 2."""
+    """What each rank calls: the weights are a function of the seed.
+
+    A vocabulary of 67 does not divide by 2.
+    """
     if kind == "experts":
-        arch, changes = "qwen2_moe", {"output_router_logits": True, "router_aux_loss_coef": 0.5, **changes}
+        arch = "qwen2_moe"
+        changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5, **changes}
     module = make_module(
-        arch or ("qwen3" if kind == "lora" else "llama"), seed, **{"vocab_size": 67, "tie_word_embeddings": kind == "tied", **changes}
+        arch or ("qwen3" if kind == "lora" else "llama"),
+        seed,
+        **{"vocab_size": 67, "tie_word_embeddings": kind == "tied", **changes},
     )
     if kind == "lora":
         module = add_adapter(module, AdapterConfig(rank=3), seed=seed)
@@ -45,7 +53,9 @@ def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> P
     if kind == "loaded":
         module = with_loaded_adapter(module, seed)
     if kind in ("critic", "low critic"):
-        return ScalarModel.on_trunk(module.bfloat16() if kind == "low critic" else module, ToyTokenizer())
+        return ScalarModel.on_trunk(
+            module.bfloat16() if kind == "low critic" else module, ToyTokenizer()
+        )
     if kind == "checkpointed":
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = CausalModel(module.bfloat16() if kind == "bfloat16" else module)
@@ -55,7 +65,9 @@ def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> P
 
 
 def with_loaded_adapter(module: Any, seed: int = 0) -> Any:
-    """The module with an adapter that was trained and saved before, in the layers and beside them, as `adapter.path` loads it."""
+    """The module with an adapter that was trained and saved before, in the layers and beside them,
+    as `adapter.path` loads it.
+    """
     asked = AdapterConfig(rank=3, targets=["q_proj", "down_proj", "embed_tokens"])
     trained = add_adapter(copy.deepcopy(module), asked, seed=seed)
     with torch.no_grad():
@@ -66,20 +78,34 @@ def with_loaded_adapter(module: Any, seed: int = 0) -> Any:
         return add_adapter(module, AdapterConfig(path=folder), seed=seed + 1)
 
 
-def both(ranks: Ranks, make: Any, reference: bool = True, **changes: Any) -> tuple[LocalBackend, FsdpBackend]:
+def both(
+    ranks: Ranks, make: Any, reference: bool = True, **changes: Any
+) -> tuple[LocalBackend, FsdpBackend]:
     settings = {"total_steps": 10, "temperature": 0.8, "reference": reference}
-    own = {k: v for k, v in changes.items() if not k.endswith("_parallel") and k != "offload_weights"}
+    own = {
+        k: v for k, v in changes.items() if not k.endswith("_parallel") and k != "offload_weights"
+    }
     local = LocalBackend(make(), train_config(**own), **settings)
-    return local, FsdpBackend(ranks, make, train_config(backend="fsdp", **changes), full=make(), **settings)
+    return local, FsdpBackend(
+        ranks, make, train_config(backend="fsdp", **changes), full=make(), **settings
+    )
 
 
 def policy_loss(surrogate: Any = None, reduce: str = "token_mean") -> PolicyLoss:
     """Everything that a loss can ask of a backend."""
-    return PolicyLoss(surrogate or partial(ppo_clip, low=0.2, high=0.2), REDUCERS[reduce], correction=partial(tis, cap=2.0), kl_coefficient=0.1,
-                      entropy_coefficient=0.02, off_policy=True)  # fmt: skip
+    return PolicyLoss(
+        surrogate or partial(ppo_clip, low=0.2, high=0.2),
+        REDUCERS[reduce],
+        correction=partial(tis, cap=2.0),
+        kl_coefficient=0.1,
+        entropy_coefficient=0.02,
+        off_policy=True,
+    )
 
 
-def update(backend: Any, samples: list[Any], loss: Any = None, budget: int = 40) -> dict[str, float]:
+def update(
+    backend: Any, samples: list[Any], loss: Any = None, budget: int = 40
+) -> dict[str, float]:
     """One step."""
     batches = pack(samples, budget, share=True)
     loss = loss or NLLLoss()
@@ -92,7 +118,11 @@ def frozen(state: State) -> State:
 
 
 def identical(a: State, b: State) -> bool:
-    return a.tensors.keys() == b.tensors.keys() and a.meta == b.meta and all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
+    return (
+        a.tensors.keys() == b.tensors.keys()
+        and a.meta == b.meta
+        and all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
+    )
 
 
 def summed(shard: ShardBackend) -> dict[str, torch.Tensor]:
@@ -104,7 +134,9 @@ def norm(shard: ShardBackend) -> float:
     return float(shard.optimizer.gradient_norm())
 
 
-def one_pass(backend: Any, samples: list[Any], budget: int, loss: Any, share: bool) -> tuple[Any, dict[str, float], torch.Tensor, float]:
+def one_pass(
+    backend: Any, samples: list[Any], budget: int, loss: Any, share: bool
+) -> tuple[Any, dict[str, float], torch.Tensor, float]:
     batches = pack(samples, budget, share=share)
     backend.annotate(batches, loss.needs | {"old"})
     metrics = backend.forward_backward(batches, loss, Totals.of(batches, 32))
@@ -115,6 +147,11 @@ def one_pass(backend: Any, samples: list[Any], budget: int, loss: Any, share: bo
         found = gradients(backend), metrics, old, float(backend.optimizer.gradient_norm())
         backend.optimizer.zero()
         return found
-    found = backend.ranks.call(backend.id, summed)[0], metrics, old, backend.ranks.call(backend.id, norm)[0]
+    found = (
+        backend.ranks.call(backend.id, summed)[0],
+        metrics,
+        old,
+        backend.ranks.call(backend.id, norm)[0],
+    )
     backend.load(backend.state())
     return found

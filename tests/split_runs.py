@@ -12,18 +12,39 @@ from reinforge.app.build import Given
 from tiny_runs import EVAL, launch, lines, tensors
 from toys import SilentView, relative
 
-PAIRS = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": f"{i} and {i}"} for i in range(16)]
-WATCHED = ("train/loss", "train/grad_norm", "reward/mean", "eval/loss", "policy/kl", "tokens/trained", "critic/loss")
+PAIRS = [
+    {"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": f"{i} and {i}"} for i in range(16)
+]
+WATCHED = (
+    "train/loss",
+    "train/grad_norm",
+    "reward/mean",
+    "eval/loss",
+    "policy/kl",
+    "tokens/trained",
+    "critic/loss",
+)
 
 
 def compare(make: Any, algorithm: str, there: tuple[str, ...], **sections: Any) -> None:
-    """Rollouts, rewards and steps with the keys `there`; then half of it there and the rest in one process, and the other way round."""
+    """Rollouts, rewards and steps with the keys `there`; then half of it there and the rest in one
+    process, and the other way round.
+    """
     alone = tuple(key for key in there if not key.startswith("train."))
-    runs_of = {name: make(name, algorithm, *keys, **sections) for name, keys in (("one", alone), ("two", there))}
+    runs_of = {
+        name: make(name, algorithm, *keys, **sections)
+        for name, keys in (("one", alone), ("two", there))
+    }
     for cfg in runs_of.values():
         start(cfg)
-    log = {name: [{k: v for k, v in line.items() if k in WATCHED} for line in lines(cfg)] for name, cfg in runs_of.items()}
-    first = {name: next(line["train/loss"] for line in found if "train/loss" in line) for name, found in log.items()}
+    log = {
+        name: [{k: v for k, v in line.items() if k in WATCHED} for line in lines(cfg)]
+        for name, cfg in runs_of.items()
+    }
+    first = {
+        name: next(line["train/loss"] for line in found if "train/loss" in line)
+        for name, found in log.items()
+    }
     assert abs(first["two"] - first["one"]) < 1e-6 and len(log["one"]) == len(log["two"])
     for ours, theirs in zip(log["two"], log["one"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
@@ -46,6 +67,10 @@ def start(cfg: Any) -> None:
 
 
 def served_by(pid: int) -> int:
-    found = [int(p) for task in Path(f"/proc/{pid}/task").iterdir() for p in (task / "children").read_text().split()]
+    found = [
+        int(p)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for p in (task / "children").read_text().split()
+    ]
     (one,) = [p for p in found if "backends.ranks" in Path(f"/proc/{p}/cmdline").read_text()]
     return one

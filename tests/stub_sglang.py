@@ -1,9 +1,11 @@
-"""A server that speaks SGLang's HTTP API as its 0.5.23 sources have it, with a bigram model in plain Python behind it: logits = E[previous] E^T with E the
-embedding of the safetensors that it was given. Copied as sglang/launch_server.py it is started as SGLang would be.
+"""A server that speaks SGLang's HTTP API as its 0.5.23 sources have it, with a bigram model in
+plain Python behind it: logits = E[previous] E^T with E the embedding of the safetensors that it was
+given. Copied as sglang/launch_server.py it is started as SGLang would be.
 
 Environment: STUB_HANG: a file that, while it exists, stops all generation (health included);
-STUB_STALE: update_weights_from_disk reports success and loads nothing; STUB_HOLD: a file that, while it exists, holds every request
-that has HOLD_AT tokens, so that a test can act in the middle of an answer however slow the machine is.
+STUB_STALE: update_weights_from_disk reports success and loads nothing; STUB_HOLD: a file that,
+while it exists, holds every request that has HOLD_AT tokens, so that a test can act in the middle
+of an answer however slow the machine is.
 """
 
 from __future__ import annotations
@@ -37,15 +39,20 @@ def load(folder: str) -> list[list[float]]:
 
 class Stub:
     def __init__(self, args: argparse.Namespace):
-        self.args, self.table = args, load(args.model_path)
-        self.path, self.version, self.flushed = args.model_path, "default", 0
+        self.args = args
+        self.table = load(args.model_path)
+        self.path = args.model_path
+        self.version = "default"
+        self.flushed = 0
         self.running: dict[str, bool] = {}  # rid -> aborted
         self.held: set[str] = set()
         self.memory: set[str] = {"weights", "kv_cache"}
 
     def logprobs(self, previous: int, temperature: float) -> list[float]:
         state = self.table[previous]
-        logits = [sum(a * b for a, b in zip(state, row, strict=True)) / temperature for row in self.table]
+        logits = [
+            sum(a * b for a, b in zip(state, row, strict=True)) / temperature for row in self.table
+        ]
         top = max(logits)
         total = top + math.log(sum(math.exp(x - top) for x in logits))
         return [x - total for x in logits]
@@ -53,18 +60,20 @@ class Stub:
     async def write(self, rid: str, tokens: list[int], p: dict[str, Any]) -> dict[str, Any]:
         assert "kv_cache" in self.memory and "weights" in self.memory, "generating in its sleep"
         self.running[rid] = False
-        chance, drawn, reason, last = (
-            random.Random(p.get("sampling_seed")),
-            [],
-            {"type": "length", "length": p["max_new_tokens"]},
-            tokens[-1],
-        )
+        chance = random.Random(p.get("sampling_seed"))
+        drawn = []
+        reason = {"type": "length", "length": p["max_new_tokens"]}
+        last = tokens[-1]
         try:
             for _ in range(p["max_new_tokens"]):
                 await asyncio.sleep(0)
                 while Path(os.environ.get("STUB_HANG", "/nowhere")).exists():
                     await asyncio.sleep(0.02)
-                while len(drawn) == HOLD_AT and not self.running[rid] and Path(os.environ.get("STUB_HOLD", "/nowhere")).exists():
+                while (
+                    len(drawn) == HOLD_AT
+                    and not self.running[rid]
+                    and Path(os.environ.get("STUB_HOLD", "/nowhere")).exists()
+                ):
                     self.held.add(rid)
                     await asyncio.sleep(0.01)
                 self.held.discard(rid)
@@ -85,10 +94,22 @@ class Stub:
         finally:
             self.held.discard(rid)
             del self.running[rid]
-        scored = [[None, tokens[0], None]] + [[self.logprobs(a, 1.0)[b], b, None] for a, b in pairwise(tokens)]
-        return {"text": "", "output_ids": [t for _, t, _ in drawn],
-                "meta_info": {"id": rid, "finish_reason": reason, "prompt_tokens": len(tokens), "completion_tokens": len(drawn), "weight_version": self.version,
-                              "output_token_logprobs": drawn, "input_token_logprobs": scored}}  # fmt: skip
+        scored = [[None, tokens[0], None]] + [
+            [self.logprobs(a, 1.0)[b], b, None] for a, b in pairwise(tokens)
+        ]
+        return {
+            "text": "",
+            "output_ids": [t for _, t, _ in drawn],
+            "meta_info": {
+                "id": rid,
+                "finish_reason": reason,
+                "prompt_tokens": len(tokens),
+                "completion_tokens": len(drawn),
+                "weight_version": self.version,
+                "output_token_logprobs": drawn,
+                "input_token_logprobs": scored,
+            },
+        }
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/generate":
@@ -96,20 +117,39 @@ class Stub:
                 return 200, await self.write("one", body["input_ids"], body["sampling_params"])
             if any(tokens[0] == BAD for tokens in body["input_ids"]):
                 return 500, {"error": {"message": "this request breaks"}}
-            works = [self.write(r, t, p) for r, t, p in zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)]
+            works = [
+                self.write(r, t, p)
+                for r, t, p in zip(
+                    body["rid"], body["input_ids"], body["sampling_params"], strict=True
+                )
+            ]
             return 200, list(await asyncio.gather(*works))
         if path == "/health_generate":
             await self.write("HEALTH_CHECK", [1], {"max_new_tokens": 1})
             return 200, ""
         if path == "/model_info":
-            return 200, {"model_path": self.path, "weight_version": self.version, "is_generation": True}
+            return 200, {
+                "model_path": self.path,
+                "weight_version": self.version,
+                "is_generation": True,
+            }
         if path == "/update_weights_from_disk":
             if self.running:
-                return 400, {"success": False, "message": "requests are running", "num_paused_requests": 0}
+                return 400, {
+                    "success": False,
+                    "message": "requests are running",
+                    "num_paused_requests": 0,
+                }
             if not os.environ.get("STUB_STALE"):
                 self.table = load(body["model_path"])
-            self.path, self.version, self.flushed = body["model_path"], body["weight_version"], self.flushed + body["flush_cache"]
-            return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+            self.path = body["model_path"]
+            self.version = body["weight_version"]
+            self.flushed = self.flushed + body["flush_cache"]
+            return 200, {
+                "success": True,
+                "message": "Succeeded to update model weights.",
+                "num_paused_requests": 0,
+            }
         if path == "/abort_request":
             for rid in self.running:
                 self.running[rid] = self.running[rid] or body["abort_all"] or rid == body["rid"]
@@ -137,11 +177,15 @@ class Stub:
             while (line := await reader.readline()).strip():
                 name, _, value = line.decode().partition(":")
                 headers[name.lower()] = value.strip()
-            body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
+            body = json.loads(
+                await reader.readexactly(int(headers.get("content-length", 0))) or b"{}"
+            )
             if headers.get("authorization") != f"Bearer {self.args.api_key}":
-                status, content = 401, {"error": "Unauthorized"}
+                status = 401
+                content = {"error": "Unauthorized"}
             else:
-                work, gone = asyncio.ensure_future(self.answer(path, body)), asyncio.ensure_future(reader.read(1))
+                work = asyncio.ensure_future(self.answer(path, body))
+                gone = asyncio.ensure_future(reader.read(1))
                 await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():  # the client has left: what it asked for is aborted
                     work.cancel()
@@ -150,7 +194,8 @@ class Stub:
                 status, content = work.result()
             raw = content.encode() if isinstance(content, str) else json.dumps(content).encode()
             writer.write(
-                f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\nconnection: close\r\n\r\n".encode()
+                f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length:"
+                f" {len(raw)}\r\nconnection: close\r\n\r\n".encode()
                 + raw
             )
             await writer.drain()

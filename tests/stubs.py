@@ -1,4 +1,6 @@
-"""A server with the OpenAI API that says what a test tells it to, and remembers what it was asked."""
+"""A server with the OpenAI API that says what a test tells it to, and remembers what it
+was asked.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Reply = str | list[str] | tuple[int, dict[str, str], dict[str, Any]]  # texts of the choices, or status, headers and body
+# texts of the choices, or status, headers and body
+Reply = str | list[str] | tuple[int, dict[str, str], dict[str, Any]]
 
 
 class Stub:
@@ -19,7 +22,9 @@ class Stub:
         self.headers: list[dict[str, str]] = []
         self.url = ""
 
-    def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, dict[str, str], dict[str, Any]]:
+    def answer(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> tuple[int, dict[str, str], dict[str, Any]]:
         if path == "/v1/models":
             return 200, {}, {"data": [{"id": "stub"}]}
         self.asked.append(body)
@@ -30,7 +35,12 @@ class Stub:
         texts = [said] * body.get("n", 1) if isinstance(said, str) else said
         chat = path.endswith("/chat/completions")
         choices = [
-            {"index": i, "finish_reason": "stop", **({"message": {"content": t}} if chat else {"text": t})} for i, t in enumerate(texts)
+            {
+                "index": i,
+                "finish_reason": "stop",
+                **({"message": {"content": t}} if chat else {"text": t}),
+            }
+            for i, t in enumerate(texts)
         ]
         return 200, {}, {"choices": choices}
 

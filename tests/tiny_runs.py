@@ -1,4 +1,6 @@
-"""Whole runs on the tiny model, in-process: their settings, how to start them and how to read what they left."""
+"""Whole runs on the tiny model, in-process: their settings, how to start them and how to read what
+they left.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,25 @@ DATA = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(16)]
 EVAL = [{"prompt": f"{i}*{i}=", "answer": str(i * i)} for i in range(10, 14)]
 
 
-def launch(cfg: Config, reward: Callable[..., Any] = odd, *, data: list[Any] = DATA, eval_data: list[Any] | None = None) -> RunResult:
+def launch(
+    cfg: Config,
+    reward: Callable[..., Any] = odd,
+    *,
+    data: list[Any] = DATA,
+    eval_data: list[Any] | None = None,
+) -> RunResult:
     sft = cfg.algorithm.name == "sft"
     rows = [{"prompt": d["prompt"], "completion": d["answer"]} for d in data] if sft else data
-    held = [{"prompt": d["prompt"], "completion": d["answer"]} for d in eval_data or ()] if sft else eval_data
-    return train_config(cfg, Given(data=rows, eval_data=held or None, rewards=None if sft else [reward]), SilentView())
+    held = (
+        [{"prompt": d["prompt"], "completion": d["answer"]} for d in eval_data or ()]
+        if sft
+        else eval_data
+    )
+    return train_config(
+        cfg,
+        Given(data=rows, eval_data=held or None, rewards=None if sft else [reward]),
+        SilentView(),
+    )
 
 
 def lines(cfg: Config, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -45,10 +61,21 @@ def tensors(cfg: Config) -> dict[str, torch.Tensor]:
 LORA = {"adapter": {"kind": "lora", "rank": 4}}
 
 
-def make_config(model: str, folder: Path, name: str = "run", algorithm: str = "grpo", *overrides: str, **sections: Any) -> Config:
+def make_config(
+    model: str,
+    folder: Path,
+    name: str = "run",
+    algorithm: str = "grpo",
+    *overrides: str,
+    **sections: Any,
+) -> Config:
     raw: dict[str, Any] = {
-        "model": {"path": model}, "algorithm": {"name": algorithm, "group_size": 4}, "data": {"source": "python"},
-        "rewards": [] if algorithm == "sft" else [{"name": "tiny_runs:odd"}], "rollout": {"max_new_tokens": 8, "kv_gib": 0.01},
-        "train": {"steps": 3, "prompts_per_step": 4, "learning_rate": 1e-3}, "run": {"dir": str(folder / name), "checkpoint": {"every": 0}},
-    }  # fmt: skip
+        "model": {"path": model},
+        "algorithm": {"name": algorithm, "group_size": 4},
+        "data": {"source": "python"},
+        "rewards": [] if algorithm == "sft" else [{"name": "tiny_runs:odd"}],
+        "rollout": {"max_new_tokens": 8, "kv_gib": 0.01},
+        "train": {"steps": 3, "prompts_per_step": 4, "learning_rate": 1e-3},
+        "run": {"dir": str(folder / name), "checkpoint": {"every": 0}},
+    }
     return config_from_dict({**raw, **sections}, overrides=overrides)

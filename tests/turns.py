@@ -1,5 +1,6 @@
-"""What tests of multi-turn rollouts share: a chat tokenizer that does not read back what it wrote, engines that say what they are
-told, and environments that do what they should not."""
+"""What tests of multi-turn rollouts share: a chat tokenizer that does not read back what it wrote,
+engines that say what they are told, and environments that do what they should not.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +23,41 @@ from reinforge.rollout.journal import Journal
 from reinforge.rollout.scoring import Scorer
 
 CHATML = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor"
+    " %}<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{%"
+    " for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor"
+    " %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # strips the thinking of every assistant turn but the last message
 FORGETFUL = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] if m.role"
+    " == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # writes an empty thought before the last answer only, as Qwen3 does
-UNDECIDED = CHATML.replace("{{ m.content }}", "{{ '<think></think>' if m.role == 'assistant' and loop.last else '' }}{{ m.content }}")
+UNDECIDED = CHATML.replace(
+    "{{ m.content }}",
+    "{{ '<think></think>' if m.role == 'assistant' and loop.last else '' }}{{ m.content }}",
+)
 # ends no turn: the next one begins, and ends it (GLM)
-ENDLESS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+ENDLESS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def make_renderer(template: str | None = CHATML) -> Renderer:
-    """Merges make `encode` prefer long tokens; the tests' engines write single bytes, so encoding the text again gives other ids."""
-    tokenizer = tiny_tokenizer(["the number is higher lower guess answer tool_call name arguments calculator expression result"] * 20, 400)
+    """Merges make `encode` prefer long tokens; the tests' engines write single bytes, so encoding
+    the text again gives other ids.
+    """
+    tokenizer = tiny_tokenizer(
+        [
+            "the number is higher lower guess answer tool_call name arguments calculator expression"
+            " result"
+        ]
+        * 20,
+        400,
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = template
     return Renderer(tokenizer, DataConfig(source="rows.jsonl"))
@@ -56,26 +74,58 @@ def spelled(renderer: Renderer, text: str, *, end: bool = True) -> list[int]:
 
 
 class Saying(FakeEngine):
-    """Says its lines in order, one a turn of each episode: which turn it is, is read off the prompt."""
+    """Says its lines in order, one a turn of each episode: which turn it is, is read off the
+    prompt.
+    """
 
-    def __init__(self, renderer: Renderer, lines: Sequence[str | list[int]] | Callable[[int, int], str], **more: Any):
-        self.lines, self.renderer = lines, renderer
-        super().__init__(self._line, vocabulary=len(renderer.tokenizer), stop_tokens=renderer.stop_tokens, decode=renderer.decode, **more)
+    def __init__(
+        self,
+        renderer: Renderer,
+        lines: Sequence[str | list[int]] | Callable[[int, int], str],
+        **more: Any,
+    ):
+        self.lines = lines
+        self.renderer = renderer
+        super().__init__(
+            self._line,
+            vocabulary=len(renderer.tokenizer),
+            stop_tokens=renderer.stop_tokens,
+            decode=renderer.decode,
+            **more,
+        )
         self.said: list[tuple[list[int], list[int]]] = []  # (prompt, completion)
 
     def _line(self, prompt: Sequence[int], index: int) -> list[int]:
         turn = self.renderer.tokenizer.decode(list(prompt)).count("<|im_start|>assistant") - 1
-        line = self.lines(turn, index) if callable(self.lines) else self.lines[min(turn, len(self.lines) - 1)]
+        line = (
+            self.lines(turn, index)
+            if callable(self.lines)
+            else self.lines[min(turn, len(self.lines) - 1)]
+        )
         return line if isinstance(line, list) else spelled(self.renderer, line)
 
-    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> Any:
+    async def generate(
+        self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
+    ) -> Any:
         out = await super().generate(tokens, params, key=key, n=n)
         self.said += [(list(tokens), list(c.tokens)) for c in out]
         return out
 
 
-def make_episodes(engine: Any, renderer: Renderer, make: Callable[[Row], Any], *, n: int = 1, limits: Limits | None = None, journal: Journal | None = None,
-                  on_error: str = "unscored", scorer: Scorer | None = None, new_tokens: int = 200, seed: int = 0, **more: Any) -> Episodes:  # fmt: skip
+def make_episodes(
+    engine: Any,
+    renderer: Renderer,
+    make: Callable[[Row], Any],
+    *,
+    n: int = 1,
+    limits: Limits | None = None,
+    journal: Journal | None = None,
+    on_error: str = "unscored",
+    scorer: Scorer | None = None,
+    new_tokens: int = 200,
+    seed: int = 0,
+    **more: Any,
+) -> Episodes:
     player = Player(
         engine,
         renderer,
@@ -86,7 +136,13 @@ def make_episodes(engine: Any, renderer: Renderer, make: Callable[[Row], Any], *
         journal=journal or Journal(None),
         on_error=on_error,
     )
-    return Episodes(player, scorer or Scorer([], weights={"env": 1.0}, journal=journal), Sampling(new_tokens), n=n, **more)
+    return Episodes(
+        player,
+        scorer or Scorer([], weights={"env": 1.0}, journal=journal),
+        Sampling(new_tokens),
+        n=n,
+        **more,
+    )
 
 
 class Echo:
@@ -95,7 +151,9 @@ class Echo:
     pure = True
 
     def __init__(self, turns: int = 3, rewards: Sequence[float | None] = (), answer: str = "go on"):
-        self.turns, self.rewards, self.answer = turns, rewards, answer
+        self.turns = turns
+        self.rewards = rewards
+        self.answer = answer
         self.heard: list[Action] = []
 
     async def reset(self, row: Row, seed: int) -> Observation:
@@ -112,11 +170,14 @@ class Echo:
 
 
 class Misbehaving(Echo):
-    """`how`: sleeps, blocks (a plain function in a thread), raises, or lies, in turn `at`; at -1 in reset."""
+    """`how`: sleeps, blocks (a plain function in a thread), raises, or lies, in turn `at`; at -1 in
+    reset.
+    """
 
     def __init__(self, how: str, at: int = 1, **more: Any):
         super().__init__(**more)
-        self.how, self.at = how, at
+        self.how = how
+        self.at = at
 
     async def reset(self, row: Row, seed: int) -> Observation:
         if self.at == -1:

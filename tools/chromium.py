@@ -1,4 +1,6 @@
-"""A headless Chromium on one page, driven through its debugging pipe: for tests of what a browser shows, and for pictures of it."""
+"""A headless Chromium on one page, driven through its debugging pipe: for tests of what a browser
+shows, and for pictures of it.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-# Chromium reads commands from descriptor 3 and answers on 4; numbers from 10 on are in nobody's way until then.
-START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+# Chromium reads commands from descriptor 3 and answers on 4; numbers from 10 on are in nobody's way
+# until then.
+START = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4);"
+    " os.execv(sys.argv[3], sys.argv[3:])"
+)
 
 
 def find() -> str | None:
@@ -41,10 +47,15 @@ def find() -> str | None:
 
 
 class Chromium:
-    """`with Chromium() as page: page.open(file); page.evaluate("document.title")`. `errors` are those of the page's console."""
+    """`with Chromium() as page: page.open(file); page.evaluate("document.title")`.
+
+    `errors` are those of the page's console.
+    """
 
     def __init__(self, width: int = 1280, height: int = 900, *, dark: bool = False):
-        self.width, self.height, self.dark = width, height, dark
+        self.width = width
+        self.height = height
+        self.dark = dark
         self.errors: list[str] = []
         self._number = 0
         self._buffer = b""
@@ -53,16 +64,33 @@ class Chromium:
         program = find()
         assert program is not None, "chromium is not installed"
         self._home = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
-        commands, answers = os.pipe(), os.pipe()
+        commands = os.pipe()
+        answers = os.pipe()
         theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (commands[0], answers[1])]
-        line = [sys.executable, "-c", START, *map(str, theirs), program, *FLAGS, f"--user-data-dir={self._home.name}", "about:blank"]
-        self._process = subprocess.Popen(line, pass_fds=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        line = [
+            sys.executable,
+            "-c",
+            START,
+            *map(str, theirs),
+            program,
+            *FLAGS,
+            f"--user-data-dir={self._home.name}",
+            "about:blank",
+        ]
+        self._process = subprocess.Popen(
+            line, pass_fds=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         for end in (*theirs, commands[0], answers[1]):
             os.close(end)
-        self._commands, self._answers = commands[1], answers[0]
+        self._commands = commands[1]
+        self._answers = answers[0]
         self._session: str | None = None
-        target = next(t for t in self._ask("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        self._session = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        target = next(
+            t for t in self._ask("Target.getTargets")["targetInfos"] if t["type"] == "page"
+        )
+        self._session = self._ask(
+            "Target.attachToTarget", targetId=target["targetId"], flatten=True
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._ask(f"{domain}.enable")
         self._resize(self.height)
@@ -70,7 +98,12 @@ class Chromium:
         self._ask("Emulation.setEmulatedMedia", features=[scheme])
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for end in (self._commands, self._answers):
             os.close(end)  # it ends when nobody talks to it any more
         try:
@@ -88,19 +121,30 @@ class Chromium:
             self._hear(self._receive())
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page; what it throws is an AssertionError here."""
-        found = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        """The value of a JavaScript expression in the page; what it throws is an AssertionError
+        here.
+        """
+        found = self._ask(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def picture(self, height: int | None = None) -> bytes:
         """A PNG of the page from its top, `height` pixels high, or all of it."""
         self._resize(height or int(self.evaluate("document.documentElement.scrollHeight")))
-        self.evaluate("new Promise(done => setTimeout(done, 300))")  # the page draws anew after a change of its size
+        # the page draws anew after a change of its size
+        self.evaluate("new Promise(done => setTimeout(done, 300))")
         return base64.b64decode(self._ask("Page.captureScreenshot", format="png")["data"])
 
     def _resize(self, height: int) -> None:
-        self._ask("Emulation.setDeviceMetricsOverride", width=self.width, height=height, deviceScaleFactor=1, mobile=False)
+        self._ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=self.width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def _ask(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1

@@ -1,4 +1,7 @@
-"""Writes docs/reference/config.md from the configuration schema. A test checks that the committed page is this one."""
+"""Writes docs/reference/config.md from the configuration schema.
+
+A test checks that the committed page is this one.
+"""
 
 from __future__ import annotations
 

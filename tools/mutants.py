@@ -4,8 +4,9 @@
     python tools/mutants.py --only rollout   those whose file, name or tests contain the word
     python tools/mutants.py --jobs 2 --json out.json
 
-Each change is made in a copy of the tree, so that a stopped run leaves nothing behind. A change counts as killed when the
-tests named beside it fail; before that the same tests have passed without it. Exit code 0: at least 95% are killed.
+Each change is made in a copy of the tree, so that a stopped run leaves nothing behind. A change
+counts as killed when the tests named beside it fail; before that the same tests have passed without
+it. Exit code 0: at least 95% are killed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ SECONDS = 420  # for the tests of one change; a change that makes them hang is n
 
 @dataclass(frozen=True)
 class Mutant:
-    """One wrong change: in `file`, `old` (which stands there exactly once) becomes `new`, and `tests` must fail."""
+    """One wrong change: in `file`, `old` (which stands there exactly once) becomes `new`, and
+    `tests` must fail.
+    """
 
     name: str
     file: str
@@ -50,8 +53,12 @@ class Result:
 
 
 def read_list(path: Path = LIST) -> list[Mutant]:
-    """Every change of the list; a name that stands twice or an empty field is an error of the list."""
-    mutants = [Mutant(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]]
+    """Every change of the list; a name that stands twice or an empty field is an error
+    of the list.
+    """
+    mutants = [
+        Mutant(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
+    ]
     names = [mutant.name for mutant in mutants]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -76,7 +83,9 @@ def problem_of(mutant: Mutant, root: Path = ROOT) -> str | None:
 def copy_of_the_tree(target: Path) -> Path:
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy2(path, target / path.name)
@@ -84,9 +93,13 @@ def copy_of_the_tree(target: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: list[str]) -> tuple[int, str]:
-    """pytest's exit code (0 passed, 1 failed) in a copy of the tree, and the end of what it printed."""
+    """pytest's exit code (0 passed, 1 failed) in a copy of the tree, and the end of what it
+    printed.
+    """
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(tree / "src"), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(tree / "src"), os.environ.get("PYTHONPATH")])
+        ),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -94,7 +107,9 @@ def run_tests(tree: Path, tests: list[str]) -> tuple[int, str]:
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
     except subprocess.TimeoutExpired:
         return 1, "timed out"
     return done.returncode, done.stdout[-3000:]
@@ -115,16 +130,21 @@ def try_one(mutant: Mutant, tree: Path) -> Result:
     if code in (2, 4, 5):  # interrupted, wrong usage, no tests: nothing was shown
         verdict = f"pytest ended with {code}: {said.strip().splitlines()[-1:]}"
     else:
-        verdict = "survived" if code == 0 else "killed"  # a pytest that died was killed by the change too
+        # a pytest that died was killed by the change too
+        verdict = "survived" if code == 0 else "killed"
     return Result(mutant, verdict, time.monotonic() - began)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="a word of the name, the file or the tests")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a change first")
+    parser.add_argument(
+        "--no-baseline", action="store_true", help="do not run the tests without a change first"
+    )
     options = parser.parse_args()
     mutants = [m for m in read_list() if options.only in f"{m.name} {m.file} {' '.join(m.tests)}"]
 
@@ -139,7 +159,10 @@ def main() -> int:
                 result = try_one(mutant, tree)
             finally:
                 trees.put(tree)
-            print(f"{result.verdict:10} {result.seconds:6.1f} s  {mutant.file}: {mutant.name}", flush=True)
+            print(
+                f"{result.verdict:10} {result.seconds:6.1f} s  {mutant.file}: {mutant.name}",
+                flush=True,
+            )
             return result
 
         if not options.no_baseline:

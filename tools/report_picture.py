@@ -1,4 +1,7 @@
-"""docs/plots/report.png: the report of the demo's GRPO run, as Chromium shows it. `python tools/report_picture.py runs/demo/grpo [PNG]`."""
+"""docs/plots/report.png: the report of the demo's GRPO run, as Chromium shows it.
+
+`python tools/report_picture.py runs/demo/grpo [PNG]`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from chromium import Chromium
 
 from reinforge.watch.report import write_report
 
-WIDTH, HEIGHT = 1200, 1425  # the status, the curves and where the time went
+# the status, the curves and where the time went
+WIDTH = 1200
+HEIGHT = 1425
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "plots" / "report.png"
 
 

@@ -1,5 +1,7 @@
-"""reinforge's side of gpu_dpo.py: the ordinary run of a config, timed from outside. argv: a JSON object with model, rows, steps, pairs, budget,
-compile, precompute, rate, beta, and `profile`: the number of a step whose kernels are told."""
+"""reinforge's side of gpu_dpo.py: the ordinary run of a config, timed from outside. argv: a JSON
+object with model, rows, steps, pairs, budget, compile, precompute, rate, beta, and `profile`: the
+number of a step whose kernels are told.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Clock:
         if self.profile is not None:
             self.profile.__exit__(None, None, None)
             for by in ("self_device_time_total", "self_cpu_time_total"):
-                self.kernels += self.profile.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=70)
+                self.kernels += self.profile.key_averages().table(
+                    sort_by=by, row_limit=25, max_name_column_width=70
+                )
             self.profile = None
         if given.get("profile") == step + 1:
             self.profile = torch.profiler.profile().__enter__()
@@ -62,8 +66,11 @@ class Clock:
     def stop(self) -> None: ...
 
 
-clock, spent, lengths = Clock(), {"precompute": 0.0}, list[int]()
-keep_reference, make_units = supervised.keep_reference, supervised.make_units
+clock = Clock()
+spent = {"precompute": 0.0}
+lengths = list[int]()
+keep_reference = supervised.keep_reference
+make_units = supervised.make_units
 
 
 def timed(*args: Any) -> Any:
@@ -79,24 +86,43 @@ def counted(*args: Any) -> Any:
     return found
 
 
-supervised.keep_reference, supervised.make_units = timed, counted
-cfg = config_from_dict({
-    "model": {"path": given["model"], "compile": given["compile"]},
-    "algorithm": {"name": "dpo", "beta": given["beta"]},
-    "data": {"source": given["rows"], "chat": "never", "shuffle": False},
-    "rewards": [],
-    "train": {"steps": given["steps"], "prompts_per_step": given["pairs"], "learning_rate": given["rate"],
-              "precompute_reference": given["precompute"], "tokens_per_microbatch": given["budget"] or "auto"},
-    "run": {"dir": tempfile.mkdtemp(), "checkpoint": {"every": 0}, "log": {"samples_every": 0}},
-})  # fmt: skip
+supervised.keep_reference = timed
+supervised.make_units = counted
+cfg = config_from_dict(
+    {
+        "model": {"path": given["model"], "compile": given["compile"]},
+        "algorithm": {"name": "dpo", "beta": given["beta"]},
+        "data": {"source": given["rows"], "chat": "never", "shuffle": False},
+        "rewards": [],
+        "train": {
+            "steps": given["steps"],
+            "prompts_per_step": given["pairs"],
+            "learning_rate": given["rate"],
+            "precompute_reference": given["precompute"],
+            "tokens_per_microbatch": given["budget"] or "auto",
+        },
+        "run": {"dir": tempfile.mkdtemp(), "checkpoint": {"every": 0}, "log": {"samples_every": 0}},
+    }
+)
 train_config(cfg, view=clock)
 pairs = given["pairs"]
-print(json.dumps({
-    "peer": "reinforge", **{k: given[k] for k in ("budget", "compile", "precompute")},
-    "seconds": [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)], "losses": [line["train/loss"] for line in clock.lines],
-    "tokens": [sum(lengths[i : i + pairs]) for i in range(0, pairs * given["steps"], pairs)],
-    "computed": [line["tokens/processed"] for line in clock.lines], "peak_gib": max(line["memory/peak_gib"] for line in clock.lines) if cuda else 0.0,
-    "reserved_gib": clock.reserved / 2**30, "precompute_s": spent["precompute"],
-    "phases": {k: clock.lines[-1][k] for k in clock.lines[-1] if k.startswith("time/")}, "knobs": cfg.train.model_dump(mode="json"),
-    "kernels": clock.kernels,
-}))  # fmt: skip
+print(
+    json.dumps(
+        {
+            "peer": "reinforge",
+            **{k: given[k] for k in ("budget", "compile", "precompute")},
+            "seconds": [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)],
+            "losses": [line["train/loss"] for line in clock.lines],
+            "tokens": [
+                sum(lengths[i : i + pairs]) for i in range(0, pairs * given["steps"], pairs)
+            ],
+            "computed": [line["tokens/processed"] for line in clock.lines],
+            "peak_gib": max(line["memory/peak_gib"] for line in clock.lines) if cuda else 0.0,
+            "reserved_gib": clock.reserved / 2**30,
+            "precompute_s": spent["precompute"],
+            "phases": {k: clock.lines[-1][k] for k in clock.lines[-1] if k.startswith("time/")},
+            "knobs": cfg.train.model_dump(mode="json"),
+            "kernels": clock.kernels,
+        }
+    )
+)

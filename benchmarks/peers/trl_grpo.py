@@ -1,4 +1,6 @@
-"""TRL's side of cpu_vs_trl.py: runs in TRL's own environment. argv: model prompts cap steps prompts_per_step group."""
+"""TRL's side of cpu_vs_trl.py: runs in TRL's own environment. argv: model prompts cap steps
+prompts_per_step group.
+"""
 
 import json
 import sys
@@ -27,10 +29,26 @@ class Clock(TrainerCallback):
 
 
 args = GRPOConfig(
-    output_dir="/tmp/trl-out", per_device_train_batch_size=per_step * group, gradient_accumulation_steps=1, num_generations=group,
-    max_completion_length=cap, max_steps=steps, learning_rate=1e-6, bf16=False, beta=0.0, temperature=1.0, top_p=1.0, top_k=0, logging_steps=1,
-    report_to=[], save_strategy="no", gradient_checkpointing=False, use_cpu=True, disable_tqdm=True, model_init_kwargs={"dtype": "float32"},
-)  # fmt: skip
+    output_dir="/tmp/trl-out",
+    per_device_train_batch_size=per_step * group,
+    gradient_accumulation_steps=1,
+    num_generations=group,
+    max_completion_length=cap,
+    max_steps=steps,
+    learning_rate=1e-6,
+    bf16=False,
+    beta=0.0,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    logging_steps=1,
+    report_to=[],
+    save_strategy="no",
+    gradient_checkpointing=False,
+    use_cpu=True,
+    disable_tqdm=True,
+    model_init_kwargs={"dtype": "float32"},
+)
 trainer = GRPOTrainer(
     model=model,
     reward_funcs=reward,
@@ -41,4 +59,11 @@ trainer = GRPOTrainer(
 )
 start = time.perf_counter()
 trainer.train()
-print(json.dumps({"steps": [b - a for a, b in zip([start, *times], times, strict=False)], "length": sum(lengths) / len(lengths)}))
+print(
+    json.dumps(
+        {
+            "steps": [b - a for a, b in zip([start, *times], times, strict=False)],
+            "length": sum(lengths) / len(lengths),
+        }
+    )
+)

@@ -1,9 +1,13 @@
-"""An agent with a calculator, as one writes it against the OpenAI API. It knows nothing of training.
+"""An agent with a calculator, as one writes it against the OpenAI API.
 
-`agent: recipes/agents/calculator_agent.py:agent` calls the function; `agent: [python, recipes/agents/calculator_agent.py]` runs the file, with the
-row on stdin. With any other endpoint it answers too:
+It knows nothing of training.
 
-    echo '{"prompt": "12*34=", "answer": "408"}' | OPENAI_BASE_URL=... OPENAI_API_KEY=... python recipes/agents/calculator_agent.py
+`agent: recipes/agents/calculator_agent.py:agent` calls the function; `agent: [python,
+recipes/agents/calculator_agent.py]` runs the file, with the row on stdin. With any other endpoint
+it answers too:
+
+    export OPENAI_BASE_URL=... OPENAI_API_KEY=...
+    echo '{"prompt": "12*34=", "answer": "408"}' | python recipes/agents/calculator_agent.py
 """
 
 from __future__ import annotations
@@ -20,17 +24,30 @@ TURNS = 3
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 PARAMETERS = {
     "type": "object",
-    "properties": {"expression": {"type": "string", "description": "The expression, e.g. (12 + 7) * 3"}},
+    "properties": {
+        "expression": {"type": "string", "description": "The expression, e.g. (12 + 7) * 3"}
+    },
     "required": ["expression"],
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "calculator", "description": "Works out an arithmetic expression.", "parameters": PARAMETERS}}
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Works out an arithmetic expression.",
+            "parameters": PARAMETERS,
+        },
+    }
 ]
 
 
 def calculator(expression: str) -> int:
     def value(node: Any) -> int:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int) and abs(node.value) < 10**12:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, int)
+            and abs(node.value) < 10**12
+        ):
             return node.value
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
@@ -52,13 +69,18 @@ async def agent(client: Any, row: dict[str, Any]) -> dict[str, float]:
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     used = False
     for _ in range(TURNS):
-        reply = await client.chat.completions.create(model="gpt-4o-mini", messages=messages, tools=TOOLS)
+        reply = await client.chat.completions.create(
+            model="gpt-4o-mini", messages=messages, tools=TOOLS
+        )
         message = reply.choices[0].message
         messages.append(message)
         if not message.tool_calls:
             break
         used = True
-        messages += [{"role": "tool", "tool_call_id": call.id, "content": use_tool(call)} for call in message.tool_calls]
+        messages += [
+            {"role": "tool", "tool_call_id": call.id, "content": use_tool(call)}
+            for call in message.tool_calls
+        ]
     numbers = re.findall(r"-?\d+", message.content or "")
     solved = not message.tool_calls and bool(numbers) and numbers[-1] == str(row["answer"])
     return {"reward": float(solved), "used_tools": float(used)}

@@ -22,4 +22,6 @@ class DigitTask(vf.Task[DigitData]):
 class DigitsTaskset(vf.Taskset[DigitTask]):
     def load(self) -> Iterator[DigitTask]:
         for i in range(10):
-            yield DigitTask(DigitData(prompt=f"Write the digit {i}.", answer=str(i)), self.config.task)
+            yield DigitTask(
+                DigitData(prompt=f"Write the digit {i}.", answer=str(i)), self.config.task
+            )

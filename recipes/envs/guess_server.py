@@ -1,4 +1,6 @@
-"""An OpenEnv server for recipes/envs/openenv.yaml: a number between 1 and 8, three guesses, a hint after each."""
+"""An OpenEnv server for recipes/envs/openenv.yaml: a number between 1 and 8, three guesses, a hint
+after each.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ class GuessEnvironment(Environment):
 
     def __init__(self) -> None:
         super().__init__()
-        self.number, self._state = 0, State()
+        self.number = 0
+        self._state = State()
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Hint:
-        self.number, self._state = random.Random(seed).randint(1, 8), State(step_count=0)
+        self.number = random.Random(seed).randint(1, 8)
+        self._state = State(step_count=0)
         return Hint(hint="Guess a number between 1 and 8.")
 
     def step(self, action: Guess, **_: Any) -> Hint:

@@ -2,8 +2,9 @@
 
 The public names are listed here, once, and load on first use: `import reinforge` imports no torch.
 
-`reinforge.train` is both the floor of training loops (`reinforge.train.rl`) and the function that runs a configuration
-(`reinforge.train("config.yaml")`); docs/decisions/0001-callable-train.md says why.
+`reinforge.train` is both the floor of training loops (`reinforge.train.rl`) and the function that
+runs a configuration (`reinforge.train("config.yaml")`); docs/decisions/0001-callable-train.md says
+why.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def _resolve(name: str) -> Any:
 
 
 class _CallableModule(ModuleType):
-    # A subpackage that can be called like the public function of the same name, and looks like it to `help` and editors.
-    # The function is imported when it is called or looked at.
+    # A subpackage that can be called like the public function of the same name, and looks like it
+    # to `help` and editors. The function is imported when it is called or looked at.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function()(*args, **kwargs)
@@ -76,7 +77,9 @@ class _CallableModule(ModuleType):
 
 
 def _make_callable(module: str) -> None:
-    """Called by a subpackage on its first line, so that every way of importing it gives the callable one."""
+    """Called by a subpackage on its first line, so that every way of importing it gives the
+    callable one.
+    """
     sys.modules[module].__class__ = _CallableModule
 
 

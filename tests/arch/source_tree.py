@@ -1,4 +1,6 @@
-"""What the architecture tests read: the modules of the package, what each imports and where, and the files of the project."""
+"""What the architecture tests read: the modules of the package, what each imports and where, and
+the files of the project.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ PACKAGE = SRC / "reinforge"
 class Import:
     module: str  # dotted, absolute; the submodule where `from package import submodule` names one
     line: int
-    at_module_level: bool  # runs when the file is imported (not inside a function, not under TYPE_CHECKING)
+    # runs when the file is imported (not inside a function, not under TYPE_CHECKING)
+    at_module_level: bool
 
 
 @cache
@@ -44,8 +47,11 @@ def _absolute(node: ast.ImportFrom, module: str, path: Path) -> str:
 
 
 def imports(module: str) -> list[Import]:
-    """Every import statement of a module, the ones inside functions and under TYPE_CHECKING included."""
-    path, found = modules()[module], []
+    """Every import statement of a module, the ones inside functions and under TYPE_CHECKING
+    included.
+    """
+    path = modules()[module]
+    found = []
 
     def visit(node: ast.AST, at_module_level: bool) -> None:
         if isinstance(node, ast.Import):
@@ -54,10 +60,18 @@ def imports(module: str) -> list[Import]:
             base = _absolute(node, module, path)
             for alias in node.names:
                 submodule = f"{base}.{alias.name}"
-                found.append(Import(submodule if submodule in modules() else base, node.lineno, at_module_level))
+                found.append(
+                    Import(
+                        submodule if submodule in modules() else base, node.lineno, at_module_level
+                    )
+                )
         for child in ast.iter_child_nodes(node):
             deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and child in node.body
+            typing_only = (
+                isinstance(node, ast.If)
+                and "TYPE_CHECKING" in ast.dump(node.test)
+                and child in node.body
+            )
             visit(child, at_module_level and not deferred and not typing_only)
 
     visit(tree(path), True)
@@ -66,13 +80,29 @@ def imports(module: str) -> list[Import]:
 
 @cache
 def project_files() -> list[Path]:
-    """Every file that is or would be committed: what git tracks or does not ignore. Without git: everything but caches."""
-    listing = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True)
+    """Every file that is or would be committed: what git tracks or does not ignore.
+
+    Without git: everything but caches.
+    """
+    listing = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     if listing.returncode == 0:
         paths = [ROOT / name for name in listing.stdout.split("\0") if name]
     else:
         inside = [p.relative_to(ROOT).parts for p in ROOT.rglob("*")]
         made = {"runs", "site", "build", "__pycache__"}
-        own = [parts for parts in inside if not (made & set(parts) or any(x.endswith(".egg-info") for x in parts))]
-        paths = [ROOT.joinpath(*parts) for parts in own if not parts[0].startswith(".") or parts[0] in (".ci", ".gitignore")]
+        own = [
+            parts
+            for parts in inside
+            if not (made & set(parts) or any(x.endswith(".egg-info") for x in parts))
+        ]
+        paths = [
+            ROOT.joinpath(*parts)
+            for parts in own
+            if not parts[0].startswith(".") or parts[0] in (".ci", ".gitignore")
+        ]
     return sorted(p for p in paths if p.is_file())

@@ -1,4 +1,6 @@
-"""Every configuration that we show anywhere loads: the recipes, and the YAML in the README and the documentation."""
+"""Every configuration that we show anywhere loads: the recipes, and the YAML in the README and the
+documentation.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def around(fragment: dict[str, Any]) -> dict[str, Any]:
         "run": {"dir": "runs/snippet"},
     }
     for section, value in fragment.items():
-        base[section] = {**base[section], **value} if isinstance(value, dict) and isinstance(base.get(section), dict) else value
+        base[section] = (
+            {**base[section], **value}
+            if isinstance(value, dict) and isinstance(base.get(section), dict)
+            else value
+        )
     if "epochs" in fragment.get("train", {}):
         base["train"].pop("steps", None)
     return base
@@ -59,10 +65,16 @@ def test_there_are_recipes_and_snippets() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_recipe_loads(path: Path) -> None:
     found = load_any(path)
-    configs = [load_stage(found, stage) for stage in found.stages if stage.kind != "export"] if isinstance(found, Pipeline) else [found]
+    configs = (
+        [load_stage(found, stage) for stage in found.stages if stage.kind != "export"]
+        if isinstance(found, Pipeline)
+        else [found]
+    )
     for config in configs:
         assert isinstance(config, Config)
-        assert not Path(config.run.dir).is_absolute(), "a recipe writes below the directory it is started in"
+        assert not Path(config.run.dir).is_absolute(), (
+            "a recipe writes below the directory it is started in"
+        )
 
 
 @pytest.mark.parametrize("text", snippets())
@@ -72,10 +84,13 @@ def test_snippet_loads(text: str, tmp_path: Path) -> None:
     if "stages" in keys:
         (tmp_path / "pipeline.yaml").write_text(text)
         found = load_any(tmp_path / "pipeline.yaml")
-        assert isinstance(found, Pipeline) and all(load_stage(found, s) for s in found.stages if s.kind != "export")
+        assert isinstance(found, Pipeline) and all(
+            load_stage(found, s) for s in found.stages if s.kind != "export"
+        )
         return
     assert keys <= Config.model_fields.keys(), (
-        f"unknown sections {keys - Config.model_fields.keys()}; start the block with `{OTHER}` if it is none"
+        f"unknown sections {keys - Config.model_fields.keys()}; start the block with `{OTHER}` if"
+        " it is none"
     )
     if {"model", "algorithm", "data", "train", "run"} <= keys:
         (tmp_path / "config.yaml").write_text(text)
@@ -88,4 +103,6 @@ def test_snippet_loads(text: str, tmp_path: Path) -> None:
 
 def test_the_reference_page_is_fresh() -> None:
     page = ROOT / "docs" / "reference" / "config.md"
-    assert page.read_text(encoding="utf-8") == reference_markdown().rstrip("\n") + "\n", "run `make reference`"
+    assert page.read_text(encoding="utf-8") == reference_markdown().rstrip("\n") + "\n", (
+        "run `make reference`"
+    )

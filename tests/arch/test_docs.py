@@ -32,36 +32,53 @@ def test_python_blocks_compile() -> None:
 
 def test_the_example_reward() -> None:
     close_to = first_block("docs/howto-reward.md")["close_to"]
-    assert close_to(["it is 4.2", "5", "four", "", "1"], ["4", "4", "4", "4", "?"], tolerance=0.5) == [1.0, 0.0, 0.0, 0.0, None]
+    assert close_to(
+        ["it is 4.2", "5", "four", "", "1"], ["4", "4", "4", "4", "?"], tolerance=0.5
+    ) == [1.0, 0.0, 0.0, 0.0, None]
 
 
 def test_the_example_advantage() -> None:
-    """Group 0: rewards 1, 0, 1 and one unscored; group 1 alone: by hand 1 - 1/2, 0 - 1, 1 - 1/2, 0, 0."""
+    """Group 0: rewards 1, 0, 1 and one unscored; group 1 alone: by hand 1 - 1/2, 0 - 1, 1 - 1/2, 0,
+    0.
+    """
     leave_one_out = first_block("docs/howto-advantage.md")["leave_one_out"]
     rollouts = Rollouts(
-        rewards=torch.tensor([1.0, 0.0, 1.0, torch.nan, 3.0]), group=torch.tensor([0, 0, 0, 0, 1]), episode=torch.arange(5),
-        sequence=torch.tensor([0, 1, 1, 2, 3, 4]), lengths=torch.tensor([1, 2, 1, 1, 1]),
-    )  # fmt: skip
+        rewards=torch.tensor([1.0, 0.0, 1.0, torch.nan, 3.0]),
+        group=torch.tensor([0, 0, 0, 0, 1]),
+        episode=torch.arange(5),
+        sequence=torch.tensor([0, 1, 1, 2, 3, 4]),
+        lengths=torch.tensor([1, 2, 1, 1, 1]),
+    )
     assert leave_one_out(rollouts, AdvantageOptions()).tolist() == [0.5, -1.0, -1.0, 0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
-    links = [(page.parent / target).resolve() for target in re.findall(r"\]\((?!\w+:)([^)#]+)", text)]
+    links = [
+        (page.parent / target).resolve() for target in re.findall(r"\]\((?!\w+:)([^)#]+)", text)
+    ]
     recipes = [ROOT / name for name in re.findall(r"recipes/[\w/-]+\.yaml", text)]
     assert [str(p) for p in links + recipes if not p.exists()] == []
 
 
 def test_recipes_named_in_the_source_exist() -> None:
-    named = {name for path in modules().values() for name in re.findall(r"recipes/[\w/-]+\.yaml", path.read_text())}
+    named = {
+        name
+        for path in modules().values()
+        for name in re.findall(r"recipes/[\w/-]+\.yaml", path.read_text())
+    }
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_a_resumed_run_is_promised_to_be_exact_on_a_cpu_only() -> None:
-    """On a GPU the backward pass is not deterministic: docs/concepts.md says what is exact where."""
-    bits, again = re.compile(r"bit-identical|bit for bit|bit-exact"), re.compile(r"\bkill|resum|continue|start it again")
-    records = {"lab-notebook.md", "decisions", "algorithms"}  # what was found, and how formulas compare
+    """On a GPU the backward pass is not deterministic: docs/concepts.md says what is
+    exact where.
+    """
+    bits = re.compile(r"bit-identical|bit for bit|bit-exact")
+    again = re.compile(r"\bkill|resum|continue|start it again")
+    # what was found, and how formulas compare
+    records = {"lab-notebook.md", "decisions", "algorithms"}
     pages = [page for page in PAGES if not records & set(page.relative_to(ROOT).parts)]
     wrong = []
     for page in pages:

@@ -37,7 +37,11 @@ MEANT = {  # what was wrong or missing once
 
 
 def rows() -> list[tuple[str, str]]:
-    found = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in PAGE.splitlines() if line.startswith("| `")]
+    found = [
+        tuple(cell.strip() for cell in line.strip("|").split(" | "))
+        for line in PAGE.splitlines()
+        if line.startswith("| `")
+    ]
     assert all(len(row) == 2 for row in found), [row for row in found if len(row) != 2]
     return [(row[0], row[1].removesuffix(" |")) for row in found if row[1] != "here"]
 
@@ -50,18 +54,27 @@ def test_every_key_of_ours_is_in_the_schema() -> None:
                 continue
             key = re.sub(r"\.\d+(?=\.|$)", ".N", match.group(1))
             mentioned += 1
-            assert key in KNOWN or any(known.startswith(f"{key}.") for known in KNOWN), f"{theirs}: there is no key {key}"
+            assert key in KNOWN or any(known.startswith(f"{key}.") for known in KNOWN), (
+                f"{theirs}: there is no key {key}"
+            )
     assert mentioned > 250
 
 
 def test_every_value_of_ours_is_one() -> None:
-    """Where a key is named with a value, the values beside it in the same cell are meant for it too."""
+    """Where a key is named with a value, the values beside it in the same cell are meant for it
+    too.
+    """
     for theirs, ours in rows():
         key = None
         for code in re.findall(r"`([^`]+)`", ours):
             match = OURS.match(code)
             key, value = (match.group(1), match.group(2)) if match else (key, code)
-            if key in LISTS and value is not None and re.fullmatch(r"[\w+]+", value) and value not in theirs.replace("`", " ").split():
+            if (
+                key in LISTS
+                and value is not None
+                and re.fullmatch(r"[\w+]+", value)
+                and value not in theirs.replace("`", " ").split()
+            ):
                 assert value in LISTS[key], f"{theirs}: {value} is no {key}"
 
 
@@ -75,4 +88,6 @@ def test_every_row_says_something() -> None:
     assert len(rows()) > 180
     for theirs, ours in rows():
         plain = re.sub(r"`[^`]*`", "", ours)
-        assert "`" in ours or re.search(r"\bnot there\b|\bnothing\b|\brefused\b|tokenizer's own", plain), theirs
+        assert "`" in ours or re.search(
+            r"\bnot there\b|\bnothing\b|\brefused\b|tokenizer's own", plain
+        ), theirs

@@ -1,4 +1,6 @@
-"""The list of wrong changes (tools/mutants.toml) keeps up with the code: each can still be made, and its tests exist."""
+"""The list of wrong changes (tools/mutants.toml) keeps up with the code: each can still be made,
+and its tests exist.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,18 @@ from source_tree import SRC
 
 import reinforge
 
-PUBLIC = ["Config", "Group", "InputError", "Row", "Sample", "Sampling", "__version__", "evaluate", "load_config", "train"]
+PUBLIC = [
+    "Config",
+    "Group",
+    "InputError",
+    "Row",
+    "Sample",
+    "Sampling",
+    "__version__",
+    "evaluate",
+    "load_config",
+    "train",
+]
 
 
 def test_the_public_names_are_these() -> None:
@@ -36,14 +47,18 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 ORDERS = {
     "attribute first": "import reinforge; train = reinforge.train; import reinforge.train",
     "subpackage first": "import reinforge.train; train = reinforge.train",
-    "from the package": "from reinforge import train; import reinforge.train as t; assert t is train",
+    "from the package": (
+        "from reinforge import train; import reinforge.train as t; assert t is train"
+    ),
     "a module of it first": "import reinforge.train.rl; from reinforge import train",
 }
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
 def test_train_is_a_function_and_a_package(order: str) -> None:
-    """Whichever way it was imported first, calling `reinforge.train` reaches `reinforge.app.api.train` with its arguments."""
+    """Whichever way it was imported first, calling `reinforge.train` reaches
+    `reinforge.app.api.train` with its arguments.
+    """
     code = f"""
 import sys, types
 sys.path.insert(0, {str(SRC)!r})
@@ -55,5 +70,7 @@ assert train("a.yaml", overrides=["x=1"]) == (("a.yaml",), {{"overrides": ["x=1"
 import reinforge
 assert reinforge.train is train and train.__name__ == "reinforge.train" and train.__path__
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240
+    )
     assert result.returncode == 0, result.stderr

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 R1 = "<think>.*?</think>.*?<answer>.*?</answer>$"  # as many users write it
-REGEX: list[tuple[str, str]] = [  # (pattern, completion): neither ends in this universe, or long after the timeout
+# (pattern, completion): neither ends in this universe, or long after the timeout
+REGEX: list[tuple[str, str]] = [
     (R1, "<think></think><answer></answer>" * 600 + "x"),
     (r"(a+)+$", "a" * 64 + "b"),
     (r"(a|a)*$", "a" * 64 + "b"),
@@ -78,7 +79,8 @@ def texts(many: int) -> list[str]:
 
 
 TEXTS = texts(9_000) + texts(MANY)  # within what is looked at, and beyond
-ASKED: list[tuple[str, dict[str, Any], str]] = [  # the rewards that read them, their options, and an answer that they take
+# the rewards that read them, their options, and an answer that they take
+ASKED: list[tuple[str, dict[str, Any], str]] = [
     ("exact_number", {}, "7"),
     ("exact_match", {}, "7"),
     ("number", {}, "7"),

@@ -6,7 +6,10 @@ Every restatement has the value of its gold answer: only its form says that noth
 
 from __future__ import annotations
 
-ASKED = "What is $12+13$? What is $12 \\times 12$, $144/12$, $\\sqrt{144}$, $3 \\times 10^5$ or $7\\frac{1}{2}$?"
+ASKED = (
+    "What is $12+13$? What is $12 \\times 12$, $144/12$, $\\sqrt{144}$, $3 \\times 10^5$ or"
+    " $7\\frac{1}{2}$?"
+)
 
 RESTATED: list[tuple[str, str]] = [
     # sums

@@ -1,7 +1,9 @@
-"""Requests and connections that a server must not suffer from: each is refused or cut, and honest clients get their answers.
+"""Requests and connections that a server must not suffer from: each is refused or cut, and honest
+clients get their answers.
 
-`REQUESTS` are whole requests with the status that they deserve. `CONNECTIONS` are bytes on a socket: what is said at once, and
-what is then said again every now and then for as long as somebody listens. The server must end each of them by itself.
+`REQUESTS` are whole requests with the status that they deserve. `CONNECTIONS` are bytes on a
+socket: what is said at once, and what is then said again every now and then for as long as somebody
+listens. The server must end each of them by itself.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
 
 
@@ -21,11 +24,15 @@ class Hostile(NamedTuple):
 
 
 def text(name: str, status: int = 400, **fields: Any) -> Hostile:
-    return Hostile(name, COMPLETIONS, json.dumps({"prompt": "hi", "max_tokens": 1, **fields}).encode(), status)
+    return Hostile(
+        name, COMPLETIONS, json.dumps({"prompt": "hi", "max_tokens": 1, **fields}).encode(), status
+    )
 
 
 def chat(name: str, status: int = 400, **fields: Any) -> Hostile:
-    return Hostile(name, CHAT, json.dumps({"messages": [USER], "max_tokens": 1, **fields}).encode(), status)
+    return Hostile(
+        name, CHAT, json.dumps({"messages": [USER], "max_tokens": 1, **fields}).encode(), status
+    )
 
 
 def raw(name: str, body: bytes, path: str = COMPLETIONS, status: int = 400) -> Hostile:
@@ -87,17 +94,38 @@ REQUESTS = [
     raw("only spaces", b" " * 5_000_000),
     chat("half a million messages", messages=[{}] * 500_000),
     chat("a thousand messages", messages=[USER] * 1_000),
-    chat("a message of seven million letters", messages=[{"role": "user", "content": "x" * 7_000_000}]),
-    chat("a message of two hundred thousand parts", messages=[{"role": "user", "content": [{"type": "text", "text": "xxxx"}] * 100_000}]),
+    chat(
+        "a message of seven million letters",
+        messages=[{"role": "user", "content": "x" * 7_000_000}],
+    ),
+    chat(
+        "a message of two hundred thousand parts",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "xxxx"}] * 100_000}],
+    ),
     chat("no message", messages=[]),
     chat("a message without a role", messages=[{"content": "hi"}]),
     chat("a role that nobody has", messages=[{"role": "wizard", "content": "hi"}]),
     chat("a number for a message", messages=[5]),
     chat("a number in a message", messages=[{"role": "user", "content": 5}]),
-    chat("a picture", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]),
+    chat(
+        "a picture",
+        messages=[
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+            }
+        ],
+    ),
     chat("calls that are none", messages=[{"role": "assistant", "tool_calls": [5]}]),
-    chat("a hundred thousand tools", tools=[{"type": "function", "function": {"name": "f"}}] * 100_000),
-    chat("a tool that must be called", tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required"),
+    chat(
+        "a hundred thousand tools",
+        tools=[{"type": "function", "function": {"name": "f"}}] * 100_000,
+    ),
+    chat(
+        "a tool that must be called",
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        tool_choice="required",
+    ),
     chat("a huge max_completion_tokens", max_completion_tokens=10**12),
     chat("129 completions", n=129),
 ]
@@ -110,7 +138,9 @@ class Rude(NamedTuple):
 
 
 def head(*lines: str, path: str = COMPLETIONS) -> bytes:
-    return "\r\n".join([f"POST {path} HTTP/1.1", "host: 127.0.0.1", *lines, "", ""]).encode("latin-1")
+    return "\r\n".join([f"POST {path} HTTP/1.1", "host: 127.0.0.1", *lines, "", ""]).encode(
+        "latin-1"
+    )
 
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: "
@@ -134,9 +164,15 @@ CONNECTIONS = [
     Rude("a body that does not come", head("content-length: 100")),
     Rude("a terabyte that does not come", head("content-length: 1000000000000")),
     Rude("a body letter by letter", head("content-length: 100000"), b"x"),
-    Rude("chunks without end", head("transfer-encoding: chunked"), b"400\r\n" + b"x" * 1024 + b"\r\n"),
+    Rude(
+        "chunks without end", head("transfer-encoding: chunked"), b"400\r\n" + b"x" * 1024 + b"\r\n"
+    ),
     Rude("a chunk of no size", head("transfer-encoding: chunked") + b"zzz\r\n"),
     Rude("a chunk of a size without end", head("transfer-encoding: chunked"), b"f" * 1000),
     Rude("a second request in half", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" + HALF),
-    Rude("a request answered early, and a body letter by letter", head("content-length: 100000", path="/nothing"), b"x"),
+    Rude(
+        "a request answered early, and a body letter by letter",
+        head("content-length: 100000", path="/nothing"),
+        b"x",
+    ),
 ]

@@ -1,4 +1,6 @@
-"""What every backend must do: one gradient however the batch is cut, one state that holds everything, no step on nonsense."""
+"""What every backend must do: one gradient however the batch is cut, one state that holds
+everything, no step on nonsense.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,18 @@ class Case:
 
 
 def _local(kind: str, seed: int = 0, temperature: float = 0.8, **changes: Any) -> LocalBackend:
-    return LocalBackend(load(kind, seed=seed), train_config(**changes), total_steps=10, temperature=temperature, reference=True)
+    return LocalBackend(
+        load(kind, seed=seed),
+        train_config(**changes),
+        total_steps=10,
+        temperature=temperature,
+        reference=True,
+    )
 
 
-CASES = {kind: Case(partial(_local, kind), kind != "bfloat16") for kind in ("full", "lora", "bfloat16")}
+CASES = {
+    kind: Case(partial(_local, kind), kind != "bfloat16") for kind in ("full", "lora", "bfloat16")
+}
 
 
 @pytest.fixture(params=CASES)
@@ -39,7 +49,9 @@ def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
-def one_pass(backend: Any, samples: list[Sample], budget: int, loss: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def one_pass(
+    backend: Any, samples: list[Sample], budget: int, loss: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     batches = pack(samples, budget)
     backend.annotate(batches, loss.needs)
     metrics = backend.forward_backward(batches, loss, Totals.of(batches, 32))
@@ -55,21 +67,28 @@ def test_is_a_backend(case: Case) -> None:
 @pytest.mark.parametrize("reduce", list(REDUCERS))
 def test_gradient_does_not_depend_on_the_cut(case: Case, reduce: str) -> None:
     """Any budget and any order: the same gradient and the same metrics (12, 13, 31)."""
-    backend, loss = case.make(), policy_loss(reduce=reduce)
+    backend = case.make()
+    loss = policy_loss(reduce=reduce)
     samples = make_samples(LENGTHS)
-    samples[4] = samples[4].with_(trained=torch.zeros_like(samples[4].trained))  # masked: counts nowhere
+    # masked: counts nowhere
+    samples[4] = samples[4].with_(trained=torch.zeros_like(samples[4].trained))
     want, metrics = one_pass(backend, samples, 10_000, loss)
     limit = 1e-6 if case.exact else 2e-2
     for budget, order in ((1, 1), (16, 1), (40, -1), (64, 1), (10_000, -1)):
         found, again = one_pass(backend, samples[::order], budget, loss)
         assert relative(found, want) < limit, f"budget {budget}"
-        assert again == pytest.approx(metrics, rel=1e-4 if case.exact else 0.1, abs=1e-6 if case.exact else 0.05)
+        assert again == pytest.approx(
+            metrics, rel=1e-4 if case.exact else 0.1, abs=1e-6 if case.exact else 0.05
+        )
     assert float(torch.cat([g.flatten() for g in want.values()]).norm()) > 1e-3
 
 
 def test_mean_of_means_would_be_seen(case: Case) -> None:
-    """Dividing by what is in the micro-batch instead is wrong by far more than the tolerance above."""
-    backend, samples = case.make(), make_samples(LENGTHS)
+    """Dividing by what is in the micro-batch instead is wrong by far more than the
+    tolerance above.
+    """
+    backend = case.make()
+    samples = make_samples(LENGTHS)
     want, _ = one_pass(backend, samples, 10_000, NLLLoss())
     batches = pack(samples, 24)
     for batch in batches:
@@ -79,7 +98,9 @@ def test_mean_of_means_would_be_seen(case: Case) -> None:
 
 
 def test_untrained_tokens_have_no_gradient(case: Case) -> None:
-    """A tool answer inside an episode is context only: its ids as targets get no gradient, an all-masked batch gives none at all (13, 28)."""
+    """A tool answer inside an episode is context only: its ids as targets get no gradient, an
+    all-masked batch gives none at all (13, 28).
+    """
     backend = case.make()
     sample = make_samples((20,))[0]
     hole = sample.trained.clone()
@@ -102,21 +123,27 @@ def test_untrained_tokens_have_no_gradient(case: Case) -> None:
 
 
 def test_zero_gradient_leaves_everything_untouched(case: Case) -> None:
-    backend, samples = case.make(learning_rate=0.1, optimizer={"weight_decay": 0.1}), make_samples(LENGTHS)
+    backend = case.make(learning_rate=0.1, optimizer={"weight_decay": 0.1})
+    samples = make_samples(LENGTHS)
     update(backend, samples)
     before = frozen(backend.state())
     equal = [s.with_(streams={"advantages": torch.zeros(len(s.tokens))}) for s in samples]
     loss = PolicyLoss(ppo_clip, REDUCERS["token_mean"])
     for batch in (equal, [s.with_(trained=torch.zeros_like(s.trained)) for s in samples], []):
         metrics = update(backend, batch, loss)
-        assert (metrics["train/empty"], metrics["train/skipped"], metrics["train/grad_norm"]) == (1, 0, 0)
+        assert (metrics["train/empty"], metrics["train/skipped"], metrics["train/grad_norm"]) == (
+            1,
+            0,
+            0,
+        )
     after = backend.state()
     assert after.meta.pop("steps") == before.meta.pop("steps") + 3 and identical(before, after)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_bad_gradient_leaves_everything_untouched(case: Case, bad: float) -> None:
-    backend, samples = case.make(max_grad_norm=1.0), make_samples(LENGTHS)
+    backend = case.make(max_grad_norm=1.0)
+    samples = make_samples(LENGTHS)
     update(backend, samples)
     before = frozen(backend.state())
 
@@ -130,12 +157,20 @@ def test_a_bad_gradient_leaves_everything_untouched(case: Case, bad: float) -> N
     after = backend.state()
     assert after.meta.pop("steps") == before.meta.pop("steps") + 1 and identical(before, after)
     healthy = update(backend, samples)  # and the bad gradient is gone
-    assert healthy["train/skipped"] == 0 and torch.isfinite(torch.tensor(healthy["train/grad_norm"]))
+    assert healthy["train/skipped"] == 0 and torch.isfinite(
+        torch.tensor(healthy["train/grad_norm"])
+    )
 
 
 def test_state_continues_bit_for_bit(case: Case) -> None:
-    """Four updates in a row, against two, a state moved to a new backend of another seed, and two more (33)."""
-    settings = {"learning_rate": 1e-2, "schedule": {"kind": "cosine", "warmup": 2}, "optimizer": {"weight_decay": 0.01}}
+    """Four updates in a row, against two, a state moved to a new backend of another seed, and two
+    more (33).
+    """
+    settings = {
+        "learning_rate": 1e-2,
+        "schedule": {"kind": "cosine", "warmup": 2},
+        "optimizer": {"weight_decay": 0.01},
+    }
     rows = [make_samples(LENGTHS, seed) for seed in range(4)]
     whole = case.make(**settings)
     losses = [update(whole, r)["sft/loss"] for r in rows]
@@ -157,9 +192,12 @@ def test_state_continues_bit_for_bit(case: Case) -> None:
 
 
 def test_a_state_before_the_first_step_is_complete(case: Case) -> None:
-    """Loading it into a backend that has trained also forgets its moments and any gradient that is pending."""
+    """Loading it into a backend that has trained also forgets its moments and any gradient that is
+    pending.
+    """
     rows = make_samples(LENGTHS)
-    fresh, used = case.make(), case.make()
+    fresh = case.make()
+    used = case.make()
     start = frozen(fresh.state())
     update(used, rows)
     used.forward_backward(pack(rows, 64), NLLLoss(), Totals.of(pack(rows, 64)))
@@ -180,29 +218,45 @@ def test_state_is_plain_and_complete(case: Case) -> None:
     trained = {name for name, p in backend.model.module.named_parameters() if p.requires_grad}
     assert {k.removeprefix("model/") for k in state.tensors if k.startswith("model/")} == trained
     for name in trained:
-        assert f"optimizer/{name}/exp_avg" in state.tensors and f"optimizer/{name}/exp_avg_sq" in state.tensors
+        assert (
+            f"optimizer/{name}/exp_avg" in state.tensors
+            and f"optimizer/{name}/exp_avg_sq" in state.tensors
+        )
     assert not any(t.requires_grad for t in state.tensors.values())
 
 
 def test_small_learning_rates_move_the_weights(case: Case) -> None:
-    """lr 1e-6 a hundred times: in bf16 each step alone would round away; together they must be seen (39)."""
-    backend, samples = case.make(learning_rate=1e-6), make_samples((20,))
+    """lr 1e-6 a hundred times: in bf16 each step alone would round away; together they must be seen
+    (39).
+    """
+    backend = case.make(learning_rate=1e-6)
+    samples = make_samples((20,))
     before = {k: m.detach().clone() for k, m in backend.optimizer.masters.items()}
     module_before = parameters(backend.model.module)
     for _ in range(3):
         update(backend, samples)
-    moved = torch.cat([(m.detach() - before[k]).flatten() for k, m in backend.optimizer.masters.items()])
+    moved = torch.cat(
+        [(m.detach() - before[k]).flatten() for k, m in backend.optimizer.masters.items()]
+    )
     assert 5e-7 < float(moved.abs().median()) < 4e-6
     for name, master in backend.optimizer.masters.items():
-        assert torch.equal(backend.optimizer.parameters[name].detach(), master.detach().to(backend.optimizer.parameters[name].dtype))
+        assert torch.equal(
+            backend.optimizer.parameters[name].detach(),
+            master.detach().to(backend.optimizer.parameters[name].dtype),
+        )
     if not case.exact:
         now = parameters(backend.model.module)
-        assert sum(int((now[k] != module_before[k]).sum()) for k in now) < 0.2 * len(moved)  # the bf16 copy hardly shows it
+        # the bf16 copy hardly shows it
+        assert sum(int((now[k] != module_before[k]).sum()) for k in now) < 0.2 * len(moved)
 
 
 def test_schedule_and_clipping_per_optimizer_step(case: Case) -> None:
-    """The rate follows optimizer steps, skipped and empty ones included, not micro-batches; the norm is reported before clipping."""
-    backend = case.make(learning_rate=1.0e-4, schedule={"kind": "linear", "warmup": 2}, max_grad_norm=1e-3)
+    """The rate follows optimizer steps, skipped and empty ones included, not micro-batches; the
+    norm is reported before clipping.
+    """
+    backend = case.make(
+        learning_rate=1.0e-4, schedule={"kind": "linear", "warmup": 2}, max_grad_norm=1e-3
+    )
     rates = []
     for seed in range(4):
         batches = pack(make_samples(LENGTHS, seed), 16)
@@ -214,7 +268,9 @@ def test_schedule_and_clipping_per_optimizer_step(case: Case) -> None:
 
 
 def test_annotate_is_the_policy_at_its_temperature(case: Case) -> None:
-    """Before any step old = reference = current at the rollout temperature; both without gradient (1, 2)."""
+    """Before any step old = reference = current at the rollout temperature; both without gradient
+    (1, 2).
+    """
     backend = case.make()
     batches = pack(make_samples(LENGTHS), 64)
     backend.annotate(batches, frozenset({"old", "reference"}))

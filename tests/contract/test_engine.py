@@ -1,4 +1,7 @@
-"""What every engine must do, whatever generates underneath. A new engine is one more case in `CASES`."""
+"""What every engine must do, whatever generates underneath.
+
+A new engine is one more case in `CASES`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ class Case:
 
 
 def _break_native(engine: NativeEngine) -> Callable[[], None]:
-    model, hidden = engine.model, engine.model.hidden
+    model = engine.model
+    hidden = engine.model.hidden
 
     def broken(*args: Any) -> torch.Tensor:
         raise RuntimeError("device lost")
@@ -54,7 +58,8 @@ CASES = {
         idle=lambda e: e.pool.free == e.pool.total and not e._running and not e._waiting,
         breaks=_break_native,
     ),
-    "native_small": Case(  # waiting, forks cut in two, and one sequence at a time are its everyday life
+    # waiting, forks cut in two, and one sequence at a time are its everyday life
+    "native_small": Case(
         make=lambda **kw: _with_blocks(NativeEngine(make_model(), max_batch=3, **kw), 8),
         weights=lambda e: Weights("shared", module=e.model.module),
         idle=lambda e: e.pool.free == e.pool.total and not e._running and not e._waiting,
@@ -72,7 +77,8 @@ CASES = {
 def _with_blocks(engine: NativeEngine, blocks: int) -> NativeEngine:
     from reinforge.engines.native.blocks import BlockPool
 
-    engine.blocks, engine.pool = blocks, BlockPool(blocks, 16)
+    engine.blocks = blocks
+    engine.pool = BlockPool(blocks, 16)
     return engine
 
 
@@ -93,15 +99,24 @@ def test_a_key_fixes_the_draws_whatever_else_runs(case: Case) -> None:
     async def work() -> None:
         engine = case.make()
         alone = await engine.generate(PROMPT, FREE, key=5, n=3)
-        company = [engine.generate(tokens_of(3 + i, i), Sampling(4 + i, ignore_eos=True), key=i, n=1 + i % 2) for i in range(5)]
-        results = await asyncio.gather(*company[:3], engine.generate(PROMPT, FREE, key=5, n=3), *company[3:])
+        company = [
+            engine.generate(
+                tokens_of(3 + i, i), Sampling(4 + i, ignore_eos=True), key=i, n=1 + i % 2
+            )
+            for i in range(5)
+        ]
+        results = await asyncio.gather(
+            *company[:3], engine.generate(PROMPT, FREE, key=5, n=3), *company[3:]
+        )
         again = results[3]
         assert [c.tokens for c in again] == [c.tokens for c in alone]
         for a, b in zip(again, alone, strict=True):
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
         fewer = await case.make().generate(PROMPT, FREE, key=5, n=1)
         more = await engine.generate(PROMPT, FREE, key=5, n=8)
-        assert fewer[0].tokens == alone[0].tokens and [c.tokens for c in more[:3]] == [c.tokens for c in alone]
+        assert fewer[0].tokens == alone[0].tokens and [c.tokens for c in more[:3]] == [
+            c.tokens for c in alone
+        ]
         assert case.idle(engine)
 
     run(work())
@@ -110,7 +125,9 @@ def test_a_key_fixes_the_draws_whatever_else_runs(case: Case) -> None:
 def test_samples_and_keys_differ(case: Case) -> None:
     async def work() -> None:
         engine = case.make()
-        one, other = await asyncio.gather(engine.generate(PROMPT, FREE, key=1, n=6), engine.generate(PROMPT, FREE, key=2, n=6))
+        one, other = await asyncio.gather(
+            engine.generate(PROMPT, FREE, key=1, n=6), engine.generate(PROMPT, FREE, key=2, n=6)
+        )
         texts = [tuple(c.tokens) for c in one + other]
         assert len(set(texts)) == 12
         assert len({t[0] for t in texts}) > 3  # from the first token on
@@ -122,7 +139,9 @@ def test_greedy_ignores_the_key(case: Case) -> None:
     async def work() -> None:
         engine = case.make()
         greedy = Sampling(10, 0.0, ignore_eos=True)
-        found = await engine.generate(PROMPT, greedy, key=1, n=2) + await engine.generate(PROMPT, greedy, key=2)
+        found = await engine.generate(PROMPT, greedy, key=1, n=2) + await engine.generate(
+            PROMPT, greedy, key=2
+        )
         assert found[0].tokens == found[1].tokens == found[2].tokens
         assert found[0].tokens != (await engine.generate(tokens_of(7, 9), greedy, key=1))[0].tokens
 
@@ -133,17 +152,23 @@ def test_aligned_and_truncated(case: Case) -> None:
     async def work() -> None:
         engine = case.make()
         for limit in (1, 2, 15, 17, 40):
-            for done in await engine.generate(PROMPT, Sampling(limit, 0.7, ignore_eos=True), key=3, n=2):
+            for done in await engine.generate(
+                PROMPT, Sampling(limit, 0.7, ignore_eos=True), key=3, n=2
+            ):
                 assert len(done.tokens) == len(done.logprobs) == len(done.versions) == limit
                 assert done.stop is Stop.LENGTH and set(done.versions) == {0}
-                assert all(-100 < p <= 0 for p in done.logprobs) and all(0 <= t < VOCABULARY for t in done.tokens)
+                assert all(-100 < p <= 0 for p in done.logprobs) and all(
+                    0 <= t < VOCABULARY for t in done.tokens
+                )
 
     run(work())
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["asked", "engine's"])
 def test_stop_tokens(case: Case, own: bool) -> None:
-    """The stop token is part of the completion; at the very last place it is still a stop, not a truncation."""
+    """The stop token is part of the completion; at the very last place it is still a stop, not a
+    truncation.
+    """
 
     async def work() -> None:
         free = (await case.make().generate(PROMPT, FREE, key=8))[0]
@@ -163,7 +188,11 @@ def test_stop_tokens(case: Case, own: bool) -> None:
 
 
 def test_stop_tokens_in_the_prompt_do_not_stop(case: Case) -> None:
-    done = run(case.make(stop_tokens=[PROMPT[0], PROMPT[-1]]).generate(PROMPT, Sampling(3, ignore_eos=True), key=1))[0]
+    done = run(
+        case.make(stop_tokens=[PROMPT[0], PROMPT[-1]]).generate(
+            PROMPT, Sampling(3, ignore_eos=True), key=1
+        )
+    )[0]
     assert len(done.tokens) == 3
 
 
@@ -175,7 +204,9 @@ def test_stop_strings(case: Case) -> None:
         text = decode(free.tokens)
         for string in (text[2:4], text[5:8], text[0]):
             want = next(n for n in range(1, 13) if string in decode(free.tokens[:n]))
-            done = (await engine.generate(PROMPT, Sampling(12, stop_strings=("never", string)), key=8))[0]
+            done = (
+                await engine.generate(PROMPT, Sampling(12, stop_strings=("never", string)), key=8)
+            )[0]
             assert done.tokens == free.tokens[:want] and done.stop is Stop.EOS
         never = (await engine.generate(PROMPT, Sampling(12, stop_strings=("zz",)), key=8))[0]
         assert never.tokens == free.tokens and never.stop is Stop.LENGTH
@@ -189,13 +220,19 @@ def test_versions_after_an_update(case: Case) -> None:
         before = (await engine.generate(PROMPT, FREE, key=8))[0]
         await engine.update(case.weights(engine), 7)
         after = (await engine.generate(PROMPT, FREE, key=8))[0]
-        assert set(before.versions) == {0} and set(after.versions) == {7} and after.tokens == before.tokens
+        assert (
+            set(before.versions) == {0}
+            and set(after.versions) == {7}
+            and after.tokens == before.tokens
+        )
 
     run(work())
 
 
 def test_an_update_in_the_middle_of_a_completion(case: Case) -> None:
-    """Every token says which weights sampled it; with unchanged values the completion itself is unchanged."""
+    """Every token says which weights sampled it; with unchanged values the completion itself is
+    unchanged.
+    """
 
     async def work() -> None:
         engine = case.make()
@@ -207,7 +244,9 @@ def test_an_update_in_the_middle_of_a_completion(case: Case) -> None:
                 await asyncio.sleep(0)
             await engine.update(case.weights(engine), version)
         for done, whole in zip(await task, want, strict=True):
-            assert done.tokens == whole.tokens and done.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+            assert done.tokens == whole.tokens and done.logprobs == pytest.approx(
+                whole.logprobs, abs=1e-5
+            )
             assert done.versions == sorted(done.versions) and set(done.versions) >= {0, 2}
         assert case.idle(engine)
 
@@ -219,7 +258,9 @@ def test_cancelling_frees_everything_and_disturbs_nobody(case: Case) -> None:
         engine = case.make()
         want = await engine.generate(PROMPT, FREE, key=8, n=2)
         for pause in (0, 1, 3, 9):
-            doomed = asyncio.ensure_future(engine.generate(tokens_of(9, 1), Sampling(60, ignore_eos=True), key=1, n=4))
+            doomed = asyncio.ensure_future(
+                engine.generate(tokens_of(9, 1), Sampling(60, ignore_eos=True), key=1, n=4)
+            )
             other = asyncio.ensure_future(engine.generate(PROMPT, FREE, key=8, n=2))
             for _ in range(pause):
                 await asyncio.sleep(0)
@@ -239,7 +280,8 @@ def test_sleep_and_wake(case: Case) -> None:
         before = (await engine.generate(PROMPT, FREE, key=8))[0]
         await engine.sleep()
         await engine.sleep()
-        assert (await engine.generate(PROMPT, FREE, key=8))[0].tokens == before.tokens  # wakes by itself
+        # wakes by itself
+        assert (await engine.generate(PROMPT, FREE, key=8))[0].tokens == before.tokens
         await engine.sleep()
         await engine.wake()
         await engine.wake()
@@ -253,7 +295,10 @@ def test_errors_reach_every_caller_and_nobody_hangs(case: Case) -> None:
         engine = case.make()
         want = (await engine.generate(PROMPT, FREE, key=8))[0].tokens
         repair = case.breaks(engine)
-        results = await asyncio.gather(*(engine.generate(tokens_of(4, i), FREE, key=i, n=3) for i in range(6)), return_exceptions=True)
+        results = await asyncio.gather(
+            *(engine.generate(tokens_of(4, i), FREE, key=i, n=3) for i in range(6)),
+            return_exceptions=True,
+        )
         assert all(isinstance(r, RuntimeError) and "device lost" in str(r) for r in results)
         repair()
         for _ in range(3):
@@ -270,12 +315,16 @@ def test_an_empty_prompt_is_an_input_error(case: Case) -> None:
 
 
 def test_survives_its_event_loop(case: Case) -> None:
-    """A notebook calls again and again, each time in a loop of its own, also after one that was torn down in the middle."""
+    """A notebook calls again and again, each time in a loop of its own, also after one that was
+    torn down in the middle.
+    """
     engine = case.make()
     want = run(engine.generate(PROMPT, FREE, key=8))[0].tokens
 
     async def leave() -> None:
-        task = asyncio.ensure_future(engine.generate(PROMPT, Sampling(60, ignore_eos=True), key=1, n=2))
+        task = asyncio.ensure_future(
+            engine.generate(PROMPT, Sampling(60, ignore_eos=True), key=1, n=2)
+        )
         for _ in range(5):
             await asyncio.sleep(0)
         assert not task.done()
@@ -291,7 +340,12 @@ def test_score_speaks_about_each_given_token(case: Case) -> None:
             pytest.skip("does not score")
         done = (await engine.generate(PROMPT, FREE, key=8))[0]
         scores = await engine.score(PROMPT + done.tokens)
-        assert scores.dtype is torch.float32 and scores.shape == (len(PROMPT) + 12,) and float(scores[0]) == 0.0
-        assert scores[len(PROMPT) :].tolist() == pytest.approx(done.logprobs, abs=1e-5)  # sampled at temperature 1
+        assert (
+            scores.dtype is torch.float32
+            and scores.shape == (len(PROMPT) + 12,)
+            and float(scores[0]) == 0.0
+        )
+        # sampled at temperature 1
+        assert scores[len(PROMPT) :].tolist() == pytest.approx(done.logprobs, abs=1e-5)
 
     run(work())

@@ -1,4 +1,6 @@
-"""What the end-to-end tests share: one tiny model, and the uninterrupted runs that all others are compared with."""
+"""What the end-to-end tests share: one tiny model, and the uninterrupted runs that all others are
+compared with.
+"""
 
 from __future__ import annotations
 

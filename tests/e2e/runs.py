@@ -1,9 +1,13 @@
-"""Runs of the real command line on a tiny model: how to start, kill and compare them. benchmarks/kill_resume.py uses it too.
+"""Runs of the real command line on a tiny model: how to start, kill and compare them.
+benchmarks/kill_resume.py uses it too.
 
-A run is started in one of two ways, and both are a process of its own that a signal can kill at any moment:
-- `start(...)`: `python -m reinforge ...`, as a user does. Importing torch and transformers takes most of its life.
-- `start(..., forked=True)`: a fork of a server that has imported them and nothing else, and has started no thread; the fork
-  calls the same `main(argv)`. Everything after the imports is the same, the start-up is not paid again.
+A run is started in one of two ways, and both are a process of its own that a signal can kill at any
+moment:
+- `start(...)`: `python -m reinforge ...`, as a user does. Importing torch and transformers takes
+  most of its life.
+- `start(..., forked=True)`: a fork of a server that has imported them and nothing else, and has
+  started no thread; the fork calls the same `main(argv)`. Everything after the imports is the same,
+  the start-up is not paid again.
 """
 
 from __future__ import annotations
@@ -25,16 +29,29 @@ import yaml
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SRC), "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "NO_COLOR": "1",
-}  # fmt: skip
-PRELOAD = ["reinforge.app.build", "reinforge.app.api", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"]
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(SRC),
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+    "COLUMNS": "200",
+    "NO_COLOR": "1",
+}
+PRELOAD = [
+    "reinforge.app.build",
+    "reinforge.app.api",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+]
 TIMEOUT = 120.0
-CLOCK = ("time", "tokens_per_second")  # metrics that two equal runs do not share, besides time/, share/ and memory/
+# metrics that two equal runs do not share, besides time/, share/ and memory/
+CLOCK = ("time", "tokens_per_second")
 
-PARTS = '''"""A user's functions. The reward is not known to be repeatable, so its answers are journalled.
+PARTS = '''"""A user's functions.
 
-PAUSE_AT=reward:5 makes the fifth call of the reward write the file `paused` and wait for PAUSE seconds, or until there is a
+The reward is not known to be repeatable, so its answers are journalled. PAUSE_AT=reward:5 makes the
+fifth call of the reward write the file `paused` and wait for PAUSE seconds, or until there is a
 file `go`, so that a test knows where a signal arrives.
 """
 
@@ -82,23 +99,45 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     """
     out = dict(base)
     for key, value in changes.items():
-        out[key] = merged(out[key], value) if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) else value
+        out[key] = (
+            merged(out[key], value)
+            if isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+            else value
+        )
     return out
 
 
 def write_config(folder: Path, model: Path, name: str = "grpo", **changes: Any) -> Path:
-    """A run of a few seconds: short sums, two rewards (one a user's), a checkpoint every 2 steps, an evaluation every 3."""
+    """A run of a few seconds: short sums, two rewards (one a user's), a checkpoint every 2 steps,
+    an evaluation every 3.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "parts.py").write_text(PARTS)
     config: dict[str, Any] = {
         "model": {"path": str(model)},
         "algorithm": {"name": name, "group_size": 4},
-        "data": {"source": "arithmetic:chain", "options": {"size": 60, "max_value": 9, "terms": 2}, "eval": {"size": 4}},
-        "rewards": [{"name": "exact_number"}, {"name": f"{folder / 'parts.py'}:digits", "weight": 0.5}],
+        "data": {
+            "source": "arithmetic:chain",
+            "options": {"size": 60, "max_value": 9, "terms": 2},
+            "eval": {"size": 4},
+        },
+        "rewards": [
+            {"name": "exact_number"},
+            {"name": f"{folder / 'parts.py'}:digits", "weight": 0.5},
+        ],
         "rollout": {"max_new_tokens": 16, "kv_gib": 0.002},
-        "train": {"steps": 14, "prompts_per_step": 4, "learning_rate": 3e-3, "schedule": {"kind": "cosine", "warmup": 2}},
+        "train": {
+            "steps": 14,
+            "prompts_per_step": 4,
+            "learning_rate": 3e-3,
+            "schedule": {"kind": "cosine", "warmup": 2},
+        },
         "eval": {"every": 3},
-        "run": {"dir": "run", "checkpoint": {"every": 2}, "log": {"samples_every": 1, "samples": 8}},
+        "run": {
+            "dir": "run",
+            "checkpoint": {"every": 2},
+            "log": {"samples_every": 1, "samples": 8},
+        },
     }
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(merged(config, changes)))
@@ -122,10 +161,17 @@ class Started:
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None if isinstance(self.process, subprocess.Popen) else self.process.is_alive()
+        return (
+            self.process.poll() is None
+            if isinstance(self.process, subprocess.Popen)
+            else self.process.is_alive()
+        )
 
     def wait(self, timeout: float = TIMEOUT) -> int:
-        """The exit code, negative for a signal. Kills the process and fails when it does not end in time."""
+        """The exit code, negative for a signal.
+
+        Kills the process and fails when it does not end in time.
+        """
         if isinstance(self.process, subprocess.Popen):
             try:
                 return self.process.wait(timeout)
@@ -153,7 +199,9 @@ class Started:
                 return condition()
             if time.monotonic() - self.began > timeout:
                 self.kill()
-                raise AssertionError(f"the awaited did not happen within {timeout:g} s:\n{self.output()}")
+                raise AssertionError(
+                    f"the awaited did not happen within {timeout:g} s:\n{self.output()}"
+                )
             time.sleep(0.002)
         return True
 
@@ -174,26 +222,38 @@ def run_command(args: Sequence[str], cwd: str, env: Mapping[str, str], log: str)
     sys.exit(main(list(args)))
 
 
-def start(args: Sequence[str], cwd: Path, *, env: Mapping[str, str] | None = None, forked: bool = False) -> Started:
+def start(
+    args: Sequence[str], cwd: Path, *, env: Mapping[str, str] | None = None, forked: bool = False
+) -> Started:
     """Starts `reinforge ARGS` in `cwd` and returns at once. Output goes to a new file in `cwd`."""
     log = cwd / f"out-{time.time_ns()}.txt"
     log.touch()
     began = time.monotonic()
     if forked:
-        process: Any = server().Process(target=run_command, args=(list(args), str(cwd), dict(env or {}), str(log)))
+        process: Any = server().Process(
+            target=run_command, args=(list(args), str(cwd), dict(env or {}), str(log))
+        )
         with environment():
             process.start()
     else:
         with log.open("ab") as out:
             command = [sys.executable, "-m", "reinforge", *args]
             process = subprocess.Popen(
-                command, cwd=cwd, env={**os.environ, **ENVIRONMENT, **(env or {})}, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                command,
+                cwd=cwd,
+                env={**os.environ, **ENVIRONMENT, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
             )
     return Started(process, log, began)
 
 
 def server() -> Any:
-    """The fork server's context. Its process starts with the first fork, and imports what a run needs."""
+    """The fork server's context.
+
+    Its process starts with the first fork, and imports what a run needs.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -211,10 +271,20 @@ def environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def cli(*args: object, cwd: Path, text: str | None = None, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def cli(
+    *args: object, cwd: Path, text: str | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """`reinforge ARGS` to its end, as a user runs it; `text` is typed in."""
-    return subprocess.run([sys.executable, "-m", "reinforge", *map(str, args)], cwd=cwd, env={**os.environ, **ENVIRONMENT, **(env or {})}, input=text,
-                          stdin=subprocess.DEVNULL if text is None else None, capture_output=True, text=True, timeout=TIMEOUT)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "reinforge", *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, **ENVIRONMENT, **(env or {})},
+        input=text,
+        stdin=subprocess.DEVNULL if text is None else None,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
 
 
 def forked(*args: object, cwd: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:
@@ -233,7 +303,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class Evidence:
-    """What two runs must share to have trained alike: the digest of the last checkpoint, every metric of every step, every sample."""
+    """What two runs must share to have trained alike: the digest of the last checkpoint, every
+    metric of every step, every sample.
+    """
 
     digest: str
     metrics: list[dict[str, Any]]
@@ -244,7 +316,11 @@ def evidence(run_dir: Path) -> Evidence:
     from reinforge.checkpoint.store import digest_run
 
     metrics = [
-        {k: v for k, v in line.items() if k not in CLOCK and not k.startswith(("time/", "share/", "memory/", "efficiency/"))}
+        {
+            k: v
+            for k, v in line.items()
+            if k not in CLOCK and not k.startswith(("time/", "share/", "memory/", "efficiency/"))
+        }
         for line in lines(run_dir / "metrics.jsonl")
     ]
     return Evidence(digest_run(run_dir), metrics, lines(run_dir / "samples.jsonl"))
@@ -255,21 +331,35 @@ def trained_steps(run_dir: Path) -> list[int]:
 
 
 def evaluated_steps(run_dir: Path) -> list[int]:
-    return [line["step"] for line in lines(run_dir / "metrics.jsonl") if any(key.startswith("eval/") for key in line)]
+    return [
+        line["step"]
+        for line in lines(run_dir / "metrics.jsonl")
+        if any(key.startswith("eval/") for key in line)
+    ]
 
 
 def differences(run_dir: Path, expected: Evidence, steps: int) -> list[str]:
-    """In words, what is not as in the uninterrupted run. Empty: they are equal, and each step is in the log exactly once."""
-    found, out = evidence(run_dir), []
+    """In words, what is not as in the uninterrupted run.
+
+    Empty: they are equal, and each step is in the log exactly once.
+    """
+    found = evidence(run_dir)
+    out = []
     if found.digest != expected.digest:
         out.append(f"digest {found.digest[:12]} instead of {expected.digest[:12]}")
     if trained_steps(run_dir) != list(range(1, steps + 1)):
         out.append(f"steps in metrics.jsonl: {trained_steps(run_dir)}")
     for name in ("metrics", "samples"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours = getattr(found, name)
+        theirs = getattr(expected, name)
         if ours != theirs:
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
-            out.append(f"{name} differ from line {at + 1} on ({len(ours)} lines, {len(theirs)} expected)")
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b),
+                min(len(ours), len(theirs)),
+            )
+            out.append(
+                f"{name} differ from line {at + 1} on ({len(ours)} lines, {len(theirs)} expected)"
+            )
     leftovers = [p.name for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".")]
     return out + ([f"left behind: {leftovers}"] if leftovers else [])
 

@@ -1,4 +1,6 @@
-"""Architectures that once trained on wrong numbers without a word: through the command line they are right, or refused before training."""
+"""Architectures that once trained on wrong numbers without a word: through the command line they
+are right, or refused before training.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,55 @@ SHORT = ("rollout.max_new_tokens=8",)  # prompts of the task have a few tokens
 LONG = (f"rollout.max_new_tokens={ORIGINAL}",)
 ROWS = (f"data.max_length={ORIGINAL + 1}",)
 
-CASES: dict[str, tuple[str, tuple[str, ...], str | None]] = {  # the architecture, changes of the config, and why it is refused
+# the architecture, changes of the config, and why it is refused
+CASES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "longrope": ("longrope", SHORT, None),
-    "longrope, answers past its original length": ("longrope", LONG, f"no room for a prompt in the model's context of {ORIGINAL}"),
-    "longrope, rows past its original length": ("longrope", ROWS, f"{ORIGINAL + 1} tokens are more than the {ORIGINAL} up to which"),
+    "longrope, answers past its original length": (
+        "longrope",
+        LONG,
+        f"no room for a prompt in the model's context of {ORIGINAL}",
+    ),
+    "longrope, rows past its original length": (
+        "longrope",
+        ROWS,
+        f"{ORIGINAL + 1} tokens are more than the {ORIGINAL} up to which",
+    ),
     "dynamic": ("dynamic", SHORT, None),
     "qwen2_moe": ("qwen2_moe", SHORT, None),
     "phimoe": ("phimoe", SHORT, None),
-    "gptj": ("gptj", (), "GPTJForCausalLM cannot be trained here: its layers have an attention of their own making"),
-    "gpt_neo": ("gpt_neo", (), "GPTNeoForCausalLM cannot be trained here: its layers have an attention of their own making"),
-    "codegen": ("codegen", (), "CodeGenForCausalLM cannot be trained here: its layers have an attention of their own making"),
+    "gptj": (
+        "gptj",
+        (),
+        "GPTJForCausalLM cannot be trained here: its layers have an attention of their own making",
+    ),
+    "gpt_neo": (
+        "gpt_neo",
+        (),
+        (
+            "GPTNeoForCausalLM cannot be trained here: its layers have an attention of their own"
+            " making"
+        ),
+    ),
+    "codegen": (
+        "codegen",
+        (),
+        (
+            "CodeGenForCausalLM cannot be trained here: its layers have an attention of their own"
+            " making"
+        ),
+    ),
     "lfm2": ("lfm2", NARROW, "Lfm2ForCausalLM cannot be trained here: its layers keep state"),
-    "qwen3_5": ("qwen3_5", NARROW, "Qwen3_5ForCausalLM cannot be trained here: its layers keep state"),
+    "qwen3_5": (
+        "qwen3_5",
+        NARROW,
+        "Qwen3_5ForCausalLM cannot be trained here: its layers keep state",
+    ),
     "llama4": ("llama4", NARROW, "Llama4ForCausalLM cannot be trained here: it attends in chunks"),
-    "deepseek_v3": ("deepseek_v3", (), "keys of layer 0 have heads of 16 numbers and its values of 8"),
+    "deepseek_v3": (
+        "deepseek_v3",
+        (),
+        "keys of layer 0 have heads of 16 numbers and its values of 8",
+    ),
 }
 
 
@@ -44,13 +81,18 @@ def write_tokenizer(folder: Path) -> None:
 def test_trained_right_or_refused_before_training(case: str, tmp_path: Path) -> None:
     name, changes, refused = CASES[case]
     model = save_architecture(name, tmp_path / "model", write_tokenizer)
-    config = runs.write_config(tmp_path, model, train={"steps": 2}, data={"eval": {"size": 0}}, eval={"every": 0})
+    config = runs.write_config(
+        tmp_path, model, train={"steps": 2}, data={"eval": {"size": 0}}, eval={"every": 0}
+    )
     code, said = runs.forked("train", config, *changes, cwd=tmp_path)
     if refused is None:
         assert code == 0, said
         metrics = runs.lines(tmp_path / "run" / "metrics.jsonl")
         assert [line["step"] for line in metrics] == [1, 2]
-        assert all(line["policy/entropy"] < 5.5 and line["mismatch/max"] < 1e-4 for line in metrics), metrics  # engine and trainer agree
+        # engine and trainer agree
+        assert all(
+            line["policy/entropy"] < 5.5 and line["mismatch/max"] < 1e-4 for line in metrics
+        ), metrics
         return
     assert code == 2, said
     [paragraph] = [line for line in said.splitlines() if "error:" in line]
@@ -60,13 +102,24 @@ def test_trained_right_or_refused_before_training(case: str, tmp_path: Path) -> 
 
 def test_yes_on_standard_input_runs_no_code_of_a_model(tmp_path: Path, tiny: Path) -> None:
     """transformers would ask, and `yes | reinforge train` would answer."""
-    model, mark = tmp_path / "model", tmp_path / "mark"
+    model = tmp_path / "model"
+    mark = tmp_path / "mark"
     shutil.copytree(tiny, model)
-    (model / "own.py").write_text(f"open({str(mark)!r}, 'w').close()\nfrom transformers import LlamaConfig as OwnConfig\n")
+    (model / "own.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\nfrom transformers import LlamaConfig as OwnConfig\n"
+    )
     settings = json.loads((model / "config.json").read_text())
     settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
     (model / "config.json").write_text(json.dumps(settings))
     config = runs.write_config(tmp_path, model)
-    done = runs.cli("train", config, cwd=tmp_path, text="y\n" * 100, env={"HF_MODULES_CACHE": str(tmp_path / "modules")})
-    assert done.returncode == 2 and "is Python code in its own directory" in done.stderr, done.stderr
+    done = runs.cli(
+        "train",
+        config,
+        cwd=tmp_path,
+        text="y\n" * 100,
+        env={"HF_MODULES_CACHE": str(tmp_path / "modules")},
+    )
+    assert done.returncode == 2 and "is Python code in its own directory" in done.stderr, (
+        done.stderr
+    )
     assert not mark.exists()

@@ -1,4 +1,7 @@
-"""The whole way through the command line: plan, train, eval, generate, chat, export, compare. Numbers are checked against transformers."""
+"""The whole way through the command line: plan, train, eval, generate, chat, export, compare.
+
+Numbers are checked against transformers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """An SFT run with evaluation, made by the command as a user types it."""
     folder = tmp_path_factory.mktemp("flow")
     config = runs.write_config(
-        folder, tiny, "sft", train={"steps": STEPS, "learning_rate": 1e-2, "prompts_per_step": 16}, eval={"every": 10}
+        folder,
+        tiny,
+        "sft",
+        train={"steps": STEPS, "learning_rate": 1e-2, "prompts_per_step": 16},
+        eval={"every": 10},
     )
     done = runs.cli("train", config.name, "run.dir=runs/sft", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -38,7 +45,10 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.fixture(scope="module")
 def lora(tiny: Path, trained: Trained) -> Path:
     """A LoRA GRPO run beside it."""
-    changes = {"adapter": {"kind": "lora", "rank": 4}, "train": {"steps": 3, "learning_rate": 3e-2, "schedule": {"kind": "constant"}}}
+    changes = {
+        "adapter": {"kind": "lora", "rank": 4},
+        "train": {"steps": 3, "learning_rate": 3e-2, "schedule": {"kind": "constant"}},
+    }
     config = runs.write_config(trained.folder / "lora", tiny, **changes)
     code, said = runs.forked("train", config, "run.dir=runs/lora", cwd=trained.folder)
     assert code == 0, said
@@ -54,7 +64,9 @@ def exported(trained: Trained) -> Path:
 
 def value(said: str, key: str) -> float:
     """What a `key  value` line says."""
-    return float(next(line.split()[1] for line in reversed(said.splitlines()) if line.split()[:1] == [key]))
+    return float(
+        next(line.split()[1] for line in reversed(said.splitlines()) if line.split()[:1] == [key])
+    )
 
 
 def logits(model: torch.nn.Module, tokenizer: object, text: str) -> torch.Tensor:
@@ -76,19 +88,31 @@ def test_plan(trained: Trained) -> None:
 def test_training_learned_and_said_so(trained: Trained) -> None:
     lines = runs.lines(trained.folder / "runs" / "sft" / "metrics.jsonl")
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
-    assert len(losses) == 4 and losses[0] == pytest.approx(5.5, abs=0.2), "about ln(vocabulary) before the first step"
+    assert len(losses) == 4 and losses[0] == pytest.approx(5.5, abs=0.2), (
+        "about ln(vocabulary) before the first step"
+    )
     assert losses[-1] < 3.2
     ending = trained.said[trained.said.index("finished  ") :]
     assert ending.startswith(f"finished  {STEPS} of {STEPS} steps in ")
-    assert "\nreached   eval/accuracy " in ending and "\n          loss " in ending and "tokens_per_second" not in ending
+    assert (
+        "\nreached   eval/accuracy " in ending
+        and "\n          loss " in ending
+        and "tokens_per_second" not in ending
+    )
     assert "report    runs/sft/report.html" in ending and "reinforge chat runs/sft" in ending
     for name in ("report.html", "summary.json", "config.json", "versions.json"):
         assert (trained.folder / "runs" / "sft" / name).stat().st_size > 100
 
 
 def test_eval_of_a_run_and_of_its_config(trained: Trained) -> None:
-    """The run's checkpoint scores what its last evaluation said; the config names the untrained model."""
-    last = [line for line in runs.lines(trained.folder / "runs" / "sft" / "metrics.jsonl") if "eval/reward" in line]
+    """The run's checkpoint scores what its last evaluation said; the config names the untrained
+    model.
+    """
+    last = [
+        line
+        for line in runs.lines(trained.folder / "runs" / "sft" / "metrics.jsonl")
+        if "eval/reward" in line
+    ]
     for source, expected in (("runs/sft", last[-1]), (trained.config.name, last[0])):
         code, said = runs.forked("eval", source, cwd=trained.folder)
         assert code == 0, said
@@ -106,23 +130,46 @@ def test_the_exported_model_is_the_trained_one(trained: Trained, exported: Path)
     state, _ = store.load(trained.folder / "runs" / "sft" / "checkpoints" / f"step-{STEPS:08d}")
     model = AutoModelForCausalLM.from_pretrained(exported)
     own = dict(model.named_parameters())
-    weights = {name.removeprefix("model/"): tensor for name, tensor in state.tensors.items() if name.startswith("model/")}
+    weights = {
+        name.removeprefix("model/"): tensor
+        for name, tensor in state.tensors.items()
+        if name.startswith("model/")
+    }
     assert weights.keys() == own.keys()
     assert all(torch.equal(own[name], tensor) for name, tensor in weights.items())
-    assert model.config._attn_implementation in ("sdpa", "eager") and not list(exported.glob("*.bin"))
-    assert "reinforge" not in (exported / "config.json").read_text(), "nothing of ours is needed to load it"
+    assert model.config._attn_implementation in ("sdpa", "eager") and not list(
+        exported.glob("*.bin")
+    )
+    assert "reinforge" not in (exported / "config.json").read_text(), (
+        "nothing of ours is needed to load it"
+    )
 
 
 def test_generate_agrees_with_transformers(trained: Trained, exported: Path) -> None:
-    """Greedy completions of the run are those of the exported model under transformers, and so are their log-probs."""
+    """Greedy completions of the run are those of the exported model under transformers, and so are
+    their log-probs.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (trained.folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "tag": i}) + "\n" for i, p in enumerate(PROMPTS)))
+    (trained.folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": p, "tag": i}) + "\n" for i, p in enumerate(PROMPTS))
+    )
     code, said = runs.forked(
-        "generate", "runs/sft", "--prompts", "prompts.jsonl", "--out", "got.jsonl", "-t", 0, "--max-new-tokens", 8, cwd=trained.folder
+        "generate",
+        "runs/sft",
+        "--prompts",
+        "prompts.jsonl",
+        "--out",
+        "got.jsonl",
+        "-t",
+        0,
+        "--max-new-tokens",
+        8,
+        cwd=trained.folder,
     )
     assert code == 0 and said.splitlines()[-1] == "3 rows in got.jsonl", said
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
     rows = runs.lines(trained.folder / "got.jsonl")
     assert [(r["prompt"], r["tag"]) for r in rows] == list(zip(PROMPTS, range(3)))
     for row in rows:
@@ -155,7 +202,11 @@ def test_sampling_is_a_function_of_the_seed(trained: Trained, exported: Path) ->
         )
         assert code == 0, said
         texts.append([row["tokens"] for row in runs.lines(trained.folder / "s.jsonl")])
-    assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 4 and len({str(t) for t in texts[0]}) > 1
+    assert (
+        texts[0] == texts[1] != texts[2]
+        and len(texts[0]) == 4
+        and len({str(t) for t in texts[0]}) > 1
+    )
 
 
 def test_lora_adapter_and_merged_agree(trained: Trained, lora: Path, tiny: Path) -> None:
@@ -168,8 +219,12 @@ def test_lora_adapter_and_merged_agree(trained: Trained, lora: Path, tiny: Path)
     tokenizer = AutoTokenizer.from_pretrained(trained.folder / "merged")
     base = AutoModelForCausalLM.from_pretrained(tiny)
     plain = logits(base, tokenizer, PROMPTS[0])
-    adapted = logits(PeftModel.from_pretrained(base, trained.folder / "adapter"), tokenizer, PROMPTS[0])
-    merged = logits(AutoModelForCausalLM.from_pretrained(trained.folder / "merged"), tokenizer, PROMPTS[0])
+    adapted = logits(
+        PeftModel.from_pretrained(base, trained.folder / "adapter"), tokenizer, PROMPTS[0]
+    )
+    merged = logits(
+        AutoModelForCausalLM.from_pretrained(trained.folder / "merged"), tokenizer, PROMPTS[0]
+    )
     assert not (trained.folder / "merged" / "adapter_config.json").exists()
     torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=1e-4)
     assert (plain - merged).abs().max() > 1e-3
@@ -182,21 +237,44 @@ def test_runs_list_show_compare_digest(trained: Trained, lora: Path) -> None:
     code, said = runs.forked("runs", "list", "runs", "--json", cwd=trained.folder)
     found = {Path(run["dir"]).name: run for run in json.loads(said)}
     assert code == 0 and found.keys() == {"sft", "lora"}
-    assert (found["sft"]["status"], found["sft"]["step"], found["sft"]["algorithm"]) == ("finished", STEPS, "sft")
+    assert (found["sft"]["status"], found["sft"]["step"], found["sft"]["algorithm"]) == (
+        "finished",
+        STEPS,
+        "sft",
+    )
     code, said = runs.forked("runs", "show", "runs/sft", "--json", cwd=trained.folder)
     shown = json.loads(said)
     assert code == 0 and [c["step"] for c in shown["checkpoints"]] == [STEPS - 2, STEPS]
-    code, said = runs.forked("runs", "compare", "runs/sft", "runs/lora", "--json", cwd=trained.folder)
+    code, said = runs.forked(
+        "runs", "compare", "runs/sft", "runs/lora", "--json", cwd=trained.folder
+    )
     compared = json.loads(said)
-    assert code == 0 and compared["config"]["algorithm.name"] == ["sft", "grpo"] and "data.source" not in compared["config"]
+    assert (
+        code == 0
+        and compared["config"]["algorithm.name"] == ["sft", "grpo"]
+        and "data.source" not in compared["config"]
+    )
     assert compared["metrics"]["train/loss"][0] == shown["last"]["train/loss"]
-    digests = [runs.forked("runs", "digest", f"runs/{name}", cwd=trained.folder)[1].strip() for name in ("sft", "lora")]
-    assert digests == [store.digest_run(trained.folder / "runs" / name) for name in ("sft", "lora")] and digests[0] != digests[1]
+    digests = [
+        runs.forked("runs", "digest", f"runs/{name}", cwd=trained.folder)[1].strip()
+        for name in ("sft", "lora")
+    ]
+    assert (
+        digests == [store.digest_run(trained.folder / "runs" / name) for name in ("sft", "lora")]
+        and digests[0] != digests[1]
+    )
 
 
 def test_chat_through_a_pipe(trained: Trained) -> None:
     done = runs.cli(
-        "chat", "runs/sft", "-t", "0", "--max-new-tokens", "6", cwd=trained.folder, text="1+2=\n\n/reset\n1+2=\n/quit\nnot read\n"
+        "chat",
+        "runs/sft",
+        "-t",
+        "0",
+        "--max-new-tokens",
+        "6",
+        cwd=trained.folder,
+        text="1+2=\n\n/reset\n1+2=\n/quit\nnot read\n",
     )
     assert done.returncode == 0, done.stderr
     answers = [part.strip() for part in done.stdout.split("> ")[1:]]
@@ -215,7 +293,9 @@ def test_schema_and_algorithms(tmp_path: Path) -> None:
         and {"model", "algorithm", "data", "train", "run"} <= set(schema["required"])
     )
     code, said = runs.forked("algorithms", cwd=tmp_path)
-    assert code == 0 and {"sft", "grpo", "dapo"} <= {line.split("\t")[0] for line in said.splitlines()}
+    assert code == 0 and {"sft", "grpo", "dapo"} <= {
+        line.split("\t")[0] for line in said.splitlines()
+    }
 
 
 # ---- mistakes ----
@@ -232,8 +312,14 @@ BAD: list[tuple[list[str], str]] = [
     (["train", "sft.yaml", "data.source=arithmetic:chian"], "arithmetic:chain"),
     (["train", "sft.yaml", "run.dir=sft.yaml"], "run.dir"),
     (["train", "sft.yaml", "algorithm.name=grop"], "grpo"),
-    (["train", "grpo.yaml", "rewards=[{name: 'bad.py:raises'}]", "run.dir=runs/bad1"], "reward raises raised ZeroDivisionError"),
-    (["train", "grpo.yaml", "rewards=[{name: 'bad.py:short'}]", "run.dir=runs/bad2"], "returned 1 values for 4 completions"),
+    (
+        ["train", "grpo.yaml", "rewards=[{name: 'bad.py:raises'}]", "run.dir=runs/bad1"],
+        "reward raises raised ZeroDivisionError",
+    ),
+    (
+        ["train", "grpo.yaml", "rewards=[{name: 'bad.py:short'}]", "run.dir=runs/bad2"],
+        "returned 1 values for 4 completions",
+    ),
     (["train", "grpo.yaml", "rewards=[{name: 'bad.py:nan'}]", "run.dir=runs/bad3"], "returned nan"),
     (["train", "grpo.yaml", "rollout.max_new_tokens=4000", "run.dir=runs/bad4"], "max_new_tokens"),
     (["plan", "sft.yaml", "model.path=./nowhere"], "nowhere"),
@@ -241,9 +327,33 @@ BAD: list[tuple[list[str], str]] = [
     (["eval", "sft.yaml", "data.eval.size=0", "eval.every=0"], "nothing to evaluate"),
     (["generate", "out", "--prompts", "nowhere.jsonl", "--out", "x.jsonl"], "nowhere.jsonl"),
     (["generate", "out", "--prompts", "torn.jsonl", "--out", "x.jsonl"], "torn.jsonl"),
-    (["generate", "out", "--prompts", "unnamed.jsonl", "--out", "x.jsonl", "--max-new-tokens", "8"], "unnamed.jsonl"),
+    (
+        [
+            "generate",
+            "out",
+            "--prompts",
+            "unnamed.jsonl",
+            "--out",
+            "x.jsonl",
+            "--max-new-tokens",
+            "8",
+        ],
+        "unnamed.jsonl",
+    ),
     (["generate", "./nowhere", "--prompts", "good.jsonl", "--out", "x.jsonl"], "nowhere"),
-    (["generate", "out", "--prompts", "good.jsonl", "--out", "x.jsonl", "--max-new-tokens", "100000"], "max_new_tokens"),
+    (
+        [
+            "generate",
+            "out",
+            "--prompts",
+            "good.jsonl",
+            "--out",
+            "x.jsonl",
+            "--max-new-tokens",
+            "100000",
+        ],
+        "max_new_tokens",
+    ),
     (["generate", "out", "--prompts", "good.jsonl", "--out", "x.jsonl", "-t", "-1"], "temperature"),
     (["chat", "./nowhere"], "nowhere"),
     (["export", "nowhere", "y"], "nowhere"),
@@ -254,7 +364,7 @@ BAD: list[tuple[list[str], str]] = [
     (["runs", "digest", "nowhere"], "nowhere"),
     (["runs", "compare", "runs/sft", "nowhere"], "nowhere"),
     (["trian", "sft.yaml"], "trian"),
-]  # fmt: skip
+]
 
 BAD_REWARDS = """
 def raises(completions, **columns): return [1 / 0 for _ in completions]
@@ -275,7 +385,9 @@ def mistakes(trained: Trained, exported: Path, tiny: Path) -> Path:
 
 
 @pytest.mark.parametrize(("args", "said"), BAD, ids=[" ".join(args) for args, _ in BAD])
-def test_a_mistake_is_one_paragraph_and_exit_code_2(mistakes: Path, args: list[str], said: str) -> None:
+def test_a_mistake_is_one_paragraph_and_exit_code_2(
+    mistakes: Path, args: list[str], said: str
+) -> None:
     code, output = runs.forked(*args, cwd=mistakes)
     assert code == 2, output
     assert "Traceback" not in output and "unexpected" not in output
@@ -286,6 +398,12 @@ def test_a_mistake_is_one_paragraph_and_exit_code_2(mistakes: Path, args: list[s
 
 
 def test_mistakes_as_a_user_sees_them(mistakes: Path) -> None:
-    """In a process of its own: nothing on stdout, one line on stderr, and fast, because torch was never imported."""
+    """In a process of its own: nothing on stdout, one line on stderr, and fast, because torch was
+    never imported.
+    """
     done = runs.cli("train", "sft.yaml", "train.stps=3", cwd=mistakes)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+    assert (
+        (done.returncode, done.stdout) == (2, "")
+        and done.stderr.count("\n") == 1
+        and done.stderr.startswith("error: ")
+    )

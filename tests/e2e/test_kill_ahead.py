@@ -1,4 +1,6 @@
-"""kill -9 while rollouts are ahead of training, or carried over: the same command again ends with the same weights, metrics and samples."""
+"""kill -9 while rollouts are ahead of training, or carried over: the same command again ends with
+the same weights, metrics and samples.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,24 @@ from reinforge.checkpoint import store
 
 KINDS: dict[str, dict[str, Any]] = {
     "staleness": {"rollout": {"staleness": 2}},
-    "partial": {"rollout": {"staleness": 2, "partial": True, "max_batch": 6}, "sampling": {"over_provision": 1.5}},
+    "partial": {
+        "rollout": {"staleness": 2, "partial": True, "max_batch": 6},
+        "sampling": {"over_provision": 1.5},
+    },
 }
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def run(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def run(
+    request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Whole:
     folder = tmp_path_factory.mktemp(request.param)
-    made = runs.whole(folder, runs.write_config(folder, tiny, train={"steps": 9}, **KINDS[request.param]), 9)
-    late = [line["rollout/staleness"] for line in made.evidence.metrics if "rollout/staleness" in line]
+    made = runs.whole(
+        folder, runs.write_config(folder, tiny, train={"steps": 9}, **KINDS[request.param]), 9
+    )
+    late = [
+        line["rollout/staleness"] for line in made.evidence.metrics if "rollout/staleness" in line
+    ]
     assert max(late) > 0, "otherwise this shows nothing"
     return made
 
@@ -35,7 +46,11 @@ def test_killed_at_a_named_point(run: Whole, tmp_path: Path, point: str) -> None
     process = runs.start(run.command(), tmp_path, env={"REINFORGE_CRASH_AT": point}, forked=True)
     assert process.wait() == -signal.SIGKILL, process.output()
     extra = store.load(store.steps(tmp_path / "run")[0])[1]
-    held = extra["parts"]["partial"]["carried"] if "partial" in extra["parts"] else extra["parts"]["ahead"]["begun"]
+    held = (
+        extra["parts"]["partial"]["carried"]
+        if "partial" in extra["parts"]
+        else extra["parts"]["ahead"]["begun"]
+    )
     assert held, "the checkpoint holds what was under way"
     _finished(run, tmp_path)
 
@@ -58,7 +73,10 @@ def test_asked_to_end(run: Whole, tmp_path: Path) -> None:
     """SIGTERM saves what is under way with the step it came in, and the run goes on from there."""
     process = runs.start(run.command(), tmp_path, forked=True)
     process.until(
-        lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) > 3
+        lambda: (
+            (tmp_path / "run" / "metrics.jsonl").exists()
+            and len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) > 3
+        )
     )
     process.send(signal.SIGTERM)
     assert process.wait() in (143, -signal.SIGTERM), process.output()

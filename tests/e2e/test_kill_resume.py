@@ -1,4 +1,5 @@
-"""kill -9 at any moment, then the same command again: weights, optimizer, metrics and samples come out as if nothing had happened.
+"""kill -9 at any moment, then the same command again: weights, optimizer, metrics and samples come
+out as if nothing had happened.
 
 `benchmarks/kill_resume.py` does the same many more times.
 """
@@ -22,7 +23,9 @@ from reinforge.rollout.journal import Journal
 
 
 def killed_at(run: Whole, folder: Path, seconds: float, *, forked: bool = True) -> None:
-    """Starts the run and kills it so long after its start-up; a run that ended before is started again, and killed earlier."""
+    """Starts the run and kills it so long after its start-up; a run that ended before is started
+    again, and killed earlier.
+    """
     while True:
         process = runs.start(run.command(), folder, forked=forked)
         process.until(lambda: (folder / "run" / "events.jsonl").exists())
@@ -34,7 +37,9 @@ def killed_at(run: Whole, folder: Path, seconds: float, *, forked: bool = True) 
 
 
 def crash(run: Whole, folder: Path, point: str, *overrides: str) -> None:
-    process = runs.start(run.command(*overrides), folder, env={"REINFORGE_CRASH_AT": point}, forked=True)
+    process = runs.start(
+        run.command(*overrides), folder, env={"REINFORGE_CRASH_AT": point}, forked=True
+    )
     assert process.wait() == -signal.SIGKILL, process.output()
 
 
@@ -61,7 +66,14 @@ def test_sft_killed_at_random(sft: Whole, tmp_path: Path, trial: int) -> None:
     assert sft.differences(tmp_path / "run") == []
 
 
-POINTS = ["save:after-tensors@2", "save:before-rename@2", "save:after-rename@2", "prune:middle@1", "step:end@1", "step:end@6"]
+POINTS = [
+    "save:after-tensors@2",
+    "save:before-rename@2",
+    "save:after-rename@2",
+    "prune:middle@1",
+    "step:end@1",
+    "step:end@6",
+]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -79,14 +91,22 @@ def test_sft_killed_at_a_named_point(sft: Whole, tmp_path: Path, point: str) -> 
 
 
 def test_killed_again_and_again(grpo: Whole, tmp_path: Path) -> None:
-    for point in ("step:end@3", "save:after-rename@1", "save:after-tensors@1", "step:end@4", "prune:middle@1"):
+    for point in (
+        "step:end@3",
+        "save:after-rename@1",
+        "save:after-tensors@1",
+        "step:end@4",
+        "prune:middle@1",
+    ):
         crash(grpo, tmp_path, point)
     finish(grpo, tmp_path)
     assert grpo.differences(tmp_path / "run") == []
 
 
 def test_lora_with_a_reference(tiny: Path, tmp_path: Path) -> None:
-    """The adapter alone is in the checkpoint; the KL pulls towards the base model, which must be the same after the kill."""
+    """The adapter alone is in the checkpoint; the KL pulls towards the base model, which must be
+    the same after the kill.
+    """
     changes = {
         "adapter": {"kind": "lora", "rank": 4},
         "algorithm": {"kl": {"coefficient": 0.1}, "epochs": 2, "minibatches": 2},
@@ -96,27 +116,44 @@ def test_lora_with_a_reference(tiny: Path, tmp_path: Path) -> None:
     crash(run, tmp_path, "step:end@4")
     finish(run, tmp_path)
     assert run.differences(tmp_path / "run") == []
-    assert not any("embed_tokens" in name for name in store.load(tmp_path / "run" / "checkpoints" / "step-00000005")[0].tensors)
+    assert not any(
+        "embed_tokens" in name
+        for name in store.load(tmp_path / "run" / "checkpoints" / "step-00000005")[0].tensors
+    )
 
 
 def test_the_micro_batch_size_is_part_of_the_state(tiny: Path, tmp_path: Path) -> None:
-    """`auto` is computed from free memory, which is another after a restart: the resumed run takes what it had. Here `auto` was 48,
-    says the record."""
+    """`auto` is computed from free memory, which is another after a restart: the resumed run takes
+    what it had. Here `auto` was 48, says the record.
+    """
     config = runs.write_config(tmp_path, tiny, train={"steps": 6, "tokens_per_microbatch": 48})
     run = whole(tmp_path, config, 6)
     crash(run, tmp_path, "step:end@5")
     record = tmp_path / "run" / "config.json"
-    record.write_text(record.read_text().replace('"tokens_per_microbatch": 48', '"tokens_per_microbatch": "auto"'))
+    record.write_text(
+        record.read_text().replace('"tokens_per_microbatch": 48', '"tokens_per_microbatch": "auto"')
+    )
     finish(run, tmp_path, "train.tokens_per_microbatch=auto")
     assert run.differences(tmp_path / "run") == []
 
 
 def test_dynamic_sampling_best_and_early_stop(tiny: Path, tmp_path: Path) -> None:
-    """Refills move the cursor by another amount each step; the best evaluation so far decides what is kept and when the run ends."""
+    """Refills move the cursor by another amount each step; the best evaluation so far decides what
+    is kept and when the run ends.
+    """
     changes = {
-        "rewards": [{"name": "exact_number"}], "algorithm": {"overlong_buffer": 0, "group_size": 8, "max_refills": 12}, "train": {"steps": 12, "prompts_per_step": 2, "learning_rate": 0.03}, "data": {"options": {"max_value": 2, "terms": [2, 4]}, "eval": {"size": 8}},
-        "eval": {"every": 1, "temperature": 1.0, "samples": 2, "early_stop": {"metric": "eval/reward", "patience": 4}}, "run": {"checkpoint": {"best": "eval/reward", "keep": 1}},
-    }  # fmt: skip
+        "rewards": [{"name": "exact_number"}],
+        "algorithm": {"overlong_buffer": 0, "group_size": 8, "max_refills": 12},
+        "train": {"steps": 12, "prompts_per_step": 2, "learning_rate": 0.03},
+        "data": {"options": {"max_value": 2, "terms": [2, 4]}, "eval": {"size": 8}},
+        "eval": {
+            "every": 1,
+            "temperature": 1.0,
+            "samples": 2,
+            "early_stop": {"metric": "eval/reward", "patience": 4},
+        },
+        "run": {"checkpoint": {"best": "eval/reward", "keep": 1}},
+    }
     run = whole(tmp_path, runs.write_config(tmp_path, tiny, "dapo", **changes), 12)
     run.steps = runs.trained_steps(tmp_path / "whole")[-1]
     rounds = [line["groups/rounds"] for line in run.evidence.metrics if "groups/rounds" in line]
@@ -124,7 +161,9 @@ def test_dynamic_sampling_best_and_early_stop(tiny: Path, tmp_path: Path) -> Non
     crash(run, tmp_path, f"step:end@{run.steps - 1}")
     assert "did not improve in 4 evaluations" in finish(run, tmp_path)
     assert run.differences(tmp_path / "run") == []
-    assert [p.name for p in store.steps(tmp_path / "run")] == [p.name for p in store.steps(tmp_path / "whole")]
+    assert [p.name for p in store.steps(tmp_path / "run")] == [
+        p.name for p in store.steps(tmp_path / "whole")
+    ]
 
 
 # ---- what the outside world said ----
@@ -141,7 +180,9 @@ def noise(prompts, completions, **columns):
 
 
 def test_a_reward_is_not_asked_twice(tiny: Path, tmp_path: Path) -> None:
-    """A reward that answers differently each time: the step that is done again trains on the answers of the first time."""
+    """A reward that answers differently each time: the step that is done again trains on the
+    answers of the first time.
+    """
     (tmp_path / "noise.py").write_text(RANDOM)
     config = runs.write_config(
         tmp_path,
@@ -173,7 +214,11 @@ def test_an_entry_after_a_torn_line_is_kept(tmp_path: Path) -> None:
         file.write('{"group": "b", "tok')
     Journal(path).write("c", "3", {"r": [None]})
     again = Journal(path)
-    assert again.find("a", "1") == {"r": [1.0]} and again.find("c", "3") == {"r": [None]} and again.find("b", "2") is None
+    assert (
+        again.find("a", "1") == {"r": [1.0]}
+        and again.find("c", "3") == {"r": [None]}
+        and again.find("b", "2") is None
+    )
 
 
 # ---- run directories ----
@@ -205,19 +250,28 @@ def test_resume_never_and_must(sft: Whole, tmp_path: Path) -> None:
 
 
 def test_one_owner(grpo: Whole, tmp_path: Path) -> None:
-    """A second process in a live run's directory is refused and names the first; the first one does not notice."""
-    first = runs.start(grpo.command(), tmp_path, env={"PAUSE_AT": "reward:12", "PAUSE": "60"}, forked=True)
+    """A second process in a live run's directory is refused and names the first; the first one does
+    not notice.
+    """
+    first = runs.start(
+        grpo.command(), tmp_path, env={"PAUSE_AT": "reward:12", "PAUSE": "60"}, forked=True
+    )
     assert first.until(lambda: (tmp_path / "paused").exists())
     second = runs.start(grpo.command(), tmp_path, forked=True)
     assert second.wait() == 2
-    assert f"another run owns this directory: pid {first.pid} on " in second.output() and "Traceback" not in second.output()
+    assert (
+        f"another run owns this directory: pid {first.pid} on " in second.output()
+        and "Traceback" not in second.output()
+    )
     (tmp_path / "go").touch()
     assert first.wait() == 0
     assert grpo.differences(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json", "MANIFEST.json"])
-def test_a_damaged_checkpoint_is_named_and_never_used(sft: Whole, tmp_path: Path, file: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_never_used(
+    sft: Whole, tmp_path: Path, file: str
+) -> None:
     crash(sft, tmp_path, "step:end@9")
     damaged = tmp_path / "run" / "checkpoints" / "step-00000008" / file
     data = bytearray(damaged.read_bytes())
@@ -226,8 +280,14 @@ def test_a_damaged_checkpoint_is_named_and_never_used(sft: Whole, tmp_path: Path
     process = runs.start(sft.command(), tmp_path, forked=True)
     assert process.wait() == 2
     last = process.output().splitlines()[-1]
-    assert last.startswith("error: ") and str(Path("run") / "checkpoints" / "step-00000008" / file) in last
-    assert f"{Path('run') / 'checkpoints' / 'step-00000006'} is intact: move step-00000008 away" in last
+    assert (
+        last.startswith("error: ")
+        and str(Path("run") / "checkpoints" / "step-00000008" / file) in last
+    )
+    assert (
+        f"{Path('run') / 'checkpoints' / 'step-00000006'} is intact: move step-00000008 away"
+        in last
+    )
     shutil.move(damaged.parent, tmp_path / "aside")
     assert "resumed at step 6" in finish(sft, tmp_path)
     assert sft.differences(tmp_path / "run") == []
@@ -252,18 +312,26 @@ def run_with_limit(args: list[str], cwd: str, env: dict[str, str], log: str, lim
 
 
 def test_a_full_disk(sft: Whole, tmp_path: Path) -> None:
-    """No file may grow past a limit that logs stay below and weights do not: writing fails as on a full disk. One paragraph; nothing
-    half-written stays; with room again the same command gives the same run."""
+    """No file may grow past a limit that logs stay below and weights do not: writing fails as on a
+    full disk. One paragraph; nothing half-written stays; with room again the same command gives the
+    same run.
+    """
     crash(sft, tmp_path, "step:end@3")
     kept = store.digest_run(tmp_path / "run")
     log = tmp_path / "limited.txt"
     with runs.environment():
-        process = runs.server().Process(target=run_with_limit, args=(sft.command(), str(tmp_path), {}, str(log), 100_000))
+        process = runs.server().Process(
+            target=run_with_limit, args=(sft.command(), str(tmp_path), {}, str(log), 100_000)
+        )
         process.start()
     process.join(runs.TIMEOUT)
     last = log.read_text().splitlines()[-1]
     assert process.exitcode == 2, log.read_text()
-    assert "could not be written" in last and "step-00000002 is intact" in last and "Traceback" not in log.read_text()
+    assert (
+        "could not be written" in last
+        and "step-00000002 is intact" in last
+        and "Traceback" not in log.read_text()
+    )
     assert store.digest_run(tmp_path / "run") == kept
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
     finish(sft, tmp_path)
@@ -272,7 +340,9 @@ def test_a_full_disk(sft: Whole, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_fork_server_has_no_threads(grpo: Whole) -> None:
-    """Forking a process with threads copies their locks in whatever state they are: the shortcut of these tests must not."""
+    """Forking a process with threads copies their locks in whatever state they are: the shortcut of
+    these tests must not.
+    """
     from multiprocessing import forkserver
 
     pid = forkserver._forkserver._forkserver_pid

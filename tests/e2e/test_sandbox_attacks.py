@@ -1,4 +1,6 @@
-"""Everything we could think of to break out of the sandbox, to stay in it, or to be paid for a wrong solution."""
+"""Everything we could think of to break out of the sandbox, to stay in it, or to be paid for a
+wrong solution.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,15 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
 
 @pytest.mark.parametrize("attack", CONTAINED, ids=lambda a: a.name)
 def test_contained(attack: Attack, isolation: Isolation, secret: tuple[str, Path]) -> None:
-    if attack.language == "node" and not os.path.exists("/usr/bin/node") or attack.language == "c" and not os.path.exists("/usr/bin/gcc"):
+    if (
+        attack.language == "node"
+        and not os.path.exists("/usr/bin/node")
+        or attack.language == "c"
+        and not os.path.exists("/usr/bin/gcc")
+    ):
         pytest.skip(f"no {attack.language} here")
-    before, start = descriptors(), time.monotonic()
+    before = descriptors()
+    start = time.monotonic()
     limits = Limits(seconds=attack.seconds, memory_mb=256)
     result = run_sync(Program(attack.program(str(secret[1])), attack.language), limits, isolation)
     assert result.status in attack.ends, result
@@ -60,19 +68,36 @@ def test_contained(attack: Attack, isolation: Isolation, secret: tuple[str, Path
 
 
 def test_the_program_sees_little(isolation: Isolation) -> None:
-    code = "import os; print(os.getuid(), os.listdir('.'), sorted(os.environ), os.listdir('/dev'), os.path.exists('/etc/shadow'), os.path.exists('/sys'))"
+    code = (
+        "import os; print(os.getuid(), os.listdir('.'), sorted(os.environ), os.listdir('/dev'),"
+        " os.path.exists('/etc/shadow'), os.path.exists('/sys'))"
+    )
     out = run_sync(Program(code), LIMITS, isolation).stdout.decode()
-    assert out.startswith("1000 ['main.py'] ['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'REINFORGE_RUN', 'TMPDIR', 'USER'] [")
-    assert sorted(ast.literal_eval(out.split("] ")[2] + "]")) == ["fd", "full", "null", "random", "shm", "urandom", "zero"]
+    assert out.startswith(
+        "1000 ['main.py'] ['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'REINFORGE_RUN', 'TMPDIR',"
+        " 'USER'] ["
+    )
+    assert sorted(ast.literal_eval(out.split("] ")[2] + "]")) == [
+        "fd",
+        "full",
+        "null",
+        "random",
+        "shm",
+        "urandom",
+        "zero",
+    ]
     assert out.endswith("False False\n")
-    status = run_sync(Program("print(open('/proc/self/status').read())"), LIMITS, isolation).stdout.decode()
+    status = run_sync(
+        Program("print(open('/proc/self/status').read())"), LIMITS, isolation
+    ).stdout.decode()
     fields = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
     assert [fields[k] for k in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")] == ["0" * 16] * 5
     assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
     assert (
         run_sync(
             Program(
-                "import os; print(os.listdir('/sys/class/net') if os.path.exists('/sys') else open('/proc/net/dev').read().count(':'))"
+                "import os; print(os.listdir('/sys/class/net') if os.path.exists('/sys') else"
+                " open('/proc/net/dev').read().count(':'))"
             ),
             LIMITS,
             isolation,
@@ -100,7 +125,9 @@ def test_the_right_solution_is_paid(isolation: Isolation) -> None:
 
 
 def test_a_cheat_sees_one_call_at_a_time_and_never_what_is_expected(isolation: Isolation) -> None:
-    """It copies all it can read from its channel and its memory; the later arguments and the answers are not in it."""
+    """It copies all it can read from its channel and its memory; the later arguments and the
+    answers are not in it.
+    """
     code = """
 import os, gc
 def add(a, b):
@@ -110,7 +137,9 @@ def add(a, b):
     held = [o for o in gc.get_objects() if isinstance(o, (list, dict))]
     return "clean" if not ahead and "987654321" not in repr(held) else "seen"
 """
-    verdict = judge_calls(isolation, None, code, "add", [([1, 1], "clean"), ([987654321, 0], 987654321)], RULES)
+    verdict = judge_calls(
+        isolation, None, code, "add", [([1, 1], "clean"), ([987654321, 0], 987654321)], RULES
+    )
     assert verdict.passed == 1, verdict
 
 
@@ -118,9 +147,12 @@ def test_when_the_trainer_is_killed_its_programs_die_too(isolation: Isolation) -
     code = f"""
 from reinforge.sandbox import Limits, Program, run_sync
 from reinforge.sandbox.isolation import Isolation
-run_sync(Program("import os, time\\nif os.fork() == 0: os.setsid()\\ntime.sleep(60)"), Limits(seconds=60), Isolation({isolation.mode!r}))
+program = Program("import os, time\\nif os.fork() == 0: os.setsid()\\ntime.sleep(60)")
+run_sync(program, Limits(seconds=60), Isolation({isolation.mode!r}))
 """
-    trainer = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     until = time.monotonic() + 60
     while len(left_behind(trainer.pid)) < 2 and time.monotonic() < until:
         time.sleep(0.05)
@@ -135,21 +167,29 @@ run_sync(Program("import os, time\\nif os.fork() == 0: os.setsid()\\ntime.sleep(
 def test_two_hundred_runs_a_tenth_of_them_hostile(isolation: Isolation) -> None:
     """Honest samples get what they get alone; nothing stays: no process, no file, no descriptor."""
     hostile = [c for c in CHEATS.values()] + [
-        f"def add(a, b):\n    exec({a.code!r})" for a in CONTAINED if a.language == "python" and a.seconds == 0.7
+        f"def add(a, b):\n    exec({a.code!r})"
+        for a in CONTAINED
+        if a.language == "python" and a.seconds == 0.7
     ]
     rng = random.Random(7)
     backend = "bubblewrap" if isolation.mode == "bwrap" else "namespaces"
-    completions, expected = [], []
+    completions = []
+    expected = []
     for i in range(200):
         if i % 10 == 3:
-            completions.append(f"{rng.choice(hostile)}\n# {i}")  # the same program would be run once
+            # the same program would be run once
+            completions.append(f"{rng.choice(hostile)}\n# {i}")
             expected.append(0.0)
         else:
             right = rng.random() < 0.5
-            completions.append(f"Here:\n```python\n{RIGHT if right else 'def add(a, b):' + chr(10) + '    return a - b'}\n# {i}\n```")
+            answer = RIGHT if right else "def add(a, b):\n    return a - b"
+            completions.append(f"Here:\n```python\n{answer}\n# {i}\n```")
             expected.append(float(right))
-    before, files = descriptors(), set(os.listdir(tempfile.gettempdir()))
-    reward = CodeReward(entry_point="add", timeout=3.0, total_timeout=5.0, memory_mb=256, workers=4, backend=backend)
+    before = descriptors()
+    files = set(os.listdir(tempfile.gettempdir()))
+    reward = CodeReward(
+        entry_point="add", timeout=3.0, total_timeout=5.0, memory_mb=256, workers=4, backend=backend
+    )
     outcome = asyncio.run(_scored(reward, completions))
     assert reward.pool is not None
     reward.pool.close()
@@ -158,9 +198,15 @@ def test_two_hundred_runs_a_tenth_of_them_hostile(isolation: Isolation) -> None:
     assert left_behind() == []
     assert descriptors() == before
     assert {
-        f for f in set(os.listdir(tempfile.gettempdir())) - files if "reinforge" in f and "reinforge-secret" not in f
+        f
+        for f in set(os.listdir(tempfile.gettempdir())) - files
+        if "reinforge" in f and "reinforge-secret" not in f
     } == set()  # those are of tests beside this one
 
 
 async def _scored(reward: CodeReward, completions: list[str]) -> list[float | None]:
-    return (await reward(completions, tests=[[[args, value] for args, value in CALLS]] * len(completions))).scores
+    return (
+        await reward(
+            completions, tests=[[[args, value] for args, value in CALLS]] * len(completions)
+        )
+    ).scores

@@ -1,4 +1,6 @@
-"""The attacks of benchmarks/sandbox_attacks.py against runs that are forked into a root and a network made beforehand (sandbox/forks.py)."""
+"""The attacks of benchmarks/sandbox_attacks.py against runs that are forked into a root and a
+network made beforehand (sandbox/forks.py).
+"""
 
 from __future__ import annotations
 
@@ -24,26 +26,44 @@ def isolation() -> Iterator[Isolation]:
     forks = zygote.ready()
     assert forks is not None and zygote._prepares, "what is made beforehand works here"
     yield made
-    zygote._enabled, zygote._running = False, None
+    zygote._enabled = False
+    zygote._running = None
     forks.close()
 
 
 @pytest.mark.parametrize("attack", CONTAINED, ids=lambda a: a.name)
 def test_contained(attack: Attack, isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
-    if attack.language == "node" and not os.path.exists("/usr/bin/node") or attack.language == "c" and not os.path.exists("/usr/bin/gcc"):
+    if (
+        attack.language == "node"
+        and not os.path.exists("/usr/bin/node")
+        or attack.language == "c"
+        and not os.path.exists("/usr/bin/gcc")
+    ):
         pytest.skip(f"no {attack.language} here")
-    secret, start = f"secret{random.getrandbits(64):x}", time.monotonic()
+    secret = f"secret{random.getrandbits(64):x}"
+    start = time.monotonic()
     monkeypatch.setenv("REINFORGE_TEST_TOKEN", secret)
     with tempfile.NamedTemporaryFile("w", prefix="reinforge-secret") as file:
         os.chmod(file.name, 0o644)
         file.write(secret)
         file.flush()
-        result = run_sync(Program(attack.program(file.name), attack.language), Limits(seconds=attack.seconds, memory_mb=256), isolation)
+        result = run_sync(
+            Program(attack.program(file.name), attack.language),
+            Limits(seconds=attack.seconds, memory_mb=256),
+            isolation,
+        )
     assert result.status in attack.ends, result
-    assert b"ESCAPED" not in result.stdout and secret.encode() not in result.stdout + result.stderr, result
+    assert (
+        b"ESCAPED" not in result.stdout and secret.encode() not in result.stdout + result.stderr
+    ), result
     assert time.monotonic() - start < attack.seconds + 20
     after = run_sync(
-        Program("import os; print(sorted(os.listdir('/tmp')), [n for n in os.listdir('/proc') if n.isdigit()])"), Limits(), isolation
+        Program(
+            "import os; print(sorted(os.listdir('/tmp')), [n for n in os.listdir('/proc') if"
+            " n.isdigit()])"
+        ),
+        Limits(),
+        isolation,
     )
     assert after.stdout == b"['main.py'] ['2']\n", after  # whoever comes next finds nothing of it
 

@@ -23,13 +23,21 @@ pytestmark = pytest.mark.timeout(240)
 def start(folder: Path, *args: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "reinforge", *map(str, args)]
     return subprocess.Popen(
-        command, cwd=folder, env={**os.environ, **runs.ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        env={**os.environ, **runs.ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
 def test_generate_goes_on_after_a_kill(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"row {i}", "tag": i}) + "\n" for i in range(8)))
-    stuck, go = threading.Event(), threading.Event()
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"row {i}", "tag": i}) + "\n" for i in range(8))
+    )
+    stuck = threading.Event()
+    go = threading.Event()
 
     def say(body: dict[str, Any]) -> list[str]:
         row = int(body["messages"][-1]["content"].split()[-1])
@@ -42,7 +50,20 @@ def test_generate_goes_on_after_a_kill(tmp_path: Path) -> None:
         return [int(body["messages"][-1]["content"].split()[-1]) for body in stub.asked]
 
     with stub_server(say) as stub:
-        line = ["generate", "m", "--prompts", "p.jsonl", "--out", "o.jsonl", "-n", 2, "--server", stub.url, "--parallel", 1]
+        line = [
+            "generate",
+            "m",
+            "--prompts",
+            "p.jsonl",
+            "--out",
+            "o.jsonl",
+            "-n",
+            2,
+            "--server",
+            stub.url,
+            "--parallel",
+            1,
+        ]
         first = start(tmp_path, *line)
         assert stuck.wait(60), first.communicate()
         first.send_signal(signal.SIGKILL)
@@ -54,9 +75,14 @@ def test_generate_goes_on_after_a_kill(tmp_path: Path) -> None:
         second = start(tmp_path, *line)
         said, _ = second.communicate(timeout=120)
         assert second.returncode == 0 and said.splitlines()[-1] == "16 rows in o.jsonl", said
-        assert rows(stub) == [0, 1, 2, 3, 4, 5, 5, 6, 7], "only what was not answered is asked again"
+        assert rows(stub) == [0, 1, 2, 3, 4, 5, 5, 6, 7], (
+            "only what was not answered is asked again"
+        )
     found = [(r["tag"], r["completion"]) for r in runs.lines(tmp_path / "o.jsonl")]
-    assert found == [(i, f"{i} {x}") for i in range(8) for x in "ab"] and not (tmp_path / ".o.jsonl.part").exists()
+    assert (
+        found == [(i, f"{i} {x}") for i in range(8) for x in "ab"]
+        and not (tmp_path / ".o.jsonl.part").exists()
+    )
 
 
 def test_serve_answers_and_ends(tiny: Path, tmp_path: Path) -> None:
@@ -69,14 +95,29 @@ def test_serve_answers_and_ends(tiny: Path, tmp_path: Path) -> None:
             assert said or server.poll() is None, "it ended before it served"
         url = said.split(": ")[1].split()[0]
         body = {"prompt": "1+1=", "max_tokens": 4, "temperature": 0, "return_token_ids": True}
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", json.dumps(body).encode()), timeout=60) as reply:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{url}/completions", json.dumps(body).encode()), timeout=60
+        ) as reply:
             served = json.load(reply)["choices"][0]
     finally:
         server.send_signal(signal.SIGINT)
         rest, _ = server.communicate(timeout=60)
-    assert server.returncode in (0, 130) and "Traceback" not in rest, rest  # 0: uvicorn had seen the signal before it was passed on
+    # 0: uvicorn had seen the signal before it was passed on
+    assert server.returncode in (0, 130) and "Traceback" not in rest, rest
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
-    code, said = runs.forked("generate", tiny, "--prompts", "p.jsonl", "--out", "o.jsonl", "-t", 0, "--max-new-tokens", 4, cwd=tmp_path)
+    code, said = runs.forked(
+        "generate",
+        tiny,
+        "--prompts",
+        "p.jsonl",
+        "--out",
+        "o.jsonl",
+        "-t",
+        0,
+        "--max-new-tokens",
+        4,
+        cwd=tmp_path,
+    )
     assert code == 0, said
     native = runs.lines(tmp_path / "o.jsonl")[0]
     assert (native["tokens"], native["completion"]) == (served["token_ids"], served["text"])

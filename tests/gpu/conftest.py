@@ -1,4 +1,6 @@
-"""Where there is no GPU, Triton's interpreter runs its kernels; it must be asked for before the first kernel is imported."""
+"""Where there is no GPU, Triton's interpreter runs its kernels; it must be asked for before the
+first kernel is imported.
+"""
 
 from __future__ import annotations
 

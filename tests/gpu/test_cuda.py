@@ -1,4 +1,7 @@
-"""What must hold on a GPU. Skips without one. bfloat16 is the default there: float32 masters, log-softmax in float32."""
+"""What must hold on a GPU.
+
+Skips without one. bfloat16 is the default there: float32 masters, log-softmax in float32.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,27 @@ from reinforge.engines.native import NativeEngine
 from reinforge.models.causal import CausalModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
-         "max_position_embeddings": 512, "eos_token_id": 3, "bos_token_id": 1, "pad_token_id": 0}  # fmt: skip
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "eos_token_id": 3,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
 
 
 def model(kind: str, dtype: torch.dtype) -> CausalModel:
     torch.manual_seed(0)
-    module = (LlamaForCausalLM(LlamaConfig(**SHAPE)) if kind == "llama" else Qwen2ForCausalLM(Qwen2Config(**SHAPE))).eval()
+    module = (
+        LlamaForCausalLM(LlamaConfig(**SHAPE))
+        if kind == "llama"
+        else Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+    ).eval()
     with torch.no_grad():
         for p in module.parameters():
             if p.ndim > 1:
@@ -40,15 +57,30 @@ def prompts() -> list[list[int]]:
 
 def rollouts(engine: NativeEngine, temperature: float, n: int = 4) -> list[Sample]:
     async def go() -> list[Sample]:
-        results = await asyncio.gather(*(engine.generate(p, Sampling(48, temperature), key=i, n=n) for i, p in enumerate(prompts())))
+        results = await asyncio.gather(
+            *(
+                engine.generate(p, Sampling(48, temperature), key=i, n=n)
+                for i, p in enumerate(prompts())
+            )
+        )
         samples = []
         for i, (prompt, completions) in enumerate(zip(prompts(), results, strict=True)):
             for j, c in enumerate(completions):
                 length = len(prompt) + len(c.tokens)
                 logprobs = torch.zeros(length)
                 logprobs[len(prompt) :] = torch.tensor(c.logprobs)
-                samples.append(Sample(f"{i}/{j}", str(i), f"{i}/{j}", torch.tensor(prompt + c.tokens), torch.arange(length) >= len(prompt), logprobs,
-                                      torch.zeros(length, dtype=torch.int32), reward=float(j % 2)))  # fmt: skip
+                samples.append(
+                    Sample(
+                        f"{i}/{j}",
+                        str(i),
+                        f"{i}/{j}",
+                        torch.tensor(prompt + c.tokens),
+                        torch.arange(length) >= len(prompt),
+                        logprobs,
+                        torch.zeros(length, dtype=torch.int32),
+                        reward=float(j % 2),
+                    )
+                )
         return samples
 
     return asyncio.run(go())
@@ -67,12 +99,19 @@ def test_greedy_equals_transformers_in_float32(kind: str) -> None:
     for prompt, tokens in zip(prompts(), asyncio.run(go()), strict=True):
         ids = torch.tensor([prompt], device="cuda")
         out = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, eos_token_id=3, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=3,
+            pad_token_id=0,
         )
         assert out[0, len(prompt) :].tolist() == tokens
 
 
-@pytest.mark.parametrize(("dtype", "mean", "largest"), [(torch.float32, 1e-5, 2e-4), (torch.bfloat16, 0.02, 0.5)])
+@pytest.mark.parametrize(
+    ("dtype", "mean", "largest"), [(torch.float32, 1e-5, 2e-4), (torch.bfloat16, 0.02, 0.5)]
+)
 def test_engine_and_trainer_agree(dtype: torch.dtype, mean: float, largest: float) -> None:
     ours = model("qwen2", dtype)
     samples = rollouts(NativeEngine(ours, stop_tokens=[3], kv_gib=0.1), 0.8)
@@ -92,7 +131,9 @@ def test_gradient_does_not_depend_on_the_cut() -> None:
     algorithm = build("grpo", max_new_tokens=48)
     norms = []
     for budget in (128, 100_000):
-        backend = LocalBackend(ours, TrainConfig(steps=1, learning_rate=0.0, max_grad_norm=0.0), total_steps=1)
+        backend = LocalBackend(
+            ours, TrainConfig(steps=1, learning_rate=0.0, max_grad_norm=0.0), total_steps=1
+        )
         batches = pack(samples, budget)
         algorithm.advantages(batches)
         backend.forward_backward(batches, algorithm.loss, Totals.of(batches, 48))
@@ -116,7 +157,11 @@ def test_bfloat16_masters_move_and_resume_exactly() -> None:
     backend = LocalBackend(ours, cfg, total_steps=4)
     before = {name: m.clone() for name, m in backend.optimizer.masters.items()}
     steps(backend, 2)
-    assert all(not torch.equal(before[n], m) for n, m in backend.optimizer.masters.items() if m.ndim > 1 and "embed" not in n)
+    assert all(
+        not torch.equal(before[n], m)
+        for n, m in backend.optimizer.masters.items()
+        if m.ndim > 1 and "embed" not in n
+    )
     saved = copy.deepcopy(backend.state())
     steps(backend, 2)
     again = LocalBackend(model("llama", torch.bfloat16), cfg, total_steps=4)

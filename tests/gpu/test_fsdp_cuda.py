@@ -1,4 +1,6 @@
-"""FSDP on a GPU with one rank: what several CPU processes cannot show (nccl, pinned host memory, device placement)."""
+"""FSDP on a GPU with one rank: what several CPU processes cannot show (nccl, pinned host memory,
+device placement).
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,26 @@ def one() -> Iterator[Ranks]:
 
 def trained(ranks: Ranks, kind: str, **changes: Any) -> tuple[FsdpBackend, list[dict[str, float]]]:
     cfg = train_config(backend="fsdp", learning_rate=1e-3, **changes)
-    backend = FsdpBackend(ranks, partial(load, kind), cfg, full=load(kind), sharded=True, total_steps=10, temperature=0.8, reference=True)
+    backend = FsdpBackend(
+        ranks,
+        partial(load, kind),
+        cfg,
+        full=load(kind),
+        sharded=True,
+        total_steps=10,
+        temperature=0.8,
+        reference=True,
+    )
     told = []
     for seed in range(3):
         batches = pack(make_samples(LENGTHS, seed), 64, share=True)
         backend.annotate(batches, policy_loss().needs)
-        told.append({**backend.forward_backward(batches, policy_loss(), Totals.of(batches, 32)), **backend.step()})
+        told.append(
+            {
+                **backend.forward_backward(batches, policy_loss(), Totals.of(batches, 32)),
+                **backend.step(),
+            }
+        )
     return backend, told
 
 
@@ -50,10 +66,19 @@ def test_weights_in_host_memory_train_alike(one: Ranks, tmp_path: Path, kind: st
     for a, b in zip(first, second, strict=True):
         assert b == pytest.approx(a, rel=1e-3 if exact else 0.1, abs=1e-5 if exact else 0.05)
     pieces = moved.shard.optimizer.parameters
-    assert all(p.device.type == "cpu" for name, p in pieces.items() if name not in moved.shard.optimizer.whole)
-    saved = [dict(store.load(store.save(tmp_path / name, 1, b.state(), {}))[0].tensors) for name, b in (("a", plain), ("b", moved))]
+    assert all(
+        p.device.type == "cpu"
+        for name, p in pieces.items()
+        if name not in moved.shard.optimizer.whole
+    )
+    saved = [
+        dict(store.load(store.save(tmp_path / name, 1, b.state(), {}))[0].tensors)
+        for name, b in (("a", plain), ("b", moved))
+    ]
     weights = [k for k in saved[0] if k.startswith("model/")]
-    assert relative({k: saved[1][k] for k in weights}, {k: saved[0][k] for k in weights}) < (1e-4 if exact else 1e-2)
+    assert relative({k: saved[1][k] for k in weights}, {k: saved[0][k] for k in weights}) < (
+        1e-4 if exact else 1e-2
+    )
     before = {k: t.clone() for k, t in saved[1].items()}
     moved.load(store.load(store.steps(tmp_path / "b")[0])[0])
     again = dict(store.load(store.save(tmp_path / "c", 1, moved.state(), {}))[0].tensors)
@@ -67,15 +92,23 @@ def test_rollouts_through_the_ranks_engine(one: Ranks) -> None:
         model.module.cuda()
         return NativeEngine(model, kv_gib=0.01, context=128)
 
-    own, alone = engine(), engine()
+    own = engine()
+    alone = engine()
     spread = RankedEngine(one, own, engine)
 
     async def work() -> None:
         await spread.update(Weights("shared", module=own.model.module), 1)
         for _ in range(2):
             asked = [tokens_of(4 + i, i) for i in range(4)]
-            found = [await asyncio.gather(*(e.generate(t, Sampling(12), key=i, n=2) for i, t in enumerate(asked))) for e in (spread, alone)]
-            assert [c.tokens for g in found[0] for c in g] == [c.tokens for g in found[1] for c in g]
+            found = [
+                await asyncio.gather(
+                    *(e.generate(t, Sampling(12), key=i, n=2) for i, t in enumerate(asked))
+                )
+                for e in (spread, alone)
+            ]
+            assert [c.tokens for g in found[0] for c in g] == [
+                c.tokens for g in found[1] for c in g
+            ]
             await spread.sleep()
 
     asyncio.run(work())

@@ -1,4 +1,7 @@
-"""Each Triton kernel against its plain-torch twin in float64. Runs on a GPU, or on a CPU in Triton's interpreter (conftest.py)."""
+"""Each Triton kernel against its plain-torch twin in float64.
+
+Runs on a GPU, or on a CPU in Triton's interpreter (conftest.py).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ from reinforge.models.attention import Cache, Paged
 from reinforge.models.head import LogitRule, gradient, statistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = needs.unless(importlib.util.find_spec("triton") is not None, "triton", "not installed: pip install 'reinforge[kernels]'")
+pytestmark = needs.unless(
+    importlib.util.find_spec("triton") is not None,
+    "triton",
+    "not installed: pip install 'reinforge[kernels]'",
+)
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
@@ -26,38 +33,58 @@ def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap
 
     torch.manual_seed(0)
     lengths = [0, 1, 15, 16, 33, 100]
-    width, block = 8, 16
-    cache = Cache.allocate([(kv_heads, size)], len(lengths) * width, block, torch.float32, torch.device(DEVICE))
+    width = 8
+    block = 16
+    cache = Cache.allocate(
+        [(kv_heads, size)], len(lengths) * width, block, torch.float32, torch.device(DEVICE)
+    )
     for part in (cache.keys[0], cache.values[0]):
         part.normal_()
     tables = torch.randperm(len(lengths) * width).view(len(lengths), width).to(DEVICE)
     cached = torch.tensor(lengths, device=DEVICE)
-    q, k, v = (torch.randn(len(lengths), n, size, device=DEVICE) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(len(lengths), n, size, device=DEVICE) for n in (heads, kv_heads, kv_heads)
+    )
     wide = Cache([cache.keys[0].double().cpu()], [cache.values[0].double().cpu()], block)
     want = Paged(wide, tables.cpu(), cached.cpu()).attend(
-        0, q.double().cpu(), k.double().cpu(), v.double().cpu(), 0.2, window or None, softcap or None
+        0,
+        q.double().cpu(),
+        k.double().cpu(),
+        v.double().cpu(),
+        0.2,
+        window or None,
+        softcap or None,
     )
-    got = paged_decode(q, k, v, cache.keys[0], cache.values[0], tables, cached, 0.2, window, softcap)
+    got = paged_decode(
+        q, k, v, cache.keys[0], cache.values[0], tables, cached, 0.2, window, softcap
+    )
     torch.testing.assert_close(got.double().cpu(), want, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(cache.keys[0].double().cpu(), wide.keys[0])  # the new key is where it belongs, and nowhere else
+    # the new key is where it belongs, and nowhere else
+    torch.testing.assert_close(cache.keys[0].double().cpu(), wide.keys[0])
 
 
 def test_draw() -> None:
     from reinforge.models import kernels
 
     torch.manual_seed(0)
-    rows, vocabulary = 64, 5000
+    rows = 64
+    vocabulary = 5000
     logits = torch.randn(rows, vocabulary, device=DEVICE) * 3
     temperatures = torch.tensor([0.0, 0.7, 1.0, 1.5], device=DEVICE).repeat(rows // 4)
     seeds = torch.randint(0, 2**62, (rows,), device=DEVICE)
     positions = torch.arange(rows, device=DEVICE)
     tokens, logprobs = kernels.draw(logits, temperatures, seeds, positions)
-    plain, plain_logprobs = draw(logits.cpu(), temperatures.cpu(), uniform(seeds.cpu(), positions.cpu()))
+    plain, plain_logprobs = draw(
+        logits.cpu(), temperatures.cpu(), uniform(seeds.cpu(), positions.cpu())
+    )
     same = tokens.cpu() == plain
-    assert same.float().mean() > 0.95  # they may part only where u falls on a boundary of the cumulative distribution
+    # they may part only where u falls on a boundary of the cumulative distribution
+    assert same.float().mean() > 0.95
     torch.testing.assert_close(logprobs.cpu()[same], plain_logprobs[same], atol=1e-4, rtol=1e-5)
     z = logits.double() / torch.where(temperatures == 0, 1.0, temperatures.double())[:, None]
-    torch.testing.assert_close(logprobs.double(), z.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        logprobs.double(), z.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=1e-5
+    )
 
 
 def test_draw_frequencies() -> None:
@@ -72,7 +99,8 @@ def test_draw_frequencies() -> None:
         torch.zeros(rows, dtype=torch.int64, device=DEVICE),
     )
     share = torch.bincount(tokens.cpu(), minlength=5) / rows
-    torch.testing.assert_close(share, logits[0].cpu().softmax(-1), atol=2 / rows**0.5, rtol=0)  # four standard deviations
+    # four standard deviations
+    torch.testing.assert_close(share, logits[0].cpu().softmax(-1), atol=2 / rows**0.5, rtol=0)
 
 
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.5, softcap=4.0)])
@@ -83,13 +111,26 @@ def test_softmax(rule: LogitRule, temperature: float) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 9001, device=DEVICE) * 4
     targets = torch.randint(0, 9001, (7,), device=DEVICE)
-    g, e = torch.randn(7, device=DEVICE), torch.randn(7, device=DEVICE)
-    wide, where = x.double().cpu(), targets.cpu()
+    g = torch.randn(7, device=DEVICE)
+    e = torch.randn(7, device=DEVICE)
+    wide = x.double().cpu()
+    where = targets.cpu()
     logp, lse, entropy = statistics(wide, where, temperature, rule, True)
     got = kernels.softmax_statistics(x, targets, temperature, rule.scale, rule.softcap, True)
     for ours, want in zip(got, (logp, lse, entropy), strict=True):
         assert ours is not None and want is not None
         torch.testing.assert_close(ours.double().cpu(), want.double(), atol=1e-4, rtol=1e-5)
-    want = gradient(wide, where, lse.double(), g.double().cpu(), temperature, rule, entropy.double(), e.double().cpu())  # type: ignore[union-attr]
-    ours = kernels.softmax_gradient(x.clone(), targets, got[1], g, temperature, rule.scale, rule.softcap, got[2], e)
+    want = gradient(
+        wide,
+        where,
+        lse.double(),
+        g.double().cpu(),
+        temperature,
+        rule,
+        entropy.double(),
+        e.double().cpu(),
+    )  # type: ignore[union-attr]
+    ours = kernels.softmax_gradient(
+        x.clone(), targets, got[1], g, temperature, rule.scale, rule.softcap, got[2], e
+    )
     torch.testing.assert_close(ours.double().cpu(), want, atol=1e-5, rtol=1e-4)

@@ -1,4 +1,6 @@
-"""Memory on a real GPU: the model's predictions, recovery when it runs out, optimizer states in host memory. Skips without one."""
+"""Memory on a real GPU: the model's predictions, recovery when it runs out, optimizer states in
+host memory. Skips without one.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,19 @@ from reinforge.core.sample import Sample
 from reinforge.models.causal import CausalModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-SHAPE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 32000,
-         "max_position_embeddings": 4096, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +55,14 @@ def make_model(dtype: torch.dtype = torch.bfloat16) -> CausalModel:
 
 def make_samples(count: int, length: int = 512) -> list[Sample]:
     generator = torch.Generator().manual_seed(1)
-    return [Sample.from_tokens(f"s{i}", torch.randint(3, 32000, (length,), generator=generator).tolist(), [False] + [True] * (length - 1))
-            for i in range(count)]  # fmt: skip
+    return [
+        Sample.from_tokens(
+            f"s{i}",
+            torch.randint(3, 32000, (length,), generator=generator).tolist(),
+            [False] + [True] * (length - 1),
+        )
+        for i in range(count)
+    ]
 
 
 def one_step(backend: LocalBackend, samples: list[Sample]) -> dict[str, float]:
@@ -55,7 +74,9 @@ def one_step(backend: LocalBackend, samples: list[Sample]) -> dict[str, float]:
 def test_the_model_predicts_the_peak(checkpointing: bool) -> None:
     model = make_model()
     if checkpointing:
-        model.plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.plain.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
     backend = LocalBackend(model, TrainConfig(steps=3, tokens_per_microbatch=16384), total_steps=3)
     samples = make_samples(64)
     one_step(backend, samples)
@@ -64,7 +85,8 @@ def test_the_model_predicts_the_peak(checkpointing: bool) -> None:
     one_step(backend, samples)
     facts = facts_of(model)
     assert facts.checkpointing == checkpointing
-    predicted, measured = memory.total(memory.training(facts, 16384)), torch.cuda.max_memory_allocated()
+    predicted = memory.total(memory.training(facts, 16384))
+    measured = torch.cuda.max_memory_allocated()
     assert predicted == pytest.approx(measured, rel=0.25), memory.training(facts, 16384)
 
 
@@ -84,14 +106,20 @@ def test_the_automatic_budget_fits() -> None:
 
 
 def test_a_real_lack_of_memory_is_recovered_from() -> None:
-    """A micro-batch that needs far more than there is: smaller ones give the same gradient, and later steps fit at once."""
+    """A micro-batch that needs far more than there is: smaller ones give the same gradient, and
+    later steps fit at once.
+    """
     samples = make_samples(96)
     model = make_model()
     twin = CausalModel(copy.deepcopy(model.module))
     plain = LocalBackend(twin, TrainConfig(steps=2, tokens_per_microbatch=4096), total_steps=2)
     batches = pack(samples, 4096)
     plain.forward_backward(batches, NLLLoss(), Totals.of(batches))
-    want = {name: m.grad.float().cpu() for name, m in plain.optimizer.masters.items() if m.grad is not None}
+    want = {
+        name: m.grad.float().cpu()
+        for name, m in plain.optimizer.masters.items()
+        if m.grad is not None
+    }
     del plain, twin
     gc.collect()
     torch.cuda.empty_cache()
@@ -99,7 +127,9 @@ def test_a_real_lack_of_memory_is_recovered_from() -> None:
     facts = facts_of(model)
     room = memory.total(memory.training(facts, 16384))
     assert room < memory.total(memory.training(facts, 49152)) / 2
-    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        room / torch.cuda.get_device_properties(0).total_memory
+    )
     big = pack(samples, backend.budget)
     assert len(big) == 1
     metrics = backend.forward_backward(big, NLLLoss(), Totals.of(big))
@@ -119,7 +149,9 @@ def test_a_row_that_does_not_fit_alone_says_so() -> None:
     backend = LocalBackend(model, TrainConfig(steps=2, tokens_per_microbatch=4096), total_steps=2)
     used = torch.cuda.memory_allocated() + (64 << 20)
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(used / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        used / torch.cuda.get_device_properties(0).total_memory
+    )
     batches = pack(make_samples(2, 4096), 4096)
     with pytest.raises(InputError, match="a row of 4096 tokens does not fit"):
         backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
@@ -127,22 +159,38 @@ def test_a_row_that_does_not_fit_alone_says_so() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offloaded_states_learn_the_same_and_leave_the_device(dtype: torch.dtype) -> None:
-    """The CPU's AdamW rounds elsewhere than the GPU's; the weights agree far below a step's size, and the states are not on the GPU. A
-    gradient that is nearly 0 can have another sign the second time (sums of bfloat16 in another order), and AdamW steps by the sign: a few
-    (those of key biases above all, which attention does not depend on)."""
-    samples, states = make_samples(16), []
+    """The CPU's AdamW rounds elsewhere than the GPU's; the weights agree far below a step's size,
+    and the states are not on the GPU. A gradient that is nearly 0 can have another sign the second
+    time (sums of bfloat16 in another order), and AdamW steps by the sign: a few (those of key
+    biases above all, which attention does not depend on).
+    """
+    samples = make_samples(16)
+    states = []
     for offload in (False, True):
         model = make_model(dtype)
-        cfg = TrainConfig(steps=3, learning_rate=1e-3, tokens_per_microbatch=4096, optimizer=OptimizerConfig(offload=offload))
+        cfg = TrainConfig(
+            steps=3,
+            learning_rate=1e-3,
+            tokens_per_microbatch=4096,
+            optimizer=OptimizerConfig(offload=offload),
+        )
         backend = LocalBackend(model, cfg, total_steps=3)
         for _ in range(3):
             one_step(backend, samples)
         gc.collect()
-        states.append(({n: m.detach().cpu().clone() for n, m in backend.optimizer.masters.items()}, torch.cuda.memory_allocated()))
+        states.append(
+            (
+                {n: m.detach().cpu().clone() for n, m in backend.optimizer.masters.items()},
+                torch.cuda.memory_allocated(),
+            )
+        )
         if offload:
-            assert all(m.device.type == "cpu" and m.is_pinned() for m in backend.optimizer.masters.values())
             assert all(
-                torch.equal(p.detach().cpu(), backend.optimizer.masters[n].to(dtype)) for n, p in backend.optimizer.parameters.items()
+                m.device.type == "cpu" and m.is_pinned() for m in backend.optimizer.masters.values()
+            )
+            assert all(
+                torch.equal(p.detach().cpu(), backend.optimizer.masters[n].to(dtype))
+                for n, p in backend.optimizer.parameters.items()
             )
         facts = replace(facts_of(model), offload=False)
         del backend, model
@@ -151,4 +199,5 @@ def test_offloaded_states_learn_the_same_and_leave_the_device(dtype: torch.dtype
     (plain, plain_bytes), (moved, moved_bytes) = states
     assert plain_bytes - moved_bytes == pytest.approx(memory.optimizer_bytes(facts), rel=0.1)
     gaps = torch.cat([(plain[name] - moved[name]).abs().flatten() for name in plain])
-    assert float((gaps > 3e-4).float().mean()) <= (0.0 if dtype == torch.float32 else 1e-3)  # three steps of 1e-3
+    # three steps of 1e-3
+    assert float((gaps > 3e-4).float().mean()) <= (0.0 if dtype == torch.float32 else 1e-3)

@@ -1,4 +1,6 @@
-"""The proof at load on a GPU, where bfloat16 goes through kernels of its own: it accepts what is right and refuses the rest."""
+"""The proof at load on a GPU, where bfloat16 goes through kernels of its own: it accepts what is
+right and refuses the rest.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,17 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*RIGHT, *UNEQUAL])
-def test_what_is_right_is_accepted(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, kernel = [], attention.varlen_attention
-    monkeypatch.setattr(attention, "varlen_attention", lambda *a, **k: calls.append(1) or kernel(*a, **k))
+def test_what_is_right_is_accepted(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    kernel = attention.varlen_attention
+    monkeypatch.setattr(
+        attention, "varlen_attention", lambda *a, **k: calls.append(1) or kernel(*a, **k)
+    )
     assert CausalModel(make_architecture(name, dtype=dtype).cuda()).verify() < 1e-5
-    assert bool(calls) == (dtype == torch.bfloat16 and name in RIGHT)  # the kernel of training was among what was shown
+    # the kernel of training was among what was shown
+    assert bool(calls) == (dtype == torch.bfloat16 and name in RIGHT)
 
 
 @pytest.mark.parametrize("name", REFUSED)

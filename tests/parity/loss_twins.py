@@ -1,7 +1,9 @@
-"""Every loss that is no policy gradient, by its name, beside a twin: the paper's formula in plain Python floats, written for this page alone.
+"""Every loss that is no policy gradient, by its name, beside a twin: the paper's formula in plain
+Python floats, written for this page alone.
 
-Ours is what `reinforge train` uses: `build(name)`, on packs of a few rows. The twin is a function of the same numbers; its gradient is taken by
-central differences. `TWINS[name]()` gives (loss difference, gradient difference). Settings are the defaults, unless `build` says otherwise.
+Ours is what `reinforge train` uses: `build(name)`, on packs of a few rows. The twin is a function
+of the same numbers; its gradient is taken by central differences. `TWINS[name]()` gives (loss
+difference, gradient difference). Settings are the defaults, unless `build` says otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from reinforge.core.sample import Sample
 Rows = list[list[float]]
 Difference = tuple[float, float]
 LENGTHS: list[int] = TRL["lengths"]
-P, R, C = ([INPUTS[k][i, :n].tolist() for i, n in enumerate(LENGTHS)] for k in ("logprobs", "reference", "collision"))
+P, R, C = (
+    [INPUTS[k][i, :n].tolist() for i, n in enumerate(LENGTHS)]
+    for k in ("logprobs", "reference", "collision")
+)
 SCORE = [1.2, 0.3, 0.8, 0.5, 0.2, -0.4, 0.6, 0.1]  # given rewards of the rows
 BY_REFERENCE = [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]  # xpo: which of a pair the reference wrote
 WINS = [0.9, 0.1, 0.6, 0.5, 0.3, 0.8, 0.2, 1.0]
@@ -46,7 +51,13 @@ def slopes(twin: Callable[[Rows], float], at: Rows) -> Rows:
         found.append([])
         for j, x in enumerate(row):
             ends = [
-                twin([[x + h if (a, b) == (i, j) else y for b, y in enumerate(line)] for a, line in enumerate(at)]) for h in (STEP, -STEP)
+                twin(
+                    [
+                        [x + h if (a, b) == (i, j) else y for b, y in enumerate(line)]
+                        for a, line in enumerate(at)
+                    ]
+                )
+                for h in (STEP, -STEP)
             ]
             found[-1].append((ends[0] - ends[1]) / (2 * STEP))
     return found
@@ -55,7 +66,11 @@ def slopes(twin: Callable[[Rows], float], at: Rows) -> Rows:
 def compare(twin: Callable[[Rows], float], at: Rows, loss: Tensor, leaf: Tensor) -> Difference:
     loss.backward()
     assert leaf.grad is not None and float(leaf.grad.abs().max()) > 1e-6
-    gradient = [abs(float(leaf.grad[i, j]) - want) for i, row in enumerate(slopes(twin, at)) for j, want in enumerate(row)]
+    gradient = [
+        abs(float(leaf.grad[i, j]) - want)
+        for i, row in enumerate(slopes(twin, at))
+        for j, want in enumerate(row)
+    ]
     return abs(float(loss.detach()) - twin(at)), max(gradient)
 
 
@@ -63,11 +78,16 @@ def compare(twin: Callable[[Rows], float], at: Rows, loss: Tensor, leaf: Tensor)
 
 
 class Pair:
-    """What a formula over pair i reads: sums a, b of log-ratios, w, l of log-probs, their lengths."""
+    """What a formula over pair i reads: sums a, b of log-ratios, w, l of log-probs,
+    their lengths.
+    """
 
     def __init__(self, x: Rows, i: int):
-        self.i, self.n, self.m = i, LENGTHS[i], LENGTHS[i + 4]
-        self.w, self.l = sum(x[i]), sum(x[i + 4])
+        self.i = i
+        self.n = LENGTHS[i]
+        self.m = LENGTHS[i + 4]
+        self.w = sum(x[i])
+        self.l = sum(x[i + 4])
         self.a, self.b = self.w - sum(R[i]), self.l - sum(R[i + 4])
         self.gap = SCORE[i] - SCORE[i + 4]
         self.explored = self.w * BY_REFERENCE[i] + self.l * BY_REFERENCE[i + 4]
@@ -112,10 +132,20 @@ PAIR: dict[str, Callable[[Pair], float]] = {
     "rpo_fwd_kl": lambda p: bernoulli(s(p.d), s(p.gap)),
     "f_dpo": lambda p: -ls(0.1 * (js(p.a) - js(p.b))),
     "simpo": lambda p: -ls(2 * (p.w / p.n - p.l / p.m) - 1),
-    "alphapo": lambda p: -ls(2 * ((1 - math.exp(-0.25 * p.w / p.n)) - (1 - math.exp(-0.25 * p.l / p.m))) / 0.25 - 1),
+    "alphapo": lambda p: (
+        -ls(2 * ((1 - math.exp(-0.25 * p.w / p.n)) - (1 - math.exp(-0.25 * p.l / p.m))) / 0.25 - 1)
+    ),
     "xpo": lambda p: -ls(p.d) + 1e-5 * p.explored,
-    "wpo": lambda p: -ls(p.d) * math.exp(sum(sum(a - c for a, c in zip(P[i], C[i], strict=True)) / LENGTHS[i] for i in (p.i, p.i + 4))),
-}  # fmt: skip
+    "wpo": lambda p: (
+        -ls(p.d)
+        * math.exp(
+            sum(
+                sum(a - c for a, c in zip(P[i], C[i], strict=True)) / LENGTHS[i]
+                for i in (p.i, p.i + 4)
+            )
+        )
+    ),
+}
 
 
 def pairs_of(x: Rows, formula: Callable[[Pair], float]) -> float:
@@ -126,7 +156,9 @@ def ranked(x: Rows, paired: bool) -> float:
     """The k-th smallest against the k-th smallest; which is which was settled before the update."""
     pairs = [Pair(x, i) for i in range(4)]
     left, right = (
-        ([p.w - p.l for p in pairs], [p.w - p.a - p.l + p.b for p in pairs]) if paired else ([p.a for p in pairs], [p.b for p in pairs])
+        ([p.w - p.l for p in pairs], [p.w - p.a - p.l + p.b for p in pairs])
+        if paired
+        else ([p.a for p in pairs], [p.b for p in pairs])
     )
     return sum(-ls(0.1 * (a - b)) for a, b in zip(sorted(left), sorted(right), strict=True)) / 4
 
@@ -135,7 +167,10 @@ def shorter(x: Rows) -> float:
     """LD-DPO: tokens beyond the shorter answer of a pair count half."""
 
     def total(i: int, both: int) -> float:
-        return sum((p - r) * (1 if t < both else 0.5) for t, (p, r) in enumerate(zip(x[i], R[i], strict=True)))
+        return sum(
+            (p - r) * (1 if t < both else 0.5)
+            for t, (p, r) in enumerate(zip(x[i], R[i], strict=True))
+        )
 
     both = [min(LENGTHS[i], LENGTHS[i + 4]) for i in range(4)]
     return sum(-ls(0.1 * (total(i, both[i]) - total(i + 4, both[i]))) for i in range(4)) / 4
@@ -143,11 +178,20 @@ def shorter(x: Rows) -> float:
 
 def of_pairs(x: Rows, name: str) -> float:
     whole: dict[str, Callable[[], float]] = {
-        "aot": lambda: ranked(x, True), "aot_unpaired": lambda: ranked(x, False), "ld_dpo": lambda: shorter(x), "sft_pair": lambda: chosen_nll(x),
-        "rpo": lambda: pairs_of(x, PAIR["dpo"]) + nll_per_answer(x), "cpo": lambda: pairs_of(x, lambda p: -ls(0.1 * (p.w - p.l))) + chosen_nll(x),
-        "orpo": lambda: chosen_nll(x) + pairs_of(x, lambda p: -0.1 * ls(log_odds(p.w / p.n) - log_odds(p.l / p.m))),
-        "mpo": lambda: 0.8 * pairs_of(x, PAIR["dpo"]) + 0.2 * pairs_of(x, PAIR["bco_pair"]) + chosen_nll(x),
-    }  # fmt: skip
+        "aot": lambda: ranked(x, True),
+        "aot_unpaired": lambda: ranked(x, False),
+        "ld_dpo": lambda: shorter(x),
+        "sft_pair": lambda: chosen_nll(x),
+        "rpo": lambda: pairs_of(x, PAIR["dpo"]) + nll_per_answer(x),
+        "cpo": lambda: pairs_of(x, lambda p: -ls(0.1 * (p.w - p.l))) + chosen_nll(x),
+        "orpo": lambda: (
+            chosen_nll(x)
+            + pairs_of(x, lambda p: -0.1 * ls(log_odds(p.w / p.n) - log_odds(p.l / p.m)))
+        ),
+        "mpo": lambda: (
+            0.8 * pairs_of(x, PAIR["dpo"]) + 0.2 * pairs_of(x, PAIR["bco_pair"]) + chosen_nll(x)
+        ),
+    }
     return whole[name]() if name in whole else pairs_of(x, PAIR[name])
 
 
@@ -157,9 +201,19 @@ def nll_per_answer(x: Rows) -> float:
 
 def pair(name: str) -> Difference:
     leaf = INPUTS["logprobs"].clone().requires_grad_()
-    given = {"score": torch.tensor(SCORE, dtype=torch.float64), "by_reference": torch.tensor(BY_REFERENCE, dtype=torch.float64)}
-    streams = {k: INPUTS[k] for k in ("reference", "collision")} | {"old": INPUTS["logprobs"]} | given
-    return compare(partial(of_pairs, name=name), P, over_packs(build(name).loss, PAIRED, leaf, leaf, 4, **streams), leaf)
+    given = {
+        "score": torch.tensor(SCORE, dtype=torch.float64),
+        "by_reference": torch.tensor(BY_REFERENCE, dtype=torch.float64),
+    }
+    streams = (
+        {k: INPUTS[k] for k in ("reference", "collision")} | {"old": INPUTS["logprobs"]} | given
+    )
+    return compare(
+        partial(of_pairs, name=name),
+        P,
+        over_packs(build(name).loss, PAIRED, leaf, leaf, 4, **streams),
+        leaf,
+    )
 
 
 # ---- single answers ----
@@ -167,15 +221,21 @@ def pair(name: str) -> Difference:
 
 def of_answers(x: Rows, name: str) -> float:
     ratios = [sum(x[i]) - sum(R[i]) for i in range(8)]
-    if name == "nash_md":  # -(P - 1/2 - beta (log pi - log ref)) log pi, the bracket without gradient
-        return sum(-(WINS[i] - 0.5 - 0.1 * (sum(P[i]) - sum(R[i]))) * sum(x[i]) for i in range(8)) / 8
+    # -(P - 1/2 - beta (log pi - log ref)) log pi, the bracket without gradient
+    if name == "nash_md":
+        return (
+            sum(-(WINS[i] - 0.5 - 0.1 * (sum(P[i]) - sum(R[i]))) * sum(x[i]) for i in range(8)) / 8
+        )
     sign = [1 if label else -1 for label in LABELS]
     if name == "bco":
         mean = sum(0.1 * (sum(P[i]) - sum(R[i])) for i in range(8)) / 8
         return sum(-ls(sign[i] * (0.1 * ratios[i] - mean)) for i in range(8)) / 8
     z = 0.0
     if name == "kto":
-        other = [float((INPUTS["kl_logprobs"][i, :n] - INPUTS["kl_reference"][i, :n]).sum()) for i, n in enumerate(LENGTHS)]
+        other = [
+            float((INPUTS["kl_logprobs"][i, :n] - INPUTS["kl_reference"][i, :n]).sum())
+            for i, n in enumerate(LENGTHS)
+        ]
         z = max(0.0, sum(other) / 8)
     return sum(1 - s(sign[i] * 0.1 * (ratios[i] - z)) for i in range(8)) / 8
 
@@ -184,20 +244,32 @@ def answer(name: str) -> Difference:
     from preference_parity import row
 
     leaf = INPUTS["logprobs"].clone().requires_grad_()
-    mismatched = Batch.pack([row(i, old=INPUTS["kl_logprobs"], reference=INPUTS["kl_reference"]) for i in range(8)])
-    given = {"label": torch.tensor(LABELS, dtype=torch.float64), "wins": torch.tensor(WINS, dtype=torch.float64)}
+    mismatched = Batch.pack(
+        [row(i, old=INPUTS["kl_logprobs"], reference=INPUTS["kl_reference"]) for i in range(8)]
+    )
+    given = {
+        "label": torch.tensor(LABELS, dtype=torch.float64),
+        "wins": torch.tensor(WINS, dtype=torch.float64),
+    }
     streams = {"reference": INPUTS["reference"], "old": INPUTS["logprobs"], **given}
     return compare(
-        partial(of_answers, name=name), P, over_packs(build(name).loss, list(range(8)), leaf, leaf, 3, [mismatched], **streams), leaf
+        partial(of_answers, name=name),
+        P,
+        over_packs(build(name).loss, list(range(8)), leaf, leaf, 3, [mismatched], **streams),
+        leaf,
     )
 
 
 def text(name: str) -> Difference:
-    """The mean over all tokens; dft: weighed by the probability, without gradient. best_of_n and its like train so on what they picked."""
+    """The mean over all tokens; dft: weighed by the probability, without gradient. best_of_n and
+    its like train so on what they picked.
+    """
 
     def twin(x: Rows) -> float:
         weight = math.exp if name == "dft" else lambda _: 1.0
-        return -sum(weight(P[i][t]) * x[i][t] for i, n in enumerate(LENGTHS) for t in range(n)) / sum(LENGTHS)
+        return -sum(
+            weight(P[i][t]) * x[i][t] for i, n in enumerate(LENGTHS) for t in range(n)
+        ) / sum(LENGTHS)
 
     leaf = INPUTS["logprobs"].clone().requires_grad_()
     return compare(twin, P, over_packs(build(name).loss, list(range(8)), leaf, leaf, 3), leaf)
@@ -206,16 +278,21 @@ def text(name: str) -> Difference:
 # ---- reward models ----
 
 REWARD: dict[str, Callable[[float, float, float], float]] = {
-    "bradley_terry": lambda w, l, m: -ls(w - l), "logexp": lambda w, l, m: math.log(1 + math.exp(l - w)), "margin": lambda w, l, m: -ls(w - l - m),
-    "scaled": lambda w, l, m: -m * ls(w - l), "centred": lambda w, l, m: -ls(w - l) + 0.01 * (w + l) ** 2,
-}  # fmt: skip
+    "bradley_terry": lambda w, l, m: -ls(w - l),
+    "logexp": lambda w, l, m: math.log(1 + math.exp(l - w)),
+    "margin": lambda w, l, m: -ls(w - l - m),
+    "scaled": lambda w, l, m: -m * ls(w - l),
+    "centred": lambda w, l, m: -ls(w - l) + 0.01 * (w + l) ** 2,
+}
 MARGIN = INPUTS["margin"].tolist()
 
 
 def of_scores(x: Rows, name: str) -> float:
     """x[i] are the values at the tokens of row i; the score of an answer is the last one."""
     if name == "process":
-        return sum(-ls(v) if LABELS[i] else -ls(-v) for i, row in enumerate(x) for v in row) / sum(LENGTHS)
+        return sum(-ls(v) if LABELS[i] else -ls(-v) for i, row in enumerate(x) for v in row) / sum(
+            LENGTHS
+        )
     if name == "regression":
         return sum((row[-1] - SCORE[i]) ** 2 for i, row in enumerate(x)) / 8
     return sum(REWARD[name](x[i][-1], x[i + 4][-1], MARGIN[i]) for i in range(4)) / 4
@@ -223,14 +300,26 @@ def of_scores(x: Rows, name: str) -> float:
 
 def scores(name: str) -> Difference:
     leaf = INPUTS["logprobs"].clone().requires_grad_()  # any numbers do
-    given = {"gap": torch.cat((INPUTS["margin"], torch.zeros(4))), "target": torch.tensor(SCORE, dtype=torch.float64), "label": torch.tensor(LABELS, dtype=torch.float64)}  # fmt: skip
-    return compare(partial(of_scores, name=name), P, over_packs(build(name).loss, PAIRED, leaf, leaf, 4, **given), leaf)
+    given = {
+        "gap": torch.cat((INPUTS["margin"], torch.zeros(4))),
+        "target": torch.tensor(SCORE, dtype=torch.float64),
+        "label": torch.tensor(LABELS, dtype=torch.float64),
+    }
+    return compare(
+        partial(of_scores, name=name),
+        P,
+        over_packs(build(name).loss, PAIRED, leaf, leaf, 4, **given),
+        leaf,
+    )
 
 
-# ---- distillation: 10 tokens in two answers, logits of student and teacher over 6 tokens (uld: 9) ----
+# ---- distillation: 10 tokens in two answers, logits of student and teacher over 6 tokens (uld: 9)
+# ----
 
 STUDENT, TEACHER, WIDE = (INPUTS[k].tolist() for k in ("student", "teacher", "wide_teacher"))
-TOKENS, CUT, TOP = [0, 3, 5, 1, 2, 4, 0, 1, 3, 2], [4, 6], 3
+TOKENS = [0, 3, 5, 1, 2, 4, 0, 1, 3, 2]
+CUT = [4, 6]
+TOP = 3
 
 
 def softmax(row: list[float]) -> list[float]:
@@ -258,16 +347,26 @@ def ranks(p: list[float], q: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(p, q, strict=True))
 
 
-DIVERGENCE: dict[str, Callable[[list[float], list[float]], float]] = {  # p is the teacher's, q the student's
-    "forward_kl": kl, "reverse_kl": lambda p, q: kl(q, p), "skew_forward": lambda p, q: kl(p, mix(p, q, 0.1)),
-    "skew_reverse": lambda p, q: kl(q, mix(q, p, 0.1)), "topk": best, "uld": ranks,
-    **dict.fromkeys(("jsd", "gkd"), lambda p, q: 0.5 * kl(p, mix(p, q, 0.5)) + 0.5 * kl(q, mix(p, q, 0.5))),
-}  # fmt: skip
+# p is the teacher's, q the student's
+DIVERGENCE: dict[str, Callable[[list[float], list[float]], float]] = {
+    "forward_kl": kl,
+    "reverse_kl": lambda p, q: kl(q, p),
+    "skew_forward": lambda p, q: kl(p, mix(p, q, 0.1)),
+    "skew_reverse": lambda p, q: kl(q, mix(q, p, 0.1)),
+    "topk": best,
+    "uld": ranks,
+    **dict.fromkeys(
+        ("jsd", "gkd"), lambda p, q: 0.5 * kl(p, mix(p, q, 0.5)) + 0.5 * kl(q, mix(p, q, 0.5))
+    ),
+}
 
 
 def advantages(name: str) -> list[float]:
     """What the teacher thinks of each sampled token, or of those after it; less the mean."""
-    ratio = [math.log(softmax(t)[y]) - math.log(softmax(q)[y]) for q, t, y in zip(STUDENT, TEACHER, TOKENS, strict=True)]
+    ratio = [
+        math.log(softmax(t)[y]) - math.log(softmax(q)[y])
+        for q, t, y in zip(STUDENT, TEACHER, TOKENS, strict=True)
+    ]
     if name == "minillm":
         ends = [CUT[0]] * CUT[0] + [10] * CUT[1]
         ratio = [sum(ratio[t + 1 : end]) / max(1, end - t - 1) for t, end in enumerate(ends)]
@@ -280,35 +379,77 @@ def of_logits(x: Rows, name: str) -> float:
         teachers = [softmax(row) for row in (WIDE if name == "uld" else TEACHER)]
         return sum(DIVERGENCE[name](p, q) for p, q in zip(teachers, students, strict=True)) / 10
     before = [softmax(row) for row in STUDENT]
-    total = -sum(a * q[y] / old[y] for a, q, old, y in zip(advantages(name), students, before, TOKENS, strict=True)) / 10
+    total = (
+        -sum(
+            a * q[y] / old[y]
+            for a, q, old, y in zip(advantages(name), students, before, TOKENS, strict=True)
+        )
+        / 10
+    )
     return total if name == "opd" else total + of_logits(x, "reverse_kl")
 
 
 def logits(name: str) -> Difference:
-    leaf, tokens = INPUTS["student"].clone().requires_grad_(), torch.tensor(TOKENS)
+    leaf = INPUTS["student"].clone().requires_grad_()
+    tokens = torch.tensor(TOKENS)
     algorithm = build(name, **({"settings": {"k": TOP}} if name == "topk" else {}))
     logprobs = leaf.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     teacher = INPUTS["teacher"].log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     samples = []
     for i, part in enumerate(torch.arange(10).split(CUT)):
         zero = torch.zeros(1, dtype=torch.float64)
-        streams = {k: torch.cat((zero, v.detach()[part])) for k, v in (("teacher", teacher), ("old", logprobs))}
-        sample = Sample.from_tokens(str(i), [0, *tokens[part].tolist()], [False] + [True] * len(part), streams=streams)
-        samples.append(sample.with_(logprobs=torch.cat((zero, logprobs.detach()[part])), reward=0.0))
+        streams = {
+            k: torch.cat((zero, v.detach()[part]))
+            for k, v in (("teacher", teacher), ("old", logprobs))
+        }
+        sample = Sample.from_tokens(
+            str(i), [0, *tokens[part].tolist()], [False] + [True] * len(part), streams=streams
+        )
+        samples.append(
+            sample.with_(logprobs=torch.cat((zero, logprobs.detach()[part])), reward=0.0)
+        )
     batch = Batch.pack(samples)
     if name in ("opd", "minillm"):
         algorithm.advantages([batch])
     loss: Any = algorithm.loss
-    divergence = loss.divergence(leaf, INPUTS["wide_teacher" if name == "uld" else "teacher"]) if hasattr(loss, "divergence") else None
+    divergence = (
+        loss.divergence(leaf, INPUTS["wide_teacher" if name == "uld" else "teacher"])
+        if hasattr(loss, "divergence")
+        else None
+    )
     lengths = batch.trained_lengths()
-    given = TrainedTokens(logprobs, None, batch.sequence, lengths, lengths[batch.sequence], batch.streams, divergence=divergence)
+    given = TrainedTokens(
+        logprobs,
+        None,
+        batch.sequence,
+        lengths,
+        lengths[batch.sequence],
+        batch.streams,
+        divergence=divergence,
+    )
     return compare(partial(of_logits, name=name), STUDENT, loss(given, Totals.of([batch]))[0], leaf)
 
 
 TWINS: dict[str, Callable[[], Difference]] = {
-    **{name: partial(text, name) for name in ("sft", "dft", "best_of_n", "raft", "rejection_sampling")},
-    **{name: partial(pair, name) for name in (*PAIR, "rpo", "mpo", "ld_dpo", "aot", "aot_unpaired", "sft_pair", "cpo", "orpo")},
+    **{
+        name: partial(text, name)
+        for name in ("sft", "dft", "best_of_n", "raft", "rejection_sampling")
+    },
+    **{
+        name: partial(pair, name)
+        for name in (
+            *PAIR,
+            "rpo",
+            "mpo",
+            "ld_dpo",
+            "aot",
+            "aot_unpaired",
+            "sft_pair",
+            "cpo",
+            "orpo",
+        )
+    },
     **{name: partial(answer, name) for name in ("kto", "bco", "apo_zero_unpaired", "nash_md")},
     **{name: partial(scores, name) for name in (*REWARD, "regression", "process")},
     **{name: partial(logits, name) for name in (*DIVERGENCE, "opd", "minillm")},
-}  # fmt: skip
+}

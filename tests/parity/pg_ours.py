@@ -1,7 +1,9 @@
-"""Our policy-gradient functions on the numbers of pg_trl.json and pg_verl.json, through the doors that a user has.
+"""Our policy-gradient functions on the numbers of pg_trl.json and pg_verl.json, through the doors
+that a user has.
 
-An `Ours` is a call, in words, and a function that makes its outputs in a precision. Losses go through `build` and `PolicyLoss`, cut into two
-micro-batches; advantages, selections, corrections, KL and the critic's loss through their functions.
+An `Ours` is a call, in words, and a function that makes its outputs in a precision. Losses go
+through `build` and `PolicyLoss`, cut into two micro-batches; advantages, selections, corrections,
+KL and the critic's loss through their functions.
 
 Legend: M trained tokens, S rows.
 """
@@ -60,22 +62,42 @@ def rows(values: list[float | None], dtype: torch.dtype = torch.float64) -> Tens
 
 def said(name: str, **settings: Any) -> str:
     """A call in words, for the table."""
-    flat = {k: v for key, value in settings.items() for k, v in (value.items() if isinstance(value, Mapping) else {key: value}.items())}
+    flat = {
+        k: v
+        for key, value in settings.items()
+        for k, v in (value.items() if isinstance(value, Mapping) else {key: value}.items())
+    }
     return ", ".join([name, *(f"{k}={v}" for k, v in flat.items())])
 
 
-def rollouts_of(dtype: torch.dtype, *, ragged: bool = False, rewards: list[float | None] | None = None, **changes: Any) -> Rollouts:
+def rollouts_of(
+    dtype: torch.dtype,
+    *,
+    ragged: bool = False,
+    rewards: list[float | None] | None = None,
+    **changes: Any,
+) -> Rollouts:
     group, own = ("ragged", "ragged_rewards") if ragged else ("group", "rewards")
-    found = Rollouts(rows(rewards or GIVEN[own], dtype), torch.tensor(GIVEN[group]), torch.arange(len(LENGTHS)), SEQUENCE, LENGTHS)
+    found = Rollouts(
+        rows(rewards or GIVEN[own], dtype),
+        torch.tensor(GIVEN[group]),
+        torch.arange(len(LENGTHS)),
+        SEQUENCE,
+        LENGTHS,
+    )
     return replace(found, **changes)
 
 
 def one_token_each(rollouts: Rollouts) -> Rollouts:
-    """The same rows with one trained token each: statistics over tokens are then statistics over rows."""
+    """The same rows with one trained token each: statistics over tokens are then statistics over
+    rows.
+    """
     return replace(rollouts, sequence=torch.arange(len(LENGTHS)), lengths=torch.ones_like(LENGTHS))
 
 
-def advantage(name: str, *, ragged: bool = False, rewards: str = "", tokens: bool = False, **options: Any) -> Ours:
+def advantage(
+    name: str, *, ragged: bool = False, rewards: str = "", tokens: bool = False, **options: Any
+) -> Ours:
     """`rewards`: another vector of rewards of the inputs; `tokens`: with token rewards."""
 
     def run(dtype: torch.dtype) -> Outputs:
@@ -90,18 +112,33 @@ def advantage(name: str, *, ragged: bool = False, rewards: str = "", tokens: boo
     return Ours(said(name, **options), run)
 
 
-def over_packs(loss: Loss, dtype: torch.dtype, streams: Mapping[str, Tensor], keep: Tensor | None = None, entropy: bool = False) -> Outputs:
-    """Loss and gradients of all rows in two micro-batches; `keep` [M]: only these tokens are trained."""
+def over_packs(
+    loss: Loss,
+    dtype: torch.dtype,
+    streams: Mapping[str, Tensor],
+    keep: Tensor | None = None,
+    entropy: bool = False,
+) -> Outputs:
+    """Loss and gradients of all rows in two micro-batches; `keep` [M]: only these tokens are
+    trained.
+    """
     keep = torch.ones_like(SEQUENCE, dtype=torch.bool) if keep is None else keep
     lengths = torch.bincount(SEQUENCE[keep], minlength=len(LENGTHS))
     totals = Totals(int(keep.sum()), int((lengths > 0).sum()), GIVEN["max_length"], {})
-    leaf, entropies = stream("logprobs", dtype).requires_grad_(), stream("entropy", dtype).requires_grad_()
-    total, metrics = torch.zeros((), dtype=dtype), []
+    leaf = stream("logprobs", dtype).requires_grad_()
+    entropies = stream("entropy", dtype).requires_grad_()
+    total = torch.zeros((), dtype=dtype)
+    metrics = []
     for start, end in ((0, CUT), (CUT, len(LENGTHS))):
         at = keep & (start <= SEQUENCE) & (end > SEQUENCE)
         part = {name: value[at] for name, value in streams.items()}
         row = SEQUENCE[at]
-        found, measured = loss(TrainedTokens(leaf[at], entropies[at], row - start, lengths[start:end], lengths[row], part), totals)
+        found, measured = loss(
+            TrainedTokens(
+                leaf[at], entropies[at], row - start, lengths[start:end], lengths[row], part
+            ),
+            totals,
+        )
         total = total + found
         metrics.append({name: float(value) for name, value in measured.items()})
     total.backward()
@@ -111,9 +148,15 @@ def over_packs(loss: Loss, dtype: torch.dtype, streams: Mapping[str, Tensor], ke
 
 
 def policy(
-    name: str, *, streams: tuple[str, ...] = ("old",), keep: Tensor | None = None, bonus: bool = False, kl_importance: bool = True,
-    select_on: str = "logprobs", **options: Any,
-) -> Ours:  # fmt: skip
+    name: str,
+    *,
+    streams: tuple[str, ...] = ("old",),
+    keep: Tensor | None = None,
+    bonus: bool = False,
+    kl_importance: bool = True,
+    select_on: str = "logprobs",
+    **options: Any,
+) -> Ours:
     """A policy loss made by `build`. `select_on`: what the selection takes for old log-probs."""
     algorithm = build(name, max_new_tokens=GIVEN["max_length"], **options)
     loss = algorithm.loss
@@ -123,7 +166,11 @@ def policy(
     def run(dtype: torch.dtype) -> Outputs:
         found = {s.removesuffix(" as float32"): stream(s, dtype) for s in (*streams, "advantages")}
         if algorithm.selection is not None:
-            seen = {"advantages": found["advantages"], "behaviour": stream("behaviour", dtype), "entropy": stream("entropy", dtype)}
+            seen = {
+                "advantages": found["advantages"],
+                "behaviour": stream("behaviour", dtype),
+                "entropy": stream("entropy", dtype),
+            }
             rollouts = rollouts_of(dtype, streams=seen | {"old": stream(select_on, dtype)})
             found["selected"] = algorithm.selection(rollouts).to(dtype)
         return over_packs(loss, dtype, found, keep, bonus)
@@ -131,14 +178,21 @@ def policy(
     return Ours(said(name, **options, **({} if kl_importance else {"kl_importance": False})), run)
 
 
-def correction(name: str, behaviour: str = "behaviour", kept: bool = False, **settings: Any) -> Ours:
+def correction(
+    name: str, behaviour: str = "behaviour", kept: bool = False, **settings: Any
+) -> Ours:
     """The weights; or, with `kept`, only whether they are above 0."""
 
     def run(dtype: torch.dtype) -> Outputs:
-        weights, _ = CORRECTIONS[name](stream("old", dtype), stream(behaviour, dtype), SEQUENCE, **settings)
+        weights, _ = CORRECTIONS[name](
+            stream("old", dtype), stream(behaviour, dtype), SEQUENCE, **settings
+        )
         return {"kept": (weights > 0).to(dtype)} if kept else {"weights": weights}
 
-    return Ours(said(name, **{k: round(v, 4) if isinstance(v, float) else v for k, v in settings.items()}), run)
+    return Ours(
+        said(name, **{k: round(v, 4) if isinstance(v, float) else v for k, v in settings.items()}),
+        run,
+    )
 
 
 def kl(name: str) -> Ours:
@@ -164,7 +218,9 @@ def reduced_entropy(reduce: str) -> Ours:
     def run(dtype: torch.dtype) -> Outputs:
         entropy = stream("entropy", dtype)
         tokens = TrainedTokens(entropy, None, SEQUENCE, LENGTHS, LENGTHS[SEQUENCE], {})
-        weights = REDUCERS[reduce](tokens, Totals(len(SEQUENCE), len(LENGTHS), GIVEN["max_length"], {}))
+        weights = REDUCERS[reduce](
+            tokens, Totals(len(SEQUENCE), len(LENGTHS), GIVEN["max_length"], {})
+        )
         return {"value": (weights * entropy).sum()}
 
     return Ours(f"entropy, reduce={reduce}", run)
@@ -174,9 +230,17 @@ def value_loss(clip: float) -> Ours:
     def run(dtype: torch.dtype) -> Outputs:
         leaf = stream("values", dtype).requires_grad_()
         streams = {"values": stream("old_values", dtype), "returns": stream("returns", dtype)}
-        tokens = TrainedTokens(leaf, None, SEQUENCE, LENGTHS, LENGTHS[SEQUENCE], streams, values=leaf)
-        loss, metrics = ValueLoss(clip)(tokens, Totals(len(SEQUENCE), len(LENGTHS), GIVEN["max_length"], {}))
+        tokens = TrainedTokens(
+            leaf, None, SEQUENCE, LENGTHS, LENGTHS[SEQUENCE], streams, values=leaf
+        )
+        loss, metrics = ValueLoss(clip)(
+            tokens, Totals(len(SEQUENCE), len(LENGTHS), GIVEN["max_length"], {})
+        )
         loss.backward()
-        return {"loss": loss.detach(), "gradient": leaf.grad, "clip_fraction": metrics["critic/clip_fraction"]}
+        return {
+            "loss": loss.detach(),
+            "gradient": leaf.grad,
+            "clip_fraction": metrics["critic/clip_fraction"],
+        }
 
     return Ours(f"ValueLoss, clip={clip}", run)

@@ -1,7 +1,9 @@
-"""Our policy gradient beside TRL's and veRL's: which call of ours stands against which case of theirs.
+"""Our policy gradient beside TRL's and veRL's: which call of ours stands against which case of
+theirs.
 
-`METHODS` has our call for each case. Where a peer computes something else on purpose, `CONVERTED` turns our numbers into its numbers by the
-rule that pg_differences.py states, so that the statement is tested too. `differences(peer, method)` measures.
+`METHODS` has our call for each case. Where a peer computes something else on purpose, `CONVERTED`
+turns our numbers into its numbers by the rule that pg_differences.py states, so that the statement
+is tested too. `differences(peer, method)` measures.
 
 Legend: M trained tokens, S rows.
 """
@@ -33,7 +35,7 @@ from pg_ours import (
     rows,
     stream,
     value_loss,
-)  # fmt: skip
+)
 from torch import Tensor
 
 from reinforge.algorithms.advantages import ADVANTAGES, AdvantageOptions
@@ -74,13 +76,31 @@ def _components(name: str, none: float | None = None) -> Callable[[torch.dtype],
     """`none`: what stands for a component that could not be scored."""
 
     def run(dtype: torch.dtype) -> Outputs:
-        parts = {n: [none if v is None else v for v in values] for n, values in GIVEN["components"].items()}
-        rewards = [total(dict(zip(parts, v, strict=True)), GIVEN["weights"]) for v in zip(*parts.values(), strict=True)]
-        rollouts = rollouts_of(dtype, rewards=rewards, components={n: rows(v) for n, v in parts.items()})
+        parts = {
+            n: [none if v is None else v for v in values]
+            for n, values in GIVEN["components"].items()
+        }
+        rewards = [
+            total(dict(zip(parts, v, strict=True)), GIVEN["weights"])
+            for v in zip(*parts.values(), strict=True)
+        ]
+        rollouts = rollouts_of(
+            dtype, rewards=rewards, components={n: rows(v) for n, v in parts.items()}
+        )
         if none is None:
-            return {"advantages": ADVANTAGES[name](rollouts, AdvantageOptions(weights=GIVEN["weights"]))}
-        plain = ADVANTAGES[name](rollouts, AdvantageOptions(weights=GIVEN["weights"], eps=1e-6, whiten=False))
-        return {"advantages": whiten(plain.double(), torch.ones_like(TRAINED), AdvantageOptions(eps=_eps(plain))).to(dtype)}
+            return {
+                "advantages": ADVANTAGES[name](rollouts, AdvantageOptions(weights=GIVEN["weights"]))
+            }
+        plain = ADVANTAGES[name](
+            rollouts, AdvantageOptions(weights=GIVEN["weights"], eps=1e-6, whiten=False)
+        )
+        return {
+            "advantages": (
+                whiten(
+                    plain.double(), torch.ones_like(TRAINED), AdvantageOptions(eps=_eps(plain))
+                ).to(dtype)
+            )
+        }
 
     return run
 
@@ -95,8 +115,15 @@ REDUCE = {
 
 METHODS: dict[str, Ours] = {
     **{f"group_relative{n}": advantage("group_relative", scale=s) for n, s in SCALES.items()},
-    **{f"group_relative{n}, unscored rows": advantage("group_relative", scale=s, rewards="unscored") for n, s in SCALES.items()},
-    "group_relative, weighted components": Ours("group_relative of the weighted total", _components("group_relative")),
+    **{
+        f"group_relative{n}, unscored rows": advantage(
+            "group_relative", scale=s, rewards="unscored"
+        )
+        for n, s in SCALES.items()
+    },
+    "group_relative, weighted components": Ours(
+        "group_relative of the weighted total", _components("group_relative")
+    ),
     "group_relative, vectorised": advantage("group_relative"),
     "decoupled": Ours("decoupled", _components("decoupled")),
     "leave_one_out": advantage("leave_one_out"),
@@ -108,12 +135,19 @@ METHODS: dict[str, Ours] = {
     "greedy_baseline": advantage("greedy_baseline"),
     "pass_at_k": advantage("pass_at_k", k=4),
     **{f"ppo_clip, {r}": policy(n, **o) for r, (n, o) in REDUCE.items()},
-    **{f"truncated rows left out, {r}": policy(n, keep=TRAINED, **o) for r, (n, o) in REDUCE.items()},
+    **{
+        f"truncated rows left out, {r}": policy(n, keep=TRAINED, **o)
+        for r, (n, o) in REDUCE.items()
+    },
     "ppo_clip, token_mean, one micro-batch": policy("dapo"),
     "ppo_clip, delta": policy("grpo", clip_delta=1.5, **HIGH),
     "ppo_clip, dual": policy("dapo", clip_dual=1.5),
-    "ppo_clip, corrected by tis": policy("dapo", correction="tis", cap=1.5, streams=("old", *ENGINE)),
-    "ppo_clip, corrected by seq_mask": policy("dapo", correction="seq_mask", cap=1.5, floor=0.5, streams=("old", *ENGINE)),
+    "ppo_clip, corrected by tis": policy(
+        "dapo", correction="tis", cap=1.5, streams=("old", *ENGINE)
+    ),
+    "ppo_clip, corrected by seq_mask": policy(
+        "dapo", correction="seq_mask", cap=1.5, floor=0.5, streams=("old", *ENGINE)
+    ),
     "ppo_clip, old engine": policy("dapo", old="engine", streams=("behaviour",)),
     "gspo": policy("gspo", **SEQ),
     "gspo_token": policy("gspo_token", **SEQ),
@@ -126,16 +160,25 @@ METHODS: dict[str, Ours] = {
     "sequence_clip": policy("rloo", surrogate="sequence_clip", **HIGH),
     "reinforce, token_mean": policy("reinforce", streams=()),
     "reinforce, sequence_sum": policy("rloo", streams=()),
-    "reinforce, corrected by tis": policy("reinforce", correction="tis", cap=1.5, streams=("behaviour",)),
+    "reinforce, corrected by tis": policy(
+        "reinforce", correction="tis", cap=1.5, streams=("behaviour",)
+    ),
     "kl_cov": policy("kl_cov", penalty=0.7, settings={"share": 0.2}),
-    "clip_cov, on-policy": policy("clip_cov", streams=(), settings={"share": 1.0, "lower": 0.3, "upper": 2.0}, **HIGH),
+    "clip_cov, on-policy": policy(
+        "clip_cov", streams=(), settings={"share": 1.0, "lower": 0.3, "upper": 2.0}, **HIGH
+    ),
     "top_entropy, share 0.2": policy("dapo", selection="top_entropy", settings={"share": 0.2}),
     "top_entropy, share 0.5": policy("dapo", selection="top_entropy", settings={"share": 0.5}),
     "off_policy_mask": policy("grpo", selection="off_policy_mask", settings={"drift": 0.1}, **HIGH),
     "kl k3 in the loss": policy("grpo", kl_importance=False, **HIGH, **KL),
     "kl k3+ in the loss, weighted": policy("grpo", kl_estimator="k3+", **HIGH, **KL),
     "kl k3 in the loss, corrected by tis": policy(
-        "dapo", correction="tis", cap=1.5, kl_importance=False, kl_coefficient=0.1, streams=("old", "reference", *ENGINE)
+        "dapo",
+        correction="tis",
+        cap=1.5,
+        kl_importance=False,
+        kl_coefficient=0.1,
+        streams=("old", "reference", *ENGINE),
     ),
     "gspo, kl k3 in the loss": policy("gspo", kl_importance=False, **SEQ, **KL),
     "entropy bonus, token_mean": policy("dapo", entropy=0.1, bonus=True),
@@ -146,9 +189,13 @@ METHODS: dict[str, Ours] = {
     "seq_tis": correction("seq_tis", *ENGINE, cap=1.5),
     "seq_mask": correction("seq_mask", *ENGINE, cap=1.5, floor=0.5),
     "ValueLoss": value_loss(0.2),
-    "adaptive_kl": replace(_controller(lambda c, kl: adaptive_kl(c, kl, target=0.2, horizon=100, samples=16), 0.1), call="adaptive_kl"),
+    "adaptive_kl": replace(
+        _controller(lambda c, kl: adaptive_kl(c, kl, target=0.2, horizon=100, samples=16), 0.1),
+        call="adaptive_kl",
+    ),
     "overlong_penalty": Ours(
-        "overlong_penalty", lambda _: {"value": [overlong_penalty(n, 100, 20) for n in (0, 79, 80, 81, 95, 100, 101)]}
+        "overlong_penalty",
+        lambda _: {"value": [overlong_penalty(n, 100, 20) for n in (0, 79, 80, 81, 95, 100, 101)]},
     ),
 }
 
@@ -163,7 +210,12 @@ def _eps(values: Tensor) -> float:
 
 
 def _scaled(ours: Ours, factor: float) -> Ours:
-    return Ours(ours.call, lambda dtype: {name: factor * value for name, value in ours.run(dtype).items() if name != "metrics"})
+    return Ours(
+        ours.call,
+        lambda dtype: {
+            name: factor * value for name, value in ours.run(dtype).items() if name != "metrics"
+        },
+    )
 
 
 def _whitened(name: str, ragged: bool = False, tokens: bool = False, **options: Any) -> Ours:
@@ -172,8 +224,14 @@ def _whitened(name: str, ragged: bool = False, tokens: bool = False, **options: 
     def run(dtype: torch.dtype) -> Outputs:
         plain = advantage(name, ragged=ragged, tokens=tokens, whiten=False, **options).run(dtype)
         if ragged:  # a group of one has its reward there
-            raw = torch.where(ALONE, rows(GIVEN["ragged_rewards"])[SEQUENCE], plain["advantages"].double())
-            return {"advantages": whiten(raw, torch.ones_like(ALONE), AdvantageOptions(eps=_eps(raw))).to(dtype)}
+            raw = torch.where(
+                ALONE, rows(GIVEN["ragged_rewards"])[SEQUENCE], plain["advantages"].double()
+            )
+            return {
+                "advantages": (
+                    whiten(raw, torch.ones_like(ALONE), AdvantageOptions(eps=_eps(raw))).to(dtype)
+                )
+            }
         found = advantage(name, tokens=tokens, eps=_eps(plain["advantages"]), **options).run(dtype)
         return {"returns": plain["advantages"], **found} if tokens else found
 
@@ -184,41 +242,66 @@ def _alone(ours: Ours, scale: float = 1.0) -> Ours:
     """A group of one: veRL takes the reward itself."""
 
     def run(dtype: torch.dtype) -> Outputs:
-        return {"advantages": torch.where(ALONE, scale * rows(GIVEN["ragged_rewards"], dtype)[SEQUENCE], ours.run(dtype)["advantages"])}
+        return {
+            "advantages": torch.where(
+                ALONE,
+                scale * rows(GIVEN["ragged_rewards"], dtype)[SEQUENCE],
+                ours.run(dtype)["advantages"],
+            )
+        }
 
     return Ours(ours.call, run)
 
 
 def _gpg(ragged: bool) -> Ours:
     ours = advantage("gpg", ragged=ragged)
-    rewards, group = (GIVEN["ragged_rewards"], GIVEN["ragged"]) if ragged else (GIVEN["rewards"], GIVEN["group"])
+    rewards, group = (
+        (GIVEN["ragged_rewards"], GIVEN["ragged"]) if ragged else (GIVEN["rewards"], GIVEN["group"])
+    )
     of = [{r for r, g in zip(rewards, group, strict=True) if g == wanted} for wanted in set(group)]
     signal = len(of) / sum(len(values) > 1 for values in of)
-    share = float(torch.tensor(len(rewards)) / torch.tensor(sum(r != 0 for r in rewards)))  # float32 there
+    # float32 there
+    share = float(torch.tensor(len(rewards)) / torch.tensor(sum(r != 0 for r in rewards)))
     return _alone(_scaled(ours, share / signal), share) if ragged else _scaled(ours, share / signal)
 
 
 def _pass_at_k_over_std(dtype: torch.dtype) -> Outputs:
     std = rows(GIVEN["rewards"], dtype).view(3, 4).std(1)
-    return {"advantages": METHODS["pass_at_k"].run(dtype)["advantages"] / (std.repeat_interleave(4)[SEQUENCE] + 1e-6)}
+    return {
+        "advantages": (
+            METHODS["pass_at_k"].run(dtype)["advantages"]
+            / (std.repeat_interleave(4)[SEQUENCE] + 1e-6)
+        )
+    }
 
 
 def _greedy_to_go(dtype: torch.dtype) -> Outputs:
-    silent = rollouts_of(dtype, rewards=[0.0] * len(LENGTHS)).with_token_rewards(stream("token_rewards", dtype))
+    silent = rollouts_of(dtype, rewards=[0.0] * len(LENGTHS)).with_token_rewards(
+        stream("token_rewards", dtype)
+    )
     to_go = ADVANTAGES["return_to_go"](silent, AdvantageOptions(whiten=False))
     return {"advantages": METHODS["greedy_baseline"].run(dtype)["advantages"] + to_go}
 
 
 def _whiten_over_rows(dtype: torch.dtype) -> Outputs:
-    return {"advantages": ADVANTAGES["leave_one_out"](one_token_each(rollouts_of(dtype)), AdvantageOptions(whiten=True))}
+    return {
+        "advantages": ADVANTAGES["leave_one_out"](
+            one_token_each(rollouts_of(dtype)), AdvantageOptions(whiten=True)
+        )
+    }
 
 
 def _times_logprobs(ours: Ours) -> Ours:
-    """The loss is a detached weight times the log-prob: the same gradient, and gradient * logprob as value."""
+    """The loss is a detached weight times the log-prob: the same gradient, and gradient * logprob
+    as value.
+    """
 
     def run(dtype: torch.dtype) -> Outputs:
         found = ours.run(dtype)
-        return {"gradient": found["gradient"], "loss": (found["gradient"] * stream("logprobs", dtype)).sum()}
+        return {
+            "gradient": found["gradient"],
+            "loss": (found["gradient"] * stream("logprobs", dtype)).sum(),
+        }
 
     return Ours(ours.call, run)
 
@@ -232,26 +315,41 @@ def _cispo_floor(dtype: torch.dtype) -> Outputs:
 def _clip_cov_off_policy(dtype: torch.dtype) -> Outputs:
     now, old, advantages = (stream(name, dtype) for name in ("logprobs", "old", "advantages"))
     algorithm = build("clip_cov", **HIGH)
-    selected = clip_cov(rollouts_of(dtype, streams={"old": now, "advantages": advantages}), share=1.0, lower=0.3, upper=2.0)
+    selected = clip_cov(
+        rollouts_of(dtype, streams={"old": now, "advantages": advantages}),
+        share=1.0,
+        lower=0.3,
+        upper=2.0,
+    )
     clipped = ppo_clip(now, old, advantages, high=0.28)[1]["clip_fraction"]
     assert bool((selected * clipped).any())
-    return over_packs(algorithm.loss, dtype, {"old": old, "advantages": advantages, "selected": selected * (1 - clipped)})
+    return over_packs(
+        algorithm.loss,
+        dtype,
+        {"old": old, "advantages": advantages, "selected": selected * (1 - clipped)},
+    )
 
 
 def _vespo_capped(dtype: torch.dtype) -> Outputs:
     old = stream("old", dtype)
     weight = safe_ratio(old, stream(*ENGINE, dtype)).clamp(max=1.5)
     return over_packs(
-        build("vespo", reduce="token_mean").loss, dtype, {"behaviour": old - weight.log(), "advantages": stream("advantages", dtype)}
+        build("vespo", reduce="token_mean").loss,
+        dtype,
+        {"behaviour": old - weight.log(), "advantages": stream("advantages", dtype)},
     )
 
 
 def _gspo_weighted_kl(dtype: torch.dtype) -> Outputs:
-    """The surrogate is ours; the KL term is weighted by the ratio of the sequence, through which the gradient goes."""
+    """The surrogate is ours; the KL term is weighted by the ratio of the sequence, through which
+    the gradient goes.
+    """
     found = METHODS["gspo"].run(dtype)
     leaf = stream("logprobs", dtype).requires_grad_()
     ratio = sequence_log_ratio(leaf, stream("old", dtype), SEQUENCE, mean=True).exp()
-    term = (0.1 * ratio * k3(leaf, stream("reference", dtype)) / (LENGTHS[SEQUENCE] * len(LENGTHS))).sum()
+    term = (
+        0.1 * ratio * k3(leaf, stream("reference", dtype)) / (LENGTHS[SEQUENCE] * len(LENGTHS))
+    ).sum()
     term.backward()
     assert leaf.grad is not None
     return {"loss": found["loss"] + term.detach(), "gradient": found["gradient"] + leaf.grad}
@@ -269,12 +367,17 @@ def _bonus_over_tokens(dtype: torch.dtype) -> Outputs:
 
 def _adaptive_entropy(dtype: torch.dtype) -> Outputs:
     def move(coefficient: float, entropy: float) -> float:
-        below = entropy - 1e-6 if entropy == 0.25 else entropy  # TRL also rises at the target itself
+        # TRL also rises at the target itself
+        below = entropy - 1e-6 if entropy == 0.25 else entropy
         return adaptive_entropy(coefficient, below, target=0.25, rate=0.01, limit=0.035)
 
     found = _controller(move, 0.02).run(dtype)["coefficients"]
-    before, seen = [0.02, *found[:-1]], [9.0, *GIVEN["controller"][:-1]]
-    return {"coefficients": found, "applied": [c if e <= 0.25 else 0.0 for c, e in zip(before, seen, strict=True)]}
+    before = [0.02, *found[:-1]]
+    seen = [9.0, *GIVEN["controller"][:-1]]
+    return {
+        "coefficients": found,
+        "applied": [c if e <= 0.25 else 0.0 for c, e in zip(before, seen, strict=True)],
+    }
 
 
 SMALL = {"eps": 1e-6}
@@ -283,18 +386,41 @@ INVERSE = {"cap": 1 / 0.7, "floor": 1 / 1.2}
 
 CONVERTED: dict[tuple[str, str], Ours] = {
     ("TRL", "leave_one_out, whiten"): Ours("leave_one_out, whiten=True", _whiten_over_rows),
-    **{(peer, f"truncated rows left out, {r}"): _scaled(METHODS[f"truncated rows left out, {r}"], LEFT_OUT)
-       for peer, r in (("TRL", "sequence_mean"), ("TRL", "fixed_length"), ("veRL", "sequence_mean"), ("veRL", "fixed_length"), ("veRL", "sequence_sum"))},
+    **{
+        (peer, f"truncated rows left out, {r}"): _scaled(
+            METHODS[f"truncated rows left out, {r}"], LEFT_OUT
+        )
+        for peer, r in (
+            ("TRL", "sequence_mean"),
+            ("TRL", "fixed_length"),
+            ("veRL", "sequence_mean"),
+            ("veRL", "fixed_length"),
+            ("veRL", "sequence_sum"),
+        )
+    },
     ("TRL", "vespo, old engine and a cap"): Ours("vespo, reduce=token_mean", _vespo_capped),
-    ("TRL", "gspo, kl in the loss, weighted"): Ours(METHODS["gspo, kl k3 in the loss"].call, _gspo_weighted_kl),
+    ("TRL", "gspo, kl in the loss, weighted"): Ours(
+        METHODS["gspo, kl k3 in the loss"].call, _gspo_weighted_kl
+    ),
     ("TRL", "entropy bonus, sequence_mean"): Ours("grpo, entropy=0.1", _bonus_over_tokens),
     ("TRL", "adaptive_entropy"): Ours("adaptive_entropy", _adaptive_entropy),
-    **{("veRL", f"group_relative{n}"): advantage("group_relative", **SMALL) for n in ("", ", vectorised")},
-    **{("veRL", f"group_relative{n}, a group of one"): _alone(advantage("group_relative", ragged=True, **SMALL), 1 / float(torch.tensor(1.0) + 1e-6))
-       for n in ("", ", vectorised")},
-    ("veRL", "group_relative, scale none, a group of one"): _alone(advantage("group_relative", ragged=True, scale="none")),
+    **{
+        ("veRL", f"group_relative{n}"): advantage("group_relative", **SMALL)
+        for n in ("", ", vectorised")
+    },
+    **{
+        ("veRL", f"group_relative{n}, a group of one"): _alone(
+            advantage("group_relative", ragged=True, **SMALL), 1 / float(torch.tensor(1.0) + 1e-6)
+        )
+        for n in ("", ", vectorised")
+    },
+    ("veRL", "group_relative, scale none, a group of one"): _alone(
+        advantage("group_relative", ragged=True, scale="none")
+    ),
     ("veRL", "leave_one_out, a group of one"): _alone(advantage("leave_one_out", ragged=True)),
-    ("veRL", "optimal_baseline, a group of one"): _alone(advantage("optimal_baseline", ragged=True)),
+    ("veRL", "optimal_baseline, a group of one"): _alone(
+        advantage("optimal_baseline", ragged=True)
+    ),
     ("veRL", "decoupled"): Ours("decoupled", _components("decoupled", none=0.0)),
     ("veRL", "group_whitened"): _whitened("group_whitened"),
     ("veRL", "group_whitened, a group of one"): _whitened("group_whitened", ragged=True),
@@ -304,12 +430,20 @@ CONVERTED: dict[tuple[str, str], Ours] = {
     ("veRL", "gpg, a group of one"): _gpg(True),
     ("veRL", "pass_at_k, divided by the std"): Ours("pass_at_k, k=4", _pass_at_k_over_std),
     ("veRL", "greedy_baseline, with token rewards"): Ours("greedy_baseline", _greedy_to_go),
-    ("veRL", "ppo_clip, corrected by tis"): policy("dapo", correction="tis", cap=1.5, streams=("old", "behaviour")),
+    ("veRL", "ppo_clip, corrected by tis"): policy(
+        "dapo", correction="tis", cap=1.5, streams=("old", "behaviour")
+    ),
     ("veRL", "cispo"): METHODS["cispo"],
     ("veRL", "cispo, with a lower bound"): Ours(METHODS["cispo"].call, _cispo_floor),
-    ("veRL", "dppo_tv"): _times_logprobs(policy("dppo_tv", old="auto", settings={"threshold": 0.1, "truncate": 20.0})),
-    ("veRL", "dppo_tv, truncate"): _times_logprobs(policy("dppo_tv", old="auto", settings={"threshold": 0.1, "truncate": 1.5})),
-    ("veRL", "dppo_kl"): _times_logprobs(policy("dppo_kl", old="auto", settings={"threshold": 0.05, "truncate": 20.0})),
+    ("veRL", "dppo_tv"): _times_logprobs(
+        policy("dppo_tv", old="auto", settings={"threshold": 0.1, "truncate": 20.0})
+    ),
+    ("veRL", "dppo_tv, truncate"): _times_logprobs(
+        policy("dppo_tv", old="auto", settings={"threshold": 0.1, "truncate": 1.5})
+    ),
+    ("veRL", "dppo_kl"): _times_logprobs(
+        policy("dppo_kl", old="auto", settings={"threshold": 0.05, "truncate": 20.0})
+    ),
     ("veRL", "clip_cov"): Ours(METHODS["clip_cov, on-policy"].call, _clip_cov_off_policy),
     ("veRL", "tis"): correction("tis", cap=1.5),
     ("veRL", "seq_tis"): correction("seq_tis", cap=1.5),
@@ -317,10 +451,12 @@ CONVERTED: dict[tuple[str, str], Ours] = {
     ("veRL", "seq_mask"): correction("seq_mask", cap=1.5, floor=0.5),
     ("veRL", "mis"): correction("mis", kept=True, **INVERSE),
     ("veRL", "seq_mask, kept"): correction("seq_mask", kept=True, **INVERSE),
-    ("veRL", "seq_mask geometric, kept"): correction("seq_mask", kept=True, geometric=True, **INVERSE),
+    ("veRL", "seq_mask geometric, kept"): correction(
+        "seq_mask", kept=True, geometric=True, **INVERSE
+    ),
     ("veRL", "entropy bonus, token_mean"): reduced_entropy("token_mean"),
     ("veRL", "entropy bonus, sequence_mean"): reduced_entropy("sequence_mean"),
-}  # fmt: skip
+}
 
 
 # ---- measuring
@@ -331,7 +467,9 @@ def ours(peer: str, method: str) -> Ours:
 
 
 def differences(peer: str, method: str) -> dict[str, float]:
-    """For each precision that the peer has: the largest difference of any output, as a share of the output's largest number."""
+    """For each precision that the peer has: the largest difference of any output, as a share of the
+    output's largest number.
+    """
     found = {}
     for precision, outputs in PEERS[peer]["cases"][method]["outputs"].items():
         mine = ours(peer, method).run(getattr(torch, precision))

@@ -1,11 +1,16 @@
-"""Makes pg_trl.json and pg_verl.json: what TRL and veRL compute for the policy gradient on fixed numbers. Neither needs reinforge.
+"""Makes pg_trl.json and pg_verl.json: what TRL and veRL compute for the policy gradient on fixed
+numbers. Neither needs reinforge.
 
-    python pg_reference.py --trl pg_trl.json      in an environment with trl==1.16.0
-    python pg_reference.py --verl pg_verl.json    in one with verl==0.9.1 (and omegaconf, tensordict, codetiming)
+    # in an environment with trl==1.16.0
+    python pg_reference.py --trl pg_trl.json
+    # in one with verl==0.9.1 (and omegaconf, tensordict, codetiming)
+    python pg_reference.py --verl pg_verl.json
 
-No network, no GPU. The numbers are: three groups of four rows of 1 to 8 trained tokens (M = 53), one group with equal rewards, log-ratios mostly
-inside of a clip and some far outside, two rows cut off by the limit; and ragged, interleaved groups of 5, 3, 3 and 1. They are flat here,
-[M] or [S], and padded for the peers with values that must not count. A case is run in float32 and in float64 where the peer can.
+No network, no GPU. The numbers are: three groups of four rows of 1 to 8 trained tokens (M = 53),
+one group with equal rewards, log-ratios mostly inside of a clip and some far outside, two rows cut
+off by the limit; and ragged, interleaved groups of 5, 3, 3 and 1. They are flat here, [M] or [S],
+and padded for the peers with values that must not count. A case is run in float32 and in float64
+where the peer can.
 
 Legend: M trained tokens, S rows.
 """
@@ -48,7 +53,8 @@ SHIFT = [
     0.05,
     0.0,
 ]  # of the log-ratios of a row: so that whole rows are clipped too
-CONTROLLER = [0.30, 0.10, 0.25, 0.05, 0.50, 0.18, 0.90, 0.01]  # what an adaptive coefficient sees, step by step
+# what an adaptive coefficient sees, step by step
+CONTROLLER = [0.30, 0.10, 0.25, 0.05, 0.50, 0.18, 0.90, 0.01]
 
 
 def inputs() -> dict[str, list[float]]:
@@ -93,7 +99,9 @@ def mask_of(lengths: list[int] = LENGTHS) -> Tensor:
 def padded(name: str, dtype: torch.dtype, fill: float = -3.0) -> Tensor:
     """[S, MAX_LENGTH] of an input; `fill` must not count."""
     mask = mask_of()
-    return torch.full(mask.shape, fill, dtype=dtype).masked_scatter(mask, torch.tensor(INPUTS[name], dtype=dtype))
+    return torch.full(mask.shape, fill, dtype=dtype).masked_scatter(
+        mask, torch.tensor(INPUTS[name], dtype=dtype)
+    )
 
 
 def numbers(value: Any) -> Any:
@@ -113,7 +121,9 @@ def flat(value: Tensor, nothing_outside: bool = True) -> Tensor:
 
 
 class Cases:
-    """The outputs of a peer: {method: {"call": its own name for it, "outputs": {dtype: {name: numbers}}}}."""
+    """The outputs of a peer: {method: {"call": its own name for it, "outputs": {dtype: {name:
+    numbers}}}}.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
@@ -127,18 +137,37 @@ class Cases:
 
 def write(path: str, peer: str, version: str, cases: Cases) -> None:
     given = {
-        "lengths": LENGTHS, "max_length": MAX_LENGTH, "truncated": TRUNCATED, "group": GROUP, "rewards": REWARDS, "unscored": UNSCORED,
-        "components": COMPONENTS, "weights": WEIGHTS, "ragged": RAGGED, "ragged_rewards": RAGGED_REWARDS, "baseline": BASELINE,
-        "advantages": ADVANTAGES, "controller": CONTROLLER, **INPUTS,
-    }  # fmt: skip
-    lines = [f'"peer": {json.dumps(peer)}', f'"version": {json.dumps(version)}', f'"inputs": {json.dumps(given)}']
-    body = ",\n".join(f"{json.dumps(method)}: {json.dumps(case)}" for method, case in cases.found.items())
+        "lengths": LENGTHS,
+        "max_length": MAX_LENGTH,
+        "truncated": TRUNCATED,
+        "group": GROUP,
+        "rewards": REWARDS,
+        "unscored": UNSCORED,
+        "components": COMPONENTS,
+        "weights": WEIGHTS,
+        "ragged": RAGGED,
+        "ragged_rewards": RAGGED_REWARDS,
+        "baseline": BASELINE,
+        "advantages": ADVANTAGES,
+        "controller": CONTROLLER,
+        **INPUTS,
+    }
+    lines = [
+        f'"peer": {json.dumps(peer)}',
+        f'"version": {json.dumps(version)}',
+        f'"inputs": {json.dumps(given)}',
+    ]
+    body = ",\n".join(
+        f"{json.dumps(method)}: {json.dumps(case)}" for method, case in cases.found.items()
+    )
     with open(path, "w") as file:
         file.write("{" + ",\n".join(lines) + ',\n"cases": {\n' + body + "\n}}\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trl", metavar="FILE")
     parser.add_argument("--verl", metavar="FILE")
     chosen = parser.parse_args()

@@ -1,9 +1,12 @@
-"""The TRL half of pg_reference.py: real trainers (GRPO, RLOO, experimental GMPO) around a random two-layer model.
+"""The TRL half of pg_reference.py: real trainers (GRPO, RLOO, experimental GMPO) around a random
+two-layer model.
 
-Advantages, importance weights and KL in the reward come out of their `_generate_and_score_completions`, with `_generate` replaced by fixed
-completions and reward functions that return fixed rewards. Losses come out of their `_compute_loss`, with the forward pass replaced by leaf
-tensors, so that gradients with respect to log-probs and entropies can be read. vLLM is not there: `use_vllm` is set on the finished
-trainer, for the correction that goes with it. trl_reference.py has more of GRPO itself: scaling, KL, two micro-batches.
+Advantages, importance weights and KL in the reward come out of their
+`_generate_and_score_completions`, with `_generate` replaced by fixed completions and reward
+functions that return fixed rewards. Losses come out of their `_compute_loss`, with the forward pass
+replaced by leaf tensors, so that gradients with respect to log-probs and entropies can be read.
+vLLM is not there: `use_vllm` is set on the finished trainer, for the correction that goes with it.
+trl_reference.py has more of GRPO itself: scaling, KL, two micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pg_reference import (
     flat,
     mask_of,
     padded,
-)  # fmt: skip
+)
 from trl_reference import GROUP as GROUP_SIZE
 from trl_reference import tiny_policy
 
@@ -60,22 +63,40 @@ class Maker:
         self.directory = directory
         self.model, self.tokenizer = tiny_policy(directory)
 
-    def __call__(self, kind: str = "grpo", rewards: list[list[float | None]] | None = None, **settings: Any) -> Any:
+    def __call__(
+        self, kind: str = "grpo", rewards: list[list[float | None]] | None = None, **settings: Any
+    ) -> Any:
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
         from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-        trainers = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig), "gmpo": (GMPOTrainer, GMPOConfig)}
+        trainers = {
+            "grpo": (GRPOTrainer, GRPOConfig),
+            "rloo": (RLOOTrainer, RLOOConfig),
+            "gmpo": (GMPOTrainer, GMPOConfig),
+        }
         make, configure = trainers[kind]
         fixed = [lambda completions, values=values, **_: values for values in rewards or [REWARDS]]
         for i, function in enumerate(fixed):
             function.__name__ = f"reward{i}"
         args = configure(
-            output_dir=self.directory, report_to=[], use_cpu=True, bf16=False, num_generations=GROUP_SIZE, max_completion_length=MAX_LENGTH,
-            per_device_train_batch_size=len(LENGTHS), **settings,
-        )  # fmt: skip
+            output_dir=self.directory,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            num_generations=GROUP_SIZE,
+            max_completion_length=MAX_LENGTH,
+            per_device_train_batch_size=len(LENGTHS),
+            **settings,
+        )
         rows = Dataset.from_list([{"prompt": f"w{i}"} for i in range(len(LENGTHS) // GROUP_SIZE)])
-        trainer = make(self.model, reward_funcs=fixed, args=args, train_dataset=rows, processing_class=self.tokenizer)
+        trainer = make(
+            self.model,
+            reward_funcs=fixed,
+            args=args,
+            train_dataset=rows,
+            processing_class=self.tokenizer,
+        )
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = 1
         ids = [[4] * (n - 1) + [1] for n in LENGTHS]
@@ -85,7 +106,9 @@ class Maker:
 
 
 def score(trainer: Any) -> dict[str, torch.Tensor]:
-    return trainer._generate_and_score_completions([{"prompt": f"w{i // GROUP_SIZE}"} for i in range(len(LENGTHS))])
+    return trainer._generate_and_score_completions(
+        [{"prompt": f"w{i // GROUP_SIZE}"} for i in range(len(LENGTHS))]
+    )
 
 
 def _advantages(cases: Cases, maker: Maker) -> None:
@@ -97,33 +120,67 @@ def _advantages(cases: Cases, maker: Maker) -> None:
     for scale in ("group", "batch", "none"):
         name = "" if scale == "group" else f", scale {scale}"
         add(f"group_relative{name}", f"scale_rewards={scale}", maker(scale_rewards=scale))
-        add(f"group_relative{name}, unscored rows", f"scale_rewards={scale}", maker(scale_rewards=scale, rewards=[UNSCORED]))
-    parts, weights = list(COMPONENTS.values()), list(WEIGHTS.values())
-    add("group_relative, weighted components", "sum_then_normalize", maker(rewards=parts, reward_weights=weights))
-    add("decoupled", "normalize_then_sum", maker(rewards=parts, reward_weights=weights, multi_objective_aggregation="normalize_then_sum"))
+        add(
+            f"group_relative{name}, unscored rows",
+            f"scale_rewards={scale}",
+            maker(scale_rewards=scale, rewards=[UNSCORED]),
+        )
+    parts = list(COMPONENTS.values())
+    weights = list(WEIGHTS.values())
+    add(
+        "group_relative, weighted components",
+        "sum_then_normalize",
+        maker(rewards=parts, reward_weights=weights),
+    )
+    add(
+        "decoupled",
+        "normalize_then_sum",
+        maker(
+            rewards=parts, reward_weights=weights, multi_objective_aggregation="normalize_then_sum"
+        ),
+    )
     add("leave_one_out", "RLOOTrainer", maker("rloo", beta=0.0))
     add("leave_one_out, unscored rows", "RLOOTrainer", maker("rloo", beta=0.0, rewards=[UNSCORED]))
-    add("leave_one_out, whiten", "RLOOTrainer, normalize_advantages", maker("rloo", beta=0.0, normalize_advantages=True))
+    add(
+        "leave_one_out, whiten",
+        "RLOOTrainer, normalize_advantages",
+        maker("rloo", beta=0.0, normalize_advantages=True),
+    )
     trainer = maker("rloo", beta=0.1)
     both = iter(("old", "reference"))
-    trainer._get_per_token_logps_and_entropies = lambda *a, **k: (padded(next(both), torch.float32), None, None)
+    trainer._get_per_token_logps_and_entropies = lambda *a, **k: (
+        padded(next(both), torch.float32),
+        None,
+        None,
+    )
     add("leave_one_out, KL in the reward", "RLOOTrainer, beta=0.1", trainer)
 
 
 def _inputs(dtype: torch.dtype, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     return {
-        "prompt_ids": torch.full((len(mask), 2), 4), "prompt_mask": torch.ones(len(mask), 2, dtype=torch.long),
-        "completion_ids": torch.full(mask.shape, 4), "completion_mask": mask.long(), "advantages": torch.tensor(ADVANTAGES, dtype=dtype),
-        "old_per_token_logps": padded("old", dtype), "ref_per_token_logps": padded("reference", dtype), "num_items_in_batch": mask.sum(),
-        "sampling_per_token_logps": padded("behaviour", dtype), "old_logps": (padded("old", dtype) * mask).sum(1),
-    }  # fmt: skip
+        "prompt_ids": torch.full((len(mask), 2), 4),
+        "prompt_mask": torch.ones(len(mask), 2, dtype=torch.long),
+        "completion_ids": torch.full(mask.shape, 4),
+        "completion_mask": mask.long(),
+        "advantages": torch.tensor(ADVANTAGES, dtype=dtype),
+        "old_per_token_logps": padded("old", dtype),
+        "ref_per_token_logps": padded("reference", dtype),
+        "num_items_in_batch": mask.sum(),
+        "sampling_per_token_logps": padded("behaviour", dtype),
+        "old_logps": (padded("old", dtype) * mask).sum(1),
+    }
 
 
-def _loss(trainer: Any, dtype: torch.dtype, mask: torch.Tensor | None = None, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+def _loss(
+    trainer: Any, dtype: torch.dtype, mask: torch.Tensor | None = None, **more: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Loss and gradients."""
-    logprobs, entropy = padded("logprobs", dtype).requires_grad_(), padded("entropy", dtype).requires_grad_()
+    logprobs = padded("logprobs", dtype).requires_grad_()
+    entropy = padded("entropy", dtype).requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *a, **k: (logprobs, entropy, None)
-    loss = trainer._compute_loss(trainer.model, _inputs(dtype, mask_of() if mask is None else mask) | more)
+    loss = trainer._compute_loss(
+        trainer.model, _inputs(dtype, mask_of() if mask is None else mask) | more
+    )
     loss.backward()
     assert logprobs.grad is not None
     found = {"loss": loss, "gradient": flat(logprobs.grad)}
@@ -131,15 +188,26 @@ def _loss(trainer: Any, dtype: torch.dtype, mask: torch.Tensor | None = None, **
 
 
 def _losses(cases: Cases, maker: Maker, dtype: torch.dtype) -> None:
-    def add(method: str, kind: str = "grpo", mask: torch.Tensor | None = None, **settings: Any) -> None:
+    def add(
+        method: str, kind: str = "grpo", mask: torch.Tensor | None = None, **settings: Any
+    ) -> None:
         shown = {k: v for k, v in settings.items() if settings.get("beta", 0.0) > 0 or k != "beta"}
-        call = ", ".join((["GMPOTrainer"] if kind == "gmpo" else []) + [f"{k}={v}" for k, v in shown.items()])
-        cases.add(method, call, dtype, **_loss(maker(kind, **({"beta": 0.0} | settings)), dtype, mask))
+        call = ", ".join(
+            (["GMPOTrainer"] if kind == "gmpo" else []) + [f"{k}={v}" for k, v in shown.items()]
+        )
+        cases.add(
+            method, call, dtype, **_loss(maker(kind, **({"beta": 0.0} | settings)), dtype, mask)
+        )
 
     sequence = {"importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.1}
     trained = mask_of()
     trained[TRUNCATED] = False
-    kinds = {"sequence_mean": "grpo", "token_mean": "dapo", "token_mean, one micro-batch": "bnpo", "fixed_length": "dr_grpo"}
+    kinds = {
+        "sequence_mean": "grpo",
+        "token_mean": "dapo",
+        "token_mean, one micro-batch": "bnpo",
+        "fixed_length": "dr_grpo",
+    }
     for reduce, kind in kinds.items():
         add(f"ppo_clip, {reduce}", loss_type=kind, **CLIP)
         if kind != "bnpo":
@@ -154,18 +222,55 @@ def _losses(cases: Cases, maker: Maker, dtype: torch.dtype) -> None:
     for share in (0.2, 0.5):
         add(f"top_entropy, share {share}", loss_type="dapo", top_entropy_quantile=share, **CLIP)
     add("kl k3 in the loss", loss_type="grpo", beta=0.1, use_bias_correction_kl=False, **CLIP)
-    add("kl k3+ in the loss, weighted", loss_type="grpo", beta=0.1, use_bias_correction_kl=True, **CLIP)
-    add("gspo, kl k3 in the loss", loss_type="grpo", beta=0.1, use_bias_correction_kl=False, **sequence)
-    add("gspo, kl in the loss, weighted", loss_type="grpo", beta=0.1, use_bias_correction_kl=True, **sequence)
+    add(
+        "kl k3+ in the loss, weighted",
+        loss_type="grpo",
+        beta=0.1,
+        use_bias_correction_kl=True,
+        **CLIP,
+    )
+    add(
+        "gspo, kl k3 in the loss",
+        loss_type="grpo",
+        beta=0.1,
+        use_bias_correction_kl=False,
+        **sequence,
+    )
+    add(
+        "gspo, kl in the loss, weighted",
+        loss_type="grpo",
+        beta=0.1,
+        use_bias_correction_kl=True,
+        **sequence,
+    )
 
 
-def _correct(trainer: Any, mode: str, low: float | None, high: float | None, dtype: torch.dtype) -> torch.Tensor:
-    """[S, MAX_LENGTH] or [S, 1] importance weights. `_generate` gives the sampler's log-probs, the forward pass the old ones."""
-    trainer.use_vllm, trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, True, mode
-    trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max = low, high
+def _correct(
+    trainer: Any, mode: str, low: float | None, high: float | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """[S, MAX_LENGTH] or [S, 1] importance weights.
+
+    `_generate` gives the sampler's log-probs, the forward pass the old ones.
+    """
+    trainer.use_vllm = True
+    trainer.vllm_importance_sampling_correction = True
+    trainer.vllm_importance_sampling_mode = mode
+    trainer.vllm_importance_sampling_clip_min = low
+    trainer.vllm_importance_sampling_clip_max = high
     ids = [[4] * (n - 1) + [1] for n in LENGTHS]
-    sampled = [row[:n].tolist() for row, n in zip(padded("behaviour", torch.float64), LENGTHS, strict=True)]
-    trainer._generate = lambda prompts: ([[4, 5]] * len(ids), ids, None, ["w"] * len(ids), sampled, {}, None, None)
+    sampled = [
+        row[:n].tolist() for row, n in zip(padded("behaviour", torch.float64), LENGTHS, strict=True)
+    ]
+    trainer._generate = lambda prompts: (
+        [[4, 5]] * len(ids),
+        ids,
+        None,
+        ["w"] * len(ids),
+        sampled,
+        {},
+        None,
+        None,
+    )
     trainer._get_per_token_logps_and_entropies = lambda *a, **k: (padded("old", dtype), None, None)
     return score(trainer)["importance_sampling_ratio"]
 
@@ -185,10 +290,20 @@ def _corrections(cases: Cases, maker: Maker, dtype: torch.dtype) -> None:
         call = f"vllm_importance_sampling_mode={mode}, clip_min={low}, clip_max={high}"
         cases.add(method, call, dtype, weights=weights.expand(mask.shape)[mask])
         if method in ("tis", "seq_mask"):
-            cases.add(f"ppo_clip, corrected by {method}", call, dtype, **_loss(trainer, dtype, importance_sampling_ratio=weights))
+            cases.add(
+                f"ppo_clip, corrected by {method}",
+                call,
+                dtype,
+                **_loss(trainer, dtype, importance_sampling_ratio=weights),
+            )
     trainer = maker(beta=0.1, loss_type="dapo", use_bias_correction_kl=False, **CLIP)
     weights = _correct(trainer, "token_truncate", None, 1.5, dtype)
-    cases.add("kl k3 in the loss, corrected by tis", "beta=0.1", dtype, **_loss(trainer, dtype, importance_sampling_ratio=weights))
+    cases.add(
+        "kl k3 in the loss, corrected by tis",
+        "beta=0.1",
+        dtype,
+        **_loss(trainer, dtype, importance_sampling_ratio=weights),
+    )
 
 
 def _vespo(cases: Cases, maker: Maker, dtype: torch.dtype) -> None:
@@ -203,7 +318,12 @@ def _vespo(cases: Cases, maker: Maker, dtype: torch.dtype) -> None:
 def _entropy(cases: Cases, maker: Maker, dtype: torch.dtype) -> None:
     for reduce, kind in (("token_mean", "dapo"), ("sequence_mean", "grpo")):
         trainer = maker(beta=0.0, loss_type=kind, entropy_coef=0.1, **CLIP)
-        cases.add(f"entropy bonus, {reduce}", f"loss_type={kind}, entropy_coef=0.1", dtype, **_loss(trainer, dtype))
+        cases.add(
+            f"entropy bonus, {reduce}",
+            f"loss_type={kind}, entropy_coef=0.1",
+            dtype,
+            **_loss(trainer, dtype),
+        )
 
 
 def _rloo(cases: Cases, maker: Maker, dtype: torch.dtype) -> None:
@@ -214,17 +334,34 @@ def _rloo(cases: Cases, maker: Maker, dtype: torch.dtype) -> None:
 def _controller(cases: Cases, maker: Maker) -> None:
     """The coefficient after steps of a given entropy, and what was applied in each."""
     trainer = maker(
-        beta=0.0, entropy_coef=0.02, use_adaptive_entropy=True, entropy_target=0.25, entropy_coef_delta=0.01, entropy_coef_max=0.035
+        beta=0.0,
+        entropy_coef=0.02,
+        use_adaptive_entropy=True,
+        entropy_target=0.25,
+        entropy_coef_delta=0.01,
+        entropy_coef_max=0.035,
     )
-    coefficients, applied = [], []
+    coefficients = []
+    applied = []
     for value in CONTROLLER:
-        logprobs, entropy = padded("logprobs", torch.float64).requires_grad_(), torch.full(mask_of().shape, value, dtype=torch.float64)
+        logprobs = padded("logprobs", torch.float64).requires_grad_()
+        entropy = torch.full(mask_of().shape, value, dtype=torch.float64)
         entropy.requires_grad_()
-        trainer._get_per_token_logps_and_entropies = lambda *a, l=logprobs, e=entropy, **k: (l, e, None)
+        trainer._get_per_token_logps_and_entropies = lambda *a, l=logprobs, e=entropy, **k: (
+            l,
+            e,
+            None,
+        )
         trainer._compute_loss(trainer.model, _inputs(torch.float64, mask_of())).backward()
         applied.append(0.0 if entropy.grad is None else -float(entropy.grad.sum()))
         coefficients.append(float(trainer.entropy_coef))
-    cases.add("adaptive_entropy", "use_adaptive_entropy", torch.float64, coefficients=coefficients, applied=applied)
+    cases.add(
+        "adaptive_entropy",
+        "use_adaptive_entropy",
+        torch.float64,
+        coefficients=coefficients,
+        applied=applied,
+    )
 
 
 def _overlong(cases: Cases) -> None:

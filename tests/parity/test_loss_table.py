@@ -1,4 +1,6 @@
-"""Every supervised, preference, reward and distillation name has a row on docs/algorithms/parity-losses.md, and its numbers are true."""
+"""Every supervised, preference, reward and distillation name has a row on
+docs/algorithms/parity-losses.md, and its numbers are true.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,15 @@ def test_every_name_has_a_twin_and_a_row() -> None:
 
 
 def test_the_command_lists_these_names() -> None:
-    out = subprocess.run([sys.executable, "-m", "reinforge", "algorithms", "--json"], check=True, capture_output=True, text=True).stdout
-    assert {row["name"] for row in json.loads(out) if row["family"] != "policy_gradient"} == set(NAMES)
+    out = subprocess.run(
+        [sys.executable, "-m", "reinforge", "algorithms", "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert {row["name"] for row in json.loads(out) if row["family"] != "policy_gradient"} == set(
+        NAMES
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

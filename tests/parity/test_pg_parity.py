@@ -1,6 +1,8 @@
-"""The policy gradient against TRL 1.16.0 and veRL 0.9.1, from numbers that their own code made (pg_reference.py). Neither is needed here.
+"""The policy gradient against TRL 1.16.0 and veRL 0.9.1, from numbers that their own code made
+(pg_reference.py). Neither is needed here.
 
-Every case of theirs has a call of ours (pg_parity.py), and every conversion a sentence that says why (pg_differences.py).
+Every case of theirs has a call of ours (pg_parity.py), and every conversion a sentence that says
+why (pg_differences.py).
 """
 
 from __future__ import annotations
@@ -39,20 +41,34 @@ def test_the_inputs_reach_both_sides_of_every_clip() -> None:
         (sequence_log_ratio(now, old, sequence).exp(), 0.8, 1.28),
     ):
         for side in (positive, ~positive):
-            assert bool((ratio[side] < low).any() and (ratio[side] > high).any() and ((ratio[side] > low) & (ratio[side] < high)).any())
+            assert bool(
+                (ratio[side] < low).any()
+                and (ratio[side] > high).any()
+                and ((ratio[side] > low) & (ratio[side] < high)).any()
+            )
     for ratio in (safe_ratio(old, behaviour), sequence_log_ratio(old, behaviour, sequence).exp()):
-        assert bool((ratio < 0.5).any() and (ratio > 1.5).any() and ((ratio > 0.5) & (ratio < 1.5)).any())
+        assert bool(
+            (ratio < 0.5).any() and (ratio > 1.5).any() and ((ratio > 0.5) & (ratio < 1.5)).any()
+        )
 
 
 @pytest.mark.parametrize(("peer", "method"), CASES, ids=[f"{p}-{m}" for p, m in CASES])
 def test_same_numbers(peer: str, method: str) -> None:
     for precision, difference in differences(peer, method).items():
-        limit = LOOSER.get((peer, method), LIMITS[precision]) if precision == "float64" else LIMITS[precision]
+        limit = (
+            LOOSER.get((peer, method), LIMITS[precision])
+            if precision == "float64"
+            else LIMITS[precision]
+        )
         assert difference < limit, (precision, difference)
 
 
 def test_every_difference_belongs_to_a_case_and_every_conversion_is_explained() -> None:
-    assert set(DIFFERENCES) <= set(CASES) and set(CONVERTED) <= set(CASES) and set(LOOSER) <= set(DIFFERENCES)
+    assert (
+        set(DIFFERENCES) <= set(CASES)
+        and set(CONVERTED) <= set(CASES)
+        and set(LOOSER) <= set(DIFFERENCES)
+    )
     same = {
         "ppo_clip, corrected by tis",
         "tis",
@@ -66,8 +82,12 @@ def test_every_difference_belongs_to_a_case_and_every_conversion_is_explained() 
 
 
 UNCONVERTED: dict[tuple[str, str], Ours] = {
-    ("TRL", "truncated rows left out, sequence_mean"): METHODS["truncated rows left out, sequence_mean"],
-    ("TRL", "truncated rows left out, fixed_length"): METHODS["truncated rows left out, fixed_length"],
+    ("TRL", "truncated rows left out, sequence_mean"): METHODS[
+        "truncated rows left out, sequence_mean"
+    ],
+    ("TRL", "truncated rows left out, fixed_length"): METHODS[
+        "truncated rows left out, fixed_length"
+    ],
     ("TRL", "leave_one_out, whiten"): advantage("leave_one_out", whiten=True),
     ("TRL", "entropy bonus, sequence_mean"): policy("grpo", entropy=0.1, bonus=True, **HIGH),
     ("TRL", "vespo, old engine and a cap"): METHODS["vespo, old engine"],
@@ -85,16 +105,23 @@ UNCONVERTED: dict[tuple[str, str], Ours] = {
 
 @pytest.mark.parametrize("key", UNCONVERTED, ids=["-".join(key) for key in UNCONVERTED])
 def test_the_difference_is_there(key: tuple[str, str]) -> None:
-    """Without the conversion the numbers are not the same: the sentence is about something. The day a peer changes, this fails."""
+    """Without the conversion the numbers are not the same: the sentence is about something.
+
+    The day a peer changes, this fails.
+    """
     peer, method = key
     theirs = PEERS[peer]["cases"][method]["outputs"]["float32"]
     found = UNCONVERTED[key].run(torch.float32)
-    assert max(_difference(found[name], value) for name, value in theirs.items()) > 3 * LIMITS["float32"]
+    assert (
+        max(_difference(found[name], value) for name, value in theirs.items())
+        > 3 * LIMITS["float32"]
+    )
 
 
 def test_groups_without_signal_are_exactly_zero() -> None:
     for method in ("group_relative", "leave_one_out", "optimal_baseline"):
-        assert not ours("veRL", method).run(torch.float32)["advantages"][-17:].any()  # the third group: 8 + 3 + 5 + 1 tokens
+        # the third group: 8 + 3 + 5 + 1 tokens
+        assert not ours("veRL", method).run(torch.float32)["advantages"][-17:].any()
     assert TRAINED.sum() == 53 - 16
 
 
@@ -104,10 +131,16 @@ def test_every_part_of_the_catalogue_is_compared_or_said_to_be_ours_alone() -> N
     compared = {name.split(",")[0].split(" ")[0] for _, name in CASES}
     alone = {name.split(" ")[0] for name in ONLY_HERE}
     assert set(ADVANTAGES) <= compared | alone and set(SURROGATES) <= compared
-    assert {row.parts["surrogate"] for row in TABLE.values() if row.family == "policy_gradient"} <= compared
+    assert {
+        row.parts["surrogate"] for row in TABLE.values() if row.family == "policy_gradient"
+    } <= compared
 
 
 def test_the_page_is_what_the_script_writes(tmp_path: Path) -> None:
     page = tmp_path / "parity.md"
-    subprocess.run([sys.executable, str(ROOT / "tools" / "pg_parity_table.py"), str(page)], check=True)
-    assert page.read_text() == (ROOT / "docs" / "algorithms" / "parity.md").read_text(), "run tools/pg_parity_table.py"
+    subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "pg_parity_table.py"), str(page)], check=True
+    )
+    assert page.read_text() == (ROOT / "docs" / "algorithms" / "parity.md").read_text(), (
+        "run tools/pg_parity_table.py"
+    )

@@ -1,11 +1,14 @@
 """Makes trl_grpo.json: what TRL computes for given rewards, log-probs and masks.
 
-Run it in an environment with trl==1.16.0 (it needs no network):  python trl_reference.py trl_grpo.json
+Run it in an environment with trl==1.16.0 (it needs no network):
+
+    python trl_reference.py trl_grpo.json
 
 A real `GRPOTrainer` around a random two-layer model is asked twice. Advantages come out of its own
-`_generate_and_score_completions`, with `_generate` replaced by fixed completions and the reward function by fixed rewards.
-Losses come out of its own `_compute_loss`, with the forward pass replaced by float64 leaf tensors, so that the gradient
-with respect to the log-probs can be read. One case accumulates two micro-batches the way the trainer does.
+`_generate_and_score_completions`, with `_generate` replaced by fixed completions and the reward
+function by fixed rewards. Losses come out of its own `_compute_loss`, with the forward pass
+replaced by float64 leaf tensors, so that the gradient with respect to the log-probs can be read.
+One case accumulates two micro-batches the way the trainer does.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from typing import Any
 
 import torch
 
-GROUP, MAX_LENGTH = 4, 8
+GROUP = 4
+MAX_LENGTH = 8
 LENGTHS = [5, 3, 8, 1, 2, 7, 4, 6]  # two groups of four completions
 REWARDS = {
     "plain": [1.0, 0.0, 0.0, 1.0, 0.3, -2.0, 0.7, 5.0],
@@ -34,12 +38,27 @@ def tiny_policy(directory: str) -> tuple[str, Any]:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(13)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel(
+            {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(13)},
+            unk_token="<unk>",
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0, eos_token_id=1,
-    ))  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
+    )
     model.save_pretrained(f"{directory}/model")  # the reference of beta > 0 is loaded from a path
     return f"{directory}/model", tokenizer
 
@@ -50,12 +69,23 @@ def make_trainer(directory: str, **settings: Any) -> Any:
 
     model, tokenizer = tiny_policy(directory)
     args = GRPOConfig(
-        output_dir=directory, report_to=[], use_cpu=True, bf16=False, num_generations=GROUP, max_completion_length=MAX_LENGTH,
-        per_device_train_batch_size=len(LENGTHS) // settings.get("gradient_accumulation_steps", 1), **settings,
-    )  # fmt: skip
+        output_dir=directory,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        num_generations=GROUP,
+        max_completion_length=MAX_LENGTH,
+        per_device_train_batch_size=len(LENGTHS) // settings.get("gradient_accumulation_steps", 1),
+        **settings,
+    )
     rows = Dataset.from_list([{"prompt": "w1 w2"}, {"prompt": "w3"}])
-    trainer = GRPOTrainer(model, reward_funcs=lambda completions, **_: trainer.fixed_rewards, args=args, train_dataset=rows,
-                          processing_class=tokenizer)  # fmt: skip
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: trainer.fixed_rewards,
+        args=args,
+        train_dataset=rows,
+        processing_class=tokenizer,
+    )
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
     return trainer
@@ -64,7 +94,16 @@ def make_trainer(directory: str, **settings: Any) -> Any:
 def advantages_of(trainer: Any, rewards: list[float | None]) -> list[float]:
     trainer.fixed_rewards = rewards
     ids = [[4] * (n - 1) + [1] for n in LENGTHS]
-    trainer._generate = lambda prompts: ([[4, 5]] * len(ids), ids, None, ["w"] * len(ids), None, {}, None, None)
+    trainer._generate = lambda prompts: (
+        [[4, 5]] * len(ids),
+        ids,
+        None,
+        ["w"] * len(ids),
+        None,
+        {},
+        None,
+        None,
+    )
     inputs = [{"prompt": "w1 w2"}] * GROUP + [{"prompt": "w3"}] * GROUP
     return trainer._generate_and_score_completions(inputs)["advantages"].tolist()
 
@@ -80,21 +119,37 @@ def inputs_of(seed: int) -> dict[str, torch.Tensor]:
     mask = (torch.arange(MAX_LENGTH) < torch.tensor(LENGTHS)[:, None]).long()
     advantages = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
     advantages[2] = 0.0
-    return {"logprobs": logprobs, "old": logprobs + noise(0.3), "reference": logprobs + noise(0.5), "mask": mask, "advantages": advantages}
+    return {
+        "logprobs": logprobs,
+        "old": logprobs + noise(0.3),
+        "reference": logprobs + noise(0.5),
+        "mask": mask,
+        "advantages": advantages,
+    }
 
 
-def loss_of(trainer: Any, given: dict[str, torch.Tensor], parts: int, with_old: bool) -> dict[str, Any]:
+def loss_of(
+    trainer: Any, given: dict[str, torch.Tensor], parts: int, with_old: bool
+) -> dict[str, Any]:
     """Loss and gradient, summed over `parts` micro-batches as the trainer would accumulate them."""
     logprobs = given["logprobs"].clone().requires_grad_()
     total = 0.0
     for rows in torch.arange(len(LENGTHS)).chunk(parts):
-        trainer._get_per_token_logps_and_entropies = lambda *a, rows=rows, **k: (logprobs[rows], torch.ones_like(logprobs[rows]), None)
+        trainer._get_per_token_logps_and_entropies = lambda *a, rows=rows, **k: (
+            logprobs[rows],
+            torch.ones_like(logprobs[rows]),
+            None,
+        )
         mask = given["mask"][rows]
         inputs = {
-            "prompt_ids": torch.full((len(rows), 2), 4), "prompt_mask": torch.ones(len(rows), 2, dtype=torch.long),
-            "completion_ids": torch.full_like(mask, 4), "completion_mask": mask, "advantages": given["advantages"][rows],
-            "ref_per_token_logps": given["reference"][rows], "num_items_in_batch": given["mask"].sum(),
-        }  # fmt: skip
+            "prompt_ids": torch.full((len(rows), 2), 4),
+            "prompt_mask": torch.ones(len(rows), 2, dtype=torch.long),
+            "completion_ids": torch.full_like(mask, 4),
+            "completion_mask": mask,
+            "advantages": given["advantages"][rows],
+            "ref_per_token_logps": given["reference"][rows],
+            "num_items_in_batch": given["mask"].sum(),
+        }
         if with_old:
             inputs["old_per_token_logps"] = given["old"][rows]
         loss = trainer._compute_loss(trainer.model, inputs)
@@ -121,11 +176,29 @@ def main(path: str) -> None:
         for scale in ("group", "batch", "none"):
             trainer = make_trainer(directory, scale_rewards=scale)
             for name, rewards in REWARDS.items():
-                out["advantages"].append({"case": name, "scale": scale, "rewards": rewards, "advantages": advantages_of(trainer, rewards)})
-        for kind, (beta, weighted), parts in product(("grpo", "dr_grpo", "dapo"), ((0.0, False), (0.04, False), (0.04, True)), (1, 2)):
+                out["advantages"].append(
+                    {
+                        "case": name,
+                        "scale": scale,
+                        "rewards": rewards,
+                        "advantages": advantages_of(trainer, rewards),
+                    }
+                )
+        for kind, (beta, weighted), parts in product(
+            ("grpo", "dr_grpo", "dapo"), ((0.0, False), (0.04, False), (0.04, True)), (1, 2)
+        ):
             high = 0.28 if kind == "dapo" else 0.2
-            trainer = make_trainer(directory, loss_type=kind, beta=beta, epsilon=0.2, epsilon_high=high, importance_sampling_level="token",
-                                   use_bias_correction_kl=weighted, gradient_accumulation_steps=parts, steps_per_generation=parts)  # fmt: skip
+            trainer = make_trainer(
+                directory,
+                loss_type=kind,
+                beta=beta,
+                epsilon=0.2,
+                epsilon_high=high,
+                importance_sampling_level="token",
+                use_bias_correction_kl=weighted,
+                gradient_accumulation_steps=parts,
+                steps_per_generation=parts,
+            )
             for with_old in (True, False):
                 case = {
                     "name": kind,

@@ -1,4 +1,6 @@
-"""Runs under Ray for tests: one Ray for a module, runs of the tiny model in it, and ways to hurt their actors."""
+"""Runs under Ray for tests: one Ray for a module, runs of the tiny model in it, and ways to hurt
+their actors.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,16 @@ def pid_of(role: str, rank: int = 0) -> int:
 
 
 class Hurting:
-    """A reward that does something on its n-th call: it runs in the controller, in the middle of a rollout."""
+    """A reward that does something on its n-th call: it runs in the controller, in the middle of a
+    rollout.
+    """
 
     def __init__(self, call: int, action: Callable[[], None], times: int = 1):
-        self.calls, self.at, self.action, self.times, self.__name__ = 0, call, action, times, "hurting"
+        self.calls = 0
+        self.at = call
+        self.action = action
+        self.times = times
+        self.__name__ = "hurting"
 
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
         self.calls += 1
@@ -62,7 +70,8 @@ def plain(completions: list[str], **_: Any) -> list[float]:
     return letters(completions)
 
 
-plain.__name__ = plain.__qualname__ = "hurting"  # the same name in the record of a run that nobody hurts
+# the same name in the record of a run that nobody hurts
+plain.__name__ = plain.__qualname__ = "hurting"
 plain.__module__ = "nowhere"  # in the controller, as the other
 
 

@@ -1,4 +1,6 @@
-"""A real Slurm on this host: munged, slurmctld and two slurmds in a directory of their own, as root and without systemd."""
+"""A real Slurm on this host: munged, slurmctld and two slurmds in a directory of their own, as root
+and without systemd.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,31 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscrib
 
 def missing() -> list[str]:
     """What is not installed; with CI=true it is installed first (Debian's packages)."""
-    absent = [name for name in PROGRAMS if shutil.which(name) is None and not Path("/usr/sbin", name).exists()]
+    absent = [
+        name
+        for name in PROGRAMS
+        if shutil.which(name) is None and not Path("/usr/sbin", name).exists()
+    ]
     if absent and os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get"):
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "slurm-wlm", "munge"]
-        for words in (install, ["apt-get", "update", "-q"], install):  # the lists may be old, or not there
-            if subprocess.run(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0 and words is install:
+        install = [
+            "apt-get",
+            "install",
+            "-y",
+            "-q",
+            "--no-install-recommends",
+            "slurm-wlm",
+            "munge",
+        ]
+        # the lists may be old, or not there
+        for words in (install, ["apt-get", "update", "-q"], install):
+            if (
+                subprocess.run(
+                    words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                ).returncode
+                == 0
+                and words is install
+            ):
                 return []
     return absent
 
@@ -70,8 +91,13 @@ def free_ports(n: int) -> list[int]:
 
 class Slurm:
     def __init__(self, folder: Path):
-        self.folder, self.processes = folder, list[subprocess.Popen[bytes]]()
-        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": os.environ["PATH"] + ":/usr/sbin"}
+        self.folder = folder
+        self.processes = list[subprocess.Popen[bytes]]()
+        self.env = {
+            **os.environ,
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": os.environ["PATH"] + ":/usr/sbin",
+        }
         for name in list(self.env):
             if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF":
                 del self.env[name]
@@ -84,37 +110,69 @@ class Slurm:
     def _start(self, *words: str) -> None:
         log = (self.folder / f"{Path(words[0]).name}.out").open("ab")
         self.processes.append(
-            subprocess.Popen(words, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            subprocess.Popen(
+                words,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         )
 
     def start(self) -> None:
         folder = self.folder
         for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir()
-        (folder / "slurm.conf").write_text(CONF.format(host=socket.gethostname().partition(".")[0], folder=folder, ports=free_ports(3)))
+        (folder / "slurm.conf").write_text(
+            CONF.format(
+                host=socket.gethostname().partition(".")[0], folder=folder, ports=free_ports(3)
+            )
+        )
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        self._start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", f"--key-file={key}", f"--pid-file={folder}/munged.pid",
-                    f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed")  # fmt: skip
+        self._start(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={folder}/munge.socket",
+            f"--key-file={key}",
+            f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/munged.log",
+            f"--seed-file={folder}/munged.seed",
+        )
         self.until(lambda: (folder / "munge.socket").exists(), 10, "munged")
         self._start("slurmctld", "-D")
         for node in ("n1", "n2"):
             self._start("slurmd", "-D", "-N", node)
-        self.until(lambda: self.call("sinfo", "--noheader", "--format=%T %D", check=False) == "idle 2", 30, "two idle nodes")
+        self.until(
+            lambda: self.call("sinfo", "--noheader", "--format=%T %D", check=False) == "idle 2",
+            30,
+            "two idle nodes",
+        )
 
-    def until(self, holds: Callable[[], bool], seconds: float, what: str, told: Callable[[], str] = str) -> None:
+    def until(
+        self, holds: Callable[[], bool], seconds: float, what: str, told: Callable[[], str] = str
+    ) -> None:
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, f"no {what} after {seconds:g} s; {told() or self.said()}"
             time.sleep(0.2)
 
     def said(self) -> str:
-        return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}"
+            for p in sorted(self.folder.glob("*.log"))
+        )
 
     def state(self, job: str) -> str:
         """RUNNING, PENDING, COMPLETED, ...; empty when Slurm has forgotten it."""
-        words = dict(w.split("=", 1) for w in self.call("scontrol", "show", "job", job, "--oneliner", check=False).split() if "=" in w)
+        words = dict(
+            w.split("=", 1)
+            for w in self.call("scontrol", "show", "job", job, "--oneliner", check=False).split()
+            if "=" in w
+        )
         return words.get("JobState", "")
 
     def stop(self) -> None:

@@ -1,4 +1,7 @@
-"""Masters, moments and weights in files: the same numbers as in memory. Where libaio is missing, the error says so."""
+"""Masters, moments and weights in files: the same numbers as in memory.
+
+Where libaio is missing, the error says so.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +32,27 @@ def ranks() -> Iterator[Ranks]:
 
 
 def load() -> CausalModel:
-    """Large enough that a rank's piece is more than the megabyte below which DeepSpeed writes nothing."""
-    return CausalModel(make_module("llama", 0, vocab_size=67, hidden_size=256, intermediate_size=512, spread=1.0))
+    """Large enough that a rank's piece is more than the megabyte below which DeepSpeed writes
+    nothing.
+    """
+    return CausalModel(
+        make_module("llama", 0, vocab_size=67, hidden_size=256, intermediate_size=512, spread=1.0)
+    )
 
 
 def many(ranks: Ranks, **more: Any) -> DeepSpeedBackend:
-    cfg = train_config(backend="deepspeed", deepspeed={"stage": 3, **more}, learning_rate=1e-3, max_grad_norm=0.5)
+    cfg = train_config(
+        backend="deepspeed", deepspeed={"stage": 3, **more}, learning_rate=1e-3, max_grad_norm=0.5
+    )
     return DeepSpeedBackend(ranks, load, cfg, total_steps=10)
 
 
 def update(backend: DeepSpeedBackend, seed: int) -> dict[str, float]:
     batches = pack(make_samples((20, 5, 12, 3, 9, 31, 4, 2), seed), 40)
-    return {**backend.forward_backward(batches, NLLLoss(), Totals.of(batches, 32)), **backend.step()}
+    return {
+        **backend.forward_backward(batches, NLLLoss(), Totals.of(batches, 32)),
+        **backend.step(),
+    }
 
 
 @pytest.mark.timeout(900)  # DeepSpeed compiles its disk access on first use
@@ -53,9 +65,11 @@ def test_files_hold_what_memory_holds(ranks: Ranks, tmp_path: Path) -> None:
         assert "train.deepspeed.offload_optimizer" in str(error) and "libaio" in str(error)
         pytest.skip(str(error))
     for seed in range(3):
-        found, again = update(plain, seed), update(moved, seed)
+        found = update(plain, seed)
+        again = update(moved, seed)
         assert again == pytest.approx(found, rel=1e-5)
-    a, b = plain.state(), moved.state()
+    a = plain.state()
+    b = moved.state()
     assert a.tensors.keys() == b.tensors.keys() and relative(b.tensors, a.tensors) < 1e-6
     moved.load(a)
     b = moved.state()

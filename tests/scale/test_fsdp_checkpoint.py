@@ -1,4 +1,6 @@
-"""Checkpoints that every rank writes its own part of: the same digest, resumed on one rank and on two, exported, and damaged."""
+"""Checkpoints that every rank writes its own part of: the same digest, resumed on one rank and on
+two, exported, and damaged.
+"""
 
 from __future__ import annotations
 
@@ -54,22 +56,36 @@ def newest(cfg: Any) -> Path:
     ids=["ema", "bfloat16", "tensor", "sequence", "adapter", "critic"],
 )
 def test_pieces_are_the_same_checkpoint(
-    ranks: Ranks, make: Any, monkeypatch: Any, algorithm: str, more: tuple[str, ...], sections: dict[str, Any]
+    ranks: Ranks,
+    make: Any,
+    monkeypatch: Any,
+    algorithm: str,
+    more: tuple[str, ...],
+    sections: dict[str, Any],
 ) -> None:
-    """Gathered or in pieces: one digest. Cut after the first step and resumed from the pieces: the same bits again."""
-    whole, pieces = (
-        make("whole", algorithm, *more, *RANKS, "run.checkpoint.sharded=false", **sections),
-        make("pieces", algorithm, *more, *SHARDED, **sections),
-    )
+    """Gathered or in pieces: one digest.
+
+    Cut after the first step and resumed from the pieces: the same bits again.
+    """
+    whole = make("whole", algorithm, *more, *RANKS, "run.checkpoint.sharded=false", **sections)
+    pieces = make("pieces", algorithm, *more, *SHARDED, **sections)
     launch(whole)
     gathers: list[Any] = []
-    monkeypatch.setattr(ShardBackend, "gathered", lambda *a: gathers.append(a))  # rank 0 never asks for it
+    # rank 0 never asks for it
+    monkeypatch.setattr(ShardBackend, "gathered", lambda *a: gathers.append(a))
     launch(pieces)
     assert not gathers and digest(pieces) == digest(whole)
     files = sorted(p.name for p in newest(pieces).iterdir())
-    assert {"model-r00000.safetensors", "model-r00001.safetensors", "pieces-r00000.json", "pieces-r00001.json"} <= set(files)
+    assert {
+        "model-r00000.safetensors",
+        "model-r00001.safetensors",
+        "pieces-r00000.json",
+        "pieces-r00001.json",
+    } <= set(files)
     held = {k.removeprefix("part/critic/") for k in tensors(pieces)}
-    assert ("optimizer-r00001.safetensors" in files) and any(k.startswith("optimizer/") for k in held)
+    assert ("optimizer-r00001.safetensors" in files) and any(
+        k.startswith("optimizer/") for k in held
+    )
     launch(make("cut", algorithm, *more, *SHARDED, "train.steps=1", **sections))
     cut = make("cut", algorithm, *more, *SHARDED, **sections)
     launch(cut)
@@ -77,7 +93,9 @@ def test_pieces_are_the_same_checkpoint(
 
 
 def test_resumed_on_other_numbers_of_ranks(ranks: Ranks, make: Any) -> None:
-    """Two ranks in pieces, then one process, then two: each hands over the very bits, and the end is that of one process but for rounding."""
+    """Two ranks in pieces, then one process, then two: each hands over the very bits, and the end
+    is that of one process but for rounding.
+    """
     one = make("one", "sft")
     launch(one)
     launch(make("mixed", "sft", *SHARDED, "train.steps=1"))
@@ -102,13 +120,19 @@ def test_resumed_on_other_numbers_of_ranks(ranks: Ranks, make: Any) -> None:
     last = make("mixed", "sft", *SHARDED)
     launch(last)  # 1 -> 2
     assert isinstance(store.load(newest(last))[0].tensors, Stored)
-    theirs, mine = tensors(one), tensors(last)
+    theirs = tensors(one)
+    mine = tensors(last)
     trained = [k for k in theirs if k.startswith("model/")]
-    assert mine.keys() == theirs.keys() and relative({k: mine[k] for k in trained}, {k: theirs[k] for k in trained}) < 1e-5
+    assert (
+        mine.keys() == theirs.keys()
+        and relative({k: mine[k] for k in trained}, {k: theirs[k] for k in trained}) < 1e-5
+    )
 
 
 def test_from_and_to_hugging_face(ranks: Ranks, make: Any, tmp_path: Path) -> None:
-    """A run that starts from a directory in Hugging Face format ends in pieces; exported, it is one again, and the next run starts there."""
+    """A run that starts from a directory in Hugging Face format ends in pieces; exported, it is one
+    again, and the next run starts there.
+    """
     cfg = make("run", "sft", *SHARDED)
     launch(cfg)
     out = export(Path(cfg.run.dir), tmp_path / "exported")
@@ -116,8 +140,12 @@ def test_from_and_to_hugging_face(ranks: Ranks, make: Any, tmp_path: Path) -> No
     saved = tensors(cfg)
     own = dict(model.module.named_parameters())
     names = [k.removeprefix("model/") for k in saved if k.startswith("model/")]
-    assert sorted(names) == sorted(own) and all(torch.equal(own[k], saved[f"model/{k}"]) for k in names)
-    again = make_config(str(out), tmp_path, "again", "sft", *SHARDED, "train.learning_rate=0.0", "train.steps=1")
+    assert sorted(names) == sorted(own) and all(
+        torch.equal(own[k], saved[f"model/{k}"]) for k in names
+    )
+    again = make_config(
+        str(out), tmp_path, "again", "sft", *SHARDED, "train.learning_rate=0.0", "train.steps=1"
+    )
     launch(again)
     assert all(torch.equal(tensors(again)[f"model/{k}"], own[k]) for k in names)
 
@@ -142,7 +170,9 @@ def test_what_is_damaged_is_named(ranks: Ranks, make: Any) -> None:
     (path / "MANIFEST.json").write_text((path / "MANIFEST.json").read_text())
     del told[name]
     size = index.stat().st_size
-    index.write_text(json.dumps(told).ljust(size)[:size] if len(json.dumps(told)) <= size else json.dumps(told))
+    index.write_text(
+        json.dumps(told).ljust(size)[:size] if len(json.dumps(told)) <= size else json.dumps(told)
+    )
     with pytest.raises(InputError, match="pieces"):
         store.load(path)
 
@@ -155,7 +185,10 @@ def test_automatic_above_a_size(ranks: Ranks, make: Any, monkeypatch: Any) -> No
     monkeypatch.undo()
     small = make("small", "sft", *RANKS, "train.steps=1")
     launch(small)
-    assert not (newest(small) / "pieces-r00001.json").exists() and lines(small)[0]["train/loss"] == lines(cfg)[0]["train/loss"]
+    assert (
+        not (newest(small) / "pieces-r00001.json").exists()
+        and lines(small)[0]["train/loss"] == lines(cfg)[0]["train/loss"]
+    )
     assert digest(small) == digest(cfg) and FsdpBackend.in_pieces
 
 
@@ -175,7 +208,9 @@ class Doomed(FsdpBackend):
 
 def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(ranks: Ranks, tmp_path: Path) -> None:
     """The last test: the ranks do not survive it."""
-    backend = Doomed(ranks, partial(load, "full"), train_config(backend="fsdp"), sharded=True, total_steps=3)
+    backend = Doomed(
+        ranks, partial(load, "full"), train_config(backend="fsdp"), sharded=True, total_steps=3
+    )
     first = store.save(tmp_path, 1, backend.state(), {})
     with pytest.raises(StoppedByPolicy, match="rank 1"):
         store.save(tmp_path, 2, backend.state(), {})

@@ -19,15 +19,22 @@ def four() -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize(
-    ("sequence", "tensor", "hands"), [(2, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1)], ids=["2 hands of 2 slices", "slices and matrices", "2 hands of cut matrices", "4 slices"]
-)  # fmt: skip
+    ("sequence", "tensor", "hands"),
+    [(2, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1)],
+    ids=["2 hands of 2 slices", "slices and matrices", "2 hands of cut matrices", "4 slices"],
+)
 def test_gradients_on_four_ranks(four: Ranks, sequence: int, tensor: int, hands: int) -> None:
-    local, cut = both(four, partial(load, "head", "qwen3"), sequence_parallel=sequence, tensor_parallel=tensor)
+    local, cut = both(
+        four, partial(load, "head", "qwen3"), sequence_parallel=sequence, tensor_parallel=tensor
+    )
     assert cut.grid.hands == hands
-    samples, loss = make_samples(LENGTHS), policy_loss()
+    samples = make_samples(LENGTHS)
+    loss = policy_loss()
     want, metrics, old, size = one_pass(local, samples, 10_000, loss, True)
     for budget in (10_000, 30):
         found, again, mine, norm_here = one_pass(cut, samples, budget, loss, True)
         assert relative(found, want) < 1e-6 and float((mine - old).abs().max()) < 2e-5
-        assert again == pytest.approx(metrics, rel=1e-4, abs=1e-6) and norm_here == pytest.approx(size, rel=1e-5)
+        assert again == pytest.approx(metrics, rel=1e-4, abs=1e-6) and norm_here == pytest.approx(
+            size, rel=1e-5
+        )
     cut.close()

@@ -1,4 +1,6 @@
-"""Packs that are split over ranks (Ulysses) and matrices that are: log-probs, losses and gradients are those of one process."""
+"""Packs that are split over ranks (Ulysses) and matrices that are: log-probs, losses and gradients
+are those of one process.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def ranks() -> Iterator[Ranks]:
 CASES = {
     "llama": ("full", "llama", {}),
     "one key head for two ranks": ("full", "llama", {"num_key_value_heads": 1}),
-    "key heads that do not divide": ("full", "llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "key heads that do not divide": (
+        "full",
+        "llama",
+        {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
     "windows and caps": ("full", "gemma2", {}),
     "adapter": ("lora", "qwen3", {}),
     "checkpointed": ("checkpointed", "qwen3", {}),
@@ -36,14 +42,18 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_split_pack_is_the_whole_one(ranks: Ranks, case: str) -> None:
-    """Uneven packs, shared prompts or none, and one pack of fewer tokens than would fill two slices well."""
+    """Uneven packs, shared prompts or none, and one pack of fewer tokens than would fill two slices
+    well.
+    """
     kind, arch, changes = CASES[case]
     local, split = both(ranks, partial(load, kind, arch, **changes), sequence_parallel=2)
     assert split.grid.hands == 1 and split.shard.model.slices is not None
     samples = make_samples(LENGTHS)
     samples[4] = samples[4].with_(trained=torch.zeros_like(samples[4].trained))
     for i in (1, 2, 3):  # one prompt for the group, of another length than the slices
-        samples[i] = samples[i].with_(tokens=torch.cat((samples[0].tokens[:2], samples[i].tokens[2:])))
+        samples[i] = samples[i].with_(
+            tokens=torch.cat((samples[0].tokens[:2], samples[i].tokens[2:]))
+        )
     for share, budget, loss in (
         (True, 10_000, policy_loss()),
         (False, 40, policy_loss(partial(gspo, low=0.2, high=0.2))),
@@ -53,7 +63,9 @@ def test_a_split_pack_is_the_whole_one(ranks: Ranks, case: str) -> None:
         found, again, mine, norm_here = one_pass(split, samples, budget, loss, share)
         assert float((mine - old).abs().max()) < 2e-5
         assert relative(found, want) < 1e-6, (share, budget)
-        assert again == pytest.approx(metrics, rel=1e-4, abs=1e-6) and norm_here == pytest.approx(size, rel=1e-5)
+        assert again == pytest.approx(metrics, rel=1e-4, abs=1e-6) and norm_here == pytest.approx(
+            size, rel=1e-5
+        )
     split.close()
 
 
@@ -68,9 +80,14 @@ def test_a_pack_of_fewer_tokens_than_ranks(ranks: Ranks) -> None:
 
 
 def test_values_of_a_split_pack(ranks: Ranks) -> None:
-    """A critic reads before each token, a reward model at it, and truncated samples at their end: each on the rank that has the row."""
-    local, split = both(ranks, partial(load, "critic"), False, sequence_parallel=2, learning_rate=1e-2)
-    samples, loss = make_samples(LENGTHS), ValueLoss(0.2)
+    """A critic reads before each token, a reward model at it, and truncated samples at their end:
+    each on the rank that has the row.
+    """
+    local, split = both(
+        ranks, partial(load, "critic"), False, sequence_parallel=2, learning_rate=1e-2
+    )
+    samples = make_samples(LENGTHS)
+    loss = ValueLoss(0.2)
     for _ in range(3):
         found = []
         for backend in (local, split):
@@ -79,10 +96,19 @@ def test_values_of_a_split_pack(ranks: Ranks) -> None:
             for batch in batches:
                 batch.streams["returns"] = batch.streams["advantages"]
             metrics = backend.forward_backward(batches, loss, Totals.of(batches, 32))
-            grads = gradients(backend) if backend is local else split.ranks.call(split.id, summed)[0]
-            streams = torch.cat([torch.cat((b.streams["values"], b.streams["values_after"], b.bootstrap)) for b in batches])  # type: ignore[arg-type]
+            grads = (
+                gradients(backend) if backend is local else split.ranks.call(split.id, summed)[0]
+            )
+            streams = torch.cat(
+                [
+                    torch.cat((b.streams["values"], b.streams["values_after"], b.bootstrap))
+                    for b in batches
+                ]
+            )  # type: ignore[arg-type]
             found.append((grads, {**metrics, **backend.step()}, streams))
-        assert relative(found[1][0], found[0][0]) < 1e-4 and found[1][1] == pytest.approx(found[0][1], rel=1e-3, abs=1e-6)
+        assert relative(found[1][0], found[0][0]) < 1e-4 and found[1][1] == pytest.approx(
+            found[0][1], rel=1e-3, abs=1e-6
+        )
         assert torch.allclose(found[0][2], found[1][2], atol=1e-4)
     assert float(found[0][2].abs().max()) > 1e-3
     split.close()
@@ -94,7 +120,8 @@ def test_noise_and_collision_on_a_split_pack(ranks: Ranks) -> None:
     want, metrics, *_ = one_pass(local, samples, 50, NLLLoss(), False)
     found, again, *_ = one_pass(split, samples, 50, NLLLoss(), False)
     assert relative(found, want) < 1e-6 and again == pytest.approx(metrics, rel=1e-5)
-    one, two = Batch.pack(samples), Batch.pack(samples)
+    one = Batch.pack(samples)
+    two = Batch.pack(samples)
     local.annotate([one], frozenset({"collision"}))
     split.annotate([two], frozenset({"collision"}))
     assert torch.allclose(one.streams["collision"], two.streams["collision"], atol=1e-5)
@@ -103,17 +130,28 @@ def test_noise_and_collision_on_a_split_pack(ranks: Ranks) -> None:
 
 def test_steps_of_split_packs(ranks: Ranks) -> None:
     """Three steps and a state that continues in one process."""
-    local, split = both(ranks, partial(load, "full"), sequence_parallel=2, learning_rate=1e-3, max_grad_norm=0.5)
+    local, split = both(
+        ranks, partial(load, "full"), sequence_parallel=2, learning_rate=1e-3, max_grad_norm=0.5
+    )
     for seed in range(3):
         rows = []
         for backend in (local, split):
             batches = pack(make_samples(LENGTHS, seed), 64)
             backend.annotate(batches, policy_loss().needs)
-            rows.append({**backend.forward_backward(batches, policy_loss(), Totals.of(batches, 32)), **backend.step()})
+            rows.append(
+                {
+                    **backend.forward_backward(batches, policy_loss(), Totals.of(batches, 32)),
+                    **backend.step(),
+                }
+            )
         assert rows[1] == pytest.approx(rows[0], rel=2e-3, abs=1e-5)
-    a, b = local.state(), split.state()
+    a = local.state()
+    b = split.state()
     exp = [k for k in a.tensors if k.endswith("exp_avg")]
-    assert a.tensors.keys() == b.tensors.keys() and relative({k: b.tensors[k] for k in exp}, {k: a.tensors[k] for k in exp}) < 1e-3
+    assert (
+        a.tensors.keys() == b.tensors.keys()
+        and relative({k: b.tensors[k] for k in exp}, {k: a.tensors[k] for k in exp}) < 1e-3
+    )
     split.close()
 
 
@@ -135,15 +173,25 @@ def test_cut_matrices_compute_the_whole_ones(ranks: Ranks, case: str) -> None:
     local, cut = both(ranks, partial(load, kind, arch, **changes), tensor_parallel=2)
     assert cut.grid.hands == 1 and cut.shard.split
     name = next(iter(cut.shard.split))
-    assert cut.shard.optimizer.parameters[name].numel() * 2 == dict(local.model.module.named_parameters())[name].numel()
-    samples, loss = make_samples(LENGTHS), policy_loss()
+    assert (
+        cut.shard.optimizer.parameters[name].numel() * 2
+        == dict(local.model.module.named_parameters())[name].numel()
+    )
+    samples = make_samples(LENGTHS)
+    loss = policy_loss()
     want, metrics, _, size = one_pass(local, samples, 10_000, loss, True)
     for budget in (10_000, 40):
         found, again, _, norm_here = one_pass(cut, samples, budget, loss, True)
         assert relative(found, want) < 1e-6
-        assert again == pytest.approx(metrics, rel=1e-4, abs=1e-6) and norm_here == pytest.approx(size, rel=1e-5)
+        assert again == pytest.approx(metrics, rel=1e-4, abs=1e-6) and norm_here == pytest.approx(
+            size, rel=1e-5
+        )
     start = dict(load(kind, arch, **changes).module.named_parameters())
-    whole = {k.removeprefix("model/"): t for k, t in cut.state().tensors.items() if k.startswith("model/")}
+    whole = {
+        k.removeprefix("model/"): t
+        for k, t in cut.state().tensors.items()
+        if k.startswith("model/")
+    }
     assert whole.keys() == start.keys() and all(torch.equal(whole[k], start[k]) for k in start)
     for seed in range(2):
         for backend in (local, cut):
@@ -151,7 +199,8 @@ def test_cut_matrices_compute_the_whole_ones(ranks: Ranks, case: str) -> None:
             backend.annotate(batches, loss.needs)
             backend.forward_backward(batches, loss, Totals.of(batches, 32))
             backend.step()
-    a, b = local.state(), cut.state()
+    a = local.state()
+    b = cut.state()
     exp = [k for k in a.tensors if k.endswith("exp_avg")]
     assert relative({k: b.tensors[k] for k in exp}, {k: a.tensors[k] for k in exp}) < 1e-3
     served = dict(cut.weights().module.named_parameters())
@@ -175,8 +224,14 @@ def test_weights_in_host_memory(ranks: Ranks, kind: str) -> None:
         for backend in (plain, moved):
             batches = pack(make_samples(LENGTHS, seed), 64)
             backend.annotate(batches, policy_loss().needs)
-            told.append({**backend.forward_backward(batches, policy_loss(), Totals.of(batches, 32)), **backend.step()})
+            told.append(
+                {
+                    **backend.forward_backward(batches, policy_loss(), Totals.of(batches, 32)),
+                    **backend.step(),
+                }
+            )
         assert told[0] == told[1]
-    a, b = plain.state(), moved.state()
+    a = plain.state()
+    b = moved.state()
     assert all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
     plain.close(), moved.close()

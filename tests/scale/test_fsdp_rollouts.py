@@ -1,4 +1,6 @@
-"""Every rank generates a share: the samples are those that one engine draws, whoever answers; rounds can be called off; runs are the same."""
+"""Every rank generates a share: the samples are those that one engine draws, whoever answers;
+rounds can be called off; runs are the same.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 def make_engine(seed: int = 0) -> NativeEngine:
-    return NativeEngine(make_model("llama", seed, max_position_embeddings=4096), kv_gib=0.01, context=4096)
+    return NativeEngine(
+        make_model("llama", seed, max_position_embeddings=4096), kv_gib=0.01, context=4096
+    )
 
 
 def told(seat: Seat) -> tuple[int, int, float]:
@@ -39,22 +43,33 @@ def told(seat: Seat) -> tuple[int, int, float]:
 
 
 async def ask(engine: Engine, requests: int = 5) -> list[list[Completion]]:
-    return await asyncio.gather(*(engine.generate(tokens_of(4 + i, i), DRAW, key=100 + i, n=3) for i in range(requests)))
+    return await asyncio.gather(
+        *(engine.generate(tokens_of(4 + i, i), DRAW, key=100 + i, n=3) for i in range(requests))
+    )
 
 
 def same(a: list[list[Completion]], b: list[list[Completion]]) -> bool:
     tokens = [c.tokens for group in a for c in group] == [c.tokens for group in b for c in group]
-    near = all(x.logprobs == pytest.approx(y.logprobs, abs=1e-4) for g, h in zip(a, b, strict=True) for x, y in zip(g, h, strict=True))
+    near = all(
+        x.logprobs == pytest.approx(y.logprobs, abs=1e-4)
+        for g, h in zip(a, b, strict=True)
+        for x, y in zip(g, h, strict=True)
+    )
     return tokens and near
 
 
 def test_requests_are_dealt_by_what_they_cost() -> None:
-    assert deal([5, 9, 5, 4], 2) == [[1, 3], [0, 2]] and deal([3], 3) == [[0], [], []] and deal([], 2) == [[], []]
+    assert (
+        deal([5, 9, 5, 4], 2) == [[1, 3], [0, 2]]
+        and deal([3], 3) == [[0], [], []]
+        and deal([], 2) == [[], []]
+    )
 
 
 def test_the_samples_are_those_of_one_engine(ranks: Ranks) -> None:
     """Also after an update, which every rank gets: rank 1 was made with other weights."""
-    alone, own = make_engine(), make_engine()
+    alone = make_engine()
+    own = make_engine()
     spread = RankedEngine(ranks, own, partial(make_engine, 7))
     assert isinstance(spread, Engine)
 
@@ -70,12 +85,20 @@ def test_the_samples_are_those_of_one_engine(ranks: Ranks) -> None:
         await spread.update(Weights("shared", module=own.model.module), 4)
         await alone.update(Weights("shared", module=alone.model.module), 4)
         found = await ask(spread)
-        assert same(found, await ask(alone)) and {v for g in found for c in g for v in c.versions} == {4}
+        assert same(found, await ask(alone)) and {
+            v for g in found for c in g for v in c.versions
+        } == {4}
 
     run(work(), 120)
     seen = ranks.call(spread.id, told)
-    assert all(tokens > 0 and version == 4 for tokens, version, _ in seen) and seen[0][2] == seen[1][2]
-    assert spread.stats.generated_tokens == sum(tokens for tokens, _, _ in seen) == alone.stats.generated_tokens
+    assert (
+        all(tokens > 0 and version == 4 for tokens, version, _ in seen) and seen[0][2] == seen[1][2]
+    )
+    assert (
+        spread.stats.generated_tokens
+        == sum(tokens for tokens, _, _ in seen)
+        == alone.stats.generated_tokens
+    )
 
 
 def test_a_bad_request_is_the_askers_error(ranks: Ranks) -> None:
@@ -91,12 +114,17 @@ def test_a_bad_request_is_the_askers_error(ranks: Ranks) -> None:
 
 
 def test_a_round_that_nobody_waits_for_is_called_off(ranks: Ranks) -> None:
-    """As SIGTERM does it: afterwards the ranks take commands again within seconds, and a new round starts clean."""
+    """As SIGTERM does it: afterwards the ranks take commands again within seconds, and a new round
+    starts clean.
+    """
     spread = RankedEngine(ranks, make_engine(), make_engine)
     long = Sampling(max_new_tokens=3000, ignore_eos=True)
 
     async def work() -> None:
-        asked = [asyncio.ensure_future(spread.generate(tokens_of(5, i), long, key=i, n=4)) for i in range(4)]
+        asked = [
+            asyncio.ensure_future(spread.generate(tokens_of(5, i), long, key=i, n=4))
+            for i in range(4)
+        ]
         await asyncio.sleep(1.0)
         for one in asked:
             one.cancel()
@@ -109,16 +137,35 @@ def test_a_round_that_nobody_waits_for_is_called_off(ranks: Ranks) -> None:
     run(work(), 120)
 
 
-@pytest.mark.parametrize(("more", "sections"), [((), {}), ((), LORA), (("train.sequence_parallel=2",), {"critic": {"shared": True}})])
-def test_a_run_is_that_of_one_process(ranks: Ranks, make: Any, more: tuple[str, ...], sections: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("more", "sections"),
+    [((), {}), ((), LORA), (("train.sequence_parallel=2",), {"critic": {"shared": True}})],
+)
+def test_a_run_is_that_of_one_process(
+    ranks: Ranks, make: Any, more: tuple[str, ...], sections: dict[str, Any]
+) -> None:
     algorithm = "ppo" if "critic" in sections else "grpo"
     one = make("one", algorithm, **sections)
-    all_of_them = make("all", algorithm, *more, "train.backend=fsdp", "train.ranks=2", "rollout.all_ranks=true", **sections)
+    all_of_them = make(
+        "all",
+        algorithm,
+        *more,
+        "train.backend=fsdp",
+        "train.ranks=2",
+        "rollout.all_ranks=true",
+        **sections,
+    )
     for cfg in (one, all_of_them):
         launch(cfg)
     watched = ("train/loss", "train/grad_norm", "reward/mean", "tokens/trained")
-    log = [[{k: v for k, v in line.items() if k in watched} for line in lines(cfg)] for cfg in (one, all_of_them)]
-    assert len(log[0]) >= 3 and all(b == pytest.approx(a, rel=1e-3, abs=1e-5) for a, b in zip(*log, strict=True))
-    theirs, mine = tensors(one), tensors(all_of_them)
+    log = [
+        [{k: v for k, v in line.items() if k in watched} for line in lines(cfg)]
+        for cfg in (one, all_of_them)
+    ]
+    assert len(log[0]) >= 3 and all(
+        b == pytest.approx(a, rel=1e-3, abs=1e-5) for a, b in zip(*log, strict=True)
+    )
+    theirs = tensors(one)
+    mine = tensors(all_of_them)
     trained = [k for k in theirs if k.startswith("model/")]
     assert relative({k: mine[k] for k in trained}, {k: theirs[k] for k in trained}) < 1e-4

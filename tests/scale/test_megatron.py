@@ -1,4 +1,6 @@
-"""Megatron's layers on two ranks against one process without them: the same losses, gradients, steps and states."""
+"""Megatron's layers on two ranks against one process without them: the same losses, gradients,
+steps and states.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,23 @@ def ranks() -> Iterator[Ranks]:
 
 
 def one(name: str, reference: bool = True, **changes: Any) -> LocalBackend:
-    return LocalBackend(MODELS[name](), train_config(**changes), total_steps=10, temperature=0.8, reference=reference)
+    return LocalBackend(
+        MODELS[name](),
+        train_config(**changes),
+        total_steps=10,
+        temperature=0.8,
+        reference=reference,
+    )
 
 
-def many(ranks: Ranks, name: str, tensor: int, reference: bool = True, **changes: Any) -> MegatronBackend:
+def many(
+    ranks: Ranks, name: str, tensor: int, reference: bool = True, **changes: Any
+) -> MegatronBackend:
     cfg = train_config(backend="megatron", tensor_parallel=tensor, **changes)
     make = MODELS[name]
-    return MegatronBackend(ranks, make, cfg, full=make(), total_steps=10, temperature=0.8, reference=reference)
+    return MegatronBackend(
+        ranks, make, cfg, full=make(), total_steps=10, temperature=0.8, reference=reference
+    )
 
 
 def gradient(state: State) -> dict[str, torch.Tensor]:
@@ -59,11 +71,17 @@ def gradient(state: State) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tensor", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("name", MODELS)
-def test_gradient_and_metrics_are_those_of_one_process(ranks: Ranks, name: str, tensor: int) -> None:
-    """Whatever the budget: one pack, several, one row per pack; and one row alone, so that a group has nothing."""
-    local, cut = one(name), many(ranks, name, tensor)
+def test_gradient_and_metrics_are_those_of_one_process(
+    ranks: Ranks, name: str, tensor: int
+) -> None:
+    """Whatever the budget: one pack, several, one row per pack; and one row alone, so that a group
+    has nothing.
+    """
+    local = one(name)
+    cut = many(ranks, name, tensor)
     assert isinstance(cut, Backend)
-    start, exact = frozen(local.state()), name != "bfloat16"
+    start = frozen(local.state())
+    exact = name != "bfloat16"
     assert identical(cut.state(), start)
     rows = make_samples(LENGTHS)
     rows[4] = rows[4].with_(trained=torch.zeros_like(rows[4].trained))
@@ -74,7 +92,9 @@ def test_gradient_and_metrics_are_those_of_one_process(ranks: Ranks, name: str, 
         for budget in budgets:
             cut.load(start)
             again = update(cut, samples, policy_loss(), budget)
-            assert again == pytest.approx(metrics, rel=1e-4 if exact else 0.1, abs=1e-6 if exact else 0.05)
+            assert again == pytest.approx(
+                metrics, rel=1e-4 if exact else 0.1, abs=1e-6 if exact else 0.05
+            )
             assert abs(again["train/loss"] - metrics["train/loss"]) < (1e-6 if exact else 1e-2)
             assert relative(gradient(cut.state()), want) < (1e-6 if exact else 3e-2), budget
     cut.close()
@@ -83,30 +103,47 @@ def test_gradient_and_metrics_are_those_of_one_process(ranks: Ranks, name: str, 
 @pytest.mark.parametrize("tensor", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("name", ["normed", "bfloat16"])
 def test_steps_and_state_are_those_of_one_process(ranks: Ranks, name: str, tensor: int) -> None:
-    """Rate, clipping, norm, decay: after three steps the two checkpoints hold the same names, types and values."""
-    settings: dict[str, Any] = {"learning_rate": 1e-4, "schedule": {"kind": "cosine", "warmup": 2}, "optimizer": {"weight_decay": 0.1},
-                                "max_grad_norm": 0.02}  # fmt: skip
-    local, cut, exact = one(name, **settings), many(ranks, name, tensor, **settings), name != "bfloat16"
+    """Rate, clipping, norm, decay: after three steps the two checkpoints hold the same names, types
+    and values.
+    """
+    settings: dict[str, Any] = {
+        "learning_rate": 1e-4,
+        "schedule": {"kind": "cosine", "warmup": 2},
+        "optimizer": {"weight_decay": 0.1},
+        "max_grad_norm": 0.02,
+    }
+    local = one(name, **settings)
+    cut = many(ranks, name, tensor, **settings)
+    exact = name != "bfloat16"
     for seed in range(3):
         found, again = (update(b, make_samples(LENGTHS, seed), policy_loss()) for b in (local, cut))
         assert found["train/grad_norm"] > 0.02  # it is clipped
-        assert again == pytest.approx(found, rel=1e-4 if exact else 0.2, abs=1e-6 if exact else 0.05)
-    a, b = local.state(), cut.state()
+        assert again == pytest.approx(
+            found, rel=1e-4 if exact else 0.2, abs=1e-6 if exact else 0.05
+        )
+    a = local.state()
+    b = cut.state()
     assert a.meta == b.meta and {k: (t.dtype, t.shape) for k, t in a.tensors.items()} == {
         k: (t.dtype, t.shape) for k, t in b.tensors.items()
     }
     assert relative(gradient(b), gradient(a)) < (1e-5 if exact else 0.1)
     weights = [k for k in a.tensors if k.startswith("model/")]
-    assert relative({k: b.tensors[k] for k in weights}, {k: a.tensors[k] for k in weights}) < (1e-6 if exact else 1e-2)
+    assert relative({k: b.tensors[k] for k in weights}, {k: a.tensors[k] for k in weights}) < (
+        1e-6 if exact else 1e-2
+    )
     cut.close()
 
 
 @pytest.mark.parametrize("name", ["biased", "bfloat16"])
 def test_state_continues_bit_for_bit_and_on_other_backends(ranks: Ranks, name: str) -> None:
-    """Four steps against two, a new backend, and two more: identical. With another cut, in one process, or on FSDP: equal but for rounding."""
+    """Four steps against two, a new backend, and two more: identical.
+
+    With another cut, in one process, or on FSDP: equal but for rounding.
+    """
     settings = {"learning_rate": 1e-3, "optimizer": {"weight_decay": 0.01}}
     rows = [make_samples(LENGTHS, seed) for seed in range(4)]
-    local, first = one(name, **settings), many(ranks, name, 2, **settings)
+    local = one(name, **settings)
+    first = many(ranks, name, 2, **settings)
     losses = [update(first, r)["sft/loss"] for r in rows]
     end = frozen(first.state())
     first.load(start := frozen(local.state()))
@@ -116,25 +153,32 @@ def test_state_continues_bit_for_bit_and_on_other_backends(ranks: Ranks, name: s
     middle = frozen(first.state())
     second = many(ranks, name, 2, **settings)
     batches = pack(rows[3], 40)
-    second.forward_backward(batches, NLLLoss(), Totals.of(batches, 32))  # a gradient that was never used
+    # a gradient that was never used
+    second.forward_backward(batches, NLLLoss(), Totals.of(batches, 32))
     second.load(middle)
     assert identical(second.state(), middle)
     assert [update(second, r)["sft/loss"] for r in rows[2:]] == losses[2:]
     assert identical(second.state(), end)
     make = MODELS[name]
-    fsdp = FsdpBackend(ranks, make, train_config(backend="fsdp", **settings), total_steps=10, temperature=0.8)
+    fsdp = FsdpBackend(
+        ranks, make, train_config(backend="fsdp", **settings), total_steps=10, temperature=0.8
+    )
     for other in (local, fsdp):
         other.load(middle)
         update(other, rows[2])
         second.load(frozen(other.state()))
-        assert update(second, rows[3])["sft/loss"] == pytest.approx(losses[3], rel=1e-5 if name != "bfloat16" else 1e-2)
+        assert update(second, rows[3])["sft/loss"] == pytest.approx(
+            losses[3], rel=1e-5 if name != "bfloat16" else 1e-2
+        )
     with pytest.raises(InputError, match="another model"):
         second.load(State({"model/x": torch.zeros(2)}, middle.meta))
     for backend in (first, second, fsdp):
         backend.close()
     groups = many(ranks, name, 1, **settings)  # Megatron's groups are made anew
     groups.load(middle)
-    assert [update(groups, r)["sft/loss"] for r in rows[2:]] == pytest.approx(losses[2:], rel=1e-5 if name != "bfloat16" else 1e-2)
+    assert [update(groups, r)["sft/loss"] for r in rows[2:]] == pytest.approx(
+        losses[2:], rel=1e-5 if name != "bfloat16" else 1e-2
+    )
     groups.close()
 
 
@@ -152,8 +196,11 @@ def test_the_engine_gets_the_weights_that_train(ranks: Ranks, tensor: int) -> No
 
 
 def test_gradients_of_several_passes_are_added_once(ranks: Ranks) -> None:
-    """Two passes before a step, as a critic's loss beside the policy's would make: sums over ranks are taken once."""
-    local, cut = one("llama"), many(ranks, "llama", 1)
+    """Two passes before a step, as a critic's loss beside the policy's would make: sums over ranks
+    are taken once.
+    """
+    local = one("llama")
+    cut = many(ranks, "llama", 1)
     for backend in (local, cut):
         for seed in (0, 1):
             batches = pack(make_samples(LENGTHS, seed), 40, share=True)

@@ -1,4 +1,6 @@
-"""Two tensor groups of two: Megatron's layers cut over ranks, and gradients added up over groups; and ranks of a group that round apart."""
+"""Two tensor groups of two: Megatron's layers cut over ranks, and gradients added up over groups;
+and ranks of a group that round apart.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,18 @@ def ranks() -> Iterator[Ranks]:
 
 def test_two_groups_of_two_train_as_one_process(ranks: Ranks) -> None:
     local = LocalBackend(MAKE(), train_config(**STEPS), **SETTINGS)
-    cut = MegatronBackend(ranks, MAKE, train_config(backend="megatron", tensor_parallel=2, **STEPS), full=MAKE(), **SETTINGS)
+    cut = MegatronBackend(
+        ranks,
+        MAKE,
+        train_config(backend="megatron", tensor_parallel=2, **STEPS),
+        full=MAKE(),
+        **SETTINGS,
+    )
     for seed in range(3):
         found, again = (update(b, make_samples(LENGTHS, seed), policy_loss()) for b in (local, cut))
         assert again == pytest.approx(found, rel=1e-4, abs=1e-6)
-    ours, theirs = cut.state().tensors, local.state().tensors
+    ours = cut.state().tensors
+    theirs = local.state().tensors
     moments = [k for k in theirs if k.endswith("/exp_avg")]
     assert relative({k: ours[k] for k in moments}, {k: theirs[k] for k in moments}) < 1e-5
     cut.close()
@@ -44,12 +53,20 @@ def test_two_groups_of_two_train_as_one_process(ranks: Ranks) -> None:
 
 def test_copies_stay_equal_where_ranks_round_apart(ranks: Ranks) -> None:
     """As sums in another order would on a GPU: rank 1's gradients are off in their last digits."""
-    cut = MegatronBackend(ranks, MAKE, train_config(backend="megatron", tensor_parallel=2, **STEPS), full=MAKE(), **SETTINGS)
+    cut = MegatronBackend(
+        ranks,
+        MAKE,
+        train_config(backend="megatron", tensor_parallel=2, **STEPS),
+        full=MAKE(),
+        **SETTINGS,
+    )
     ranks.call(cut.id, jittery)
     for seed in range(3):
         update(cut, make_samples(LENGTHS, seed), policy_loss())
     first, *others = ranks.call(cut.id, copies)
-    assert first and all(torch.equal(first[name], other[name]) for other in others for name in first)
+    assert first and all(
+        torch.equal(first[name], other[name]) for other in others for name in first
+    )
     cut.close()
 
 
@@ -67,4 +84,8 @@ def jittery(shard: MegatronShard) -> None:
 
 def copies(shard: MegatronShard) -> dict[str, torch.Tensor]:
     """What every rank has whole."""
-    return {name: p.detach().clone() for name, p in shard.optimizer.parameters.items() if name not in shard.optimizer.cut}
+    return {
+        name: p.detach().clone()
+        for name, p in shard.optimizer.parameters.items()
+        if name not in shard.optimizer.cut
+    }

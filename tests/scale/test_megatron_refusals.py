@@ -21,8 +21,15 @@ from reinforge.models.causal import CausalModel
 from split_backends import load
 from toys import train_config
 
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.0, "original_max_position_embeddings": 32,
-        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}  # fmt: skip
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "attention_factor": 1.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,9 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "attention_fa
         ("gpt2", {}, 1, "GPT2LMHeadModel has the architecture gpt2"),
     ],
 )
-def test_what_its_layers_are_not_is_refused(arch: str, changes: dict[str, Any], tensor: int, said: str) -> None:
+def test_what_its_layers_are_not_is_refused(
+    arch: str, changes: dict[str, Any], tensor: int, said: str
+) -> None:
     model = load("full", arch, **changes)
     assert isinstance(model, CausalModel)
     with pytest.raises(InputError, match=said):
@@ -58,4 +67,6 @@ def test_layers_that_compute_something_else_are_found() -> None:
 @pytest.mark.parametrize("kind", ["critic", "head"])
 def test_other_heads_are_refused(kind: str) -> None:
     with pytest.raises(InputError, match="causal LMs"):
-        MegatronShard(SimpleNamespace(), partial(load, kind), train_config(backend="megatron"), {}, False)
+        MegatronShard(
+            SimpleNamespace(), partial(load, kind), train_config(backend="megatron"), {}, False
+        )

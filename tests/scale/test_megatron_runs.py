@@ -1,4 +1,7 @@
-"""Runs on Megatron's layers as a user starts them. The first step is that of one process; what dies is named and resumes."""
+"""Runs on Megatron's layers as a user starts them.
+
+The first step is that of one process; what dies is named and resumes.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +42,29 @@ def ranks() -> Iterator[Ranks]:
         ("dpo", ()),
     ],
 )
-def test_a_run_is_that_of_one_process(ranks: Ranks, make: Any, algorithm: str, more: tuple[str, ...]) -> None:
+def test_a_run_is_that_of_one_process(
+    ranks: Ranks, make: Any, algorithm: str, more: tuple[str, ...]
+) -> None:
     compare(make, algorithm, (*RANKS, *more))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     folder = tmp_path_factory.mktemp("megatron")
     surrogate = {"surrogate": f"{folder / 'parts.py'}:surrogate"}
-    config = runs.write_config(folder, runs.make_model(tmp_path_factory.mktemp("model")), algorithm=surrogate, train={"steps": STEPS},
-                               data={"eval": {"size": 0}}, eval={"every": 0})  # fmt: skip
+    config = runs.write_config(
+        folder,
+        runs.make_model(tmp_path_factory.mktemp("model")),
+        algorithm=surrogate,
+        train={"steps": STEPS},
+        data={"eval": {"size": 0}},
+        eval={"every": 0},
+    )
     command = ["train", str(config), "run.dir=run", *RANKS]
-    undisturbed, cut = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("cut")
+    undisturbed = tmp_path_factory.mktemp("whole")
+    cut = tmp_path_factory.mktemp("cut")
     process = runs.start(command, undisturbed, forked=True)
     assert process.wait() == 0, process.output()
     said = process.output().lower()
@@ -64,7 +78,11 @@ def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(tmp_path_factory: pyte
     os.kill(served, signal.SIGKILL)
     (cut / "go").touch()
     assert process.wait() == 3, process.output()
-    assert process.output().splitlines()[-1].startswith(f"error: rank 1 (pid {served}) was ended by SIGKILL.")
+    assert (
+        process.output()
+        .splitlines()[-1]
+        .startswith(f"error: rank 1 (pid {served}) was ended by SIGKILL.")
+    )
     again = runs.start(command, cut, forked=True)
     assert again.wait() == 0, again.output()
     assert runs.differences(cut / "run", whole, STEPS) == []

@@ -1,4 +1,6 @@
-"""What Ray is asked of beside a run: machines that go, controllers that die, tokens, weights that change under way."""
+"""What Ray is asked of beside a run: machines that go, controllers that die, tokens, weights that
+change under way.
+"""
 
 from __future__ import annotations
 
@@ -66,51 +68,95 @@ def short_tmp() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_killed_controller_leaves_nothing_and_the_same_command_goes_on(tiny_dir: str, tmp_path: Path, short_tmp: str) -> None:
-    """`reinforge train CONFIG cluster.kind=ray`, killed after its first checkpoint, then to its end; beside the run in one process."""
+def test_a_killed_controller_leaves_nothing_and_the_same_command_goes_on(
+    tiny_dir: str, tmp_path: Path, short_tmp: str
+) -> None:
+    """`reinforge train CONFIG cluster.kind=ray`, killed after its first checkpoint, then to its
+    end; beside the run in one process.
+    """
     config = {
-        "model": {"path": tiny_dir}, "algorithm": {"name": "grpo", "group_size": 4}, "rewards": [{"name": "exact_number"}],
-        "data": {"source": "arithmetic:chain", "options": {"size": 60, "max_value": 9, "terms": 2}}, "rollout": {"max_new_tokens": 8, "kv_gib": 0.01},
-        "train": {"steps": 40, "prompts_per_step": 4, "learning_rate": 1e-3}, "run": {"dir": "run", "checkpoint": {"every": 2}},
-    }  # fmt: skip
+        "model": {"path": tiny_dir},
+        "algorithm": {"name": "grpo", "group_size": 4},
+        "rewards": [{"name": "exact_number"}],
+        "data": {"source": "arithmetic:chain", "options": {"size": 60, "max_value": 9, "terms": 2}},
+        "rollout": {"max_new_tokens": 8, "kv_gib": 0.01},
+        "train": {"steps": 40, "prompts_per_step": 4, "learning_rate": 1e-3},
+        "run": {"dir": "run", "checkpoint": {"every": 2}},
+    }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    env = {**os.environ, "PYTHONPATH": str(SRC), "TMPDIR": short_tmp, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(SRC),
+        "TMPDIR": short_tmp,
+        "HF_HUB_OFFLINE": "1",
+        "NO_COLOR": "1",
+    }
     for name in [name for name in env if name.startswith("RAY_")]:
         del env[name]
-    command = [sys.executable, "-m", "reinforge", "train", "config.yaml", "cluster.kind=ray", "cluster.object_store_gib=0.2"]
+    command = [
+        sys.executable,
+        "-m",
+        "reinforge",
+        "train",
+        "config.yaml",
+        "cluster.kind=ray",
+        "cluster.object_store_gib=0.2",
+    ]
     with (tmp_path / "log").open("w") as log:
         first = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
     saved = until(lambda: store.latest(tmp_path / "run") or first.poll() is not None, 300)
     assert saved and first.poll() is None, (tmp_path / "log").read_text()
     (token,) = Path(short_tmp).glob("rf-token-*/token")
-    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
-    (worker, *_) = [pid for pid in ours(short_tmp) if b"ray::Host" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert (
+        stat.S_IMODE(token.stat().st_mode) == 0o600
+        and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    )
+    worker, *_ = [
+        pid for pid in ours(short_tmp) if b"ray::Host" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     assert b"RAY_AUTH_MODE=token" in Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
     assert len(ours(short_tmp)) >= 4
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert until(lambda: not ours(short_tmp), 120), [  # Ray's own agents look for their parent now and then
+    # Ray's own agents look for their parent now and then
+    assert until(lambda: not ours(short_tmp), 120), [
         Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in ours(short_tmp)
     ]
     before = set(os.listdir(short_tmp))
-    again = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
-    assert again.returncode == 0 and "resumed at step" in again.stdout + again.stderr, again.stdout + again.stderr
+    again = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
+    )
+    assert again.returncode == 0 and "resumed at step" in again.stdout + again.stderr, (
+        again.stdout + again.stderr
+    )
     assert until(lambda: not ours(short_tmp), 120)
     assert {name for name in set(os.listdir(short_tmp)) - before if name.startswith("rf")} == set()
-    here = subprocess.run([*command[:-2], "run.dir=here"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    here = subprocess.run(
+        [*command[:-2], "run.dir=here"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert here.returncode == 0, here.stderr
     assert store.digest_run(tmp_path / "run") == store.digest_run(tmp_path / "here")
 
 
 def test_a_machine_that_goes_is_survived(tiny_dir: str, tmp_path: Path) -> None:
-    """Two machines that could train; the trainer's is removed in the middle of a step. The run moves to the other and comes out the same."""
+    """Two machines that could train; the trainer's is removed in the middle of a step.
+
+    The run moves to the other and comes out the same.
+    """
     from reinforge.cluster.connect import ray
 
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     small = {"object_store_memory": 100 << 20}
     nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **small})
     try:
-        workers = {node.node_id: node for node in (nodes.add_node(num_cpus=2, **small) for _ in range(2))}
+        workers = {
+            node.node_id: node for node in (nodes.add_node(num_cpus=2, **small) for _ in range(2))
+        }
         ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
         where: list[str] = []
 
@@ -123,14 +169,18 @@ def test_a_machine_that_goes_is_survived(tiny_dir: str, tmp_path: Path) -> None:
             nodes.remove_node(workers[where[0]], allow_graceful=False)
 
         def config(name: str, *overrides: str) -> Any:
-            return make_config(tiny_dir, tmp_path, name, "grpo", "run.checkpoint.every=1", *overrides)
+            return make_config(
+                tiny_dir, tmp_path, name, "grpo", "run.checkpoint.every=1", *overrides
+            )
 
         there = config("there", *FAST, "cluster.trainer.cpus=2")
         launch(there, Hurting(6, go))
         here = config("here")
         launch(here, plain)
         assert digest(there) == digest(here)
-        assert [e["role"] for e in lines(there, "events.jsonl") if e["kind"] == "actor_restored"] == ["policy"]
+        assert [
+            e["role"] for e in lines(there, "events.jsonl") if e["kind"] == "actor_restored"
+        ] == ["policy"]
     finally:
         ray.shutdown()
         nodes.shutdown()
@@ -143,7 +193,9 @@ def ray_is_up() -> Iterator[None]:
 
 
 def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
-    """Every token says which weights sampled it: some the old, then the new, and what comes after is what the trainer's own would say."""
+    """Every token says which weights sampled it: some the old, then the new, and what comes after
+    is what the trainer's own would say.
+    """
     from reinforge.cluster.backend import RemoteBackend
     from reinforge.cluster.crew import Crew
     from reinforge.cluster.engine import RemoteEngine
@@ -153,10 +205,14 @@ def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
 
     async def drawn(engine: Any, n: int = 4) -> list[Completion]:
         sampling = Sampling(max_new_tokens=100, ignore_eos=True)
-        found = await asyncio.gather(*(engine.generate([3, 4, 5 + i], sampling, key=i, n=2) for i in range(n)))
+        found = await asyncio.gather(
+            *(engine.generate([3, 4, 5 + i], sampling, key=i, n=2) for i in range(n))
+        )
         return [completion for group in found for completion in group]
 
-    async def scenario(backend: RemoteBackend, engine: RemoteEngine) -> tuple[list[Completion], list[Completion]]:
+    async def scenario(
+        backend: RemoteBackend, engine: RemoteEngine
+    ) -> tuple[list[Completion], list[Completion]]:
         await engine.update(backend.weights(), 0)
         under_way = asyncio.ensure_future(drawn(engine))
         await asyncio.sleep(0.05)
@@ -177,10 +233,18 @@ def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
         policy = cluster.crew("policy")
         policy.make("shop", ray_here.toy_station)
         backend = RemoteBackend(policy, "policy", ray_here.toy_backend, shares=False)
-        engine = RemoteEngine(cluster, [partial(engine_crew, i) for i in range(2)], "engine", ray_here.toy_engine, shares=False)
+        engine = RemoteEngine(
+            cluster,
+            [partial(engine_crew, i) for i in range(2)],
+            "engine",
+            ray_here.toy_engine,
+            shares=False,
+        )
         during, after = asyncio.run(scenario(backend, engine))
         trained = backend.state().tensors
-    assert {v for c in during for v in c.versions} == {0, 1} and all(c.versions == sorted(c.versions) for c in during)
+    assert {v for c in during for v in c.versions} == {0, 1} and all(
+        c.versions == sorted(c.versions) for c in during
+    )
     assert {v for c in after for v in c.versions} == {1}
     model = ray_here.toy_station({}).model
     own = dict(model.module.named_parameters())
@@ -188,13 +252,27 @@ def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
         if name.startswith("model/"):
             own[name.removeprefix("model/")].data.copy_(tensor)
     expected = asyncio.run(drawn(NativeEngine(model, kv_gib=0.01), 1))
-    assert [c.tokens for c in expected] == [c.tokens for c in after] and [c.logprobs for c in expected] == [c.logprobs for c in after]
+    assert [c.tokens for c in expected] == [c.tokens for c in after] and [
+        c.logprobs for c in expected
+    ] == [c.logprobs for c in after]
 
 
 def test_rollouts_ahead_of_training(ray_is_up: None, tiny_dir: str, tmp_path: Path) -> None:
-    """Engines that generate for the next step while this one is trained: every prompt once, and no token older than the bound."""
-    cfg = make_config(tiny_dir, tmp_path, "run", "grpo", *FAST, "cluster.layout=split", "rollout.staleness=1", "train.steps=4", "run.log.samples_every=1",
-                      "run.log.samples=99")  # fmt: skip
+    """Engines that generate for the next step while this one is trained: every prompt once, and no
+    token older than the bound.
+    """
+    cfg = make_config(
+        tiny_dir,
+        tmp_path,
+        "run",
+        "grpo",
+        *FAST,
+        "cluster.layout=split",
+        "rollout.staleness=1",
+        "train.steps=4",
+        "run.log.samples_every=1",
+        "run.log.samples=99",
+    )
     launch(cfg, plain)
     metrics = [line for line in lines(cfg) if "rollout/staleness" in line]
     assert len(metrics) == 4 and max(line["rollout/staleness"] for line in metrics) == 1.0

@@ -1,4 +1,6 @@
-"""Runs whose workers are actors of Ray: the same samples, losses and weights as in one process, also when workers die."""
+"""Runs whose workers are actors of Ray: the same samples, losses and weights as in one process,
+also when workers die.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,18 @@ from tiny_runs import EVAL, digest, launch, lines, make_config
 
 need_ray()
 pytestmark = pytest.mark.timeout(600)
-SAID = ("train/", "policy/", "reward/", "response/", "groups/", "tokens/", "mismatch/", "eval/", "critic/")  # no clocks, no machines
+# no clocks, no machines
+SAID = (
+    "train/",
+    "policy/",
+    "reward/",
+    "response/",
+    "groups/",
+    "tokens/",
+    "mismatch/",
+    "eval/",
+    "critic/",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +44,16 @@ def ray_is_up() -> Iterator[None]:
 @pytest.fixture
 def setup(tiny_dir: str, tmp_path: Path) -> Callable[..., Config]:
     def made(name: str, *overrides: str, **sections: Any) -> Config:
-        return make_config(tiny_dir, tmp_path, name, "grpo", "run.checkpoint.every=2", "run.log.samples_every=1", *overrides, **sections)
+        return make_config(
+            tiny_dir,
+            tmp_path,
+            name,
+            "grpo",
+            "run.checkpoint.every=2",
+            "run.log.samples_every=1",
+            *overrides,
+            **sections,
+        )
 
     return made
 
@@ -41,7 +63,10 @@ def facts(cfg: Config, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def samples(cfg: Config) -> list[dict[str, Any]]:
-    return [{k: line[k] for k in ("step", "uid", "completion", "reward")} for line in lines(cfg, "samples.jsonl")]
+    return [
+        {k: line[k] for k in ("step", "uid", "completion", "reward")}
+        for line in lines(cfg, "samples.jsonl")
+    ]
 
 
 def events(cfg: Config, kind: str) -> list[dict[str, Any]]:
@@ -54,12 +79,15 @@ def run(cfg: Config, reward: Callable[..., Any] = plain) -> Config:
 
 
 def test_the_same_run_bit_for_bit(setup: Callable[..., Config]) -> None:
-    here, there = run(setup("here")), run(setup("there", *FAST))
+    here = run(setup("here"))
+    there = run(setup("there", *FAST))
     assert facts(there) == facts(here) and samples(there) == samples(here)
     assert digest(there) == digest(here)
 
 
-def test_a_dead_trainer_is_made_again_and_the_run_comes_out_the_same(setup: Callable[..., Config]) -> None:
+def test_a_dead_trainer_is_made_again_and_the_run_comes_out_the_same(
+    setup: Callable[..., Config],
+) -> None:
     """Killed in the first rollout (there is no checkpoint), and again after one."""
     here = run(setup("here", "train.steps=4"))
     deaths = Hurting(2, kill("policy"))
@@ -73,28 +101,39 @@ def test_a_dead_trainer_is_made_again_and_the_run_comes_out_the_same(setup: Call
     again.__name__ = "hurting"
     there = run(setup("there", *FAST, "train.steps=4", "cluster.spares=1"), again)
     assert digest(there) == digest(here) and facts(there) == facts(here)
-    lost, restored = events(there, "actor_lost"), events(there, "actor_restored")
+    lost = events(there, "actor_lost")
+    restored = events(there, "actor_restored")
     assert [e["role"] for e in lost] == ["policy"] * 2 == [e["role"] for e in restored]
     assert [e["step"] for e in restored] == [0, 2]
 
 
 def test_a_snapshot_in_memory_loses_less(setup: Callable[..., Config]) -> None:
     here = run(setup("here", "train.steps=4", "run.checkpoint.every=0"))
-    there = run(setup("there", *FAST, "train.steps=4", "run.checkpoint.every=0", "cluster.snapshot=1"), Hurting(18, kill("policy")))
+    there = run(
+        setup("there", *FAST, "train.steps=4", "run.checkpoint.every=0", "cluster.snapshot=1"),
+        Hurting(18, kill("policy")),
+    )
     assert digest(there) == digest(here) and facts(there) == facts(here)
     (restored,) = events(there, "actor_restored")
     assert restored["step"] >= 1  # no checkpoint was written before the end
 
 
 def test_engines_of_their_own(setup: Callable[..., Config]) -> None:
-    """One engine computes what the trainer's own would; of two, one is killed with requests in its hands, and the samples are the same."""
+    """One engine computes what the trainer's own would; of two, one is killed with requests in its
+    hands, and the samples are the same.
+    """
     split = (*FAST, "cluster.layout=split")
-    here, one = run(setup("here")), run(setup("one", *split))
+    here = run(setup("here"))
+    one = run(setup("one", *split))
     assert samples(one) == samples(here) and digest(one) == digest(here)
     two = run(setup("two", *split, "cluster.engines=2"))
     hurt = run(setup("hurt", *split, "cluster.engines=2"), Hurting(6, kill("engine-1")))
     assert samples(hurt) == samples(two) and digest(hurt) == digest(two)
-    assert [e["role"] for e in events(hurt, "actor_lost")] == ["engine-1"] == [e["role"] for e in events(hurt, "actor_restored")]
+    assert (
+        [e["role"] for e in events(hurt, "actor_lost")]
+        == ["engine-1"]
+        == [e["role"] for e in events(hurt, "actor_restored")]
+    )
 
 
 def test_a_hang_is_noticed_within_a_bound(setup: Callable[..., Config]) -> None:
@@ -112,7 +151,9 @@ def test_a_hang_is_noticed_within_a_bound(setup: Callable[..., Config]) -> None:
 
 
 def test_ranks_are_actors(setup: Callable[..., Config]) -> None:
-    """FSDP2 over two actors is FSDP2 over two processes; a lost rank is made again with the others."""
+    """FSDP2 over two actors is FSDP2 over two processes; a lost rank is made again with
+    the others.
+    """
     ranks = ("train.backend=fsdp", "train.ranks=2")
     here = run(setup("here", *ranks))
     there = run(setup("there", *FAST, *ranks), Hurting(10, kill("policy", 1)))
@@ -122,20 +163,34 @@ def test_ranks_are_actors(setup: Callable[..., Config]) -> None:
 
 def test_who_is_lost_again_and_again_ends_the_run(setup: Callable[..., Config]) -> None:
     cfg = setup("run", *FAST, "cluster.restarts=1")
-    with pytest.raises(StoppedByPolicy, match=r"policy: .*gone for the 2nd time at step 0 \(cluster.restarts: 1\)"):
+    with pytest.raises(
+        StoppedByPolicy, match=r"policy: .*gone for the 2nd time at step 0 \(cluster.restarts: 1\)"
+    ):
         run(cfg, Hurting(1, kill("policy"), times=9))
     assert not {
         p
         for p in ray_here.ray_processes()
-        if b"ray::Host" in (Path(f"/proc/{p}/cmdline").read_bytes() if os.path.exists(f"/proc/{p}") else b"")
+        if b"ray::Host"
+        in (Path(f"/proc/{p}/cmdline").read_bytes() if os.path.exists(f"/proc/{p}") else b"")
     }
 
 
-def test_a_critic_beside_the_policy_and_apart(setup: Callable[..., Config], tiny_dir: str, tmp_path: Path) -> None:
+def test_a_critic_beside_the_policy_and_apart(
+    setup: Callable[..., Config], tiny_dir: str, tmp_path: Path
+) -> None:
     def ppo(name: str, *overrides: str) -> Config:
-        return make_config(tiny_dir, tmp_path, name, "ppo", "train.steps=2", *overrides, critic={"learning_rate": 1e-3})
+        return make_config(
+            tiny_dir,
+            tmp_path,
+            name,
+            "ppo",
+            "train.steps=2",
+            *overrides,
+            critic={"learning_rate": 1e-3},
+        )
 
-    here, beside = run(ppo("here")), run(ppo("beside", *FAST))
+    here = run(ppo("here"))
+    beside = run(ppo("beside", *FAST))
     apart = run(ppo("apart", *FAST, "cluster.layout=split"))
     assert facts(beside) == facts(here) == facts(apart)
     assert digest(beside) == digest(here) == digest(apart)

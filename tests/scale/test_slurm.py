@@ -1,4 +1,6 @@
-"""A real Slurm on this host runs a two-node job of ours; it is preempted, requeues itself, and ends as if nothing had happened."""
+"""A real Slurm on this host runs a two-node job of ours; it is preempted, requeues itself, and ends
+as if nothing had happened.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from reinforge.cluster.launchers.job import Job
 SRC = Path(__file__).resolve().parents[2] / "src"
 STEPS = 6
 ON_RAY = ("cluster.kind=ray", "cluster.address=auto")
-REWARD = '''"""Counts digits. Waits in the fourth step of the first start, so that a signal finds the run in the middle."""
+REWARD = '''"""Counts digits.
+
+Waits in the fourth step of the first start, so that a signal finds the run in the middle.
+"""
 
 import os
 import time
@@ -31,8 +36,10 @@ from pathlib import Path
 
 def digits(completions, **columns):
     asked = Path(os.environ["PAUSE_IN"]) if "PAUSE_IN" in os.environ else None
-    if asked is not None and len((asked / "metrics.jsonl").read_text().splitlines() if (asked / "metrics.jsonl").exists() else []) >= 3:
-        if not (asked / "paused").exists():
+    if asked is not None:
+        log = asked / "metrics.jsonl"
+        steps = len(log.read_text().splitlines()) if log.exists() else 0
+        if steps >= 3 and not (asked / "paused").exists():
             (asked / "paused").touch()
             time.sleep(60)
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
@@ -44,7 +51,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_here.Slurm]
     if os.geteuid() != 0:
         pytest.skip("starting munged and slurmctld needs root")
     if absent := slurm_here.missing():
-        pytest.skip(f"not installed: {', '.join(absent)} (Debian: slurm-wlm and munge; CI=true installs them)")
+        pytest.skip(
+            f"not installed: {', '.join(absent)} (Debian: slurm-wlm and munge; CI=true installs"
+            " them)"
+        )
     with slurm_here.running(tmp_path_factory.mktemp("slurm")) as found:
         yield found
 
@@ -54,13 +64,30 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("config of a run")
     (folder / "reward.py").write_text(REWARD)
     path = folder / "it's a run.yaml"
-    path.write_text(yaml.safe_dump({
-        "model": {"path": str(make_tiny_model(folder / "tiny", width=48, layers=2, heads=4))}, "algorithm": {"name": "grpo", "group_size": 4},
-        "data": {"source": "arithmetic:chain", "options": {"size": 60, "max_value": 9, "terms": 2}},
-        "rewards": [{"name": f"{folder / 'reward.py'}:digits"}], "rollout": {"max_new_tokens": 8, "kv_gib": 0.002}, "eval": {"every": 0},
-        "train": {"steps": STEPS, "prompts_per_step": 4, "learning_rate": 3e-3, "backend": "fsdp"},
-        "run": {"dir": "unused", "checkpoint": {"every": 50}},
-    }))  # fmt: skip
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "model": {
+                    "path": str(make_tiny_model(folder / "tiny", width=48, layers=2, heads=4))
+                },
+                "algorithm": {"name": "grpo", "group_size": 4},
+                "data": {
+                    "source": "arithmetic:chain",
+                    "options": {"size": 60, "max_value": 9, "terms": 2},
+                },
+                "rewards": [{"name": f"{folder / 'reward.py'}:digits"}],
+                "rollout": {"max_new_tokens": 8, "kv_gib": 0.002},
+                "eval": {"every": 0},
+                "train": {
+                    "steps": STEPS,
+                    "prompts_per_step": 4,
+                    "learning_rate": 3e-3,
+                    "backend": "fsdp",
+                },
+                "run": {"dir": "unused", "checkpoint": {"every": 50}},
+            }
+        )
+    )
     return path
 
 
@@ -72,7 +99,16 @@ def job(config: Path, run: Path, *env: tuple[str, str]) -> Job:
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return Job(config, run, (f"run.dir={run}",), nodes=2, time="10", env=(*quiet.items(), *env), python=sys.executable, chdir=run.parent)
+    return Job(
+        config,
+        run,
+        (f"run.dir={run}",),
+        nodes=2,
+        time="10",
+        env=(*quiet.items(), *env),
+        python=sys.executable,
+        chdir=run.parent,
+    )
 
 
 def submit(here: slurm_here.Slurm, wanted: Job, starter: slurm.Starter) -> str:
@@ -84,26 +120,47 @@ def submit(here: slurm_here.Slurm, wanted: Job, starter: slurm.Starter) -> str:
 
 
 def logs(run: Path) -> str:
-    return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')}" for p in sorted((run / "logs").glob("*.log")))
+    return "\n".join(
+        f"--- {p.name}\n{p.read_text(errors='replace')}"
+        for p in sorted((run / "logs").glob("*.log"))
+    )
 
 
 @pytest.mark.timeout(800)
-def test_two_nodes_are_preempted_and_resume_exactly(here: slurm_here.Slurm, config: Path, tmp_path: Path) -> None:
-    """Undisturbed under torchrun; signalled and requeued under srun's own ranks: the same weights, optimizer and cursor."""
-    whole, cut = tmp_path / "whole", tmp_path / "100% cut"
+def test_two_nodes_are_preempted_and_resume_exactly(
+    here: slurm_here.Slurm, config: Path, tmp_path: Path
+) -> None:
+    """Undisturbed under torchrun; signalled and requeued under srun's own ranks: the same weights,
+    optimizer and cursor.
+    """
+    whole = tmp_path / "whole"
+    cut = tmp_path / "100% cut"
     first = submit(here, job(config, whole), "torchrun")
-    here.until(lambda: here.state(first) not in ("PENDING", "RUNNING", "COMPLETING"), 240, "end of the whole run", lambda: logs(whole))
+    here.until(
+        lambda: here.state(first) not in ("PENDING", "RUNNING", "COMPLETING"),
+        240,
+        "end of the whole run",
+        lambda: logs(whole),
+    )
     assert here.state(first) == "COMPLETED", logs(whole)
 
     second = submit(here, job(config, cut, ("PAUSE_IN", str(cut))), "srun")
     here.until(lambda: (cut / "paused").exists(), 200, "step 4", lambda: logs(cut))
     here.call("scancel", "--batch", "--signal=USR1", second)
-    here.until(lambda: here.state(second) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 240, "end", lambda: logs(cut))
+    here.until(
+        lambda: here.state(second) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"),
+        240,
+        "end",
+        lambda: logs(cut),
+    )
     assert here.state(second) == "COMPLETED", logs(cut)
     said = (cut / "logs" / f"slurm-{second}.log").read_text()
-    back = re.search(r"exit code [1-9]\d* after the signal: back into the queue", said)  # 143, or that of a rank that lost the other first
+    # 143, or that of a rank that lost the other first
+    back = re.search(r"exit code [1-9]\d* after the signal: back into the queue", said)
     assert "started 1 times before" in said and back and "ended with exit code 0" in said, said
-    assert "resumed at step 3" in logs(cut) and {p.name.rpartition("-")[0] for p in (cut / "logs").glob("rank-*")} == {"rank-0", "rank-1"}
+    assert "resumed at step 3" in logs(cut) and {
+        p.name.rpartition("-")[0] for p in (cut / "logs").glob("rank-*")
+    } == {"rank-0", "rank-1"}
     steps = [json.loads(line)["step"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
     assert store.digest_run(cut) == store.digest_run(whole)
@@ -111,17 +168,31 @@ def test_two_nodes_are_preempted_and_resume_exactly(here: slurm_here.Slurm, conf
 
 @pytest.mark.timeout(500)
 def test_ray_is_started_on_all_nodes(here: slurm_here.Slurm, config: Path, tmp_path: Path) -> None:
-    """Head on the first node, a worker on the other, one driver beside the head; nothing of it is left afterwards."""
+    """Head on the first node, a worker on the other, one driver beside the head; nothing of it is
+    left afterwards.
+    """
     pytest.importorskip("ray")
     wanted = replace(
-        job(config, tmp_path / "run"), overrides=(f"run.dir={tmp_path / 'run'}", "train.backend=local", "train.steps=1", *ON_RAY)
+        job(config, tmp_path / "run"),
+        overrides=(f"run.dir={tmp_path / 'run'}", "train.backend=local", "train.steps=1", *ON_RAY),
     )
     number = submit(here, wanted, "ray")
-    here.until(lambda: here.state(number) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 400, "end", lambda: logs(wanted.run_dir))
+    here.until(
+        lambda: here.state(number) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"),
+        400,
+        "end",
+        lambda: logs(wanted.run_dir),
+    )
     assert here.state(number) == "COMPLETED", logs(wanted.run_dir)
     said = (wanted.run_dir / "logs" / f"slurm-{number}.log").read_text()
     assert "2 of 2 nodes of Ray are there" in said and "ended with exit code 0" in said
-    assert {p.name.rpartition("-")[0] for p in (wanted.run_dir / "logs").glob("ray-*")} == {"ray-head", "ray-worker-0"}
+    assert {p.name.rpartition("-")[0] for p in (wanted.run_dir / "logs").glob("ray-*")} == {
+        "ray-head",
+        "ray-worker-0",
+    }
     token = wanted.folder / "ray-token"
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64
-    assert len((wanted.run_dir / "metrics.jsonl").read_text().splitlines()) == 1 and (wanted.run_dir / "logs" / "driver.log").read_text()
+    assert (
+        len((wanted.run_dir / "metrics.jsonl").read_text().splitlines()) == 1
+        and (wanted.run_dir / "logs" / "driver.log").read_text()
+    )

@@ -1,4 +1,5 @@
-"""A real vLLM server on the CPU, in its own environment: what it samples, scores and serves after updates is what the trainer computes.
+"""A real vLLM server on the CPU, in its own environment: what it samples, scores and serves after
+updates is what the trainer computes.
 
 One server for all tests, in this order: the last ones end it twice and see it come back.
 """
@@ -49,10 +50,14 @@ class Both:
     def weights(self) -> Weights:
         return Weights("shared", module=self.model.module)
 
-    def logprobs(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> torch.Tensor:
+    def logprobs(
+        self, prompt: Sequence[int], tokens: Sequence[int], temperature: float
+    ) -> torch.Tensor:
         """The trainer's, of the tokens after the prompt."""
         whole = [*prompt, *tokens]
-        batch = Batch.pack([Sample.from_tokens("x", whole, [i >= len(prompt) for i in range(len(whole))])])
+        batch = Batch.pack(
+            [Sample.from_tokens("x", whole, [i >= len(prompt) for i in range(len(whole))])]
+        )
         with torch.no_grad():
             return self.model.logprobs(batch, temperature=temperature)[0]
 
@@ -67,14 +72,26 @@ class Both:
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     python = vllm_python()
     folder = tmp_path_factory.mktemp("vllm")
-    path = make_tiny_model(folder / "model", width=64, layers=2, heads=2, kv_heads=1, context=256, spread=0.2)
-    cfg = config_from_dict({
-        "model": {"path": str(path), "device": "cpu"}, "algorithm": {"name": "grpo"}, "data": {"source": "arithmetic:chain"},
-        "rewards": [{"name": "exact_number"}], "train": {"steps": 1}, "rollout": {"engine": "vllm", "max_batch": 64},
-        "engine": {"python": python, "start_seconds": START, "health_seconds": 30}, "run": {"dir": str(folder / "run")},
-    }, where="test")  # fmt: skip
+    path = make_tiny_model(
+        folder / "model", width=64, layers=2, heads=2, kv_heads=1, context=256, spread=0.2
+    )
+    cfg = config_from_dict(
+        {
+            "model": {"path": str(path), "device": "cpu"},
+            "algorithm": {"name": "grpo"},
+            "data": {"source": "arithmetic:chain"},
+            "rewards": [{"name": "exact_number"}],
+            "train": {"steps": 1},
+            "rollout": {"engine": "vllm", "max_batch": 64},
+            "engine": {"python": python, "start_seconds": START, "health_seconds": 30},
+            "run": {"dir": str(folder / "run")},
+        },
+        where="test",
+    )
     model = load_model(ModelConfig(path=str(path), device="cpu"))
-    engine = make_served(setup_of(cfg, model, [2], context=256, longest=200, saved=str(path)), trainer_score(model))
+    engine = make_served(
+        setup_of(cfg, model, [2], context=256, longest=200, saved=str(path)), trainer_score(model)
+    )
     found = Both(model, engine)
     run(engine.update(found.weights, 0))
     yield found
@@ -84,48 +101,77 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 def test_is_an_engine_of_its_own_python(both: Both) -> None:
     assert isinstance(both.engine, Engine)
     [replica] = both.engine.replicas
-    assert replica.facts["tied"] and replica.facts["dtype"] == "float32" and replica.facts["device"] == "cpu"
+    assert (
+        replica.facts["tied"]
+        and replica.facts["dtype"] == "float32"
+        and replica.facts["device"] == "cpu"
+    )
     assert both.engine.measured["weights/probe_error"] < 1e-4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_log_probs_are_the_trainers(both: Both, temperature: float) -> None:
     """After temperature, over the full vocabulary; greedy reports temperature 1."""
-    for done in run(both.engine.generate(PROMPT, Sampling(24, temperature, ignore_eos=True), key=3, n=2)):
+    for done in run(
+        both.engine.generate(PROMPT, Sampling(24, temperature, ignore_eos=True), key=3, n=2)
+    ):
         want = both.logprobs(PROMPT, done.tokens, temperature or 1.0)
         assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4
         assert len(done.tokens) == 24 and done.stop is Stop.LENGTH and set(done.versions) == {0}
     scores = run(both.engine.score(PROMPT + done.tokens))
-    assert float(scores[0]) == 0.0 and scores[len(PROMPT) :].sub(both.logprobs(PROMPT, done.tokens, 1.0)).abs().max() < 1e-4
+    assert (
+        float(scores[0]) == 0.0
+        and scores[len(PROMPT) :].sub(both.logprobs(PROMPT, done.tokens, 1.0)).abs().max() < 1e-4
+    )
 
 
 def test_greedy_is_the_native_engines(both: Both) -> None:
     greedy = Sampling(20, 0.0)
     native = NativeEngine(both.model, stop_tokens=[2], kv_gib=0.01)
     for prompt in (PROMPT, [11, 12], list(range(20, 50))):
-        assert run(both.engine.generate(prompt, greedy, key=1))[0].tokens == run(native.generate(prompt, greedy, key=1))[0].tokens
+        assert (
+            run(both.engine.generate(prompt, greedy, key=1))[0].tokens
+            == run(native.generate(prompt, greedy, key=1))[0].tokens
+        )
 
 
 def test_a_key_fixes_the_draws_whatever_else_runs(both: Both) -> None:
     async def work() -> None:
         engine = both.engine
         alone = await engine.generate(PROMPT, FREE, key=5, n=3)
-        company = [engine.generate([3 + i, 9], Sampling(4 + i, ignore_eos=True), key=i, n=1 + i % 2) for i in range(5)]
+        company = [
+            engine.generate([3 + i, 9], Sampling(4 + i, ignore_eos=True), key=i, n=1 + i % 2)
+            for i in range(5)
+        ]
         results = await asyncio.gather(*company, engine.generate(PROMPT, FREE, key=5, n=4))
         assert [c.tokens for c in results[-1][:3]] == [c.tokens for c in alone]
-        assert len({tuple(c.tokens) for c in results[-1]} | {tuple(c.tokens) for c in await engine.generate(PROMPT, FREE, key=6, n=4)}) == 8
+        assert (
+            len(
+                {tuple(c.tokens) for c in results[-1]}
+                | {tuple(c.tokens) for c in await engine.generate(PROMPT, FREE, key=6, n=4)}
+            )
+            == 8
+        )
 
     run(work())
 
 
 def test_more_prompts_than_one_pass_takes(both: Both) -> None:
-    """Where vLLM cuts a prompt in two it rewinds the seeded generator; a CPU's cannot be, and the worker ended."""
+    """Where vLLM cuts a prompt in two it rewinds the seeded generator; a CPU's cannot be, and the
+    worker ended.
+    """
 
     async def work() -> None:
         prompts = [[3 + (i * 7 + j) % 250 for j in range(150)] for i in range(60)]
-        asked = [both.engine.generate(prompt, Sampling(2, ignore_eos=True), key=i) for i, prompt in enumerate(prompts)]
+        asked = [
+            both.engine.generate(prompt, Sampling(2, ignore_eos=True), key=i)
+            for i, prompt in enumerate(prompts)
+        ]
         for prompt, [done] in zip(prompts, await asyncio.gather(*asked), strict=True):
-            assert torch.tensor(done.logprobs).sub(both.logprobs(prompt, done.tokens, 1.0)).abs().max() < 1e-4
+            assert (
+                torch.tensor(done.logprobs).sub(both.logprobs(prompt, done.tokens, 1.0)).abs().max()
+                < 1e-4
+            )
 
     run(work())
     assert both.engine.restarts == 0
@@ -137,7 +183,11 @@ def test_stops(both: Both) -> None:
     for at in (0, 5, 11):
         first = free.tokens.index(free.tokens[at])
         done = run(engine.generate(PROMPT, Sampling(12, stop_tokens=(free.tokens[at],)), key=8))[0]
-        assert done.tokens == free.tokens[: first + 1] and done.stop is Stop.EOS and len(done.logprobs) == first + 1
+        assert (
+            done.tokens == free.tokens[: first + 1]
+            and done.stop is Stop.EOS
+            and len(done.logprobs) == first + 1
+        )
     decode = both.model.tokenizer.decode
     string = decode(free.tokens)[-3:-1]
     want = next(n for n in range(1, 13) if string in decode(free.tokens[:n]))
@@ -151,9 +201,12 @@ def test_stops(both: Both) -> None:
 
 def test_cancelling_frees_everything(both: Both) -> None:
     async def work() -> None:
-        engine, http = both.engine, both.engine.replicas[0].http
+        engine = both.engine
+        http = both.engine.replicas[0].http
         assert http is not None
-        task = asyncio.ensure_future(engine.generate(PROMPT, Sampling(190, ignore_eos=True), key=1, n=64))
+        task = asyncio.ensure_future(
+            engine.generate(PROMPT, Sampling(190, ignore_eos=True), key=1, n=64)
+        )
         while (await http.post("/reinforge/status"))["held"] < 1:
             assert not task.done(), "it was over before it could be cancelled"
         task.cancel()
@@ -168,7 +221,9 @@ def test_cancelling_frees_everything(both: Both) -> None:
 
 
 def test_strangers_are_refused(both: Both) -> None:
-    """Whoever has no key can neither generate nor call the worker, by our paths or by vLLM's own."""
+    """Whoever has no key can neither generate nor call the worker, by our paths or by
+    vLLM's own.
+    """
     from reinforge.engines.http import Http
 
     address = both.engine.replicas[0].http
@@ -182,29 +237,43 @@ def test_a_live_update(both: Both) -> None:
     before = run(both.engine.generate(PROMPT, FREE, key=8))[0]
     both.change(1)
     run(both.engine.update(both.weights, 3))
-    assert both.engine.measured["weights/probe_error"] < 1e-4 and both.engine.measured["weights/seconds"] < 60
+    assert (
+        both.engine.measured["weights/probe_error"] < 1e-4
+        and both.engine.measured["weights/seconds"] < 60
+    )
     after = run(both.engine.generate(PROMPT, FREE, key=8))[0]
     assert set(after.versions) == {3} and after.tokens != before.tokens
-    assert torch.tensor(after.logprobs).sub(both.logprobs(PROMPT, after.tokens, 1.0)).abs().max() < 1e-4
+    assert (
+        torch.tensor(after.logprobs).sub(both.logprobs(PROMPT, after.tokens, 1.0)).abs().max()
+        < 1e-4
+    )
 
 
 def test_an_update_in_the_middle_of_completions(both: Both) -> None:
-    """The tokens before it are those of the old weights, the ones after it of the new, and each says so."""
+    """The tokens before it are those of the old weights, the ones after it of the new, and each
+    says so.
+    """
 
     async def attempt(version: int) -> bool:
         """False: all was written before the update came, or nothing was."""
-        engine, http = both.engine, both.engine.replicas[0].http
+        engine = both.engine
+        http = both.engine.replicas[0].http
         assert http is not None
         before = engine.version
         old = {name: p.clone() for name, p in both.model.module.state_dict().items()}
-        task = asyncio.ensure_future(engine.generate(PROMPT, Sampling(190, ignore_eos=True), key=version, n=128))
+        task = asyncio.ensure_future(
+            engine.generate(PROMPT, Sampling(190, ignore_eos=True), key=version, n=128)
+        )
         while not task.done() and not (await http.post("/reinforge/status"))["running"]:
             await asyncio.sleep(0.01)
         both.change(version)
         await engine.update(both.weights, version)
         new = {name: p.clone() for name, p in both.model.module.state_dict().items()}
         completions = await task
-        assert all(len(done.tokens) == 190 and done.versions == sorted(done.versions) for done in completions)
+        assert all(
+            len(done.tokens) == 190 and done.versions == sorted(done.versions)
+            for done in completions
+        )
         spanning = [done for done in completions if set(done.versions) == {before, version}]
         for done in spanning:
             cut = done.versions.index(version)
@@ -229,28 +298,44 @@ def test_an_adapter_travels_alone_once_its_base_is_there(both: Both) -> None:
         for name, p in adapted.named_parameters():
             if "lora_B" in name:
                 p.copy_(torch.randn_like(p) * 0.2)
-    model, transfer = CausalModel(adapted, both.model.tokenizer), both.engine.transfer
-    weights, bases = Weights("shared", module=adapted, probe=trainer_score(model)), []
+    model = CausalModel(adapted, both.model.tokenizer)
+    transfer = both.engine.transfer
+    weights = Weights("shared", module=adapted, probe=trainer_score(model))
+    bases = []
     for version in (4, 5):
         with torch.no_grad():
             for name, p in adapted.named_parameters():
                 if "lora_B" in name:
                     p.add_(torch.randn_like(p) * 0.1)
         run(both.engine.update(weights, version))
-        assert transfer.published is not None and transfer.published.channel.kind == "adapter" and transfer.base is not None
+        assert (
+            transfer.published is not None
+            and transfer.published.channel.kind == "adapter"
+            and transfer.base is not None
+        )
         bases.append(transfer.base[1].folder)
         done = run(both.engine.generate(PROMPT, FREE, key=8))[0]
         want = Both(model, both.engine).logprobs(PROMPT, done.tokens, 1.0)
-        assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4 and set(done.versions) == {version}
+        assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4 and set(done.versions) == {
+            version
+        }
     sent = sum(file.stat().st_size for file in transfer.published.channel.folder.glob("*.bin"))  # type: ignore[union-attr]
-    assert bases[0] == bases[1] and sent < 0.2 * sum(file.stat().st_size for file in bases[0].glob("*.bin"))
+    assert bases[0] == bases[1] and sent < 0.2 * sum(
+        file.stat().st_size for file in bases[0].glob("*.bin")
+    )
     both.engine.transfer.kind = "disk"
     run(both.engine.update(both.weights, 6))
-    assert len(list((both.engine.setup.folder / "engine-weights").iterdir())) == 1 and both.engine.measured["weights/probe_error"] < 1e-4
+    assert (
+        len(list((both.engine.setup.folder / "engine-weights").iterdir())) == 1
+        and both.engine.measured["weights/probe_error"] < 1e-4
+    )
 
 
 def test_a_stale_tied_head_is_caught_and_named(both: Both) -> None:
-    """Without our repair vLLM's head keeps the old weights. What was served before comes back in a fresh server."""
+    """Without our repair vLLM's head keeps the old weights.
+
+    What was served before comes back in a fresh server.
+    """
     engine = both.engine
     old = {name: p.clone() for name, p in both.model.module.state_dict().items()}
     both.change(3)
@@ -261,21 +346,36 @@ def test_a_stale_tied_head_is_caught_and_named(both: Both) -> None:
     both.model.module.load_state_dict(old)
     done = run(engine.generate(PROMPT, FREE, key=8))[0]
     assert set(done.versions) == {6}
-    assert torch.tensor(done.logprobs).sub(both.logprobs(PROMPT, done.tokens, 1.0)).abs().max() < 1e-4
+    assert (
+        torch.tensor(done.logprobs).sub(both.logprobs(PROMPT, done.tokens, 1.0)).abs().max() < 1e-4
+    )
 
 
 def test_what_a_killed_server_held_is_sent_again(both: Both) -> None:
     async def work() -> None:
         engine, [replica] = both.engine, both.engine.replicas
         assert replica.process is not None and replica.http is not None
-        tasks = [asyncio.ensure_future(engine.generate([7 + i], Sampling(150, ignore_eos=True), key=i, n=32)) for i in range(3)]
+        tasks = [
+            asyncio.ensure_future(
+                engine.generate([7 + i], Sampling(150, ignore_eos=True), key=i, n=32)
+            )
+            for i in range(3)
+        ]
         while not (await replica.http.post("/reinforge/status"))["held"]:
-            assert not any(task.done() for task in tasks), "it was over before the server could be killed"
+            assert not any(task.done() for task in tasks), (
+                "it was over before the server could be killed"
+            )
         os.kill(replica.process.pid, signal.SIGKILL)
         for i, found in enumerate(await asyncio.gather(*tasks)):
             for done in found:
                 assert len(done.tokens) == 150 and set(done.versions) == {engine.version}
-                assert torch.tensor(done.logprobs).sub(both.logprobs([7 + i], done.tokens, 1.0)).abs().max() < 1e-4
+                assert (
+                    torch.tensor(done.logprobs)
+                    .sub(both.logprobs([7 + i], done.tokens, 1.0))
+                    .abs()
+                    .max()
+                    < 1e-4
+                )
 
     restarts = both.engine.restarts
     run(work())
@@ -284,5 +384,9 @@ def test_what_a_killed_server_held_is_sent_again(both: Both) -> None:
 
 def test_nothing_is_left_in_memory(both: Both) -> None:
     both.engine.close()
-    left = [p for p in Path("/dev/shm").glob(f"reinforge-weights-{os.getpid()}-*")] if Path("/dev/shm").is_dir() else []
+    left = (
+        [p for p in Path("/dev/shm").glob(f"reinforge-weights-{os.getpid()}-*")]
+        if Path("/dev/shm").is_dir()
+        else []
+    )
     assert left == [] and not any(r.up for r in both.engine.replicas)

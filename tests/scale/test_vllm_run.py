@@ -1,4 +1,6 @@
-"""The user's path with vLLM: train with held-out evaluation, resume, export, and the exported model in vLLM, transformers and our engine."""
+"""The user's path with vLLM: train with held-out evaluation, resume, export, and the exported model
+in vLLM, transformers and our engine.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,29 @@ def config(folder: Path, steps: int) -> Any:
     path = folder / "model"
     if not path.exists():
         make_tiny_model(path, width=64, layers=2, heads=2, kv_heads=1, context=256, spread=0.08)
-    return config_from_dict({
-        "model": {"path": str(path), "device": "cpu"}, "algorithm": {"name": "grpo", "group_size": 4}, "rewards": [{"name": "reinforge.app.check:share_of_even"}],
-        "data": {"source": "arithmetic:chain", "options": {"terms": 3, "max_value": 9, "operators": "+", "size": 200, "seed": 0}, "eval": {"size": 16}},
-        "rollout": {"engine": "vllm", "max_new_tokens": 8, "max_batch": 32}, "engine": {"python": vllm_python(), "start_seconds": START},
-        "train": {"steps": steps, "prompts_per_step": 8, "learning_rate": 3e-3}, "run": {"dir": str(folder / "run"), "seed": 0, "checkpoint": {"every": 2}},
-    }, where="test")  # fmt: skip
+    return config_from_dict(
+        {
+            "model": {"path": str(path), "device": "cpu"},
+            "algorithm": {"name": "grpo", "group_size": 4},
+            "rewards": [{"name": "reinforge.app.check:share_of_even"}],
+            "data": {
+                "source": "arithmetic:chain",
+                "options": {"terms": 3, "max_value": 9, "operators": "+", "size": 200, "seed": 0},
+                "eval": {"size": 16},
+            },
+            "rollout": {"engine": "vllm", "max_new_tokens": 8, "max_batch": 32},
+            "engine": {"python": vllm_python(), "start_seconds": START},
+            "train": {"steps": steps, "prompts_per_step": 8, "learning_rate": 3e-3},
+            "run": {"dir": str(folder / "run"), "seed": 0, "checkpoint": {"every": 2}},
+        },
+        where="test",
+    )
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_run_and_its_evaluation(folder: Path) -> None:
@@ -62,7 +77,9 @@ def test_a_run_and_its_evaluation(folder: Path) -> None:
 
 
 def test_it_goes_on(folder: Path) -> None:
-    """A server that is new, with the weights of the checkpoint: proved by the probe before the first token."""
+    """A server that is new, with the weights of the checkpoint: proved by the probe before the
+    first token.
+    """
     result = train_config(config(folder, 6), view=SilentView())
     assert result.steps == 6
     steps = [line for line in lines(folder) if "weights/probe_error" in line]
@@ -74,10 +91,23 @@ def test_an_exported_model_says_the_same_everywhere(folder: Path) -> None:
 
     out = export(folder / "run", folder / "exported")
     ours = load_model(ModelConfig(path=str(out), device="cpu"))
-    tokenizer, theirs = AutoTokenizer.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    theirs = AutoModelForCausalLM.from_pretrained(out)
     cfg = EngineConfig(python=vllm_python(), start_seconds=START)
     served = make_served(
-        Setup("vllm", cfg, str(out), folder / "served", "float32", "cpu", 256, 259, stop_tokens=(2,), longest=64, max_batch=8)
+        Setup(
+            "vllm",
+            cfg,
+            str(out),
+            folder / "served",
+            "float32",
+            "cpu",
+            256,
+            259,
+            stop_tokens=(2,),
+            longest=64,
+            max_batch=8,
+        )
     )
     native = NativeEngine(ours, stop_tokens=[2], kv_gib=0.01)
     try:
@@ -87,7 +117,9 @@ def test_an_exported_model_says_the_same_everywhere(folder: Path) -> None:
             found = asyncio.run(served.generate(prompt, greedy, key=1))[0].tokens
             assert found == asyncio.run(native.generate(prompt, greedy, key=1))[0].tokens
             with torch.no_grad():
-                plain = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16)[0, len(prompt) :].tolist()
+                plain = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16)[
+                    0, len(prompt) :
+                ].tolist()
             assert found == plain and tokenizer.decode(found) == tokenizer.decode(plain)
     finally:
         served.close()

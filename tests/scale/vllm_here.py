@@ -1,4 +1,6 @@
-"""Where vLLM is: an environment of its own, named by REINFORGE_PYTHON_VLLM, or .venv-vllm in the repository."""
+"""Where vLLM is: an environment of its own, named by REINFORGE_PYTHON_VLLM, or .venv-vllm in the
+repository.
+"""
 
 from __future__ import annotations
 
@@ -15,5 +17,7 @@ def vllm_python() -> str:
     """Skips where there is none."""
     python = Path(os.environ.get("REINFORGE_PYTHON_VLLM", DEFAULT))
     if not python.exists():
-        pytest.skip(f"no vLLM: {python} does not exist (REINFORGE_PYTHON_VLLM names a Python that has it)")
+        pytest.skip(
+            f"no vLLM: {python} does not exist (REINFORGE_PYTHON_VLLM names a Python that has it)"
+        )
     return str(python)

@@ -1,4 +1,6 @@
-"""rsLoRA, DoRA and QLoRA beside LoRA: each trains, is the reference when it is off, comes back from disk, and merges to the same logits."""
+"""rsLoRA, DoRA and QLoRA beside LoRA: each trains, is the reference when it is off, comes back from
+disk, and merges to the same logits.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tiny_runs import digest, lines
 from toys import make_module
 
 pytestmark = pytest.mark.timeout(120)
-BNB = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+BNB = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
 KINDS = ["lora", "rslora", "dora", pytest.param("qlora", marks=BNB)]
 
 
@@ -49,11 +53,16 @@ def opened(model: str, kind: str, run: Path) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_and_merges(model: str, tmp_path: Path, kind: str) -> None:
-    """DPO with the adapter off as reference; then merged and unmerged exports say what the run's own model says."""
+    """DPO with the adapter off as reference; then merged and unmerged exports say what the run's
+    own model says.
+    """
     cfg = config(model, tmp_path / "run", "dpo", steps=6, adapter={"kind": kind, "rank": 4})
     launch(cfg, PAIRS)
     metrics = lines(cfg)
-    assert metrics[0]["preference/loss"] == pytest.approx(math.log(2), abs=1e-6) and metrics[-1]["rewards/margin"] > 0.01
+    assert (
+        metrics[0]["preference/loss"] == pytest.approx(math.log(2), abs=1e-6)
+        and metrics[-1]["rewards/margin"] > 0.01
+    )
     trained = opened(model, kind, tmp_path / "run")
     base = logprobs(load_model(ModelConfig(path=model, device="cpu")))
     with adapter_off(trained.module):
@@ -61,7 +70,11 @@ def test_it_trains_and_merges(model: str, tmp_path: Path, kind: str) -> None:
     assert gap == 0 if kind != "qlora" else 1e-4 < gap < 0.5  # 4 bits are not 32
     found = logprobs(trained)
     assert float((found - base).abs().max()) > 0.01
-    plain = load_model(ModelConfig(path=str(export(tmp_path / "run", tmp_path / "merged", merge=True)), device="cpu"))
+    plain = load_model(
+        ModelConfig(
+            path=str(export(tmp_path / "run", tmp_path / "merged", merge=True)), device="cpu"
+        )
+    )
     assert float((logprobs(plain) - found).abs().max()) < 1e-4
     assert not hasattr(plain.module.config, "quantization_config")
     adapter = AdapterConfig(kind=kind, path=str(export(tmp_path / "run", tmp_path / "adapter")))  # type: ignore[arg-type]
@@ -71,7 +84,10 @@ def test_it_trains_and_merges(model: str, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_exactly(model: str, tmp_path: Path, kind: str) -> None:
-    whole, cut = (config(model, tmp_path / run, "sft", steps=4, adapter={"kind": kind, "rank": 4}) for run in ("whole", "cut"))
+    whole, cut = (
+        config(model, tmp_path / run, "sft", steps=4, adapter={"kind": kind, "rank": 4})
+        for run in ("whole", "cut")
+    )
     rows = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in PAIRS]
     launch(whole, rows)
     launch(cut.model_copy(update={"train": cut.train.model_copy(update={"steps": 2})}), rows)
@@ -80,7 +96,9 @@ def test_it_goes_on_exactly(model: str, tmp_path: Path, kind: str) -> None:
 
 
 def test_what_each_kind_is() -> None:
-    """rsLoRA scales by alpha / sqrt(rank), and both it and LoRA have the lean forward; DoRA keeps a length per output and peft's forward."""
+    """rsLoRA scales by alpha / sqrt(rank), and both it and LoRA have the lean forward; DoRA keeps a
+    length per output and peft's forward.
+    """
     from peft.tuners.lora import Linear
 
     for kind, scale, lean in (("lora", 2.0, True), ("rslora", 8 / 2.0, True), ("dora", 2.0, False)):
@@ -90,12 +108,17 @@ def test_what_each_kind_is() -> None:
         lengths = [p for n, p in wrapped.named_parameters() if "magnitude" in n and p.requires_grad]
         assert bool(lengths) == (kind == "dora")
         if lengths:
-            torch.testing.assert_close(next(iter(layer.lora_magnitude_vector.values())).weight, layer.base_layer.weight.norm(dim=1))
+            torch.testing.assert_close(
+                next(iter(layer.lora_magnitude_vector.values())).weight,
+                layer.base_layer.weight.norm(dim=1),
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampling_is_training(model: str, tmp_path: Path, kind: str) -> None:
-    """Joint projections leave quantised layers alone, and an adapter answers with the log-probs that it is trained with."""
+    """Joint projections leave quantised layers alone, and an adapter answers with the log-probs
+    that it is trained with.
+    """
     run = config(model, tmp_path / "run", "sft", steps=3, adapter={"kind": kind, "rank": 4})
     launch(run, [{"prompt": r["prompt"], "completion": r["chosen"]} for r in PAIRS])
     found = opened(model, kind, tmp_path / "run")
@@ -103,8 +126,13 @@ def test_sampling_is_training(model: str, tmp_path: Path, kind: str) -> None:
     joined = join(found.module)
     assert joined == (0 if kind == "qlora" else 2)  # one layer: q, k, v and gate, up
     torch.testing.assert_close(logprobs(found), before, atol=1e-5, rtol=1e-5)
-    for part in found.module.modules():  # nothing was repacked for inference: that would be bfloat16, and pass no gradient on
-        assert not getattr(getattr(getattr(part, "weight", None), "quant_state", None), "packing_format_for_cpu", False)
+    # nothing was repacked for inference: that would be bfloat16, and pass no gradient on
+    for part in found.module.modules():
+        assert not getattr(
+            getattr(getattr(part, "weight", None), "quant_state", None),
+            "packing_format_for_cpu",
+            False,
+        )
 
 
 def test_without_bitsandbytes(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,19 +147,35 @@ def test_without_bitsandbytes(model: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_reward_model_learns_with_an_adapter(model: str, tmp_path: Path, kind: str) -> None:
     """Only the adapter and the head are trained; what is exported is whole, and scores the same."""
-    cfg = config(model, tmp_path / "run", "bradley_terry", steps=30, adapter={"kind": kind, "rank": 4}, train={"prompts_per_step": 12})
+    cfg = config(
+        model,
+        tmp_path / "run",
+        "bradley_terry",
+        steps=30,
+        adapter={"kind": kind, "rank": 4},
+        train={"prompts_per_step": 12},
+    )
     launch(cfg, PAIRS)
     metrics = lines(cfg)
-    assert metrics[-1]["train/loss"] < 0.5 * metrics[0]["train/loss"] and metrics[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert metrics[-1]["train/loss"] < 0.5 * metrics[0]["train/loss"] and metrics[0][
+        "train/loss"
+    ] == pytest.approx(math.log(2), abs=1e-5)
     from reinforge.app.runs import load_weights
 
     trained = load_scalar(cfg.model, cfg.adapter, fresh=True)
     names = {n for n, p in trained.module.named_parameters() if p.requires_grad}
-    assert all("lora_" in n or n.endswith("score.weight") for n in names) and any(n.endswith("score.weight") for n in names)
+    assert all("lora_" in n or n.endswith("score.weight") for n in names) and any(
+        n.endswith("score.weight") for n in names
+    )
     load_weights(trained, tmp_path / "run")
     texts = [[1, 5, 9, 12], [1, 7, 3]]
-    whole = load_scalar(ModelConfig(path=str(export(tmp_path / "run", tmp_path / "out")), device="cpu"))
-    assert whole.scores(texts) == pytest.approx(trained.scores(texts), abs=1e-4) and abs(whole.scores(texts)[0]) > 1e-3
+    whole = load_scalar(
+        ModelConfig(path=str(export(tmp_path / "run", tmp_path / "out")), device="cpu")
+    )
+    assert (
+        whole.scores(texts) == pytest.approx(trained.scores(texts), abs=1e-4)
+        and abs(whole.scores(texts)[0]) > 1e-3
+    )
 
 
 def test_a_quantised_reward_model_is_refused(model: str, tmp_path: Path) -> None:

@@ -31,19 +31,23 @@ def test_begins_as_the_identity(arch: str) -> None:
     batch = Batch.pack(make_samples())
     with torch.no_grad():
         assert torch.equal(
-            adapted(arch).logprobs(batch, temperature=1.0)[0], CausalModel(make_module(arch)).logprobs(batch, temperature=1.0)[0]
+            adapted(arch).logprobs(batch, temperature=1.0)[0],
+            CausalModel(make_module(arch)).logprobs(batch, temperature=1.0)[0],
         )
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_reference_is_the_base_model_after_training(arch: str) -> None:
-    """The adapter learns, the reference (adapter off) stays bit for bit what it was, and so do the base weights (36)."""
+    """The adapter learns, the reference (adapter off) stays bit for bit what it was, and so do the
+    base weights (36).
+    """
     samples = make_samples()
     batches = pack(samples, 64)
     model = adapted(arch)
     backend = LocalBackend(model, train_config(learning_rate=1e-2), total_steps=10, reference=True)
     backend.annotate(batches, frozenset({"reference", "old"}))
-    before, weights = batches[0].streams["reference"].clone(), parameters(model.module)
+    before = batches[0].streams["reference"].clone()
+    weights = parameters(model.module)
     assert torch.equal(before, batches[0].streams["old"]) and backend.frozen is None
     losses = []
     for _ in range(5):
@@ -55,21 +59,29 @@ def test_reference_is_the_base_model_after_training(arch: str) -> None:
     assert float((batches[0].streams["old"] - before).abs().max()) > 0.01
     after = parameters(model.module)
     moved = {name for name in after if not torch.equal(after[name], weights[name])}
-    assert moved and all("lora_" in name for name in moved) and set(backend.optimizer.parameters) == {n for n in after if "lora_" in n}
+    assert (
+        moved
+        and all("lora_" in name for name in moved)
+        and set(backend.optimizer.parameters) == {n for n in after if "lora_" in n}
+    )
 
 
 def test_the_same_seed_gives_the_same_adapter_and_touches_no_global_stream() -> None:
     torch.manual_seed(5)
     want = torch.rand(3)
     torch.manual_seed(5)
-    one, two, other = adapted(), adapted(), adapted(seed=4)
+    one = adapted()
+    two = adapted()
+    other = adapted(seed=4)
     assert torch.equal(torch.rand(3), want)
     a, b, c = (parameters(m.module) for m in (one, two, other))
     assert all(torch.equal(a[k], b[k]) for k in a) and any(not torch.equal(a[k], c[k]) for k in a)
 
 
 def test_engine_serves_the_adapter() -> None:
-    """The module with its adapter on is what generates: log-probs match the trained policy, not the base."""
+    """The module with its adapter on is what generates: log-probs match the trained policy, not the
+    base.
+    """
     model = adapted()
     with torch.no_grad():
         for name, p in model.module.named_parameters():
@@ -84,12 +96,19 @@ def test_engine_serves_the_adapter() -> None:
         on = model.logprobs(batch, temperature=1.0)[0]
         with adapter_off(model.module):
             off = model.logprobs(batch, temperature=1.0)[0]
-    assert float((on - torch.tensor(done.logprobs)).abs().max()) < 1e-5 < 0.1 < float((off - on).abs().max())
+    assert (
+        float((on - torch.tensor(done.logprobs)).abs().max())
+        < 1e-5
+        < 0.1
+        < float((off - on).abs().max())
+    )
 
 
 def test_adapter_in_float32_on_a_bfloat16_model() -> None:
     model = CausalModel(add_adapter(make_module().bfloat16(), AdapterConfig(rank=4), seed=0))
-    assert {p.dtype for n, p in model.module.named_parameters() if "lora_" in n} == {torch.float32} and is_adapted(model.module)
+    assert {p.dtype for n, p in model.module.named_parameters() if "lora_" in n} == {
+        torch.float32
+    } and is_adapted(model.module)
 
 
 def test_saved_adapter_is_continued(tmp_path: Path) -> None:
@@ -100,14 +119,18 @@ def test_saved_adapter_is_continued(tmp_path: Path) -> None:
                 p.fill_(0.1)
     model.module.save_pretrained(tmp_path)
     again = CausalModel(add_adapter(make_module(), AdapterConfig(path=str(tmp_path)), seed=0))
-    a, b = parameters(model.module), parameters(again.module)
-    assert all(torch.equal(a[k], b[k]) for k in a) and any(p.requires_grad for p in again.module.parameters())
+    a = parameters(model.module)
+    b = parameters(again.module)
+    assert all(torch.equal(a[k], b[k]) for k in a) and any(
+        p.requires_grad for p in again.module.parameters()
+    )
 
 
 @pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe", "mixtral"])
 def test_an_adapter_of_experts_is_published_and_merged(arch: str, tmp_path: Path) -> None:
-    """Matrices of experts lie in one parameter, and one module has several of them: what a server is sent, and what is exported
-    merged, computes what the adapted model computes."""
+    """Matrices of experts lie in one parameter, and one module has several of them: what a server
+    is sent, and what is exported merged, computes what the adapted model computes.
+    """
     module = add_adapter(make_module(arch), AdapterConfig(rank=3), seed=0)
     adapted = [name for name, p in module.named_parameters() if p.requires_grad]
     assert arch == "qwen2_moe" or any("experts" in name for name in adapted)
@@ -116,13 +139,23 @@ def test_an_adapter_of_experts_is_published_and_merged(arch: str, tmp_path: Path
             if "lora_B" in name:
                 p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
         tokens = torch.tensor([tokens_of(9)])
-        want, base = module(tokens).logits, make_module(arch)(tokens).logits
+        want = module(tokens).logits
+        base = make_module(arch)(tokens).logits
         sent = {name: tensor.clone() for name, tensor in named_weights(module)}
-        save_file({name: tensor.contiguous() for name, tensor in sent.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in sent.items()},
+            tmp_path / "model.safetensors",
+            {"format": "pt"},
+        )
         module.get_base_model().config.save_pretrained(tmp_path)
         again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
-        assert float((again.eval()(tokens).logits - want).abs().max()) < 1e-3 < 0.1 < float((base - want).abs().max())
+        assert (
+            float((again.eval()(tokens).logits - want).abs().max())
+            < 1e-3
+            < 0.1
+            < float((base - want).abs().max())
+        )
         assert float((merged(module)(tokens).logits - want).abs().max()) < 1e-3
 
 
@@ -142,8 +175,13 @@ def test_a_full_model_keeps_a_frozen_copy_as_reference() -> None:
     backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
     backend.step()
     backend.annotate(batches, frozenset({"reference", "old"}))
-    assert torch.equal(batches[0].streams["reference"], before) and float((batches[0].streams["old"] - before).abs().max()) > 0.01
-    assert backend.frozen is not None and not any(p.requires_grad for p in backend.frozen.module.parameters())
+    assert (
+        torch.equal(batches[0].streams["reference"], before)
+        and float((batches[0].streams["old"] - before).abs().max()) > 0.01
+    )
+    assert backend.frozen is not None and not any(
+        p.requires_grad for p in backend.frozen.module.parameters()
+    )
 
 
 def test_the_lean_forward_is_pefts_in_float32_and_close_in_bfloat16() -> None:
@@ -163,11 +201,18 @@ def test_the_lean_forward_is_pefts_in_float32_and_close_in_bfloat16() -> None:
             wrapped.zero_grad()
             y = forward(x)
             y.float().square().sum().backward()
-            results.append((y.detach().float(), *(p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None)))
+            results.append(
+                (
+                    y.detach().float(),
+                    *(p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None),
+                )
+            )
         assert len(results[0]) == 3 and results[0][1].dtype == torch.float32
         for a, b in zip(*results, strict=True):
             assert float((a - b).abs().max()) <= tolerance * float(b.abs().max())
         with wrapped.disable_adapter():
             assert torch.equal(layer.forward(x), layer.base_layer(x))
         layer.merge()
-        assert float((layer.forward(x).float() - results[0][0]).abs().max()) <= max(tolerance, 1e-5) * float(results[0][0].abs().max())
+        assert float((layer.forward(x).float() - results[0][0]).abs().max()) <= max(
+            tolerance, 1e-5
+        ) * float(results[0][0].abs().max())

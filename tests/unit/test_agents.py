@@ -1,4 +1,6 @@
-"""Any agent program trains unmodified: what it was answered is what is trained, and whatever it does harms nobody else."""
+"""Any agent program trains unmodified: what it was answered is what is trained, and whatever it
+does harms nobody else.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,14 @@ from toys import SilentView
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 ROW = Row("r0", "12+5=", {"answer": "17"})
-TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +73,9 @@ class Spy:
     """The engine, and what it was asked and answered."""
 
     def __init__(self, engine: NativeEngine):
-        self.engine, self.capabilities, self.seen = engine, engine.capabilities, []
+        self.engine = engine
+        self.capabilities = engine.capabilities
+        self.seen = []
 
     async def generate(self, tokens: Any, params: Sampling, *, key: int, n: int = 1) -> Any:
         found = await self.engine.generate(tokens, params, key=key, n=n)
@@ -72,14 +83,36 @@ class Spy:
         return found
 
 
-def episodes(engine: Any, agent: Any, *, n: int = 3, journal: Journal | None = None, seconds: float | None = 60.0, lockstep: bool = False,
-             max_tokens: int = 400, max_calls: int = 64, new_tokens: int = 12, **more: Any) -> Episodes:  # fmt: skip
+def episodes(
+    engine: Any,
+    agent: Any,
+    *,
+    n: int = 3,
+    journal: Journal | None = None,
+    seconds: float | None = 60.0,
+    lockstep: bool = False,
+    max_tokens: int = 400,
+    max_calls: int = 64,
+    new_tokens: int = 12,
+    **more: Any,
+) -> Episodes:
     tokenizer = getattr(engine, "engine", engine).model.tokenizer
     renderer = Renderer(tokenizer, DataConfig(source="test"))
-    model = Model(engine, renderer, Talk(FORMATS["hermes"], True), Limits(max_tokens, max_calls, episode_seconds=seconds), seed=0,
-                  temperature=more.pop("temperature", "override"), lockstep=Lockstep() if lockstep else None)  # fmt: skip
+    model = Model(
+        engine,
+        renderer,
+        Talk(FORMATS["hermes"], True),
+        Limits(max_tokens, max_calls, episode_seconds=seconds),
+        seed=0,
+        temperature=more.pop("temperature", "override"),
+        lockstep=Lockstep() if lockstep else None,
+    )
     player = AgentPlayer(
-        model, as_program(agent), AgentEndpoint(tokenizer, max_tokens), journal or Journal(None), more.pop("on_error", "unscored")
+        model,
+        as_program(agent),
+        AgentEndpoint(tokenizer, max_tokens),
+        journal or Journal(None),
+        more.pop("on_error", "unscored"),
     )
     scorer = Scorer(more.pop("rewards", []), weights={"agent": 1.0})
     return Episodes(player, scorer, Sampling(new_tokens, 1.0), n=n, component="agent", **more)
@@ -107,35 +140,56 @@ def same(a: Group, b: Group, bits: float = 0.0) -> bool:
 
 
 @pytest.mark.parametrize("agent", [programs.guess, programs.guess_sync])
-def test_an_unmodified_agent_is_trained_on_the_ids_it_was_answered_with(engine: NativeEngine, agent: Any) -> None:
+def test_an_unmodified_agent_is_trained_on_the_ids_it_was_answered_with(
+    engine: NativeEngine, agent: Any
+) -> None:
     spy = Spy(engine)
     group = play(episodes(spy, agent))
     assert len(group.samples) == 3 and len(spy.seen) == 3 * programs.HINTS
-    assert len({tuple(s.tokens.tolist()) for s in group.samples}) == 3, "three agents of one prompt drew the same"
+    assert len({tuple(s.tokens.tolist()) for s in group.samples}) == 3, (
+        "three agents of one prompt drew the same"
+    )
     for sample in group.samples:
-        tokens, trained = sample.tokens.tolist(), sample.trained.tolist()
+        tokens = sample.tokens.tolist()
+        trained = sample.trained.tolist()
         mine = [(p, c) for p, c in spy.seen if tokens[: len(p) + len(c.tokens)] == p + c.tokens]
         assert len(mine) == programs.HINTS
-        wanted, logprobs = [False] * len(tokens), [0.0] * len(tokens)
+        wanted = [False] * len(tokens)
+        logprobs = [0.0] * len(tokens)
         for prompt, completion in mine:
-            wanted[len(prompt) : len(prompt) + len(completion.tokens)] = [True] * len(completion.tokens)
+            wanted[len(prompt) : len(prompt) + len(completion.tokens)] = [True] * len(
+                completion.tokens
+            )
             logprobs[len(prompt) : len(prompt) + len(completion.tokens)] = completion.logprobs
         assert trained == wanted
         assert sample.logprobs.tolist() == pytest.approx(logprobs, abs=0)
-        assert sample.reward is not None and 0 < sample.reward < 1 and sample.rewards == {"agent": sample.reward}
+        assert (
+            sample.reward is not None
+            and 0 < sample.reward < 1
+            and sample.rewards == {"agent": sample.reward}
+        )
     assert group.metrics["agent/turns"] == 3 and group.metrics["agent/failed"] == 0
 
 
-def test_an_agent_and_an_environment_that_say_the_same_become_the_same_rows(engine: NativeEngine) -> None:
+def test_an_agent_and_an_environment_that_say_the_same_become_the_same_rows(
+    engine: NativeEngine,
+) -> None:
     row = Row("r", "guess: ", {"number": 7})
     agents = episodes(engine, programs.guess_number, n=1, new_tokens=16)
     agents.sampling = Sampling(16, 0.0)
     model = agents.player.model  # type: ignore[union-attr]
-    player = Player(engine, model.renderer, model.talk, lambda row: GuessNumber(), Limits(400), seed=0)
+    player = Player(
+        engine, model.renderer, model.talk, lambda row: GuessNumber(), Limits(400), seed=0
+    )
     played = Episodes(player, Scorer([], weights={"env": 1.0}), Sampling(16, 0.0), n=1)
     [mine], [theirs] = play(agents, row).samples, play(played, row).samples
-    assert mine.tokens.tolist() == theirs.tokens.tolist() and mine.trained.tolist() == theirs.trained.tolist()
-    assert torch.equal(mine.logprobs, theirs.logprobs) and torch.equal(mine.versions, theirs.versions)
+    assert (
+        mine.tokens.tolist() == theirs.tokens.tolist()
+        and mine.trained.tolist() == theirs.trained.tolist()
+    )
+    assert torch.equal(mine.logprobs, theirs.logprobs) and torch.equal(
+        mine.versions, theirs.versions
+    )
     assert mine.reward == theirs.reward == 0.0 and mine.n_trained >= 5, "five guesses"
 
 
@@ -145,10 +199,14 @@ def test_draws_depend_on_the_sample_and_the_prompt_alone(engine: NativeEngine) -
     assert not same(first, play(episodes(engine, programs.guess, lockstep=True), group="h"))
 
 
-def test_branches_are_rows_of_one_episode_and_every_answer_is_trained_once(engine: NativeEngine) -> None:
+def test_branches_are_rows_of_one_episode_and_every_answer_is_trained_once(
+    engine: NativeEngine,
+) -> None:
     spy = Spy(engine)
     group = play(episodes(spy, programs.crowd, n=2, lockstep=True))
-    assert [s.uid for s in group.samples] == [f"g#{i}{k}" for i in (0, 1) for k in ("", ".1", ".2", ".3")]
+    assert [s.uid for s in group.samples] == [
+        f"g#{i}{k}" for i in (0, 1) for k in ("", ".1", ".2", ".3")
+    ]
     assert [s.episode for s in group.samples] == ["g#0"] * 4 + ["g#1"] * 4
     assert len(group.episodes) == 2, "branches count once in the statistics of the group"
     sampled = sum(len(c.tokens) for _, c in spy.seen)
@@ -156,24 +214,35 @@ def test_branches_are_rows_of_one_episode_and_every_answer_is_trained_once(engin
     for sample in group.samples:
         if not any(sample.tokens.tolist() == p + c.tokens for p, c in spy.seen):
             raise AssertionError("a row that no call ended with")
-    assert same(group, play(episodes(engine, programs.crowd, n=2)), bits=1e-4), "the order of calls decides nothing"
+    assert same(group, play(episodes(engine, programs.crowd, n=2)), bits=1e-4), (
+        "the order of calls decides nothing"
+    )
 
 
 def test_a_request_with_n_answers_is_n_rows(engine: NativeEngine) -> None:
     async def agent(client: Any, row: dict[str, Any]) -> float:
-        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], n=3, logprobs=True)
+        reply = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}], n=3, logprobs=True
+        )
         assert len({c.message.content for c in reply.choices}) == 3
         assert all(len(c.logprobs.content) for c in reply.choices)
         return 1.0
 
     group = play(episodes(engine, agent, n=1))
-    assert len(group.samples) == 3 and len({len(s.tokens) - s.n_trained for s in group.samples}) == 1
+    assert (
+        len(group.samples) == 3 and len({len(s.tokens) - s.n_trained for s in group.samples}) == 1
+    )
 
 
-def test_tool_calls_go_out_and_their_results_come_back_into_the_same_row(engine: NativeEngine) -> None:
+def test_tool_calls_go_out_and_their_results_come_back_into_the_same_row(
+    engine: NativeEngine,
+) -> None:
     """The model is made to write a call; the agent answers it as the API wants."""
     tokenizer = engine.model.tokenizer
-    call = tokenizer('so\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', add_special_tokens=False)["input_ids"]
+    call = tokenizer(
+        'so\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        add_special_tokens=False,
+    )["input_ids"]
     asked: list[list[int]] = []
 
     class Scripted(Spy):
@@ -189,14 +258,26 @@ def test_tool_calls_go_out_and_their_results_come_back_into_the_same_row(engine:
         reply = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
         message = reply.choices[0].message
         assert reply.choices[0].finish_reason == "tool_calls" and message.content == "so"
-        assert message.tool_calls[0].function.name == "add" and json.loads(message.tool_calls[0].function.arguments) == {"a": 1}
-        messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}]
+        assert message.tool_calls[0].function.name == "add" and json.loads(
+            message.tool_calls[0].function.arguments
+        ) == {"a": 1}
+        messages += [
+            message,
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"},
+        ]
         await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
         return 1.0
 
     group = play(episodes(Scripted(engine), agent, n=1))
-    assert len(group.samples) == 1 and asked[1][: len(asked[0]) + len(call) + 1] == [*asked[0], *call, 2]
-    assert tokenizer.decode(asked[1][len(asked[0]) + len(call) + 1 :]) == "<|bos|>tool: 2<|eos|><|bos|>assistant: "
+    assert len(group.samples) == 1 and asked[1][: len(asked[0]) + len(call) + 1] == [
+        *asked[0],
+        *call,
+        2,
+    ]
+    assert (
+        tokenizer.decode(asked[1][len(asked[0]) + len(call) + 1 :])
+        == "<|bos|>tool: 2<|eos|><|bos|>assistant: "
+    )
     assert group.metrics["agent/calls"] == 1 and group.samples[0].n_trained == len(call) + 4
 
 
@@ -204,7 +285,9 @@ def test_text_completions_continue_their_ids(engine: NativeEngine) -> None:
     async def agent(client: Any, row: dict[str, Any]) -> float:
         text = "12"
         for _ in range(3):
-            reply = await client.completions.create(model="m", prompt=text, max_tokens=2, extra_body={"return_token_ids": True})
+            reply = await client.completions.create(
+                model="m", prompt=text, max_tokens=2, extra_body={"return_token_ids": True}
+            )
             text += reply.choices[0].text
             if reply.choices[0].finish_reason != "length":
                 break
@@ -221,14 +304,22 @@ def test_text_completions_continue_their_ids(engine: NativeEngine) -> None:
 
 def asks(**settings: Any) -> Any:
     async def agent(client: Any, row: dict[str, Any]) -> float:
-        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], **settings)
+        reply = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}], **settings
+        )
         return float(reply.usage.completion_tokens)
 
     return agent
 
 
 @pytest.mark.parametrize(
-    "setting", [{"top_p": 0.9}, {"extra_body": {"top_k": 5}}, {"extra_body": {"min_p": 0.1}}, {"frequency_penalty": 1.0}]
+    "setting",
+    [
+        {"top_p": 0.9},
+        {"extra_body": {"top_k": 5}},
+        {"extra_body": {"min_p": 0.1}},
+        {"frequency_penalty": 1.0},
+    ],
 )
 def test_filters_are_refused(engine: NativeEngine, setting: dict[str, Any]) -> None:
     rollout = episodes(engine, asks(**setting), n=1)
@@ -238,15 +329,24 @@ def test_filters_are_refused(engine: NativeEngine, setting: dict[str, Any]) -> N
 
 
 def test_another_temperature_is_overridden_and_counted_or_refused(engine: NativeEngine) -> None:
-    plain, cold = (play(episodes(engine, asks(**s), n=2, lockstep=True)) for s in ({}, {"temperature": 0.0, "top_p": 1.0, "seed": 7}))
-    assert same(plain, cold) and cold.metrics["agent/overridden"] == 1 and plain.metrics["agent/overridden"] == 0
+    plain, cold = (
+        play(episodes(engine, asks(**s), n=2, lockstep=True))
+        for s in ({}, {"temperature": 0.0, "top_p": 1.0, "seed": 7})
+    )
+    assert (
+        same(plain, cold)
+        and cold.metrics["agent/overridden"] == 1
+        and plain.metrics["agent/overridden"] == 0
+    )
     refused = episodes(engine, asks(temperature=0.0), n=1, temperature="refuse")
     assert play(refused).samples[0].reward is None and "is what is trained" in refused.errors[0]
 
 
 def test_a_billion_tokens_are_as_many_as_there_is_room_for(engine: NativeEngine) -> None:
     group = play(episodes(engine, asks(max_tokens=10**9), n=2, new_tokens=7))
-    assert all(s.n_trained <= 7 for s in group.samples) and {s.reward for s in group.samples} <= set(map(float, range(1, 8)))
+    assert all(s.n_trained <= 7 for s in group.samples) and {
+        s.reward for s in group.samples
+    } <= set(map(float, range(1, 8)))
 
 
 # ---- agents that fail ----
@@ -255,35 +355,56 @@ def test_a_billion_tokens_are_as_many_as_there_is_room_for(engine: NativeEngine)
 @pytest.mark.parametrize(
     ("agent", "kind", "why"),
     [
-        (programs.crashing, "error", "the agent's own bug"), (programs.lazy, "error", "never asked the model"),
-        (programs.nonsense, "error", "very good"), (programs.hanging, "timeout", "more than"), (programs.blocking, "timeout", "more than"),
+        (programs.crashing, "error", "the agent's own bug"),
+        (programs.lazy, "error", "never asked the model"),
+        (programs.nonsense, "error", "very good"),
+        (programs.hanging, "timeout", "more than"),
+        (programs.blocking, "timeout", "more than"),
     ],
-)  # fmt: skip
-def test_a_failed_episode_is_unscored_not_0(engine: NativeEngine, tmp_path: Path, agent: Any, kind: str, why: str) -> None:
+)
+def test_a_failed_episode_is_unscored_not_0(
+    engine: NativeEngine, tmp_path: Path, agent: Any, kind: str, why: str
+) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
-    rollout = episodes(engine, agent, n=2, seconds=2.0 if kind == "timeout" else 60.0, journal=journal)
+    rollout = episodes(
+        engine, agent, n=2, seconds=2.0 if kind == "timeout" else 60.0, journal=journal
+    )
     group = play(rollout)
-    assert [s.reward for s in group.samples] == [None, None] and all(s.rewards == {"agent": None} for s in group.samples)
+    assert [s.reward for s in group.samples] == [None, None] and all(
+        s.rewards == {"agent": None} for s in group.samples
+    )
     assert rollout.counts[f"failed_{kind}"] == 2 and why in rollout.errors[0]
     assert not engine._busy()
-    again = episodes(engine, programs.guess, n=2, journal=Journal(tmp_path / "journal.jsonl"))  # whatever it would do now, it has failed
+    # whatever it would do now, it has failed
+    again = episodes(engine, programs.guess, n=2, journal=Journal(tmp_path / "journal.jsonl"))
     assert same(group, play(again)) and again.counts[f"failed_{kind}"] == 2
 
 
 def test_an_error_can_stop_the_run(engine: NativeEngine) -> None:
-    with pytest.raises(InputError, match="the agent failed: ZeroDivisionError: the agent's own bug"):
+    with pytest.raises(
+        InputError, match="the agent failed: ZeroDivisionError: the agent's own bug"
+    ):
         play(episodes(engine, programs.crashing, n=1, on_error="raise"))
 
 
 def test_an_agent_without_reward_leaves_it_to_the_rewards(engine: NativeEngine) -> None:
     from reinforge.rewards.function import FunctionReward
 
-    def length(prompts: Any, completions: list[str], transcript: list[Any], **_: Any) -> list[float]:
-        assert all(t[-1] == {"role": "assistant", "content": c} for t, c in zip(transcript, completions, strict=True))
+    def length(
+        prompts: Any, completions: list[str], transcript: list[Any], **_: Any
+    ) -> list[float]:
+        assert all(
+            t[-1] == {"role": "assistant", "content": c}
+            for t, c in zip(transcript, completions, strict=True)
+        )
         return [float(len(c)) for c in completions]
 
-    scored = play(episodes(engine, programs.silent, n=2, rewards=[FunctionReward("length", length, 1.0)]))
-    assert all(s.reward == s.rewards["length"] and s.rewards["agent"] is None for s in scored.samples)
+    scored = play(
+        episodes(engine, programs.silent, n=2, rewards=[FunctionReward("length", length, 1.0)])
+    )
+    assert all(
+        s.reward == s.rewards["length"] and s.rewards["agent"] is None for s in scored.samples
+    )
     assert [s.reward for s in play(episodes(engine, programs.silent, n=2)).samples] == [None, None]
 
 
@@ -298,7 +419,11 @@ def test_a_broken_engine_is_not_the_agents_fault(engine: NativeEngine) -> None:
 
 def test_no_room_is_a_failure_of_its_own_kind_and_calls_are_counted(engine: NativeEngine) -> None:
     full = episodes(engine, programs.guess, n=1, max_tokens=24)
-    assert play(full).samples[0].reward is None and full.counts["failed_length"] == 1 and "leaves no room" in full.errors[0]
+    assert (
+        play(full).samples[0].reward is None
+        and full.counts["failed_length"] == 1
+        and "leaves no room" in full.errors[0]
+    )
     busy = episodes(engine, programs.guess, n=1, max_calls=2)
     assert play(busy).samples[0].reward is None and "at most 2 answers" in busy.errors[0]
 
@@ -335,17 +460,27 @@ def test_keys_open_one_episode_each_and_only_while_it_runs(engine: NativeEngine)
     group = asyncio.run(go())
     assert len({a.api_key for a in seen}) == 3 and len({a.base_url for a in seen}) == 1
     assert errors and "401" in errors[0]
-    assert [s.reward for s in group.samples] == [1.0] * 3 and all(s.n_trained > 0 for s in group.samples)
+    assert [s.reward for s in group.samples] == [1.0] * 3 and all(
+        s.n_trained > 0 for s in group.samples
+    )
     until(lambda: not any(t.name == "agent endpoint" for t in threading.enumerate()))
 
 
-def test_an_agent_that_gives_up_on_a_call_costs_nothing_and_is_not_trained_on_it(engine: NativeEngine) -> None:
+def test_an_agent_that_gives_up_on_a_call_costs_nothing_and_is_not_trained_on_it(
+    engine: NativeEngine,
+) -> None:
     async def agent(client: Any, row: dict[str, Any]) -> float:
-        task = asyncio.ensure_future(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "long"}]))
+        task = asyncio.ensure_future(
+            client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "long"}]
+            )
+        )
         await asyncio.sleep(0.3)
         task.cancel()
         await asyncio.sleep(0.3)
-        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=3)
+        reply = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=3
+        )
         return float(reply.usage.completion_tokens)
 
     class Slow(Spy):
@@ -363,9 +498,11 @@ PROGRAM = """
 import json, os, sys
 from openai import OpenAI
 row = json.load(open(sys.argv[1])) if len(sys.argv) > 1 else json.load(sys.stdin)
-reply = OpenAI().chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": row["prompt"]}])
+messages = [{"role": "user", "content": row["prompt"]}]
+reply = OpenAI().chat.completions.create(model="gpt-4o", messages=messages)
 print("thinking aloud: 5")
-print(json.dumps({"reward": float(len(reply.choices[0].message.content)), "answer": int(row["answer"])}))
+reward = float(len(reply.choices[0].message.content))
+print(json.dumps({"reward": reward, "answer": int(row["answer"])}))
 """
 
 
@@ -375,17 +512,25 @@ def test_a_command_is_an_agent(engine: NativeEngine, tmp_path: Path) -> None:
     group = play(episodes(spy, ["python", str(tmp_path / "agent.py")], n=1))
     [(prompt, completion)] = spy.seen
     [sample] = group.samples
-    assert sample.tokens.tolist() == prompt + completion.tokens and sample.n_trained == len(completion.tokens)
+    assert sample.tokens.tolist() == prompt + completion.tokens and sample.n_trained == len(
+        completion.tokens
+    )
     assert (
-        sample.reward == len(engine.model.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+        sample.reward
+        == len(engine.model.tokenizer.decode(completion.tokens, skip_special_tokens=True))
         and group.metrics["agent/answer"] == 17
     )
     by_file = play(episodes(engine, [sys.executable, str(tmp_path / "agent.py"), "{row}"], n=1))
     assert same(group, by_file)
 
 
-@pytest.mark.parametrize(("code", "kind", "why"), [("raise SystemExit('out of luck')", "error", "ended with code 1: out of luck"),
-                                                   ("import time; time.sleep(600)", "timeout", "more than")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "kind", "why"),
+    [
+        ("raise SystemExit('out of luck')", "error", "ended with code 1: out of luck"),
+        ("import time; time.sleep(600)", "timeout", "more than"),
+    ],
+)
 def test_a_command_that_fails(engine: NativeEngine, code: str, kind: str, why: str) -> None:
     rollout = episodes(engine, ["python", "-c", code], n=1, seconds=3.0)
     assert play(rollout).samples[0].reward is None
@@ -431,11 +576,17 @@ def one_line(engine: NativeEngine) -> Iterator[tuple[Line, Address]]:
 def test_our_own_client_has_the_same_shape(engine: NativeEngine) -> None:
     with one_line(engine) as (line, address):
         client = make_client(address.base_url, address.api_key, asynchronous=False, small=True)
-        reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        reply = client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}]
+        )
         message = reply.choices[0].message
-        assert line.recording.turns[-1].messages[-1]["content"] == message.content and reply.usage.completion_tokens > 0
+        assert (
+            line.recording.turns[-1].messages[-1]["content"] == message.content
+            and reply.usage.completion_tokens > 0
+        )
         stream = client.chat.completions.create(
-            messages=[{"role": "user", "content": "hi"}, message, {"role": "user", "content": "?"}], stream=True
+            messages=[{"role": "user", "content": "hi"}, message, {"role": "user", "content": "?"}],
+            stream=True,
         )
         assert "".join(c.choices[0].delta.content or "" for c in stream) == line.last.content  # type: ignore[union-attr]
         assert line.recording.turns[-1].parent is line.recording.turns[0]
@@ -447,7 +598,12 @@ def test_our_own_client_has_the_same_shape(engine: NativeEngine) -> None:
         async def later() -> tuple[str, str]:
             other = make_client(address.base_url, address.api_key, asynchronous=True, small=True)
             whole = await other.completions.create(prompt="12", max_tokens=3)
-            chunks = [c.choices[0].text async for c in await other.completions.create(prompt="12", max_tokens=3, stream=True)]
+            chunks = [
+                c.choices[0].text
+                async for c in await other.completions.create(
+                    prompt="12", max_tokens=3, stream=True
+                )
+            ]
             return whole.choices[0].text, "".join(chunks)
 
         texts = asyncio.run(later())
@@ -458,21 +614,47 @@ def test_our_own_client_has_the_same_shape(engine: NativeEngine) -> None:
 
 
 def run(path: str, folder: Path, name: str, *overrides: str, agent: Any = None) -> Any:
-    cfg = make_config(path, folder, name, "grpo", *overrides, rewards=[], agent={"lockstep": True, **(agent or {"name": "agent_programs:guess"})},
-                      rollout={"max_new_tokens": 6, "kv_gib": 0.01})  # fmt: skip
+    cfg = make_config(
+        path,
+        folder,
+        name,
+        "grpo",
+        *overrides,
+        rewards=[],
+        agent={"lockstep": True, **(agent or {"name": "agent_programs:guess"})},
+        rollout={"max_new_tokens": 6, "kv_gib": 0.01},
+    )
     train_config(cfg, Given(data=DATA), SilentView())
     return cfg
 
 
 def test_the_recipe_runs(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(RECIPES.parent)
-    cfg = load_config(RECIPES / "agent_calculator.yaml", [f"model.path={path}", "model.device=cpu", f"run.dir={tmp_path / 'run'}", "train.steps=1",
-                      "train.prompts_per_step=2", "data.eval.size=2", "agent.max_tokens=500", "rollout.max_new_tokens=8", "rollout.kv_gib=0.01"])  # fmt: skip
+    cfg = load_config(
+        RECIPES / "agent_calculator.yaml",
+        [
+            f"model.path={path}",
+            "model.device=cpu",
+            f"run.dir={tmp_path / 'run'}",
+            "train.steps=1",
+            "train.prompts_per_step=2",
+            "data.eval.size=2",
+            "agent.max_tokens=500",
+            "rollout.max_new_tokens=8",
+            "rollout.kv_gib=0.01",
+        ],
+    )
     train_config(cfg, view=SilentView())
     [first, last] = [line for line in lines(cfg) if "eval/accuracy" in line]
-    assert first["eval/n"] == 2 and first["eval/accuracy"] == 0 and first["eval/agent/used_tools"] == 0, "random weights call nothing"
+    assert (
+        first["eval/n"] == 2 and first["eval/accuracy"] == 0 and first["eval/agent/used_tools"] == 0
+    ), "random weights call nothing"
     step = next(line for line in lines(cfg) if "agent/turns" in line)
-    assert last["eval/agent/turns"] == step["agent/turns"] == 1 and step["agent/failed"] == 0 and step["reward/mean"] == 0
+    assert (
+        last["eval/agent/turns"] == step["agent/turns"] == 1
+        and step["agent/failed"] == 0
+        and step["reward/mean"] == 0
+    )
 
 
 def test_two_runs_are_the_same_to_the_bit(path: str, tmp_path: Path) -> None:
@@ -480,27 +662,56 @@ def test_two_runs_are_the_same_to_the_bit(path: str, tmp_path: Path) -> None:
     assert digest(one) == digest(two)
     assert digest(run(path, tmp_path, "other", "run.seed=1")) != digest(one)
     rows = lines(one)
-    assert all(r["agent/turns"] == 3 and r["agent/failed"] == 0 and 0 < r["reward/mean"] < 1 for r in rows if "agent/turns" in r)
+    assert all(
+        r["agent/turns"] == 3 and r["agent/failed"] == 0 and 0 < r["reward/mean"] < 1
+        for r in rows
+        if "agent/turns" in r
+    )
     assert any(r.get("train/grad_norm", 0) > 0 for r in rows)
 
 
 @pytest.mark.slow
 def test_an_agent_learns_what_the_environment_teaches(path: str, tmp_path: Path) -> None:
-    """Two turns for a reward that any model can learn: both runs go from about one half to nearly all of it."""
+    """Two turns for a reward that any model can learn: both runs go from about one half to nearly
+    all of it.
+    """
     curves = {}
-    for name, section in (("agent", {"agent": "agent_programs:plain_twice"}), ("env", {"env": "agent_programs:PlainTwice"})):
-        cfg = make_config(path, tmp_path, name, "grpo", "train.steps=20", "train.learning_rate=1e-2", "algorithm.group_size=8", rewards=[],
-                          rollout={"max_new_tokens": 6, "kv_gib": 0.02}, **section)  # fmt: skip
+    for name, section in (
+        ("agent", {"agent": "agent_programs:plain_twice"}),
+        ("env", {"env": "agent_programs:PlainTwice"}),
+    ):
+        cfg = make_config(
+            path,
+            tmp_path,
+            name,
+            "grpo",
+            "train.steps=20",
+            "train.learning_rate=1e-2",
+            "algorithm.group_size=8",
+            rewards=[],
+            rollout={"max_new_tokens": 6, "kv_gib": 0.02},
+            **section,
+        )
         train_config(cfg, Given(data=DATA), SilentView())
         curves[name] = [line["reward/mean"] for line in lines(cfg) if "reward/mean" in line]
-    first, last = ({k: sum(c[part]) / 3 for k, c in curves.items()} for part in (slice(0, 3), slice(-3, None)))
+    first, last = (
+        {k: sum(c[part]) / 3 for k, c in curves.items()} for part in (slice(0, 3), slice(-3, None))
+    )
     assert all(first[k] < 0.65 and last[k] > 0.85 for k in curves), curves
 
 
 def test_a_run_that_was_cut_goes_on_exactly(path: str, tmp_path: Path) -> None:
     whole = run(path, tmp_path, "whole", "run.checkpoint.every=1")
-    cut = make_config(path, tmp_path, "cut", "grpo", "run.checkpoint.every=1", rewards=[], agent={"name": "agent_programs:guess", "lockstep": True},
-                      rollout={"max_new_tokens": 6, "kv_gib": 0.01})  # fmt: skip
+    cut = make_config(
+        path,
+        tmp_path,
+        "cut",
+        "grpo",
+        "run.checkpoint.every=1",
+        rewards=[],
+        agent={"name": "agent_programs:guess", "lockstep": True},
+        rollout={"max_new_tokens": 6, "kv_gib": 0.01},
+    )
     calls = 0
 
     class Cut(SilentView):
@@ -516,12 +727,17 @@ def test_a_run_that_was_cut_goes_on_exactly(path: str, tmp_path: Path) -> None:
     assert digest(cut) == digest(whole)
 
 
-def test_a_step_that_is_done_again_does_not_run_the_agents_again(engine: NativeEngine, tmp_path: Path) -> None:
+def test_a_step_that_is_done_again_does_not_run_the_agents_again(
+    engine: NativeEngine, tmp_path: Path
+) -> None:
     first = play(episodes(engine, programs.crowd, journal=Journal(tmp_path / "j.jsonl")))
     spy = Spy(engine)
     again = play(episodes(spy, programs.crowd, journal=Journal(tmp_path / "j.jsonl")))
     assert same(first, again) and spy.seen == []
-    other = play(episodes(spy, programs.crowd, journal=Journal(tmp_path / "j.jsonl")), Row("r0", "1+1=", {"answer": "2"}))
+    other = play(
+        episodes(spy, programs.crowd, journal=Journal(tmp_path / "j.jsonl")),
+        Row("r0", "1+1=", {"answer": "2"}),
+    )
     assert spy.seen and not same(first, other), "a record is bound to the row it was made for"
 
 
@@ -539,7 +755,11 @@ def test_a_wave_waits_for_everybody_who_runs() -> None:
 
     async def go() -> None:
         lockstep = Lockstep()
-        await asyncio.gather(agent(lockstep, "b", 0.0, 3), agent(lockstep, "c", 0.03, 1), agent(lockstep, "a", 0.06, 2))
+        await asyncio.gather(
+            agent(lockstep, "b", 0.0, 3),
+            agent(lockstep, "c", 0.03, 1),
+            agent(lockstep, "a", 0.06, 2),
+        )
 
     asyncio.run(go())
     assert order == ["a0", "b0", "c0", "a1", "b1", "b2"]
@@ -548,17 +768,30 @@ def test_a_wave_waits_for_everybody_who_runs() -> None:
 def test_config(path: str, tmp_path: Path) -> None:
     made = make_config(path, tmp_path, rewards=[], agent="agent_programs:guess").agent
     assert made is not None and made.name == "agent_programs:guess" and made.command is None
-    assert make_config(path, tmp_path, rewards=[], agent=["python", "x.py"]).agent.command == ["python", "x.py"]  # type: ignore[union-attr]
-    for bad in ({"agent": "guess"}, {"agent": {}}, {"agent": "a:b", "env": "single"}, {"agent": {"name": "a:b", "command": ["c"]}}):
+    assert make_config(path, tmp_path, rewards=[], agent=["python", "x.py"]).agent.command == [
+        "python",
+        "x.py",
+    ]  # type: ignore[union-attr]
+    for bad in (
+        {"agent": "guess"},
+        {"agent": {}},
+        {"agent": "a:b", "env": "single"},
+        {"agent": {"name": "a:b", "command": ["c"]}},
+    ):
         with pytest.raises(InputError):
             make_config(path, tmp_path, rewards=[], **bad)
     with pytest.raises(InputError, match="samples nothing"):
         make_config(path, tmp_path, "sft", "sft", agent="a:b")
 
 
-def test_with_exact_log_probs_the_order_of_requests_changes_not_a_bit(path: str, tmp_path: Path) -> None:
+def test_with_exact_log_probs_the_order_of_requests_changes_not_a_bit(
+    path: str, tmp_path: Path
+) -> None:
     """Several calls at once, no lockstep: whoever comes first, the run is the same."""
     agent = {"name": "agent_programs:crowd", "lockstep": False}
-    one, two = (run(path, tmp_path, name, "model.exact=true", "train.steps=2", agent=agent) for name in ("one", "two"))
+    one, two = (
+        run(path, tmp_path, name, "model.exact=true", "train.steps=2", agent=agent)
+        for name in ("one", "two")
+    )
     assert digest(one) == digest(two)
     assert all(r["agent/rewritten"] == 3 for r in lines(one) if "agent/rewritten" in r)

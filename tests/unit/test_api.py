@@ -26,7 +26,9 @@ from reinforge.train.supervised import SupervisedTrainer
 
 pytestmark = pytest.mark.timeout(120)
 ROWS = [{"prompt": f"{i}: "} for i in range(32)]
-SMALL: dict[str, Any] = dict(steps=1, group_size=4, prompts_per_step=2, max_new_tokens=4, overrides=["rollout.kv_gib=0.01"])
+SMALL: dict[str, Any] = dict(
+    steps=1, group_size=4, prompts_per_step=2, max_new_tokens=4, overrides=["rollout.kv_gib=0.01"]
+)
 
 
 def share_of_a(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
@@ -34,31 +36,64 @@ def share_of_a(prompts: list[Any], completions: list[str], **columns: Any) -> li
 
 
 def rewards_of(run_dir: Path) -> list[float]:
-    return [m["reward/mean"] for m in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if "reward/mean" in m]
+    return [
+        m["reward/mean"]
+        for m in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        if "reward/mean" in m
+    ]
 
 
 def test_learns_a_trivial_task(tiny_dir: str, tmp_path: Path) -> None:
-    """Write `a`. A sign, mask, shift or temperature the wrong way round anywhere in the house and this does not rise."""
-    result = reinforge.train(model=tiny_dir, data=ROWS, rewards=[share_of_a], algorithm="grpo", dir=str(tmp_path / "run"), steps=30, group_size=8,
-                             prompts_per_step=8, learning_rate=1e-2, max_new_tokens=8, overrides=["rollout.kv_gib=0.01", "run.log.samples_every=0"])  # fmt: skip
+    """Write `a`.
+
+    A sign, mask, shift or temperature the wrong way round anywhere in the house and this does not
+    rise.
+    """
+    result = reinforge.train(
+        model=tiny_dir,
+        data=ROWS,
+        rewards=[share_of_a],
+        algorithm="grpo",
+        dir=str(tmp_path / "run"),
+        steps=30,
+        group_size=8,
+        prompts_per_step=8,
+        learning_rate=1e-2,
+        max_new_tokens=8,
+        overrides=["rollout.kv_gib=0.01", "run.log.samples_every=0"],
+    )
     rewards = rewards_of(tmp_path / "run")
     assert sum(rewards[:2]) / 2 < 0.1 and sum(rewards[-3:]) / 3 > 0.6 and result.steps == 30
-    assert result.report is not None and result.report.exists() and result.metrics["reward/mean"] == rewards[-1]
+    assert (
+        result.report is not None
+        and result.report.exists()
+        and result.metrics["reward/mean"] == rewards[-1]
+    )
 
 
 def test_a_generator_of_rows_and_named_rewards(tiny_dir: str, tmp_path: Path) -> None:
     rows = ({"prompt": f"{i}+1=", "answer": i + 1} for i in range(8))
-    result = reinforge.train(model=tiny_dir, data=rows, rewards=["exact_number", "exact_match"], dir=str(tmp_path / "run"), **SMALL)
+    result = reinforge.train(
+        model=tiny_dir,
+        data=rows,
+        rewards=["exact_number", "exact_match"],
+        dir=str(tmp_path / "run"),
+        **SMALL,
+    )
     assert {"reward/exact_number", "reward/exact_match"} <= result.metrics.keys()
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [({"data": ROWS, "rewards": [share_of_a]}, "model and data are needed"), ({"model": "m", "data": ROWS, "rewards": [share_of_a, 3]}, "is no reward"),
-     ({"model": "m", "data": {"train": ROWS}, "rewards": [share_of_a]}, "not a list of rows"),
-     ({"model": "m", "data": ROWS}, "at least one reward"), ({"model": "/no/such", "data": ROWS, "rewards": [share_of_a]}, "no such directory")],
+    [
+        ({"data": ROWS, "rewards": [share_of_a]}, "model and data are needed"),
+        ({"model": "m", "data": ROWS, "rewards": [share_of_a, 3]}, "is no reward"),
+        ({"model": "m", "data": {"train": ROWS}, "rewards": [share_of_a]}, "not a list of rows"),
+        ({"model": "m", "data": ROWS}, "at least one reward"),
+        ({"model": "/no/such", "data": ROWS, "rewards": [share_of_a]}, "no such directory"),
+    ],
     ids=["no model", "a number as reward", "a dict of splits", "no reward", "no such model"],
-)  # fmt: skip
+)
 def test_what_is_missing_is_said(arguments: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=says):
         reinforge.train(**arguments, dir=str(tmp_path / "run"))
@@ -70,8 +105,14 @@ def test_what_is_missing_is_said(arguments: dict[str, Any], says: str, tmp_path:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"tokenizer": object()}, r"reinforge\.train: has no argument tokenizer\..*model\.tokenizer=PATH"),
-        ({"processing_class": object()}, r"has no argument processing_class\..*model\.tokenizer=PATH"),
+        (
+            {"tokenizer": object()},
+            r"reinforge\.train: has no argument tokenizer\..*model\.tokenizer=PATH",
+        ),
+        (
+            {"processing_class": object()},
+            r"has no argument processing_class\..*model\.tokenizer=PATH",
+        ),
         ({"callbacks": []}, r"has no argument callbacks\..*run\.log\.sinks"),
         ({"train_dataset": ROWS}, r"has no argument train_dataset\. It is called data"),
         ({"peft_config": object()}, r"has no argument peft_config\. It is called adapter"),
@@ -85,39 +126,76 @@ def test_an_argument_that_there_is_not_is_an_input_error(given: dict[str, Any], 
         reinforge.train(model="m", data=ROWS, rewards=[share_of_a], **given)
 
 
-def test_models_and_adapters_as_objects_are_refused_with_the_way_to_go(tiny_dir: str, tmp_path: Path) -> None:
+def test_models_and_adapters_as_objects_are_refused_with_the_way_to_go(
+    tiny_dir: str, tmp_path: Path
+) -> None:
     """They were taken for the names of files: `File name too long: 'LlamaForCausalLM(…'`."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    module, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_dir), AutoTokenizer.from_pretrained(tiny_dir)
+    module = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     name = type(module).__name__
 
     def refused(model: Any, says: str, **more: Any) -> None:
         with pytest.raises(InputError, match=says):
-            reinforge.train(model=model, data=ROWS, rewards=[share_of_a], dir=tmp_path / "run", **more)
+            reinforge.train(
+                model=model, data=ROWS, rewards=[share_of_a], dir=tmp_path / "run", **more
+            )
 
-    refused(module, rf"^model: model is a {name} object, and a path is needed\. .*model\.save_pretrained")
+    refused(
+        module,
+        rf"^model: model is a {name} object, and a path is needed\. .*model\.save_pretrained",
+    )
     refused(tokenizer, r"model is a \w+ object.*save_pretrained")
     refused(object(), r"model is a object object.*hub id")
     settings = LoraConfig(r=2, target_modules=["q_proj"])
     refused(tiny_dir, r"^adapter: adapter is a LoraConfig, not a dict\..*rank", adapter=settings)
-    refused(get_peft_model(module, settings), r'model is a Peft\w+ object.*adapter=\{"path": "my-adapter"\}.*merge_and_unload')
+    refused(
+        get_peft_model(module, settings),
+        r'model is a Peft\w+ object.*adapter=\{"path": "my-adapter"\}.*merge_and_unload',
+    )
     assert not (tmp_path / "run").exists()
 
 
 def config_of(tiny_dir: str, tmp_path: Path, *overrides: str, **sections: Any) -> Config:
-    raw = {"model": {"path": tiny_dir}, "algorithm": {"name": "grpo", "group_size": 4}, "data": {"source": "python"}, "rewards": [{"name": "exact_match"}],
-           "rollout": {"max_new_tokens": 4, "kv_gib": 0.01}, "train": {"steps": 1, "prompts_per_step": 2}, "run": {"dir": str(tmp_path / "run")}}  # fmt: skip
+    raw = {
+        "model": {"path": tiny_dir},
+        "algorithm": {"name": "grpo", "group_size": 4},
+        "data": {"source": "python"},
+        "rewards": [{"name": "exact_match"}],
+        "rollout": {"max_new_tokens": 4, "kv_gib": 0.01},
+        "train": {"steps": 1, "prompts_per_step": 2},
+        "run": {"dir": str(tmp_path / "run")},
+    }
     return config_from_dict({**raw, **sections}, overrides=overrides)
 
 
-@pytest.mark.parametrize("named", [{"learning_rate": 0.5}, {"steps": 7}, {"model": "other"}, {"algorithm": "dapo"}, {"seed": 3}, {"dir": "elsewhere"},
-                                   {"data": "rows.jsonl"}, {"data": Path("rows.jsonl")}, {"eval_data": "rows.jsonl"}], ids=str)  # fmt: skip
-def test_a_named_setting_beside_a_config_is_not_ignored(named: dict[str, Any], tiny_dir: str, tmp_path: Path) -> None:
-    """`train("config.yaml", learning_rate=1e-3)` must not run with the file's learning rate and say nothing."""
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"learning_rate": 0.5},
+        {"steps": 7},
+        {"model": "other"},
+        {"algorithm": "dapo"},
+        {"seed": 3},
+        {"dir": "elsewhere"},
+        {"data": "rows.jsonl"},
+        {"data": Path("rows.jsonl")},
+        {"eval_data": "rows.jsonl"},
+    ],
+    ids=str,
+)
+def test_a_named_setting_beside_a_config_is_not_ignored(
+    named: dict[str, Any], tiny_dir: str, tmp_path: Path
+) -> None:
+    """`train("config.yaml", learning_rate=1e-3)` must not run with the file's learning rate and say
+    nothing.
+    """
     with pytest.raises(InputError, match=rf"{next(iter(named))}.*overrides"):
-        reinforge.train(config_of(tiny_dir, tmp_path), **{"data": ROWS, "rewards": [share_of_a], **named})
+        reinforge.train(
+            config_of(tiny_dir, tmp_path), **{"data": ROWS, "rewards": [share_of_a], **named}
+        )
 
 
 def test_a_config_object_with_overrides(tiny_dir: str, tmp_path: Path) -> None:
@@ -128,10 +206,19 @@ def test_a_config_object_with_overrides(tiny_dir: str, tmp_path: Path) -> None:
 
 def test_a_dict_and_the_weights_of_rewards(tiny_dir: str, tmp_path: Path) -> None:
     cfg = config_of(
-        tiny_dir, tmp_path, rewards=[{"name": "exact_match", "weight": 0.5}, {"name": "regex", "weight": 2.0, "options": {"pattern": "."}}]
+        tiny_dir,
+        tmp_path,
+        rewards=[
+            {"name": "exact_match", "weight": 0.5},
+            {"name": "regex", "weight": 2.0, "options": {"pattern": "."}},
+        ],
     )
-    result = reinforge.train(cfg.model_dump(mode="json"), data=[{**r, "answer": "zz"} for r in ROWS])
-    assert result.metrics["reward/mean"] == pytest.approx(2 * result.metrics["reward/regex"] + 0.5 * result.metrics["reward/exact_match"])
+    result = reinforge.train(
+        cfg.model_dump(mode="json"), data=[{**r, "answer": "zz"} for r in ROWS]
+    )
+    assert result.metrics["reward/mean"] == pytest.approx(
+        2 * result.metrics["reward/regex"] + 0.5 * result.metrics["reward/exact_match"]
+    )
 
 
 # rewards
@@ -147,29 +234,73 @@ def halves(completions: list[str]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("rewards", "mean"),
-    [(ones, 1.0), ((ones, 3), 3.0), ([ones, halves], 1.5), ((ones, halves), 1.5), ([(ones, 2.0), halves, "exact_match"], 2.5),
-     ([(ones, 2.0), ("exact_match", 9.0), lambda completions: [0.25] * len(completions), lambda completions: [0.5] * len(completions)], 2.75)],
+    [
+        (ones, 1.0),
+        ((ones, 3), 3.0),
+        ([ones, halves], 1.5),
+        ((ones, halves), 1.5),
+        ([(ones, 2.0), halves, "exact_match"], 2.5),
+        (
+            [
+                (ones, 2.0),
+                ("exact_match", 9.0),
+                lambda completions: [0.25] * len(completions),
+                lambda completions: [0.5] * len(completions),
+            ],
+            2.75,
+        ),
+    ],
     ids=["function", "pair", "list", "tuple", "pair, function and name", "with lambdas"],
-)  # fmt: skip
-def test_rewards_are_names_functions_and_pairs(rewards: Any, mean: float, tiny_dir: str, tmp_path: Path) -> None:
-    result = reinforge.train(model=tiny_dir, data=[{**r, "answer": "zz"} for r in ROWS], rewards=rewards, dir=tmp_path / "run", **SMALL)
-    assert result.metrics["reward/mean"] == pytest.approx(mean) and result.metrics.get("reward/exact_match", 0.0) == 0.0
-    recorded = [r["name"] for r in json.loads((tmp_path / "run" / "config.json").read_text())["rewards"]]
-    assert len(recorded) == len(set(recorded)) and {f"reward/{name}" for name in recorded} <= result.metrics.keys()
+)
+def test_rewards_are_names_functions_and_pairs(
+    rewards: Any, mean: float, tiny_dir: str, tmp_path: Path
+) -> None:
+    result = reinforge.train(
+        model=tiny_dir,
+        data=[{**r, "answer": "zz"} for r in ROWS],
+        rewards=rewards,
+        dir=tmp_path / "run",
+        **SMALL,
+    )
+    assert (
+        result.metrics["reward/mean"] == pytest.approx(mean)
+        and result.metrics.get("reward/exact_match", 0.0) == 0.0
+    )
+    recorded = [
+        r["name"] for r in json.loads((tmp_path / "run" / "config.json").read_text())["rewards"]
+    ]
+    assert (
+        len(recorded) == len(set(recorded))
+        and {f"reward/{name}" for name in recorded} <= result.metrics.keys()
+    )
 
 
 @pytest.mark.parametrize("form", ["file", "dict", "object"])
 def test_rewards_beside_a_config(form: str, tiny_dir: str, tmp_path: Path) -> None:
-    """Without rewards of its own it is completed; a name that it has keeps its weight; an override is the last word."""
+    """Without rewards of its own it is completed; a name that it has keeps its weight; an override
+    is the last word.
+    """
     entry = {"name": "ones", "weight": 0.5}
-    raw = {k: v for k, v in config_of(tiny_dir, tmp_path).model_dump(mode="json").items() if k != "rewards"}
+    raw = {
+        k: v
+        for k, v in config_of(tiny_dir, tmp_path).model_dump(mode="json").items()
+        if k != "rewards"
+    }
 
     def run(name: str, declared: list[Any], *overrides: str) -> float:
-        dumped = {**raw, "run": {"dir": str(tmp_path / name)}, **({"rewards": declared} if declared else {})}
+        dumped = {
+            **raw,
+            "run": {"dir": str(tmp_path / name)},
+            **({"rewards": declared} if declared else {}),
+        }
         config: Any = tmp_path / f"{name}.yaml"
         config.write_text(json.dumps(dumped))
-        config = config if form == "file" else dumped if form == "dict" else config_from_dict(dumped)
-        return reinforge.train(config, data=ROWS, rewards=[halves, ones], overrides=overrides).metrics["reward/mean"]
+        config = (
+            config if form == "file" else dumped if form == "dict" else config_from_dict(dumped)
+        )
+        return reinforge.train(
+            config, data=ROWS, rewards=[halves, ones], overrides=overrides
+        ).metrics["reward/mean"]
 
     if form != "object":  # which needs a reward to exist
         assert run("none", []) == 1.5
@@ -179,18 +310,28 @@ def test_rewards_beside_a_config(form: str, tiny_dir: str, tmp_path: Path) -> No
 
 
 def test_a_name_beside_a_config_is_used(tiny_dir: str, tmp_path: Path) -> None:
-    result = reinforge.train(config_of(tiny_dir, tmp_path), data=[{**r, "answer": 1} for r in ROWS], rewards="exact_number")
+    result = reinforge.train(
+        config_of(tiny_dir, tmp_path),
+        data=[{**r, "answer": 1} for r in ROWS],
+        rewards="exact_number",
+    )
     assert "reward/exact_number" in result.metrics and "reward/exact_match" not in result.metrics
 
 
 # where it is written
 
 
-def test_two_runs_without_a_directory_are_two_runs(tiny_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_without_a_directory_are_two_runs(
+    tiny_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     first = reinforge.train(model=Path(tiny_dir), data=ROWS, rewards=ones, **SMALL)
     second = reinforge.train(model=Path(tiny_dir), data=ROWS, rewards=halves, **SMALL)
-    assert first.metrics["reward/mean"] == 1.0 and second.metrics["reward/mean"] == 0.5 and first.run_dir != second.run_dir
+    assert (
+        first.metrics["reward/mean"] == 1.0
+        and second.metrics["reward/mean"] == 0.5
+        and first.run_dir != second.run_dir
+    )
     assert all(re.fullmatch(r"runs/grpo-\d{8}-\d{6}(-2)?", str(r.run_dir)) for r in (first, second))
 
 
@@ -210,14 +351,26 @@ def loaded(tiny_dir: str, tmp_path: Path, given: Given, **data: Any) -> tuple[se
 
 def test_held_out_rows_from_files_and_objects(tiny_dir: str, tmp_path: Path) -> None:
     """Which rows are held out depends on the rows and data.eval, not on how they came."""
-    file, other = rows_file(tmp_path / "rows.jsonl", ROWS), [{"prompt": "x"}, {"prompt": "y"}]
+    file = rows_file(tmp_path / "rows.jsonl", ROWS)
+    other = [{"prompt": "x"}, {"prompt": "y"}]
     train, held = loaded(tiny_dir, tmp_path, Given(), source=str(file), eval={"size": 5})
     assert len(train) == 27 and len(held) == 5 and not train & held
     assert loaded(tiny_dir, tmp_path, Given(data=ROWS), eval={"size": 5}) == (train, held)
-    assert loaded(tiny_dir, tmp_path, Given(data=ROWS), source="arithmetic:chain", eval={"size": 5}) == (train, held)
-    assert loaded(tiny_dir, tmp_path, Given(eval_data=other), source=str(file)) == (train | held, {"x", "y"})
-    assert loaded(tiny_dir, tmp_path, Given(data=ROWS, eval_data=other), eval={"size": 1}) == (train | held, {"x"})
-    assert loaded(tiny_dir, tmp_path, Given(data=other), eval={"source": str(file)}) == ({"x", "y"}, train | held)
+    assert loaded(
+        tiny_dir, tmp_path, Given(data=ROWS), source="arithmetic:chain", eval={"size": 5}
+    ) == (train, held)
+    assert loaded(tiny_dir, tmp_path, Given(eval_data=other), source=str(file)) == (
+        train | held,
+        {"x", "y"},
+    )
+    assert loaded(tiny_dir, tmp_path, Given(data=ROWS, eval_data=other), eval={"size": 1}) == (
+        train | held,
+        {"x"},
+    )
+    assert loaded(tiny_dir, tmp_path, Given(data=other), eval={"source": str(file)}) == (
+        {"x", "y"},
+        train | held,
+    )
     with pytest.raises(InputError, match=r"data\.eval\.size.*asks for 3"):
         loaded(tiny_dir, tmp_path, Given(data=ROWS, eval_data=other), eval={"size": 3})
     with pytest.raises(InputError, match=r"data\.eval\.source.*Give one"):
@@ -225,27 +378,44 @@ def test_held_out_rows_from_files_and_objects(tiny_dir: str, tmp_path: Path) -> 
 
 
 def test_paths_of_data(tiny_dir: str, tmp_path: Path) -> None:
-    file, held = rows_file(tmp_path / "rows.jsonl", ROWS), rows_file(tmp_path / "held.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
-    result = reinforge.train(model=tiny_dir, data=file, eval_data=held, rewards=halves, dir=tmp_path / "run", **SMALL)
+    file = rows_file(tmp_path / "rows.jsonl", ROWS)
+    held = rows_file(tmp_path / "held.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
+    result = reinforge.train(
+        model=tiny_dir, data=file, eval_data=held, rewards=halves, dir=tmp_path / "run", **SMALL
+    )
     assert result.metrics["eval/reward"] == 0.5 and result.metrics["eval/n"] == 2
 
 
 @pytest.mark.parametrize("source", ["python", "file"])
-def test_evaluating_a_run_of_python_objects_says_so(source: str, tiny_dir: str, tmp_path: Path) -> None:
+def test_evaluating_a_run_of_python_objects_says_so(
+    source: str, tiny_dir: str, tmp_path: Path
+) -> None:
     """Also when a config names a file that was not used."""
     file = rows_file(tmp_path / "rows.jsonl", [{**r, "answer": 1} for r in ROWS])
-    cfg = config_of(tiny_dir, tmp_path, data={"source": "python" if source == "python" else str(file)})
-    result = reinforge.train(cfg, data=[{**r, "answer": 2} for r in ROWS], eval_data=[{"prompt": "x", "answer": 2}])
+    cfg = config_of(
+        tiny_dir, tmp_path, data={"source": "python" if source == "python" else str(file)}
+    )
+    result = reinforge.train(
+        cfg, data=[{**r, "answer": 2} for r in ROWS], eval_data=[{"prompt": "x", "answer": 2}]
+    )
     with pytest.raises(InputError, match=r"data\.source: .*Python objects"):
         reinforge.evaluate(result.run_dir)
     with pytest.raises(InputError, match=r"data\.eval\.source: .*Python objects"):
         reinforge.evaluate(result.run_dir, [f"data.source={file}"])
-    assert reinforge.evaluate(result.run_dir, [f"data.source={file}", "data.eval.source=null", "data.eval.size=3"])["eval/n"] == 3
+    assert (
+        reinforge.evaluate(
+            result.run_dir, [f"data.source={file}", "data.eval.source=null", "data.eval.size=3"]
+        )["eval/n"]
+        == 3
+    )
 
 
 def test_a_tiny_model_at_a_text_path(tmp_path: Path) -> None:
     path = make_tiny_model(str(tmp_path / "m"), width=32, layers=1, heads=2)
-    assert path == tmp_path / "m" and json.loads((path / "config.json").read_text())["hidden_size"] == 32
+    assert (
+        path == tmp_path / "m"
+        and json.loads((path / "config.json").read_text())["hidden_size"] == 32
+    )
 
 
 # how it looks
@@ -254,16 +424,21 @@ def test_a_tiny_model_at_a_text_path(tmp_path: Path) -> None:
 def test_the_callable_module_looks_like_its_function() -> None:
     from reinforge.app import api
 
-    assert inspect.signature(reinforge.train) == inspect.signature(api.train) and inspect.getdoc(reinforge.train) == inspect.getdoc(
-        api.train
+    assert inspect.signature(reinforge.train) == inspect.signature(api.train) and inspect.getdoc(
+        reinforge.train
+    ) == inspect.getdoc(api.train)
+    code = (
+        "import sys, inspect, reinforge; reinforge.train; inspect.signature(reinforge.train);"
+        " reinforge.train.__doc__; sys.exit('torch' in sys.modules)"
     )
-    code = "import sys, inspect, reinforge; reinforge.train; inspect.signature(reinforge.train); reinforge.train.__doc__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_train_and_evaluation_rows_are_disjoint(tiny_dir: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="also training rows"):
-        reinforge.train(config_of(tiny_dir, tmp_path), data=ROWS, eval_data=ROWS[:1], rewards=[share_of_a])
+        reinforge.train(
+            config_of(tiny_dir, tmp_path), data=ROWS, eval_data=ROWS[:1], rewards=[share_of_a]
+        )
 
 
 # one rendering for everything
@@ -284,18 +459,36 @@ def bos_dir(tiny_dir: str, tmp_path: Path) -> str:
     return str(tmp_path / "bos")
 
 
-def test_prompts_of_rollout_evaluation_and_sft_are_the_same_ids(bos_dir: str, tmp_path: Path) -> None:
+def test_prompts_of_rollout_evaluation_and_sft_are_the_same_ids(
+    bos_dir: str, tmp_path: Path
+) -> None:
     """Exactly one BOS, and special text in the prompt stays text (24, 29)."""
     rows = [
         {"prompt": "1+1=", "completion": "2"},
         {"prompt": "say <|eos|> or <|bos|>", "completion": "<|eos|> no"},
         {"prompt": "é 7", "completion": "x"},
     ]
-    rl = build(config_of(bos_dir, tmp_path, "data.shuffle=false"), _quiet(), Given(data=rows, rewards=[share_of_a]))
-    sft = build(config_of(bos_dir, tmp_path, "data.shuffle=false", algorithm={"name": "sft"}), _quiet(), Given(data=rows))
-    assert isinstance(rl, RLTrainer) and isinstance(sft, SupervisedTrainer) and isinstance(rl.source, Source)
+    rl = build(
+        config_of(bos_dir, tmp_path, "data.shuffle=false"),
+        _quiet(),
+        Given(data=rows, rewards=[share_of_a]),
+    )
+    sft = build(
+        config_of(bos_dir, tmp_path, "data.shuffle=false", algorithm={"name": "sft"}),
+        _quiet(),
+        Given(data=rows),
+    )
+    assert (
+        isinstance(rl, RLTrainer)
+        and isinstance(sft, SupervisedTrainer)
+        and isinstance(rl.source, Source)
+    )
     rollout: Any = rl.source.rollout
-    evaluation = Workshop(config_of(bos_dir, tmp_path), Given(data=rows[:1], eval_data=rows[1:], rewards=[share_of_a]), _quiet()).heldout()
+    evaluation = Workshop(
+        config_of(bos_dir, tmp_path),
+        Given(data=rows[:1], eval_data=rows[1:], rewards=[share_of_a]),
+        _quiet(),
+    ).heldout()
     assert evaluation is not None
     held: Any = evaluation.rollout
     for i, row in enumerate(rl.source.rows):
@@ -303,7 +496,12 @@ def test_prompts_of_rollout_evaluation_and_sft_are_the_same_ids(bos_dir: str, tm
         assert ids.count(1) == 1 and ids[0] == 1 and 2 not in ids
         first = int(sample.trained.nonzero()[0])
         assert sample.tokens[:first].tolist() == ids and sample.tokens.tolist().count(1) == 1
-        assert sample.tokens[-1] == 2 and bool(sample.trained[-1]) and sample.tokens.tolist().count(2) == 1  # the end is learned, once
+        # the end is learned, once
+        assert (
+            sample.tokens[-1] == 2
+            and bool(sample.trained[-1])
+            and sample.tokens.tolist().count(2) == 1
+        )
         if i:
             assert held.encode(evaluation.rows[i - 1]) == ids
 
@@ -318,22 +516,40 @@ def _quiet() -> Any:
 
 
 def test_evaluate_scores_the_checkpoint_not_the_start(tiny_dir: str, tmp_path: Path) -> None:
-    """The last evaluation of the run again from its directory: the same number; the config alone: the untrained model's."""
+    """The last evaluation of the run again from its directory: the same number; the config alone:
+    the untrained model's.
+    """
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{i}: ", "answer": "a"}) + "\n" for i in range(24)))
-    cfg = config_of(tiny_dir, tmp_path, "train.steps=12", "train.learning_rate=1e-2", "train.prompts_per_step=8", "algorithm.group_size=8", "eval.temperature=1",
-                    data={"source": str(data), "eval": {"size": 4}}, rewards=[{"name": "reinforge.app.check:share_of_even"}])  # fmt: skip
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{i}: ", "answer": "a"}) + "\n" for i in range(24))
+    )
+    cfg = config_of(
+        tiny_dir,
+        tmp_path,
+        "train.steps=12",
+        "train.learning_rate=1e-2",
+        "train.prompts_per_step=8",
+        "algorithm.group_size=8",
+        "eval.temperature=1",
+        data={"source": str(data), "eval": {"size": 4}},
+        rewards=[{"name": "reinforge.app.check:share_of_even"}],
+    )
     result = reinforge.train(cfg)
     again = reinforge.evaluate(tmp_path / "run")
     assert again["eval/reward"] == result.metrics["eval/reward"] > 0.02
-    start = next(m for m in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) if "eval/reward" in m)
+    start = next(
+        m
+        for m in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        if "eval/reward" in m
+    )
     assert start["step"] == 0 and again["eval/reward"] > start["eval/reward"] + 0.05
 
 
 def test_generate_writes_what_was_sampled(tiny_dir: str, tmp_path: Path) -> None:
     from reinforge.app.api import generate
 
-    prompts, out = tmp_path / "p.jsonl", tmp_path / "deep" / "o.jsonl"
+    prompts = tmp_path / "p.jsonl"
+    out = tmp_path / "deep" / "o.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{i}: ", "tag": i}) + "\n" for i in range(3)))
     assert generate(tiny_dir, prompts, out, n=2, max_new_tokens=5, seed=1) == 6
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -344,11 +560,15 @@ def test_generate_writes_what_was_sampled(tiny_dir: str, tmp_path: Path) -> None
         from reinforge.core.batch import Batch
         from reinforge.core.sample import Sample
 
-        sample = Sample.from_tokens("x", prompt + line["tokens"], [False] * len(prompt) + [True] * len(line["tokens"]))
+        sample = Sample.from_tokens(
+            "x", prompt + line["tokens"], [False] * len(prompt) + [True] * len(line["tokens"])
+        )
         with torch.no_grad():
             exact = model.logprobs(Batch.pack([sample]), temperature=1.0)[0]
         assert line["logprobs"] == pytest.approx(exact.tolist(), abs=1e-5)
-        assert line["completion"] == model.tokenizer.decode(line["tokens"], skip_special_tokens=True)
+        assert line["completion"] == model.tokenizer.decode(
+            line["tokens"], skip_special_tokens=True
+        )
     first = out.read_text()
     generate(tiny_dir, prompts, out, n=2, max_new_tokens=5, seed=1)
     assert out.read_text() == first

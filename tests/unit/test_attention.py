@@ -9,12 +9,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reinforge.core.errors import InputError
-from reinforge.models.attention import PADDING_WASTE, Cache, Packed, Paged, Prefill, _attention, tile_runs, varlen_attention
+from reinforge.models.attention import (
+    PADDING_WASTE,
+    Cache,
+    Packed,
+    Paged,
+    Prefill,
+    _attention,
+    tile_runs,
+    varlen_attention,
+)
 
-H, K, D = 4, 2, 8
+H = 4
+K = 2
+D = 8
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     """One sequence in float64, token by token and head by head."""
     out = torch.zeros_like(q, dtype=torch.float64)
     for t in range(q.shape[0]):
@@ -41,32 +54,53 @@ RULES = [(None, None), (3, None), (None, 1.5), (3, 1.5)]
 
 
 @pytest.mark.parametrize(("window", "softcap"), RULES)
-@pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [9, 8, 8, 1], [1, 30, 2], [4, 17, 16, 16, 3]], ids=str)
-def test_packed_is_each_sequence_alone(lengths: list[int], window: int | None, softcap: float | None) -> None:
+@pytest.mark.parametrize(
+    "lengths", [[7], [5, 5, 5], [9, 8, 8, 1], [1, 30, 2], [4, 17, 16, 16, 3]], ids=str
+)
+def test_packed_is_each_sequence_alone(
+    lengths: list[int], window: int | None, softcap: float | None
+) -> None:
     q, k, v = qkv(sum(lengths))
     ours = Packed(lengths, starts_of(lengths)).attend(0, q, k, v, 0.3, window, softcap)
-    alone = [plain(*(x.split(lengths)[i] for x in (q, k, v)), 0.3, window, softcap) for i in range(len(lengths))]
+    alone = [
+        plain(*(x.split(lengths)[i] for x in (q, k, v)), 0.3, window, softcap)
+        for i in range(len(lengths))
+    ]
     torch.testing.assert_close(ours.double(), torch.cat(alone), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "softcap"), RULES)
-@pytest.mark.parametrize(("lengths", "prefix"), [([6, 4, 4, 7], [-1, 0, 0, -1]), ([3, 5, 9, 2, 8, 1], [-1, -1, 1, 0, 1, 0])], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "prefix"),
+    [([6, 4, 4, 7], [-1, 0, 0, -1]), ([3, 5, 9, 2, 8, 1], [-1, -1, 1, 0, 1, 0])],
+    ids=str,
+)
 def test_a_segment_that_continues_another_is_their_tokens_in_one_sequence(
     lengths: list[int], prefix: list[int], window: int | None, softcap: float | None
 ) -> None:
     q, k, v = qkv(sum(lengths))
-    ours = Packed(lengths, starts_of(lengths), prefix).attend(0, q, k, v, 0.3, window, softcap).split(lengths)
+    ours = (
+        Packed(lengths, starts_of(lengths), prefix)
+        .attend(0, q, k, v, 0.3, window, softcap)
+        .split(lengths)
+    )
     parts = list(zip(*(x.split(lengths) for x in (q, k, v)), strict=True))
     for i, before in enumerate(prefix):
-        whole = [torch.cat([parts[before][j], parts[i][j]]) if before >= 0 else parts[i][j] for j in range(3)]
+        whole = [
+            torch.cat([parts[before][j], parts[i][j]]) if before >= 0 else parts[i][j]
+            for j in range(3)
+        ]
         want = plain(*whole, 0.3, window, softcap)[-lengths[i] :]
         torch.testing.assert_close(ours[i].double(), want, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "softcap"), RULES)
 def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: float | None) -> None:
-    """Prompts are prefilled into scattered blocks of a cache full of rubbish; then one token each."""
-    lengths, size = [5, 8, 9, 1], 4
+    """Prompts are prefilled into scattered blocks of a cache full of rubbish; then one
+    token each.
+    """
+    lengths = [5, 8, 9, 1]
+    size = 4
     cache = Cache.allocate([(K, D)], 16, size, torch.float32, torch.device("cpu"))
     for part in (*cache.keys, *cache.values):
         part.fill_(1e3)  # what earlier owners left behind
@@ -75,7 +109,12 @@ def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: flo
     whole = [x.split([n + 1 for n in lengths]) for x in (q, k, v)]
     prompt = [torch.cat([part[:-1] for part in x]) for x in whole]
     newest = [torch.stack([part[-1] for part in x]) for x in whole]
-    slots = torch.cat([tables[i, torch.arange(n) // size] * size + torch.arange(n) % size for i, n in enumerate(lengths)])
+    slots = torch.cat(
+        [
+            tables[i, torch.arange(n) // size] * size + torch.arange(n) % size
+            for i, n in enumerate(lengths)
+        ]
+    )
     Prefill(lengths, starts_of(lengths), cache, slots).attend(0, *prompt, 0.3, window, softcap)
     past = torch.tensor(lengths)
     ours = Paged(cache, tables, past).attend(0, *newest, 0.3, window, softcap)
@@ -98,7 +137,11 @@ def test_gradient_stays_inside_a_sequence() -> None:
     Packed(lengths, starts_of(lengths)).attend(0, q, k, v, 0.3, None, None)[6:11].sum().backward()
     for x in (q, k, v):
         assert x.grad is not None
-        assert float(x.grad[:6].abs().max()) == 0 and float(x.grad[11:].abs().max()) == 0 and float(x.grad[6:11].abs().max()) > 0
+        assert (
+            float(x.grad[:6].abs().max()) == 0
+            and float(x.grad[11:].abs().max()) == 0
+            and float(x.grad[6:11].abs().max()) > 0
+        )
 
 
 def test_calls_that_cannot_be_right_are_refused() -> None:
@@ -115,7 +158,9 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
 
 @pytest.mark.parametrize("left", [-1, 7])
 def test_the_kernel_for_gpus_takes_what_it_is_given(left: int) -> None:
-    """It is an operator below torch's public surface: without a GPU at least its arguments and shapes are checked, on no data."""
+    """It is an operator below torch's public surface: without a GPU at least its arguments and
+    shapes are checked, on no data.
+    """
     q, k, v = (torch.empty(40, n, 64, device="meta", dtype=torch.bfloat16) for n in (4, 2, 2))
     starts = torch.empty(4, device="meta", dtype=torch.int32)
     out = varlen_attention(q, k, v, starts, starts, 20, 20, 0.1, left)

@@ -23,14 +23,25 @@ from reinforge.core.sample import Sample
 
 
 def samples_of(*rewards: float, length: int = 2) -> list[Sample]:
-    return [Sample.from_tokens(f"s{i}", [1] * (length + 1), [False] + [True] * length, group="g", reward=r) for i, r in enumerate(rewards)]
+    return [
+        Sample.from_tokens(
+            f"s{i}", [1] * (length + 1), [False] + [True] * length, group="g", reward=r
+        )
+        for i, r in enumerate(rewards)
+    ]
 
 
-def loss_of(algorithm: Algorithm, logprobs: list[float], old: list[float], batch: Batch) -> tuple[float, dict[str, float], list[float]]:
-    leaf, lengths = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True), batch.trained_lengths()
-    streams = {k: v.double() for k, v in batch.streams.items()} | {"old": torch.tensor(old, dtype=torch.float64)}
+def loss_of(
+    algorithm: Algorithm, logprobs: list[float], old: list[float], batch: Batch
+) -> tuple[float, dict[str, float], list[float]]:
+    leaf = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    lengths = batch.trained_lengths()
+    streams = {k: v.double() for k, v in batch.streams.items()} | {
+        "old": torch.tensor(old, dtype=torch.float64)
+    }
     loss, metrics = algorithm.loss(
-        TrainedTokens(leaf, None, batch.sequence, lengths, lengths[batch.sequence], streams), Totals.of([batch], 8)
+        TrainedTokens(leaf, None, batch.sequence, lengths, lengths[batch.sequence], streams),
+        Totals.of([batch], 8),
     )
     loss.backward()
     assert leaf.grad is not None
@@ -41,7 +52,9 @@ def loss_of(algorithm: Algorithm, logprobs: list[float], old: list[float], batch
 
 
 def test_clips_reach_the_surrogate_and_follow_it() -> None:
-    assert settings_of(build("grpo", clip_low=0.1, clip_delta=4.0, clip_dual=3.0).loss.surrogate) == {
+    assert settings_of(
+        build("grpo", clip_low=0.1, clip_delta=4.0, clip_dual=3.0).loss.surrogate
+    ) == {
         "low": 0.1,
         "high": 0.2,
         "dual": 3.0,
@@ -55,7 +68,11 @@ def test_clips_reach_the_surrogate_and_follow_it() -> None:
 
 def test_options_go_to_whichever_part_takes_them() -> None:
     algorithm = build(
-        "sapo", correction="seq_tis", settings={"tau_negative": 2.0, "geometric": True, "clamp": 5.0}, cap=3.0, selection="top_entropy"
+        "sapo",
+        correction="seq_tis",
+        settings={"tau_negative": 2.0, "geometric": True, "clamp": 5.0},
+        cap=3.0,
+        selection="top_entropy",
     )
     loss = algorithm.loss
     assert isinstance(loss, PolicyLoss)
@@ -64,7 +81,11 @@ def test_options_go_to_whichever_part_takes_them() -> None:
         "floor": 0.0,
         "geometric": True,
     }
-    assert settings_of(loss.kl) == {"clamp": 5.0} and loss.selected == "keep" and algorithm.needs == {"entropy"}
+    assert (
+        settings_of(loss.kl) == {"clamp": 5.0}
+        and loss.selected == "keep"
+        and algorithm.needs == {"entropy"}
+    )
     both = build("cispo", correction="tis", settings={"cap": 4.0}).loss
     assert settings_of(both.surrogate)["cap"] == settings_of(both.correction)["cap"] == 4.0  # type: ignore[attr-defined]
     own = build("cispo", correction="tis", settings={"cap": 4.0}, cap=1.5).loss
@@ -72,13 +93,30 @@ def test_options_go_to_whichever_part_takes_them() -> None:
 
 
 def test_a_selections_first_setting_by_its_own_name() -> None:
-    assert settings_of(build("grpo", selection="top_entropy", settings={"top_entropy": 0.4}).selection)["share"] == 0.4  # type: ignore[arg-type]
-    assert settings_of(build("grpo", selection="top_entropy", settings={"share": 0.4}).selection)["share"] == 0.4  # type: ignore[arg-type]
-    assert settings_of(build("dapo", selection="off_policy_mask", settings={"off_policy_mask": 0.1}).selection)["drift"] == 0.1  # type: ignore[arg-type]
+    assert (
+        settings_of(
+            build("grpo", selection="top_entropy", settings={"top_entropy": 0.4}).selection
+        )["share"]
+        == 0.4
+    )  # type: ignore[arg-type]
+    assert (
+        settings_of(build("grpo", selection="top_entropy", settings={"share": 0.4}).selection)[
+            "share"
+        ]
+        == 0.4
+    )  # type: ignore[arg-type]
+    assert (
+        settings_of(
+            build("dapo", selection="off_policy_mask", settings={"off_policy_mask": 0.1}).selection
+        )["drift"]
+        == 0.1
+    )  # type: ignore[arg-type]
     assert build("dapo", selection="off_policy_mask").needs == {"old"}
 
 
-@pytest.mark.parametrize(("name", "use"), [("clip_cov", "drop"), ("kl_cov", "penalise"), ("grpo", "keep")])
+@pytest.mark.parametrize(
+    ("name", "use"), [("clip_cov", "drop"), ("kl_cov", "penalise"), ("grpo", "keep")]
+)
 def test_what_selected_tokens_are_for(name: str, use: str) -> None:
     assert build(name).loss.selected == use  # type: ignore[attr-defined]
     assert build(name, selection="top_entropy", selected="drop").loss.selected == "drop"  # type: ignore[attr-defined]
@@ -91,17 +129,26 @@ def test_the_clip_of_advantages_comes_last() -> None:
 
 
 def test_only_entropy_chosen_tokens_train() -> None:
-    """Two groups' worth of tokens, entropies 0.1 to 0.6, a third kept: the two highest have a gradient."""
+    """Two groups' worth of tokens, entropies 0.1 to 0.6, a third kept: the two highest have a
+    gradient.
+    """
     samples = [
         s.with_(streams={"entropy": torch.tensor([0.0, *e])})
-        for s, e in zip(samples_of(0.0, 1.0, 2.0), ([0.1, 0.6], [0.2, 0.5], [0.3, 0.4]), strict=True)
+        for s, e in zip(
+            samples_of(0.0, 1.0, 2.0), ([0.1, 0.6], [0.2, 0.5], [0.3, 0.4]), strict=True
+        )
     ]
     batch = Batch.pack(samples)
-    algorithm = build("dr_grpo", selection="top_entropy", settings={"top_entropy": 1 / 3}, reduce="token_mean")
+    algorithm = build(
+        "dr_grpo", selection="top_entropy", settings={"top_entropy": 1 / 3}, reduce="token_mean"
+    )
     algorithm.advantages([batch])
     assert batch.streams["selected"].tolist() == [0, 1, 0, 1, 0, 0]
     _, metrics, gradient = loss_of(algorithm, [-1.0] * 6, [-1.0] * 6, batch)
-    assert gradient == pytest.approx([0, 1 / 6, 0, 0, 0, 0]) and metrics["policy/selected"] == pytest.approx(1 / 3)  # the second has A = 0
+    # the second has A = 0
+    assert gradient == pytest.approx([0, 1 / 6, 0, 0, 0, 0]) and metrics[
+        "policy/selected"
+    ] == pytest.approx(1 / 3)
 
 
 def test_vapo_counts_the_likelihood_of_what_was_right() -> None:
@@ -109,26 +156,40 @@ def test_vapo_counts_the_likelihood_of_what_was_right() -> None:
     samples = [s.with_(streams={"values": torch.zeros(3)}) for s in samples_of(1.0, 0.0)]
     batch = Batch.pack(samples)
     build("vapo").advantages([batch])
-    assert batch.streams["positive"].tolist() == [2, 2, 0, 0] and batch.streams["returns"].tolist() == [1, 1, 0, 0]
+    assert batch.streams["positive"].tolist() == [2, 2, 0, 0] and batch.streams[
+        "returns"
+    ].tolist() == [1, 1, 0, 0]
 
 
 def test_needs_and_old() -> None:
     assert build("grpo").needs == build("grpo").loss.needs == frozenset()
     assert build("grpo", updates=2).needs == build("grpo", old="recompute").needs == {"old"}
-    assert build("grpo", updates=2, old="engine").needs == frozenset() and build("grpo", old="engine").loss.engine_old  # type: ignore[attr-defined]
+    assert (
+        build("grpo", updates=2, old="engine").needs == frozenset()
+        and build("grpo", old="engine").loss.engine_old
+    )  # type: ignore[attr-defined]
     assert build("grpo", kl_coefficient=0.1).loss.needs == {"reference"}
-    assert build("reinforce_pp").loss.needs == frozenset() and build("reinforce_pp", kl_coefficient=0.0).needs == frozenset()
-    assert build("grpo", entropy=0.1).loss.entropy_gradient and not build("grpo").loss.entropy_gradient
+    assert (
+        build("reinforce_pp").loss.needs == frozenset()
+        and build("reinforce_pp", kl_coefficient=0.0).needs == frozenset()
+    )
+    assert (
+        build("grpo", entropy=0.1).loss.entropy_gradient and not build("grpo").loss.entropy_gradient
+    )
     assert build("grpo", entropy_target=0.3).loss.entropy_gradient
 
 
 def test_options_change_what_is_computed() -> None:
     batch = Batch.pack(samples_of(0.0, 1.0))
     build("dr_grpo").advantages([batch])
-    logprobs, old = [-1.0, -2.0, -1.5, -0.5], [-1.3, -2.0, -1.9, -0.4]
+    logprobs = [-1.0, -2.0, -1.5, -0.5]
+    old = [-1.3, -2.0, -1.9, -0.4]
     tight = loss_of(build("dr_grpo", clip_low=0.01, clip_high=0.01), logprobs, old, batch)[0]
     wide = loss_of(build("dr_grpo", clip_low=0.99, clip_high=9.0), logprobs, old, batch)[0]
-    expected = (0.5 * (2.718281828459045**0.3 + 1) - 0.5 * (2.718281828459045**0.4 + 2.718281828459045**-0.1)) / 16
+    expected = (
+        0.5 * (2.718281828459045**0.3 + 1)
+        - 0.5 * (2.718281828459045**0.4 + 2.718281828459045**-0.1)
+    ) / 16
     assert wide == pytest.approx(expected) and tight != pytest.approx(wide)
 
 
@@ -165,16 +226,29 @@ def test_every_part_may_be_a_function_in_a_file(tmp_path: Path) -> None:
     file.write_text(SOURCE)
     parts = {key: f"{file}:{key}" for key in ("advantage", "surrogate", "reduce")}
     cfg = AlgorithmConfig.model_validate(
-        {"name": "grpo", **parts, "selection": f"{file}:first", "correction": {"name": f"{file}:correction"}, "options": {"factor": 2.0, "power": 3, "how_many": 3},
-         "kl": {"estimator": f"{file}:kl", "coefficient": 0.1}}
-    )  # fmt: skip
+        {
+            "name": "grpo",
+            **parts,
+            "selection": f"{file}:first",
+            "correction": {"name": f"{file}:correction"},
+            "options": {"factor": 2.0, "power": 3, "how_many": 3},
+            "kl": {"estimator": f"{file}:kl", "coefficient": 0.1},
+        }
+    )
     algorithm = algorithm_of(cfg, 8)
     assert algorithm.needs == {"old", "reference"}
-    batch = Batch.pack([s.with_(streams={"reference": torch.zeros(3)}) for s in samples_of(1.0, 2.0)])
+    batch = Batch.pack(
+        [s.with_(streams={"reference": torch.zeros(3)}) for s in samples_of(1.0, 2.0)]
+    )
     algorithm.advantages([batch])
-    assert batch.streams["advantages"].tolist() == [2, 2, 4, 4] and batch.streams["selected"].tolist() == [1, 1, 1, 0]
+    assert batch.streams["advantages"].tolist() == [2, 2, 4, 4] and batch.streams[
+        "selected"
+    ].tolist() == [1, 1, 1, 0]
     loss, metrics, _ = loss_of(algorithm, [-1.0] * 4, [-1.0] * 4, batch)
-    assert loss == pytest.approx(0.5 * 3 * (2 + 2 + 4) + 4 * 0.1 * 0.5 * 1.0) and metrics["policy/seen"] == 3.0
+    assert (
+        loss == pytest.approx(0.5 * 3 * (2 + 2 + 4) + 4 * 0.1 * 0.5 * 1.0)
+        and metrics["policy/seen"] == 3.0
+    )
 
 
 def test_users_own_functions_in_python() -> None:
@@ -184,25 +258,41 @@ def test_users_own_functions_in_python() -> None:
     def surrogate(logprobs: Any, old: Any, advantages: Any, sequence: Any) -> Any:
         return -3 * advantages * logprobs, {}
 
-    algorithm = build("grpo", advantage=advantage, surrogate=surrogate, eps=0.5, reduce="sequence_sum")
+    algorithm = build(
+        "grpo", advantage=advantage, surrogate=surrogate, eps=0.5, reduce="sequence_sum"
+    )
     batch = Batch.pack(samples_of(4.0))
     algorithm.advantages([batch])
-    assert batch.streams["advantages"].tolist() == [2.0, 2.0] and batch.streams["advantages"].dtype == torch.float32
+    assert (
+        batch.streams["advantages"].tolist() == [2.0, 2.0]
+        and batch.streams["advantages"].dtype == torch.float32
+    )
     assert loss_of(algorithm, [-1.0, -2.0], [-1.0, -2.0], batch)[0] == pytest.approx(18.0)
 
 
 @pytest.mark.parametrize(
     ("returned", "said"),
-    [(lambda r: r.rewards, r"returned shape \(2,\), not a tensor of one value per trained token, \(4,\)"), (lambda r: 1.0, "returned a float"),
-     (lambda r: r.rewards[r.sequence] / 0, "not finite"), (lambda r: {"advantages": r.rewards[r.sequence], "returns": 0}, "returned a int")],
-)  # fmt: skip
+    [
+        (
+            lambda r: r.rewards,
+            r"returned shape \(2,\), not a tensor of one value per trained token, \(4,\)",
+        ),
+        (lambda r: 1.0, "returned a float"),
+        (lambda r: r.rewards[r.sequence] / 0, "not finite"),
+        (lambda r: {"advantages": r.rewards[r.sequence], "returns": 0}, "returned a int"),
+    ],
+)
 def test_what_an_advantage_returns_is_checked(returned: Callable[[Any], Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        build("grpo", advantage=lambda rollouts, options: returned(rollouts)).advantages([Batch.pack(samples_of(1.0, 2.0))])
+        build("grpo", advantage=lambda rollouts, options: returned(rollouts)).advantages(
+            [Batch.pack(samples_of(1.0, 2.0))]
+        )
 
 
 def test_plan_names_what_no_part_takes(tmp_path: Path) -> None:
-    """Before a model is loaded: a setting that nothing reads is an error, a biased choice a warning."""
+    """Before a model is loaded: a setting that nothing reads is an error, a biased choice a
+    warning.
+    """
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(4)))
     raw = {
@@ -212,7 +302,15 @@ def test_plan_names_what_no_part_takes(tmp_path: Path) -> None:
         "train": {"steps": 1},
         "run": {"dir": "r"},
     }
-    wrong = run_checks(Config.model_validate({**raw, "algorithm": {"name": "ppo", "options": {"gama": 1.0}}, "critic": {}}))
+    wrong = run_checks(
+        Config.model_validate(
+            {**raw, "algorithm": {"name": "ppo", "options": {"gama": 1.0}}, "critic": {}}
+        )
+    )
     assert any("algorithm.options.gama" in e and "Did you mean gamma?" in e for e in wrong.errors)
-    biased = run_checks(Config.model_validate({**raw, "algorithm": {"name": "grpo", "kl": {"coefficient": 0.1, "estimator": "k1"}}}))
+    biased = run_checks(
+        Config.model_validate(
+            {**raw, "algorithm": {"name": "grpo", "kl": {"coefficient": 0.1, "estimator": "k1"}}}
+        )
+    )
     assert any("zero expected gradient" in w for w in biased.warnings)

@@ -10,7 +10,11 @@ from reinforge.engines.native.blocks import BlockPool
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 6)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 6)), max_size=40
+    )
+)
 def test_books_balance(actions: list[tuple[str, int]]) -> None:
     pool = BlockPool(12, 16)
     held: list[list[int]] = []

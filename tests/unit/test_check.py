@@ -27,7 +27,9 @@ from reinforge.data.sources import load_rows
         (0.1, 0.39, False),
     ],
 )
-def test_a_rise_or_most_of_the_way(monkeypatch: pytest.MonkeyPatch, before: float, after: float, learned: bool) -> None:
+def test_a_rise_or_most_of_the_way(
+    monkeypatch: pytest.MonkeyPatch, before: float, after: float, learned: bool
+) -> None:
     monkeypatch.setattr(checking, "_first_and_last", lambda config, given: (before, after))
     if learned:
         assert checking.check()["learned"]
@@ -40,11 +42,16 @@ def test_a_program_in_a_fence_stays_right_whatever_follows() -> None:
     row = Row("r", "add", {})
     for gold, tried in (("7", True), ("```python\ndef add(a, b):\n    return a + b\n```", False)):
         found = attacks(row, gold)
-        assert [found[name] is not None for name in ("two answers", "the answer, taken back", "a wrong answer")] == [tried, tried, True]
+        assert [
+            found[name] is not None
+            for name in ("two answers", "the answer, taken back", "a wrong answer")
+        ] == [tried, tried, True]
 
 
 def test_a_task_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     config: dict[str, Any] = {"source": "reasoning_gym:chain_sum", "options": {"size": 2}}
-    with pytest.raises(InputError, match=r"reasoning_gym:chain_sum.*pip install 'reinforge\[tasks\]'"):
+    with pytest.raises(
+        InputError, match=r"reasoning_gym:chain_sum.*pip install 'reinforge\[tasks\]'"
+    ):
         load_rows(DataConfig(**config))

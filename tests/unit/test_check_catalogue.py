@@ -1,4 +1,6 @@
-"""What an algorithm's row brings along is found by its properties: a row under another name is refused as its twin is."""
+"""What an algorithm's row brings along is found by its properties: a row under another name is
+refused as its twin is.
+"""
 
 from __future__ import annotations
 
@@ -26,37 +28,61 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("twins")
 @pytest.mark.parametrize("name", ["dapo", "dapo_twin"])
-def test_dynamic_sampling_is_never_dropped_in_silence(make: Callable[..., Config], name: str) -> None:
+def test_dynamic_sampling_is_never_dropped_in_silence(
+    make: Callable[..., Config], name: str
+) -> None:
     cfg = make("x", name, *PARTIAL)
     with pytest.raises(InputError, match=rf"rollout\.partial: {name} has dynamic sampling"):
         launch(cfg)
     assert any("rollout.partial" in error for error in preflight(cfg).errors)
     assert list(conflicts(make("x", name, *PARTIAL, "algorithm.dynamic_sampling=false"))) == []
-    assert [key for key, *_ in conflicts(make("x", "grpo", *PARTIAL, "algorithm.dynamic_sampling=true"))] == ["rollout.partial"]
+    assert [
+        key for key, *_ in conflicts(make("x", "grpo", *PARTIAL, "algorithm.dynamic_sampling=true"))
+    ] == ["rollout.partial"]
     assert list(conflicts(make("x", "grpo", *PARTIAL))) == []
 
 
 @pytest.mark.usefixtures("twins")
 @pytest.mark.parametrize("name", ["rloo", "rloo_twin"])
-def test_a_surrogate_without_a_ratio_is_known_by_its_row(make: Callable[..., Config], name: str) -> None:
-    assert any("the surrogate reinforce has no ratio" in told for told in preflight(make("x", name, "rollout.staleness=1")).warnings)
+def test_a_surrogate_without_a_ratio_is_known_by_its_row(
+    make: Callable[..., Config], name: str
+) -> None:
+    assert any(
+        "the surrogate reinforce has no ratio" in told
+        for told in preflight(make("x", name, "rollout.staleness=1")).warnings
+    )
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
-def test_a_reference_that_moves_by_itself_is_refused_where_it_cannot(make: Callable[..., Config], backend: str) -> None:
-    """tr_dpo and spin say in their rows that it moves; a config that says `frozen`-like defaults does not change that."""
+def test_a_reference_that_moves_by_itself_is_refused_where_it_cannot(
+    make: Callable[..., Config], backend: str
+) -> None:
+    """tr_dpo and spin say in their rows that it moves; a config that says `frozen`-like defaults
+    does not change that.
+    """
     for name in ("tr_dpo", "spin"):
-        found = list(conflicts(make("x", name, f"train.backend={backend}", "train.ranks=2", rewards=[])))
-        assert [key for key, *_ in found] == ["algorithm.kl.reference"] and "follows the weights" in found[0][1]
-    assert list(conflicts(make("x", "dpo", f"train.backend={backend}", "train.ranks=2", rewards=[]))) == []
+        found = list(
+            conflicts(make("x", name, f"train.backend={backend}", "train.ranks=2", rewards=[]))
+        )
+        assert [key for key, *_ in found] == [
+            "algorithm.kl.reference"
+        ] and "follows the weights" in found[0][1]
+    assert (
+        list(conflicts(make("x", "dpo", f"train.backend={backend}", "train.ranks=2", rewards=[])))
+        == []
+    )
 
 
 def test_what_moves_cannot_be_precomputed(make: Callable[..., Config]) -> None:
     cfg = make("x", "tr_dpo", "train.precompute_reference=true", rewards=[])
-    with pytest.raises(InputError, match=r"train\.precompute_reference: tr_dpo has no frozen reference"):
+    with pytest.raises(
+        InputError, match=r"train\.precompute_reference: tr_dpo has no frozen reference"
+    ):
         launch(cfg, data=[])
     assert any("train.precompute_reference" in error for error in preflight(cfg).errors)
 
 
 def test_lists_of_names_agree_with_the_catalogue() -> None:
-    assert {name for name, row in TABLE.items() if row.parts.get("advantage") == "gae"} == set(CRITIC_ALGORITHMS)
+    assert {name for name, row in TABLE.items() if row.parts.get("advantage") == "gae"} == set(
+        CRITIC_ALGORITHMS
+    )

@@ -42,16 +42,40 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.save(str(path / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<unk>"}
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(names))
-    (path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-                                                  "num_attention_heads": 2, "vocab_size": 2, "max_position_embeddings": 64}))  # fmt: skip
+    (path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "vocab_size": 2,
+                "max_position_embeddings": 64,
+            }
+        )
+    )
     return path
 
 
 def config(model: Path, tmp_path: Path, **more: Any) -> Config:
-    return config_from_dict({"model": {"path": str(model), "device": "cpu"}, "algorithm": {"name": "grpo"}, "data": {"source": "episodes:8"},
-                             "rollout": {"max_new_tokens": 8}, "train": {"steps": 1}, "run": {"dir": str(tmp_path / "run")}, **more})  # fmt: skip
+    return config_from_dict(
+        {
+            "model": {"path": str(model), "device": "cpu"},
+            "algorithm": {"name": "grpo"},
+            "data": {"source": "episodes:8"},
+            "rollout": {"max_new_tokens": 8},
+            "train": {"steps": 1},
+            "run": {"dir": str(tmp_path / "run")},
+            **more,
+        }
+    )
 
 
 def begun(model: Path, tmp_path: Path, **options: Any) -> list[str]:
@@ -79,39 +103,84 @@ def test_a_first_prompt_that_fills_the_context(model: Path, tmp_path: Path) -> N
 
 def test_a_python_without_the_engine(model: Path, tmp_path: Path) -> None:
     (tmp_path / "sglang.py").write_text("")
-    for env, errors in (({}, 1), ({"PYTHONPATH": str(tmp_path)}, 0)):  # the second finds a module of that name
+    # the second finds a module of that name
+    for env, errors in (({}, 1), ({"PYTHONPATH": str(tmp_path)}, 0)):
         report = Report()
-        check_engine(config(model, tmp_path, rewards=[{"name": "exact_number"}], rollout={"engine": "sglang", "max_new_tokens": 8},
-                            engine={"python": sys.executable, "env": env}), report)  # fmt: skip
+        check_engine(
+            config(
+                model,
+                tmp_path,
+                rewards=[{"name": "exact_number"}],
+                rollout={"engine": "sglang", "max_new_tokens": 8},
+                engine={"python": sys.executable, "env": env},
+            ),
+            report,
+        )
         assert len(report.errors) == errors, report.errors
 
 
 def test_small_heads_are_refused_for_vllm_on_a_cpu(model: Path, tmp_path: Path) -> None:
     for engine, errors in (("vllm", 1), ("native", 0)):
         report = Report()
-        check_heads(config(model, tmp_path, rewards=[{"name": "exact_number"}], rollout={"engine": engine, "max_new_tokens": 8}), report)
+        check_heads(
+            config(
+                model,
+                tmp_path,
+                rewards=[{"name": "exact_number"}],
+                rollout={"engine": engine, "max_new_tokens": 8},
+            ),
+            report,
+        )
         assert len(report.errors) == errors and all("size 8" in e for e in report.errors)
 
 
-def test_ranks_that_this_machine_cannot_start_are_a_warning(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for train, warnings in (({"backend": "fsdp"}, 1), ({"backend": "fsdp", "ranks": 2}, 0), ({}, 0)):
+def test_ranks_that_this_machine_cannot_start_are_a_warning(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for train, warnings in (
+        ({"backend": "fsdp"}, 1),
+        ({"backend": "fsdp", "ranks": 2}, 0),
+        ({}, 0),
+    ):
         report = Report()
-        check_ranks(config(model, tmp_path, rewards=[{"name": "exact_number"}], train={"steps": 1, **train}), report)
+        check_ranks(
+            config(
+                model, tmp_path, rewards=[{"name": "exact_number"}], train={"steps": 1, **train}
+            ),
+            report,
+        )
         assert len(report.warnings) == warnings and report.ok
     assert (
-        sharded.ranks_here(config(model, tmp_path, rewards=[{"name": "exact_number"}], train={"steps": 1, "backend": "fsdp", "ranks": 2}))
+        sharded.ranks_here(
+            config(
+                model,
+                tmp_path,
+                rewards=[{"name": "exact_number"}],
+                train={"steps": 1, "backend": "fsdp", "ranks": 2},
+            )
+        )
         == 2
     )
 
 
 def test_an_adapter_is_not_cut_by_tensor_parallel(model: Path, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="adapter are not cut"):
-        config(model, tmp_path, rewards=[{"name": "exact_number"}], adapter={"kind": "lora"},
-               train={"steps": 1, "backend": "fsdp", "ranks": 2, "tensor_parallel": 2})  # fmt: skip
+        config(
+            model,
+            tmp_path,
+            rewards=[{"name": "exact_number"}],
+            adapter={"kind": "lora"},
+            train={"steps": 1, "backend": "fsdp", "ranks": 2, "tensor_parallel": 2},
+        )
 
 
 def test_episodes_hold_out_the_rows_after_those_of_training(model: Path, tmp_path: Path) -> None:
-    cfg = config(model, tmp_path, rewards=[{"name": "exact_number"}], data={"source": "episodes:8", "eval": {"size": 4}})
+    cfg = config(
+        model,
+        tmp_path,
+        rewards=[{"name": "exact_number"}],
+        data={"source": "episodes:8", "eval": {"size": 4}},
+    )
     train, held_out = train_and_eval_rows(cfg.data)
     assert [row.id for row in train] == [str(i) for i in range(8)]
     assert [row.prompt for row in held_out] == [f"episode {i}" for i in range(8, 12)]

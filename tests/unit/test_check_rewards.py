@@ -35,12 +35,21 @@ def wide(completions, answer):
 """
 
 
-def found(tmp_path: Path, rewards: list[dict[str, Any]], rows: list[dict[str, Any]] | None = None, **kw: Any) -> Findings:
+def found(
+    tmp_path: Path,
+    rewards: list[dict[str, Any]],
+    rows: list[dict[str, Any]] | None = None,
+    **kw: Any,
+) -> Findings:
     import json
 
     data = tmp_path / "rows.jsonl"
     data.write_text(
-        "\n".join(json.dumps(r) for r in rows or [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(30, 46)])
+        "\n".join(
+            json.dumps(r)
+            for r in rows
+            or [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(30, 46)]
+        )
     )
     (tmp_path / "holes.py").write_text(HOLES)
     cfg = {
@@ -60,10 +69,16 @@ def failed(result: Findings) -> set[str]:
 
 @pytest.mark.parametrize(
     "rewards",
-    [[{"name": "exact_number"}], [{"name": "exact_match"}], [{"name": "number", "options": {"relative": 0.001}}], [{"name": "math", "timeout": 20}],
-     [{"name": "exact_number", "gate": "tags"}, {"name": "tags", "weight": 0.2}], [{"name": "exact_number"}, {"name": "repetition", "weight": -0.1}]],
+    [
+        [{"name": "exact_number"}],
+        [{"name": "exact_match"}],
+        [{"name": "number", "options": {"relative": 0.001}}],
+        [{"name": "math", "timeout": 20}],
+        [{"name": "exact_number", "gate": "tags"}, {"name": "tags", "weight": 0.2}],
+        [{"name": "exact_number"}, {"name": "repetition", "weight": -0.1}],
+    ],
     ids=lambda r: "+".join(x["name"] for x in r),
-)  # fmt: skip
+)
 def test_sound_rewards_pass(tmp_path: Path, rewards: list[dict[str, Any]]) -> None:
     result = found(tmp_path, rewards)
     assert result.ok and result.tried[0].passed == 16 and len(result.tried) > 20
@@ -75,11 +90,24 @@ def test_choice_is_sound(tmp_path: Path) -> None:
     assert found(tmp_path, [{"name": "choice"}], rows).ok
 
 
-@pytest.mark.parametrize(("function", "kinds"), [
-    ("empty_is_fine", {"nothing", "white space"}), ("contained", {"the answer among 1000 others", "a thousand boxes", "two answers", "the answer, taken back"}),
-    ("longest", {"a thousand boxes", "nested braces", "100,000 digits", "a megabyte"}),
-    ("wide", {"full-width digits", "100,000 digits"}), ("stern", {"right, as it is"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "kinds"),
+    [
+        ("empty_is_fine", {"nothing", "white space"}),
+        (
+            "contained",
+            {
+                "the answer among 1000 others",
+                "a thousand boxes",
+                "two answers",
+                "the answer, taken back",
+            },
+        ),
+        ("longest", {"a thousand boxes", "nested braces", "100,000 digits", "a megabyte"}),
+        ("wide", {"full-width digits", "100,000 digits"}),
+        ("stern", {"right, as it is"}),
+    ],
+)
 def test_holes_are_found(tmp_path: Path, function: str, kinds: set[str]) -> None:
     result = found(tmp_path, [{"name": f"{tmp_path}/holes.py:{function}"}])
     assert not result.ok and failed(result) == kinds
@@ -92,7 +120,10 @@ def test_a_reward_that_raises_is_found(tmp_path: Path) -> None:
 
 
 def test_gold_in_a_form_of_its_own(tmp_path: Path) -> None:
-    rewards = [{"name": "regex", "weight": 0.5, "options": {"pattern": "^=> .*", "full": True}}, {"name": "exact_number"}]
+    rewards = [
+        {"name": "regex", "weight": 0.5, "options": {"pattern": "^=> .*", "full": True}},
+        {"name": "exact_number"},
+    ]
     assert not found(tmp_path, rewards).ok and found(tmp_path, rewards, gold="=> {answer}").ok
     with pytest.raises(InputError, match="--gold"):
         found(tmp_path, rewards, gold="=>")
@@ -111,12 +142,26 @@ def test_attacks_never_end_in_the_answer() -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "20+3=", "answer": "23"}\n')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "20+3=", "answer": "23"}\n'
+    )
     (tmp_path / "c.yaml").write_text(
-        f"model: {{path: none}}\nalgorithm: {{name: grpo}}\ndata: {{source: {tmp_path}/rows.jsonl}}\nrewards: [{{name: exact_number}}]\ntrain: {{steps: 1}}\nrun: {{dir: x}}\n"
+        "model: {path: none}\nalgorithm: {name: grpo}\ndata: {source:"
+        f" {tmp_path}/rows.jsonl}}\nrewards: [{{name: exact_number}}]\ntrain: {{steps: 1}}\nrun:"
+        " {dir: x}\n"
     )
     assert main(["check", "rewards", str(tmp_path / "c.yaml")]) == 0
     assert "a thousand boxes" in capsys.readouterr().out
-    assert main(["check", "rewards", str(tmp_path / "c.yaml"), "rewards=[{name: regex, options: {pattern: '\\d|^$'}}]"]) == 1
+    assert (
+        main(
+            [
+                "check",
+                "rewards",
+                str(tmp_path / "c.yaml"),
+                "rewards=[{name: regex, options: {pattern: '\\d|^$'}}]",
+            ]
+        )
+        == 1
+    )
     assert "FAILS" in capsys.readouterr().out
     assert main(["check", "--help"]) == 0 and "rewards" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Checkpoints: what is saved comes back bit for bit, a kill leaves the old one or the new one, damage is named."""
+"""Checkpoints: what is saved comes back bit for bit, a kill leaves the old one or the new one,
+damage is named.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def make_state(seed: int = 0) -> State:
 
 
 def make_extra(seed: int = 0) -> dict:
-    return {"cursor": {"epoch": 1, "offset": seed}, "counters": [1, 2, seed], "clock": {"seconds": 12.5}}
+    return {
+        "cursor": {"epoch": 1, "offset": seed},
+        "counters": [1, 2, seed],
+        "clock": {"seconds": 12.5},
+    }
 
 
 def assert_same(a: State, b: State) -> None:
@@ -57,7 +63,13 @@ def test_round_trip_is_bit_identical(tmp_path: Path) -> None:
     path = store.save(tmp_path, 10, make_state(3), make_extra(3))
     assert path == tmp_path / "checkpoints" / "step-00000010"
     assert sorted(f.name for f in path.iterdir()) == sorted(
-        ["MANIFEST.json", "state.json", "model.safetensors", "optimizer.safetensors", "buffer.safetensors"]
+        [
+            "MANIFEST.json",
+            "state.json",
+            "model.safetensors",
+            "optimizer.safetensors",
+            "buffer.safetensors",
+        ]
     )
     state, extra = store.load(path)
     assert_same(make_state(3), state)
@@ -65,7 +77,10 @@ def test_round_trip_is_bit_identical(tmp_path: Path) -> None:
     assert state.meta["schedule"]["rate"].hex() == (0.1 + 0.2).hex()
     manifest = json.loads((path / "MANIFEST.json").read_text())
     data = (path / "model.safetensors").read_bytes()
-    assert manifest["files"]["model.safetensors"] == {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    assert manifest["files"]["model.safetensors"] == {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "size": len(data),
+    }
 
 
 def test_shared_memory_is_stored_once_and_comes_back_under_both_names(tmp_path: Path) -> None:
@@ -82,8 +97,14 @@ def test_shared_memory_is_stored_once_and_comes_back_under_both_names(tmp_path: 
     state, _ = store.load(path)
     for name, tensor in tensors.items():
         assert torch.equal(state.tensors[name], tensor), name
-    assert state.tensors["model/a"] is state.tensors["model/b"] and state.tensors["model/a"] is state.tensors["other/c"]
-    assert json.loads((path / "state.json").read_text())["aliases"] == {"model/b": "model/a", "other/c": "model/a"}
+    assert (
+        state.tensors["model/a"] is state.tensors["model/b"]
+        and state.tensors["model/a"] is state.tensors["other/c"]
+    )
+    assert json.loads((path / "state.json").read_text())["aliases"] == {
+        "model/b": "model/a",
+        "other/c": "model/a",
+    }
     assert not (path / "other.safetensors").exists()
     store.save(tmp_path, 2, state, {})  # what was loaded can be saved again
     assert_same(State(tensors), store.load(tmp_path / "checkpoints" / "step-00000002")[0])
@@ -103,26 +124,35 @@ def test_digest_sees_training_and_not_the_clock(tmp_path: Path) -> None:
         return store.digest(store.save(tmp_path / name, step, state, extra))
 
     base = digest_of("base", make_state(), make_extra())
-    assert digest_of("clock", make_state(), make_extra() | {"clock": {"seconds": 99.0, "more": 1}}) == base
+    assert (
+        digest_of("clock", make_state(), make_extra() | {"clock": {"seconds": 99.0, "more": 1}})
+        == base
+    )
     untied = make_state()
     untied.tensors["model/head"] = untied.tensors["model/embed"].clone()
     assert digest_of("untied", untied, make_extra()) == base
     shuffled = make_state()
     shuffled.tensors = dict(reversed(shuffled.tensors.items()))
     assert digest_of("shuffled", shuffled, make_extra()) == base
-    weight, moment = make_state(), make_state()
+    weight = make_state()
+    moment = make_state()
     weight.tensors["model/norm"] = weight.tensors["model/norm"].clone()
     weight.tensors["model/norm"].view(torch.int16)[2] += 1  # one unit in the last place
     moment.tensors["optimizer/exp_avg/embed"][0, 0] *= -1
     schedule = make_state()
     schedule.meta["schedule"]["position"] = 1
     reshaped = make_state()
-    reshaped.tensors["optimizer/exp_avg/embed"] = reshaped.tensors["optimizer/exp_avg/embed"].reshape(5, 7)
+    reshaped.tensors["optimizer/exp_avg/embed"] = reshaped.tensors[
+        "optimizer/exp_avg/embed"
+    ].reshape(5, 7)
     others = [
-        digest_of("weight", weight, make_extra()), digest_of("moment", moment, make_extra()), digest_of("schedule", schedule, make_extra()),
-        digest_of("reshaped", reshaped, make_extra()), digest_of("cursor", make_state(), make_extra() | {"cursor": {"epoch": 1, "offset": 9}}),
+        digest_of("weight", weight, make_extra()),
+        digest_of("moment", moment, make_extra()),
+        digest_of("schedule", schedule, make_extra()),
+        digest_of("reshaped", reshaped, make_extra()),
+        digest_of("cursor", make_state(), make_extra() | {"cursor": {"epoch": 1, "offset": 9}}),
         digest_of("step", make_state(), make_extra(), step=6),
-    ]  # fmt: skip
+    ]
     assert len({base, *others}) == 7
     store.save(tmp_path / "base", 6, make_state(), make_extra())
     assert store.digest_run(tmp_path / "base") == others[-1]
@@ -141,7 +171,9 @@ def test_what_was_loaded_can_be_changed_in_place_and_outlives_its_files(tmp_path
     assert_same(fresh, make_state())
 
 
-@pytest.mark.parametrize("meta", [{"betas": {1: 0.9}}, {"tensor": torch.zeros(1)}, {"path": Path("x")}])
+@pytest.mark.parametrize(
+    "meta", [{"betas": {1: 0.9}}, {"tensor": torch.zeros(1)}, {"path": Path("x")}]
+)
 def test_values_that_json_would_change_are_refused(tmp_path: Path, meta: dict) -> None:
     with pytest.raises(TypeError, match=r"state\.meta"):
         store.save(tmp_path, 1, State({}, meta), {})
@@ -149,7 +181,9 @@ def test_values_that_json_would_change_are_refused(tmp_path: Path, meta: dict) -
 
 
 def two(tmp_path: Path) -> tuple[Path, Path]:
-    return store.save(tmp_path, 10, make_state(1), make_extra(1)), store.save(tmp_path, 20, make_state(2), make_extra(2))
+    return store.save(tmp_path, 10, make_state(1), make_extra(1)), store.save(
+        tmp_path, 20, make_state(2), make_extra(2)
+    )
 
 
 def truncate(path: Path) -> str:
@@ -205,7 +239,9 @@ def plant_pickle(path: Path) -> str:
 def disguise_pickle(path: Path) -> str:
     data = pickle.dumps({"a": 1})
     (path / "model.safetensors").write_bytes(data)
-    edit_manifest(path, "model.safetensors", {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)})
+    edit_manifest(
+        path, "model.safetensors", {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    )
     return "model.safetensors"
 
 
@@ -216,8 +252,17 @@ def change_cursor(path: Path) -> str:
 
 
 DAMAGES = [
-    truncate, flip, lose_shard, lose_manifest, cut_manifest, point_outside, link_outside, plant_pickle, disguise_pickle, change_cursor,
-]  # fmt: skip
+    truncate,
+    flip,
+    lose_shard,
+    lose_manifest,
+    cut_manifest,
+    point_outside,
+    link_outside,
+    plant_pickle,
+    disguise_pickle,
+    change_cursor,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
@@ -237,10 +282,15 @@ def test_damage_names_the_file_and_the_earlier_intact_checkpoint(tmp_path: Path,
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
-    """A directory that was renamed to a later step would be the newest, and the run would go on from an older state."""
+    """A directory that was renamed to a later step would be the newest, and the run would go on
+    from an older state.
+    """
     old, new = two(tmp_path)
     later = old.rename(old.with_name("step-00000099"))
-    with pytest.raises(InputError, match=r"MANIFEST.json: it is the checkpoint of step 10: the directory was renamed") as caught:
+    with pytest.raises(
+        InputError,
+        match=r"MANIFEST.json: it is the checkpoint of step 10: the directory was renamed",
+    ) as caught:
         store.load(later)
     assert str(new) in (caught.value.fix or "") and not store.intact(later)
     with pytest.raises(InputError, match="renamed"):
@@ -265,27 +315,39 @@ def test_advice_skips_an_earlier_checkpoint_that_is_damaged_too(tmp_path: Path) 
 
 
 def test_latest_ignores_leftovers_and_clean_removes_only_them(tmp_path: Path) -> None:
-    assert store.latest(tmp_path) is None and store.load_latest(tmp_path) is None and store.clean(tmp_path) == []
+    assert (
+        store.latest(tmp_path) is None
+        and store.load_latest(tmp_path) is None
+        and store.clean(tmp_path) == []
+    )
     _, new = two(tmp_path)
     root = tmp_path / "checkpoints"
     leftovers = [root / ".tmp-step-00000030-1", root / ".trash-step-00000001-2"]
-    others = [root / "notes", root / ".tmp-mine", root / "step-00000099"]  # the last has no manifest
+    # the last has no manifest
+    others = [root / "notes", root / ".tmp-mine", root / "step-00000099"]
     for folder in leftovers + others:
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
     (root / ".tmp-step-00000031-1").symlink_to(tmp_path)
     assert store.latest(tmp_path) == new
     assert store.clean(tmp_path) == leftovers
-    assert all(f.exists() for f in others) and new.exists() and not any(f.exists() for f in leftovers)
+    assert (
+        all(f.exists() for f in others) and new.exists() and not any(f.exists() for f in leftovers)
+    )
 
 
 def test_prune_keeps_the_newest_the_protected_and_what_is_not_ours(tmp_path: Path) -> None:
-    paths = {step: store.save(tmp_path, step, State({"model/a": torch.ones(1)}), {}) for step in (1, 2, 3, 4, 5)}
+    paths = {
+        step: store.save(tmp_path, step, State({"model/a": torch.ones(1)}), {})
+        for step in (1, 2, 3, 4, 5)
+    }
     foreign = tmp_path / "checkpoints" / "step-00000000"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("mine")
     assert store.prune(tmp_path, 2, {paths[2]}) == [paths[3], paths[1]]
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [f"step-{i:08d}" for i in (0, 2, 4, 5)]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        f"step-{i:08d}" for i in (0, 2, 4, 5)
+    ]
     os.truncate(paths[5] / "model.safetensors", 3)  # a damaged one does not count as kept
     assert store.prune(tmp_path, 1) == [paths[2]]
     assert paths[4].exists() and paths[5].exists()
@@ -298,10 +360,15 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
 
 
-def test_everything_is_on_disk_before_the_name_that_promises_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that loses power keeps what was synced: every file, then the directory, then the new name, then the directory of names."""
+def test_everything_is_on_disk_before_the_name_that_promises_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses power keeps what was synced: every file, then the directory, then the
+    new name, then the directory of names.
+    """
     order: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, os.rename
+    fsync = os.fsync
+    rename = os.rename
 
     def synced(handle: int) -> None:
         order.append(("sync", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
@@ -320,8 +387,12 @@ def test_everything_is_on_disk_before_the_name_that_promises_it(tmp_path: Path, 
     assert written <= set(first) and len(written) == 5
     folder = next(i for i, name in enumerate(first) if name.startswith(".tmp-step-00000010-"))
     manifest = first.index("MANIFEST.json")
-    assert max(first.index(name) for name in written - {"MANIFEST.json"}) < manifest < folder, "the manifest proves what is there already"
-    assert tmp_path.name in first, "the directory `checkpoints` is new, and its own name must not get lost either"
+    assert max(first.index(name) for name in written - {"MANIFEST.json"}) < manifest < folder, (
+        "the manifest proves what is there already"
+    )
+    assert tmp_path.name in first, (
+        "the directory `checkpoints` is new, and its own name must not get lost either"
+    )
     assert ("sync", "checkpoints") in order[at:]
 
 
@@ -358,9 +429,13 @@ def break_rename(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store.os, "rename", fail)
 
 
-@pytest.mark.parametrize("fault", [break_fsync, break_tensors, break_mkdir, break_rename], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fault", [break_fsync, break_tensors, break_mkdir, break_rename], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("step", [10, 11])
-def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault, step: int) -> None:
+def test_a_failed_save_leaves_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault, step: int
+) -> None:
     old = store.save(tmp_path, 10, make_state(1), make_extra(1))
     fault(monkeypatch)
     with pytest.raises(InputError, match=r"No space left|Read-only|quota") as caught:
@@ -388,18 +463,29 @@ else:
 def run_child(run: Path, point: str, step: int, seed: int, action: str = "save") -> None:
     code = CHILD.format(tests=str(Path(__file__).parent), src=str(SRC))
     env = os.environ | {"REINFORGE_CRASH_AT": point, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code, str(run), str(step), str(seed), action], env=env, timeout=120, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run), str(step), str(seed), action],
+        env=env,
+        timeout=120,
+        capture_output=True,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
 
 @pytest.mark.parametrize(
     ("point", "step", "survivor"),
     [
-        ("save:after-tensors", 20, 1), ("save:before-rename", 20, 1), ("save:after-rename", 20, 2),
-        ("save:replacing", 10, 1), ("save:before-rename", 10, 1), ("save:after-rename", 10, 2),
+        ("save:after-tensors", 20, 1),
+        ("save:before-rename", 20, 1),
+        ("save:after-rename", 20, 2),
+        ("save:replacing", 10, 1),
+        ("save:before-rename", 10, 1),
+        ("save:after-rename", 10, 2),
     ],
-)  # fmt: skip
-def test_a_kill_during_save_leaves_the_old_or_the_new_one(tmp_path: Path, point: str, step: int, survivor: int) -> None:
+)
+def test_a_kill_during_save_leaves_the_old_or_the_new_one(
+    tmp_path: Path, point: str, step: int, survivor: int
+) -> None:
     store.save(tmp_path, 10, make_state(1), make_extra(1))
     run_child(tmp_path, point, step, 2)
     if point != "save:replacing":  # only there is `clean` needed to bring the old one back
@@ -426,7 +512,10 @@ def test_a_kill_during_prune_leaves_complete_checkpoints_and_removable_rest(tmp_
 
 
 def test_crash_point_counts_passages(tmp_path: Path) -> None:
-    code = "from reinforge.checkpoint.faults import crash_point\nfor i in range(5):\n    print(i, flush=True)\n    crash_point('x')\n    crash_point('y')"
+    code = (
+        "from reinforge.checkpoint.faults import crash_point\nfor i in range(5):\n    print(i,"
+        " flush=True)\n    crash_point('x')\n    crash_point('y')"
+    )
     env = os.environ | {"REINFORGE_CRASH_AT": "x@3", "PYTHONPATH": str(SRC)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60)
     assert done.returncode == -signal.SIGKILL and done.stdout.split() == [b"0", b"1", b"2"]

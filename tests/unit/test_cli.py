@@ -50,7 +50,21 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"reinforge {__version__}\n"
     assert main(["-h"]) == 0
     page = capsys.readouterr().out
-    names = ["train", "plan", "generate", "check", "eval", "chat", "serve", "export", "tiny", "runs", "schema", "algorithms", "demo"]
+    names = [
+        "train",
+        "plan",
+        "generate",
+        "check",
+        "eval",
+        "chat",
+        "serve",
+        "export",
+        "tiny",
+        "runs",
+        "schema",
+        "algorithms",
+        "demo",
+    ]
     for name in names:
         assert name in page
         assert main([name, "-h"]) == 0
@@ -61,7 +75,9 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"reinforge runs {name}" in capsys.readouterr().out
 
 
-def test_train_hands_on_the_config(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_hands_on_the_config(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[Any] = []
     fake(monkeypatch, "reinforge.app.api", train_config=seen.append)
     assert main(["train", str(config), "train.steps=7", "train.learning_rate=1e-3"]) == 0
@@ -70,14 +86,18 @@ def test_train_hands_on_the_config(config: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_somebody_at_a_terminal_sees_a_line_before_anything_is_imported() -> None:
-    """Not measured by the clock: when it is written, not even the configuration's library is loaded."""
+    """Not measured by the clock: when it is written, not even the configuration's library is
+    loaded.
+    """
     code = """
 import sys
 from reinforge.app.cli import main
 class Terminal:
     said = []
     def isatty(self): return True
-    def write(self, text): self.said.append((text, sorted({"torch", "transformers", "pydantic", "rich.live"} & set(sys.modules))))
+    def write(self, text):
+        heavy = {"torch", "transformers", "pydantic", "rich.live"}
+        self.said.append((text, sorted(heavy & set(sys.modules))))
     def flush(self): pass
 sys.stderr = Terminal()
 main(["train", "nowhere.yaml"]); main(["runs", "list", "nowhere"]); main(["train", "--help"])
@@ -86,26 +106,61 @@ print([said for said in Terminal.said if said[0].startswith("reinforge")])
     from reinforge.version import __version__
 
     src = str(Path(__file__).resolve().parents[2] / "src")
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": src}, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == str([(f"reinforge {__version__}: train nowhere.yaml", [])]), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": src},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1] == str(
+        [(f"reinforge {__version__}: train nowhere.yaml", [])]
+    ), done.stderr
 
 
-def test_train_refuses_before_anything_heavy(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    fake(monkeypatch, "reinforge.app.api", train_config=lambda c: pytest.fail("must not be reached"))
+def test_train_refuses_before_anything_heavy(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(
+        monkeypatch, "reinforge.app.api", train_config=lambda c: pytest.fail("must not be reached")
+    )
     assert main(["train", str(config), "train.lerning_rate=1"]) == 2
     assert "did you mean `train.learning_rate`?" in capsys.readouterr().err
     assert main(["train", str(config), "algorithm.name=gpro", "model.path=./nowhere"]) == 2
     err = capsys.readouterr().err
-    assert "2 problems" in err and "Did you mean grpo?" in err and "./nowhere" in err and "Traceback" not in err
+    assert (
+        "2 problems" in err
+        and "Did you mean grpo?" in err
+        and "./nowhere" in err
+        and "Traceback" not in err
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "code", "words"),
-    [(InputError("bad row.", where="a.jsonl line 3", fix="Remove it."), 2, "error: a.jsonl line 3: bad row. Remove it."), (StoppedByPolicy("three bad steps"), 3, "three bad steps"),
-     (Terminated("saved step 5"), 143, "\nsaved step 5"), (ZeroDivisionError("oops\nmore"), 1, "unexpected ZeroDivisionError: oops (run again with --debug"), (KeyboardInterrupt(), 130, "")],
-)  # fmt: skip
+    [
+        (
+            InputError("bad row.", where="a.jsonl line 3", fix="Remove it."),
+            2,
+            "error: a.jsonl line 3: bad row. Remove it.",
+        ),
+        (StoppedByPolicy("three bad steps"), 3, "three bad steps"),
+        (Terminated("saved step 5"), 143, "\nsaved step 5"),
+        (
+            ZeroDivisionError("oops\nmore"),
+            1,
+            "unexpected ZeroDivisionError: oops (run again with --debug",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
 def test_errors_become_exit_codes(
-    error: BaseException, code: int, words: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    words: str,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def raises(*_: Any) -> None:
         raise error
@@ -127,7 +182,12 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere.yaml: no such configuration file" in capsys.readouterr().err
 
 
-def test_generate(tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate(
+    tmp_path: Path,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     calls: list[Any] = []
 
     def generate(*args: Any, **kw: Any) -> int:
@@ -135,7 +195,8 @@ def test_generate(tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch,
         return 12
 
     fake(monkeypatch, "reinforge.app.api", generate=generate)
-    prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    prompts = tmp_path / "p.jsonl"
+    out = tmp_path / "o.jsonl"
     prompts.write_text("{}\n")
     line = [
         "generate",
@@ -154,7 +215,10 @@ def test_generate(tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch,
         "3",
     ]
     assert main(line) == 0
-    assert calls[-1] == (("m", prompts, out), dict(n=4, temperature=0.0, top_p=1.0, max_new_tokens=9, seed=3, adapter=None))
+    assert calls[-1] == (
+        ("m", prompts, out),
+        dict(n=4, temperature=0.0, top_p=1.0, max_new_tokens=9, seed=3, adapter=None),
+    )
     assert capsys.readouterr().out == f"12 rows in {out}\n"
     line[1] = str(config)
     assert main(line) == 0 and calls[-1][0][0] == "org/name"
@@ -165,7 +229,10 @@ def test_generate(tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_eval_chat_export_demo_check(
-    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls: list[Any] = []
 
@@ -180,9 +247,18 @@ def test_eval_chat_export_demo_check(
     assert main(["eval", str(config), "eval.samples=8"]) == 0
     assert calls[-1] == ((config, ["eval.samples=8"]), {})
     assert main(["chat", "m", "--temperature", "0.5", "--system", "be brief"]) == 0
-    assert calls[-1] == (("m",), dict(temperature=0.5, top_p=0.95, max_new_tokens=512, system="be brief"))
-    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--merge", "--checkpoint", "best"]) == 0
-    assert calls[-1] == ((tmp_path, tmp_path / "out"), dict(checkpoint="best", merge=True, push=None))
+    assert calls[-1] == (
+        ("m",),
+        dict(temperature=0.5, top_p=0.95, max_new_tokens=512, system="be brief"),
+    )
+    assert (
+        main(["export", str(tmp_path), str(tmp_path / "out"), "--merge", "--checkpoint", "best"])
+        == 0
+    )
+    assert calls[-1] == (
+        (tmp_path, tmp_path / "out"),
+        dict(checkpoint="best", merge=True, push=None),
+    )
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--checkpoint", "bets"]) == 2
     assert main(["export", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert main(["export", str(tmp_path), str(tmp_path)]) == 2  # not empty: it holds the config
@@ -193,11 +269,15 @@ def test_eval_chat_export_demo_check(
     assert len(calls) == 6
 
 
-def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from reinforge.watch.recorder import Recorder
 
     for name, seed in (("a", 0), ("b", 1)):
-        recorder = Recorder(tmp_path / name, {"algorithm": {"name": "grpo"}, "run": {"seed": seed}}, steps=5)
+        recorder = Recorder(
+            tmp_path / name, {"algorithm": {"name": "grpo"}, "run": {"seed": seed}}, steps=5
+        )
         recorder.log(3 + seed, {"reward/mean": 0.25})
         recorder.log(3 + seed, {"eval/accuracy": 0.5625})
         recorder.event("finished")
@@ -206,12 +286,22 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert main(["runs", "list", str(tmp_path)]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split("\t") == ["run", "status", "step", "algorithm", "best", "updated"]
-    assert any(row.startswith(f"{tmp_path / 'a'}\tfinished\t3/5\tgrpo\taccuracy 0.5625\t20") for row in rows) and len(rows) == 2
+    assert (
+        any(
+            row.startswith(f"{tmp_path / 'a'}\tfinished\t3/5\tgrpo\taccuracy 0.5625\t20")
+            for row in rows
+        )
+        and len(rows) == 2
+    )
     assert main(["runs", "list", str(tmp_path), "--json"]) == 0
-    assert {run["dir"]: run["reward"] for run in json.loads(capsys.readouterr().out)} == {str(tmp_path / name): 0.25 for name in "ab"}
+    assert {run["dir"]: run["reward"] for run in json.loads(capsys.readouterr().out)} == {
+        str(tmp_path / name): 0.25 for name in "ab"
+    }
     assert main(["runs", "show", str(tmp_path / "a")]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("finished  3 of 5 steps\n") and ["reward", "mean", "0.25"] in [line.split() for line in out.splitlines()]
+    assert out.startswith("finished  3 of 5 steps\n") and ["reward", "mean", "0.25"] in [
+        line.split() for line in out.splitlines()
+    ]
     assert main(["runs", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
     assert "\nstep\t3\t4\n" in out and "\nrun.seed\t0\t1\n" in out
@@ -231,13 +321,35 @@ def test_schema_and_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
 def test_module_entry_point_is_light(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, "-m", "reinforge", "train", "none.yaml"], capture_output=True, text=True, cwd=tmp_path, timeout=60, env=env
+        [sys.executable, "-m", "reinforge", "train", "none.yaml"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        env=env,
     )
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: none.yaml: no such configuration file.")
-    code = ("import sys; from reinforge.app.cli import main; assert main(['schema']) == 0; "
-            "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'pandas'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)")  # fmt: skip
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tmp_path, timeout=60, env=env).returncode == 0
+    assert (
+        done.returncode == 2
+        and done.stdout == ""
+        and done.stderr.startswith("error: none.yaml: no such configuration file.")
+    )
+    code = (
+        "import sys; from reinforge.app.cli import main; assert main(['schema']) == 0; heavy ="
+        " {'torch', 'transformers', 'numpy', 'datasets', 'pandas'} & set(sys.modules);"
+        " sys.exit(str(heavy) if heavy else 0)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, cwd=tmp_path, timeout=60, env=env
+        ).returncode
+        == 0
+    )
     piped = subprocess.run(
-        f"{sys.executable} -m reinforge schema | head -c 10", shell=True, capture_output=True, text=True, timeout=60, env=env
+        f"{sys.executable} -m reinforge schema | head -c 10",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=env,
     )
     assert "Traceback" not in piped.stderr and "unexpected" not in piped.stderr

@@ -1,4 +1,6 @@
-"""The pieces behind actors that need no Ray: what is sent, where actors go, how requests are handed in, what memory keeps."""
+"""The pieces behind actors that need no Ray: what is sent, where actors go, how requests are handed
+in, what memory keeps.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,26 @@ from toys import make_model, make_samples
 
 def test_a_parcel_gives_back_what_went_in() -> None:
     large = torch.arange(LARGE, dtype=torch.float32)
-    given = {"a": large, "b": torch.randn(3, 5).bfloat16(), "c": torch.zeros(0), "d": torch.tensor(7), "e": torch.tensor([True, False])}
+    given = {
+        "a": large,
+        "b": torch.randn(3, 5).bfloat16(),
+        "c": torch.zeros(0),
+        "d": torch.tensor(7),
+        "e": torch.tensor([True, False]),
+    }
     parcel = pack(given)
-    assert len(parcel.buffers) == 1 and parcel.buffers[0].nbytes == 4 * LARGE and len(parcel.data) < LARGE
+    assert (
+        len(parcel.buffers) == 1
+        and parcel.buffers[0].nbytes == 4 * LARGE
+        and len(parcel.data) < LARGE
+    )
     for views in (False, True):
         found = unpack(parcel, views=views)
-        assert all(torch.equal(found[k], given[k]) and found[k].dtype == given[k].dtype for k in given)
-        assert (found["a"].data_ptr() == large.data_ptr()) == views  # a copy may be written, a view is the store's own
+        assert all(
+            torch.equal(found[k], given[k]) and found[k].dtype == given[k].dtype for k in given
+        )
+        # a copy may be written, a view is the store's own
+        assert (found["a"].data_ptr() == large.data_ptr()) == views
     leaf = torch.ones(2, requires_grad=True)
     assert not unpack(pack([leaf]))[0].requires_grad
 
@@ -40,8 +55,12 @@ def test_a_parcel_gives_back_what_went_in() -> None:
 def test_batches_travel() -> None:
     (batch,) = packs(make_samples((20, 5, 12)), 64)
     found = unpack(pack([batch]))[0]
-    assert torch.equal(found.tokens, batch.tokens) and torch.equal(found.streams["behaviour"], batch.streams["behaviour"])
-    assert [s.uid for s in found.samples] == [s.uid for s in batch.samples] and found.lengths == batch.lengths
+    assert torch.equal(found.tokens, batch.tokens) and torch.equal(
+        found.streams["behaviour"], batch.streams["behaviour"]
+    )
+    assert [s.uid for s in found.samples] == [
+        s.uid for s in batch.samples
+    ] and found.lengths == batch.lengths
 
 
 def test_what_cannot_travel_is_told() -> None:
@@ -52,25 +71,41 @@ def test_what_cannot_travel_is_told() -> None:
 def test_colocated_is_one_bundle_per_rank_and_rewards_share_the_first() -> None:
     made = plan(ClusterConfig(kind="ray"), ranks=2, critic=True, rewards=1, gpu=True)
     assert made.bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]
-    assert made.places == {"policy": [Place(0, 1.0, 0.5), Place(1, 1.0, 1.0)], "reward": [Place(0, 1.0, 0.5)]}
+    assert made.places == {
+        "policy": [Place(0, 1.0, 0.5), Place(1, 1.0, 1.0)],
+        "reward": [Place(0, 1.0, 0.5)],
+    }
     assert made.needed == {"CPU": 3.0, "GPU": 2.0}
 
 
 def test_split_gives_everybody_a_bundle() -> None:
     cfg = ClusterConfig.model_validate(
-        {"kind": "ray", "layout": "split", "engines": 2, "strategy": "spread", "engine": {"cpus": 0.5, "gpus": 2}}
+        {
+            "kind": "ray",
+            "layout": "split",
+            "engines": 2,
+            "strategy": "spread",
+            "engine": {"cpus": 0.5, "gpus": 2},
+        }
     )
     made = plan(cfg, ranks=2, critic=True, rewards=1, gpu=True)
-    assert made.strategy == "SPREAD" and [len(made.places[r]) for r in ("policy", "engine", "critic", "reward")] == [2, 2, 2, 1]
+    assert made.strategy == "SPREAD" and [
+        len(made.places[r]) for r in ("policy", "engine", "critic", "reward")
+    ] == [2, 2, 2, 1]
     assert sorted(p.bundle for places in made.places.values() for p in places) == list(range(7))
     assert made.needed == {"CPU": 6.0, "GPU": 9.0}
-    on_cpus = plan(ClusterConfig(kind="ray", layout="split"), ranks=1, critic=False, rewards=0, gpu=False)
+    on_cpus = plan(
+        ClusterConfig(kind="ray", layout="split"), ranks=1, critic=False, rewards=0, gpu=False
+    )
     assert on_cpus.bundles == [{"CPU": 1.0}, {"CPU": 1.0}]
 
 
 def test_ranks_are_what_the_others_leave() -> None:
     split = ClusterConfig(kind="ray", layout="split", engines=24)
-    assert ranks_for(split, 64, critic=False, rewards=0) == 40 and ranks_for(split, 64, critic=True, rewards=2) == 19
+    assert (
+        ranks_for(split, 64, critic=False, rewards=0) == 40
+        and ranks_for(split, 64, critic=True, rewards=2) == 19
+    )
     assert ranks_for(ClusterConfig(kind="ray"), 8, critic=True, rewards=1) == 8
     with pytest.raises(InputError, match="how many actors are to train is not said"):
         ranks_for(ClusterConfig(kind="ray"), 0, critic=False, rewards=0)
@@ -85,23 +120,31 @@ def test_keys_that_mean_nothing_are_refused() -> None:
 
 
 def test_weights_arrive_whole_or_not_at_all() -> None:
-    source, target = make_model(seed=1), make_model(seed=2)
+    source = make_model(seed=1)
+    target = make_model(seed=2)
     named = trained_of(Weights("shared", module=source.module))
     mark = fingerprint(named)
     assert mark != fingerprint(trained_of(Weights("shared", module=target.module)))
     size = 4096
     parts = list(buckets_of(named, size))
     assert [name for part in parts for name, _ in part] == list(named)
-    assert all(sum(t.numel() * 4 for _, t in part) <= size or len(part) == 1 for part in parts) and len(parts) > 3
+    assert (
+        all(sum(t.numel() * 4 for _, t in part) <= size or len(part) == 1 for part in parts)
+        and len(parts) > 3
+    )
     put_into(target.module, dict(item for part in parts for item in part), mark)
-    assert all(torch.equal(p, q) for p, q in zip(source.module.parameters(), target.module.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(source.module.parameters(), target.module.parameters(), strict=True)
+    )
     with pytest.raises(RuntimeError, match="not those that were sent"):
         put_into(target.module, {name: t + 1 for name, t in named.items()}, mark)
 
 
 def test_the_head_of_a_shared_critic_stays_with_the_trainer() -> None:
     """An engine of its own has no such head, and needs none."""
-    source, target = make_model(seed=1), make_model(seed=2)
+    source = make_model(seed=1)
+    target = make_model(seed=2)
     source.add_value_head()
     with torch.no_grad():
         for p in source.module.parameters():
@@ -109,7 +152,9 @@ def test_the_head_of_a_shared_critic_stays_with_the_trainer() -> None:
     named = trained_of(Weights("shared", module=source.module))
     put_into(target.module, named, fingerprint(named))
     own = dict(source.module.named_parameters())
-    assert "value_head.weight" in own and all(torch.equal(p, own[name]) for name, p in target.module.named_parameters())
+    assert "value_head.weight" in own and all(
+        torch.equal(p, own[name]) for name, p in target.module.named_parameters()
+    )
 
 
 def test_requests_that_come_together_are_computed_together() -> None:
@@ -118,12 +163,19 @@ def test_requests_that_come_together_are_computed_together() -> None:
 
     async def direct() -> list[Any]:
         engine = NativeEngine(make_model(), kv_gib=0.01)
-        return await asyncio.gather(*(engine.generate([3, 4, 5 + i], sampling, key=i, n=2) for i in range(3)))
+        return await asyncio.gather(
+            *(engine.generate([3, 4, 5 + i], sampling, key=i, n=2) for i in range(3))
+        )
 
     async def by_desk() -> list[Any]:
         desk = Desk(NativeEngine(make_model(), kv_gib=0.01))
         desk.cancel([3])  # overtook its request
-        desk.submit([Request(i, "generate", ([3, 4, 5 + i], sampling), {"key": i, "n": 2}) for i in range(4)])
+        desk.submit(
+            [
+                Request(i, "generate", ([3, 4, 5 + i], sampling), {"key": i, "n": 2})
+                for i in range(4)
+            ]
+        )
         found: dict[int, Any] = {}
         while len(found) < 3:
             found |= {answer.number: answer.value for answer in await desk.take(5.0)}
@@ -139,9 +191,16 @@ def test_requests_that_come_together_are_computed_together() -> None:
 def test_memory_keeps_the_boundary_and_not_what_becomes_of_it() -> None:
     memory = Memory(every=2)
     assert [memory.due(step) for step in range(5)] == [False, False, True, False, True]
-    counters, running = {"updates": 2}, torch.ones(3)
-    memory.keep(2, State({"model/w": torch.zeros(2), "part/mean/x": running}, {"steps": 2}), {"step": 2, "counters": counters})
+    counters = {"updates": 2}
+    running = torch.ones(3)
+    memory.keep(
+        2,
+        State({"model/w": torch.zeros(2), "part/mean/x": running}, {"steps": 2}),
+        {"step": 2, "counters": counters},
+    )
     counters["updates"], running[0] = 9, 5.0
     state, extra = memory.load()
-    assert memory.step == 2 and extra == {"step": 2, "counters": {"updates": 2}} and not memory.due(2)
+    assert (
+        memory.step == 2 and extra == {"step": 2, "counters": {"updates": 2}} and not memory.due(2)
+    )
     assert torch.equal(state.tensors["part/mean/x"], torch.ones(3)) and state.meta == {"steps": 2}

@@ -1,4 +1,6 @@
-"""The rows of benchmarks/gpu_code_reward.py: nothing held out is trained on, and the reward knows right from wrong."""
+"""The rows of benchmarks/gpu_code_reward.py: nothing held out is trained on, and the reward knows
+right from wrong.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,19 @@ def test_held_out_rows_are_others(bench) -> None:  # type: ignore[no-untyped-def
 def test_the_reward_runs_what_was_written(bench) -> None:  # type: ignore[no-untyped-def]
     kinds = bench.SIMPLE + bench.HARDER
     made = [bench.row(words, expression, 7) for words, expression in kinds]
-    right = [f"```python\ndef f(a, b):\n    return {expression.format(k=7)}\n```" for _, expression in kinds]
-    off = [f"```python\ndef f(a, b):\n    return {expression.format(k=8)}\n```\nDone." for _, expression in kinds]
+    right = [
+        f"```python\ndef f(a, b):\n    return {expression.format(k=7)}\n```"
+        for _, expression in kinds
+    ]
+    off = [
+        f"```python\ndef f(a, b):\n    return {expression.format(k=8)}\n```\nDone."
+        for _, expression in kinds
+    ]
     reward = CodeReward(timeout=20, total_timeout=60, workers=2, backend="namespaces").open()
     tests = [json.loads(r["tests"]) for r in made]
-    outcome = asyncio.run(reward([*right, *off], tests=[*tests, *tests], entry_point=["f"] * 2 * len(kinds)))
+    outcome = asyncio.run(
+        reward([*right, *off], tests=[*tests, *tests], entry_point=["f"] * 2 * len(kinds))
+    )
     assert outcome.scores == [1.0] * len(kinds) + [0.0] * len(kinds) and outcome.crashes == 0
     assert reward.pool is not None
     reward.pool.close()

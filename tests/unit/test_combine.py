@@ -24,14 +24,31 @@ WEIGHTS = {"correct": 2.0, "format": 0.5}
 
 @pytest.mark.parametrize(
     ("correct", "form", "at", "counts", "reward"),
-    [(1.0, 1.0, None, 1.0, 2.5), (1.0, 0.5, None, 1.0, 2.25), (1.0, 0.0, None, 0.0, 0.0), (1.0, -1.0, None, 0.0, -0.5), (0.0, 1.0, None, 0.0, 0.5),
-     (1.0, 0.5, 0.5, 1.0, 2.25), (1.0, 0.5, 0.6, 0.0, 0.25), (1.0, 0.0, 0.0, 1.0, 2.0), (1.0, -0.1, 0.0, 0.0, -0.05),
-     (-1.0, 0.0, None, 0.0, 0.0),  # a penalty is held back too
-     (1.0, None, None, 1.0, 2.0),  # a gate that does not apply holds nothing back
-     (None, 0.0, None, None, 0.0), (None, 1.0, None, None, 0.5),  # what does not apply stays out of the total
-     (None, None, None, None, None)],  # nothing applies: unscored
-)  # fmt: skip
-def test_truth_table(correct: float | None, form: float | None, at: float | None, counts: float | None, reward: float | None) -> None:
+    [
+        (1.0, 1.0, None, 1.0, 2.5),
+        (1.0, 0.5, None, 1.0, 2.25),
+        (1.0, 0.0, None, 0.0, 0.0),
+        (1.0, -1.0, None, 0.0, -0.5),
+        (0.0, 1.0, None, 0.0, 0.5),
+        (1.0, 0.5, 0.5, 1.0, 2.25),
+        (1.0, 0.5, 0.6, 0.0, 0.25),
+        (1.0, 0.0, 0.0, 1.0, 2.0),
+        (1.0, -0.1, 0.0, 0.0, -0.05),
+        (-1.0, 0.0, None, 0.0, 0.0),  # a penalty is held back too
+        (1.0, None, None, 1.0, 2.0),  # a gate that does not apply holds nothing back
+        # what does not apply stays out of the total
+        (None, 0.0, None, None, 0.0),
+        (None, 1.0, None, None, 0.5),
+        (None, None, None, None, None),  # nothing applies: unscored
+    ],
+)
+def test_truth_table(
+    correct: float | None,
+    form: float | None,
+    at: float | None,
+    counts: float | None,
+    reward: float | None,
+) -> None:
     found = gated({"correct": correct, "format": form}, {"correct": Gate("format", at)})
     assert found == {"correct": counts, "format": form}
     assert total(found, WEIGHTS) == (None if reward is None else pytest.approx(reward))
@@ -53,32 +70,76 @@ LOST = math.nan
         ({"a": 1.0, "b": LOST}, {"a": 1.0, "b": -1.0}, {}, {"a": 1.0, "b": None}, None),
         ({"a": 1.0, "b": LOST}, {"a": 1.0, "b": 1.0}, {}, {"a": 1.0, "b": None}, None),
         ({"a": 1.0, "b": LOST}, {"a": 1.0, "b": 0.0}, {}, {"a": 1.0, "b": None}, 1.0),
-        ({"a": 1.0, "b": LOST}, {"a": 1.0, "b": 0.0}, {"a": Gate("b")}, {"a": None, "b": None}, None),
-        ({"a": 1.0, "b": 1.0, "c": LOST}, {"a": 1.0, "b": 0.0, "c": 0.0}, {"a": Gate("b"), "b": Gate("c")}, dict.fromkeys("abc"), None),
+        (
+            {"a": 1.0, "b": LOST},
+            {"a": 1.0, "b": 0.0},
+            {"a": Gate("b")},
+            {"a": None, "b": None},
+            None,
+        ),
+        (
+            {"a": 1.0, "b": 1.0, "c": LOST},
+            {"a": 1.0, "b": 0.0, "c": 0.0},
+            {"a": Gate("b"), "b": Gate("c")},
+            dict.fromkeys("abc"),
+            None,
+        ),
         ({"a": 1.0, "b": None}, {"a": 1.0, "b": -1.0}, {}, {"a": 1.0, "b": None}, 1.0),
         ({"a": 1.0, "b": None}, {"a": 1.0, "b": 0.0}, {"a": Gate("b")}, {"a": 1.0, "b": None}, 1.0),
     ],
-    ids=["penalty", "reward", "counts nothing", "gate", "gate of a gate", "penalty that does not apply", "gate that does not apply"],
+    ids=[
+        "penalty",
+        "reward",
+        "counts nothing",
+        "gate",
+        "gate of a gate",
+        "penalty that does not apply",
+        "gate that does not apply",
+    ],
 )
-def test_a_lost_score_leaves_the_sample_without_a_total(components: Any, weights: Any, gates: Any, counted: Any, reward: Any) -> None:
+def test_a_lost_score_leaves_the_sample_without_a_total(
+    components: Any, weights: Any, gates: Any, counted: Any, reward: Any
+) -> None:
     """A reward that hung or died is not one that has nothing to say."""
     assert combined(components, gates, weights) == (counted, reward)
 
 
 def test_what_is_lost_is_told_from_what_does_not_apply() -> None:
-    parts = [Outcome([None]), Outcome([None], timeouts=1), Outcome([1.0]), Outcome([None, 0.0], lost=frozenset({0}))]
+    parts = [
+        Outcome([None]),
+        Outcome([None], timeouts=1),
+        Outcome([1.0]),
+        Outcome([None, 0.0], lost=frozenset({0})),
+    ]
     joined = Outcome.joined(parts)
     assert joined.scores == [None, None, 1.0, None, 0.0] and joined.timeouts == 1
-    assert [s is not None and math.isnan(s) for s in joined.marked] == [False, True, False, True, False]
-    unread = Outcome.joined([Outcome([None], lost=frozenset({0})), Outcome([0.5])])  # a judge that said nothing, and did not hang
-    assert unread.timeouts == 0 and [s is not None and math.isnan(s) for s in unread.marked] == [True, False]
-    assert Outcome.joined([Outcome([1.0]), Outcome([None], crashes=1)]) == Outcome([1.0, None], crashes=1)
+    assert [s is not None and math.isnan(s) for s in joined.marked] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    # a judge that said nothing, and did not hang
+    unread = Outcome.joined([Outcome([None], lost=frozenset({0})), Outcome([0.5])])
+    assert unread.timeouts == 0 and [s is not None and math.isnan(s) for s in unread.marked] == [
+        True,
+        False,
+    ]
+    assert Outcome.joined([Outcome([1.0]), Outcome([None], crashes=1)]) == Outcome(
+        [1.0, None], crashes=1
+    )
 
 
 def test_a_reward_too_large_to_train_on_is_refused() -> None:
-    """1e300 squared is no float, and 1e30 squared no float32: told at the reward, not where it overflows."""
+    """1e300 squared is no float, and 1e30 squared no float32: told at the reward, not where it
+    overflows.
+    """
     for value in (1e300, -1e300, 10**400, 2e16):
-        with pytest.raises(InputError, match=r"reward big returned -?(1e\+300|inf|2e\+16): beyond 1e\+16 advantages overflow"):
+        with pytest.raises(
+            InputError,
+            match=r"reward big returned -?(1e\+300|inf|2e\+16): beyond 1e\+16 advantages overflow",
+        ):
             checked("big", [value], 1)
     for value in (math.inf, math.nan, "1"):
         with pytest.raises(InputError, match="finite numbers"):
@@ -89,9 +150,17 @@ def test_a_reward_too_large_to_train_on_is_refused() -> None:
 
 
 def test_gates_name_other_rewards() -> None:
-    make = lambda **kw: [FunctionReward(name, lambda completions: [], gate=gate) for name, gate in kw.items()]  # noqa: E731
-    assert gates_of(make(a="b", b=None)) == {"a": Gate("b")} and gates_of(make(a="rewards.py:b", b=None)) == {"a": Gate("b")}
-    with pytest.raises(InputError, match=r"rewards\.1\.gate: b waits for x, and there is no such reward.*a, b"):
+    def make(**kw: str | None) -> list[FunctionReward]:
+        return [
+            FunctionReward(name, lambda completions: [], gate=gate) for name, gate in kw.items()
+        ]
+
+    assert gates_of(make(a="b", b=None)) == {"a": Gate("b")} and gates_of(
+        make(a="rewards.py:b", b=None)
+    ) == {"a": Gate("b")}
+    with pytest.raises(
+        InputError, match=r"rewards\.1\.gate: b waits for x, and there is no such reward.*a, b"
+    ):
         gates_of(make(a=None, b="x"))
     for cycle in (make(a="a"), make(a="b", b="a")):
         with pytest.raises(InputError, match="could ever pass"):
@@ -99,19 +168,38 @@ def test_gates_name_other_rewards() -> None:
 
 
 def test_the_config_reaches_the_samples() -> None:
-    """Two samples: well formed and right, right but ill formed. Components are what counts, so they add up to the reward."""
-    configs = [RewardConfig(name="correct", weight=2.0, gate="format"), RewardConfig(name="format", weight=0.5)]
-    functions: dict[str, Any] = {"correct": lambda completions: [1.0, 1.0], "format": lambda completions: [1.0, 0.0]}
+    """Two samples: well formed and right, right but ill formed.
+
+    Components are what counts, so they add up to the reward.
+    """
+    configs = [
+        RewardConfig(name="correct", weight=2.0, gate="format"),
+        RewardConfig(name="format", weight=0.5),
+    ]
+    functions: dict[str, Any] = {
+        "correct": lambda completions: [1.0, 1.0],
+        "format": lambda completions: [1.0, 0.0],
+    }
     rewards = build_rewards(configs, functions)
     assert (rewards[0].gate, rewards[0].gate_at, rewards[1].gate) == ("format", None, None)
     engine = FakeEngine()
-    samples = run(SingleTurn(engine, lambda row: [5], engine.decode, rewards, Sampling(2), n=2, seed=0)(Row("r", "p"), "g")).samples
-    assert [s.rewards for s in samples] == [{"correct": 1.0, "format": 1.0}, {"correct": 0.0, "format": 0.0}]
+    samples = run(
+        SingleTurn(engine, lambda row: [5], engine.decode, rewards, Sampling(2), n=2, seed=0)(
+            Row("r", "p"), "g"
+        )
+    ).samples
+    assert [s.rewards for s in samples] == [
+        {"correct": 1.0, "format": 1.0},
+        {"correct": 0.0, "format": 0.0},
+    ]
     assert [s.reward for s in samples] == [2.5, 0.0]
 
 
 def test_a_wrong_gate_is_told_when_rewards_are_built() -> None:
-    with pytest.raises(InputError, match=r"rewards\.0\.gate: exact_number waits for form, and there is no such reward"):
+    with pytest.raises(
+        InputError,
+        match=r"rewards\.0\.gate: exact_number waits for form, and there is no such reward",
+    ):
         build_rewards([RewardConfig(name="exact_number", gate="form")])
 
 
@@ -121,4 +209,9 @@ def test_functions_from_python_keep_the_gate_that_the_config_gives_them() -> Non
 
     declared = [RewardConfig(name="rewards.py:correct", weight=3.0, gate="format", gate_at=0.5)]
     (described, _), _ = describe_rewards([correct, "exact_number"], declared)
-    assert (described.name, described.weight, described.gate, described.gate_at) == ("correct", 3.0, "format", 0.5)
+    assert (described.name, described.weight, described.gate, described.gate_at) == (
+        "correct",
+        3.0,
+        "format",
+        0.5,
+    )

@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reinforge.algorithms.corrections import CORRECTIONS, finish, icepop, mis, mismatch, none, seq_mask, seq_tis, statistics, tis
+from reinforge.algorithms.corrections import (
+    CORRECTIONS,
+    finish,
+    icepop,
+    mis,
+    mismatch,
+    none,
+    seq_mask,
+    seq_tis,
+    statistics,
+    tis,
+)
 
 LN = math.log
 
@@ -23,33 +34,51 @@ def zeros(n: int) -> Tensor:
 
 
 def test_token_corrections() -> None:
-    trainer, behaviour = logs(1.0, 0.5, 3.0, 2.0) - 1, torch.full((4,), -1.0, dtype=torch.float64)
+    trainer = logs(1.0, 0.5, 3.0, 2.0) - 1
+    behaviour = torch.full((4,), -1.0, dtype=torch.float64)
     assert none(trainer, behaviour)[0].tolist() == [1.0] * 4
     weights, metrics = tis(trainer, behaviour, cap=2.5)
-    assert weights.tolist() == pytest.approx([1.0, 0.5, 2.5, 2.0]) and metrics["truncated"].tolist() == [0, 0, 1, 0]
+    assert weights.tolist() == pytest.approx([1.0, 0.5, 2.5, 2.0]) and metrics[
+        "truncated"
+    ].tolist() == [0, 0, 1, 0]
     weights, metrics = tis(trainer, behaviour, cap=2.5, floor=0.7)
-    assert weights.tolist() == pytest.approx([1.0, 0.7, 2.5, 2.0]) and metrics["truncated"].tolist() == [0, 1, 1, 0]
+    assert weights.tolist() == pytest.approx([1.0, 0.7, 2.5, 2.0]) and metrics[
+        "truncated"
+    ].tolist() == [0, 1, 1, 0]
     weights, metrics = mis(trainer, behaviour, cap=2.5)
-    assert weights.tolist() == pytest.approx([1.0, 0.5, 0.0, 2.0]) and metrics["dropped"].tolist() == [0, 0, 1, 0]
+    assert weights.tolist() == pytest.approx([1.0, 0.5, 0.0, 2.0]) and metrics[
+        "dropped"
+    ].tolist() == [0, 0, 1, 0]
     huge = torch.tensor([200.0, -200.0])
-    assert mis(huge, torch.zeros(2))[0][0] == 0 and tis(huge, torch.zeros(2))[0].tolist() == pytest.approx([2.0, 0.0], abs=1e-8)
+    assert mis(huge, torch.zeros(2))[0][0] == 0 and tis(huge, torch.zeros(2))[
+        0
+    ].tolist() == pytest.approx([2.0, 0.0], abs=1e-8)
 
 
 def test_icepop_drops_on_both_sides() -> None:
     weights, metrics = icepop(logs(0.4, 0.51, 1.0, 4.9, 5.1), zeros(5))
-    assert weights.tolist() == pytest.approx([0.0, 0.51, 1.0, 4.9, 0.0]) and metrics["dropped"].tolist() == [1, 0, 0, 0, 1]
+    assert weights.tolist() == pytest.approx([0.0, 0.51, 1.0, 4.9, 0.0]) and metrics[
+        "dropped"
+    ].tolist() == [1, 0, 0, 0, 1]
     assert icepop(logs(0.9, 1.2), zeros(2), cap=1.1, floor=0.95)[0].tolist() == [0.0, 0.0]
 
 
 def test_sequence_corrections() -> None:
     """Rows with ratios (2, 1.5), (0.5, 0.5) and (1.25,): products 3, 1/4 and 1.25."""
-    trainer, sequence = logs(2.0, 0.5, 1.5, 0.5, 1.25), torch.tensor([7, 2, 7, 2, 0])
+    trainer = logs(2.0, 0.5, 1.5, 0.5, 1.25)
+    sequence = torch.tensor([7, 2, 7, 2, 0])
     weights, metrics = seq_tis(trainer, zeros(5), sequence, cap=2.0)
-    assert weights.tolist() == pytest.approx([2.0, 0.25, 2.0, 0.25, 1.25]) and metrics["truncated"].tolist() == [1, 0, 1, 0, 0]
+    assert weights.tolist() == pytest.approx([2.0, 0.25, 2.0, 0.25, 1.25]) and metrics[
+        "truncated"
+    ].tolist() == [1, 0, 1, 0, 0]
     weights, metrics = seq_mask(trainer, zeros(5), sequence, cap=2.0)
-    assert weights.tolist() == pytest.approx([0.0, 0.25, 0.0, 0.25, 1.25]) and metrics["dropped"].tolist() == [1, 0, 1, 0, 0]
+    assert weights.tolist() == pytest.approx([0.0, 0.25, 0.0, 0.25, 1.25]) and metrics[
+        "dropped"
+    ].tolist() == [1, 0, 1, 0, 0]
     weights, metrics = seq_mask(trainer, zeros(5), sequence, cap=4.0, floor=0.5)
-    assert weights.tolist() == pytest.approx([3.0, 0.0, 3.0, 0.0, 1.25]) and metrics["dropped"].tolist() == [0, 1, 0, 1, 0]
+    assert weights.tolist() == pytest.approx([3.0, 0.0, 3.0, 0.0, 1.25]) and metrics[
+        "dropped"
+    ].tolist() == [0, 1, 0, 1, 0]
     weights, _ = seq_tis(trainer, zeros(5), sequence, cap=2.0, geometric=True)
     assert weights.tolist() == pytest.approx([3**0.5, 0.5, 3**0.5, 0.5, 1.25])
 
@@ -59,27 +88,39 @@ def test_of_one_token_rows_sequence_is_token(name: str) -> None:
     pairs = {"seq_tis": tis, "seq_mask": mis}
     trainer = logs(0.3, 1.0, 1.9, 2.1, 50.0)
     token = pairs.get(name, CORRECTIONS[name])(trainer, zeros(5))[0]
-    assert CORRECTIONS[name](trainer, zeros(5), torch.arange(5))[0].tolist() == pytest.approx(token.tolist(), rel=1e-12)
+    assert CORRECTIONS[name](trainer, zeros(5), torch.arange(5))[0].tolist() == pytest.approx(
+        token.tolist(), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", list(CORRECTIONS))
 def test_without_mismatch_every_weight_is_one_and_none_has_a_gradient(name: str) -> None:
     trainer = torch.tensor([-1.0, -2.0, -0.1], requires_grad=True)
     weights, metrics = CORRECTIONS[name](trainer, trainer.detach(), torch.tensor([0, 0, 1]))
-    assert weights.tolist() == [1.0] * 3 and not weights.requires_grad and not any(m.requires_grad for m in metrics.values())
+    assert (
+        weights.tolist() == [1.0] * 3
+        and not weights.requires_grad
+        and not any(m.requires_grad for m in metrics.values())
+    )
     assert all(metrics[k].sum() == 0 for k in ("truncated", "dropped") if k in metrics)
 
 
 @pytest.mark.parametrize("name", list(CORRECTIONS))
 def test_extremes_and_nothing(name: str) -> None:
-    """A row of 1000 tokens that are each e^5 more likely: the product is e^5000, the weight finite."""
+    """A row of 1000 tokens that are each e^5 more likely: the product is e^5000, the
+    weight finite.
+    """
     n = 1000
     for step in (5.0, -5.0, 300.0, -300.0):
-        weights, metrics = CORRECTIONS[name](torch.full((n,), step), torch.zeros(n), torch.zeros(n, dtype=torch.int64))
+        weights, metrics = CORRECTIONS[name](
+            torch.full((n,), step), torch.zeros(n), torch.zeros(n, dtype=torch.int64)
+        )
         assert weights.isfinite().all() and all(m.isfinite().all() for m in metrics.values())
         if name in ("mis", "seq_mask", "icepop") and step > 0:
             assert weights.sum() == 0
-    weights, metrics = CORRECTIONS[name](torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    weights, metrics = CORRECTIONS[name](
+        torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    )
     assert weights.shape == (0,) and all(m.shape == (0,) for m in metrics.values())
 
 
@@ -87,12 +128,15 @@ def test_extremes_and_nothing(name: str) -> None:
 @given(st.data(), st.sampled_from(list(CORRECTIONS)))
 def test_neither_the_order_of_rows_nor_the_cut_matters(data: st.DataObject, name: str) -> None:
     lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
-    order, size = data.draw(st.permutations(range(len(lengths)))), data.draw(st.integers(1, len(lengths)))
+    order = data.draw(st.permutations(range(len(lengths))))
+    size = data.draw(st.integers(1, len(lengths)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     rows = [0.5 * torch.randn(n, generator=generator) for n in lengths]
 
     def run(picked: list[int]) -> dict[int, list[float]]:
-        sequence = torch.repeat_interleave(torch.arange(len(picked)), torch.tensor([lengths[i] for i in picked]))
+        sequence = torch.repeat_interleave(
+            torch.arange(len(picked)), torch.tensor([lengths[i] for i in picked])
+        )
         trainer = torch.cat([rows[i] for i in picked])
         weights, _ = CORRECTIONS[name](trainer, torch.zeros_like(trainer), sequence)
         return {i: weights[sequence == s].tolist() for s, i in enumerate(picked)}
@@ -105,11 +149,19 @@ def test_neither_the_order_of_rows_nor_the_cut_matters(data: st.DataObject, name
 
 def test_mismatch_statistics() -> None:
     """Ratios 1, 1/2, 3, 2: mean 6.5/4, mean square 14.25/4, ess = 6.5^2 / (4 * 14.25)."""
-    trainer, behaviour = logs(1.0, 0.5, 3.0, 2.0), zeros(4)
+    trainer = logs(1.0, 0.5, 3.0, 2.0)
+    behaviour = zeros(4)
     s = statistics(trainer, behaviour)
-    assert s["mismatch/ess"] == pytest.approx(6.5**2 / (4 * 14.25)) and "mismatch/ratio_squared" not in s
-    assert s["mismatch/mean"] == pytest.approx((LN(2) + LN(3) + LN(2)) / 4) and s["mismatch/max"] == pytest.approx(LN(3))
-    assert s["mismatch/ratio/min"] == pytest.approx(0.5) and s["mismatch/ratio/max"] == pytest.approx(3.0)
+    assert (
+        s["mismatch/ess"] == pytest.approx(6.5**2 / (4 * 14.25))
+        and "mismatch/ratio_squared" not in s
+    )
+    assert s["mismatch/mean"] == pytest.approx((LN(2) + LN(3) + LN(2)) / 4) and s[
+        "mismatch/max"
+    ] == pytest.approx(LN(3))
+    assert s["mismatch/ratio/min"] == pytest.approx(0.5) and s[
+        "mismatch/ratio/max"
+    ] == pytest.approx(3.0)
     assert s["mismatch/outside_2x"] == 0.25  # 3 only: 1/2 and 2 are on the edge
     assert s["mismatch/ratio/p50"] == pytest.approx(1.5)  # of 0.5, 1, 2, 3
     assert s["mismatch/ratio/p95"] == pytest.approx(2 + 0.85)
@@ -117,31 +169,52 @@ def test_mismatch_statistics() -> None:
 
 
 def test_statistics_of_sequences_and_of_a_correction() -> None:
-    """Rows (2, 1.5), (0.5, 0.5), (1.25): sequence ratios 3, 1/4, 5/4, each counted once; weights 2, 2, 1/4, 1/4, 5/4 of seq_tis."""
-    trainer, sequence = logs(2.0, 0.5, 1.5, 0.5, 1.25), torch.tensor([7, 2, 7, 2, 0])
+    """Rows (2, 1.5), (0.5, 0.5), (1.25): sequence ratios 3, 1/4, 5/4, each counted once; weights 2,
+    2, 1/4, 1/4, 5/4 of seq_tis.
+    """
+    trainer = logs(2.0, 0.5, 1.5, 0.5, 1.25)
+    sequence = torch.tensor([7, 2, 7, 2, 0])
     s = statistics(trainer, zeros(5), sequence, partial(seq_tis, cap=2.0))
     assert s["mismatch/sequence_ess"] == pytest.approx(4.5**2 / (3 * (9 + 1 / 16 + 25 / 16)))
-    assert s["mismatch/sequence_ratio/p50"] == pytest.approx(1.25) and s["mismatch/sequence_ratio/p95"] == pytest.approx(1.25 + 0.9 * 1.75)
-    assert s["mismatch/truncated"] == pytest.approx(0.4) and s["mismatch/weight"] == pytest.approx(5.75 / 5)
+    assert s["mismatch/sequence_ratio/p50"] == pytest.approx(1.25) and s[
+        "mismatch/sequence_ratio/p95"
+    ] == pytest.approx(1.25 + 0.9 * 1.75)
+    assert s["mismatch/truncated"] == pytest.approx(0.4) and s["mismatch/weight"] == pytest.approx(
+        5.75 / 5
+    )
     assert s["mismatch/weight_ess"] == pytest.approx(5.75**2 / (5 * (8 + 2 / 16 + 25 / 16)))
-    assert s["mismatch/weight/p50"] == pytest.approx(1.25) and s["mismatch/weight/p01"] == pytest.approx(0.25)
+    assert s["mismatch/weight/p50"] == pytest.approx(1.25) and s[
+        "mismatch/weight/p01"
+    ] == pytest.approx(0.25)
     assert not [name for name in s if name.endswith("_squared")]
     s = statistics(trainer, zeros(5), sequence, partial(mis, cap=1.75))
-    assert s["mismatch/dropped"] == pytest.approx(0.2) and s["mismatch/weight"] == pytest.approx(3.75 / 5)
+    assert s["mismatch/dropped"] == pytest.approx(0.2) and s["mismatch/weight"] == pytest.approx(
+        3.75 / 5
+    )
     assert "mismatch/weight_ess" not in statistics(trainer, zeros(5), sequence, none)
 
 
 def test_everything_dropped_has_no_effective_sample_size() -> None:
     s = statistics(logs(9.0, 9.0), zeros(2), torch.tensor([0, 1]), seq_mask)
-    assert s["mismatch/dropped"] == 1.0 and s["mismatch/weight"] == 0.0 and "mismatch/weight_ess" not in s
+    assert (
+        s["mismatch/dropped"] == 1.0
+        and s["mismatch/weight"] == 0.0
+        and "mismatch/weight_ess" not in s
+    )
 
 
 def test_mismatch_adds_up_over_micro_batches() -> None:
-    trainer, behaviour = logs(1.0, 0.5, 3.0, 1.9), zeros(4)
+    trainer = logs(1.0, 0.5, 3.0, 1.9)
+    behaviour = zeros(4)
     parts = [mismatch(trainer[i], behaviour[i], 4) for i in (slice(0, 1), slice(1, 4))]
     combine = {True: max, False: lambda a, b: a + b}
     summed = {
-        k: float(min(p[k] for p in parts) if k.endswith("/min") else combine[k.endswith("/max")](*(p[k] for p in parts))) for k in parts[0]
+        k: float(
+            min(p[k] for p in parts)
+            if k.endswith("/min")
+            else combine[k.endswith("/max")](*(p[k] for p in parts))
+        )
+        for k in parts[0]
     }
     whole = statistics(trainer, behaviour)
     assert finish(summed) == pytest.approx({k: v for k, v in whole.items() if "/p" not in k})

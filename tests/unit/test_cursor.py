@@ -17,7 +17,9 @@ def walk(cursor: Cursor, sizes: list[int]) -> list[int]:
 
 
 @given(n=st.integers(1, 17), seed=st.integers(0, 2**40), shuffle=st.booleans(), sizes=takes)
-def test_every_row_once_per_epoch_whatever_the_steps(n: int, seed: int, shuffle: bool, sizes: list[int]) -> None:
+def test_every_row_once_per_epoch_whatever_the_steps(
+    n: int, seed: int, shuffle: bool, sizes: list[int]
+) -> None:
     cursor = Cursor(n, seed, shuffle)
     rows = walk(cursor, sizes)
     assert len(rows) == sum(sizes) and cursor.epoch == sum(sizes) / n
@@ -26,12 +28,14 @@ def test_every_row_once_per_epoch_whatever_the_steps(n: int, seed: int, shuffle:
         assert len(set(epoch)) == len(epoch)
         if len(epoch) == n:
             assert sorted(epoch) == list(range(n))
-    assert rows == Cursor(n, seed, shuffle).take(len(rows))  # the cutting into steps does not matter
+    # the cutting into steps does not matter
+    assert rows == Cursor(n, seed, shuffle).take(len(rows))
 
 
 @given(n=st.integers(1, 17), seed=st.integers(0, 99), before=takes, after=takes)
 def test_resume_is_exact(n: int, seed: int, before: list[int], after: list[int]) -> None:
-    whole, cut = Cursor(n, seed, True), Cursor(n, seed, True)
+    whole = Cursor(n, seed, True)
+    cut = Cursor(n, seed, True)
     walk(whole, before), walk(cut, before)
     resumed = Cursor(n, seed, True)
     resumed.load(json.loads(json.dumps(cut.state())))
@@ -42,7 +46,8 @@ def test_resume_is_exact(n: int, seed: int, before: list[int], after: list[int])
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     cursor = Cursor(50, 0, True)
-    first, second = cursor.take(50), cursor.take(50)
+    first = cursor.take(50)
+    second = cursor.take(50)
     assert first != second and first != list(range(50))
     assert first != Cursor(50, 1, True).take(50)
     assert Cursor(5, 0, False).take(12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]

@@ -12,7 +12,8 @@ from reinforge.core.errors import InputError
 
 
 def test_a_demo_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = demo.train_config, list[str]()
+    real = demo.train_config
+    asked = list[str]()
 
     def cut(config: object) -> object:
         asked.append(Path(config.run.dir).name)  # type: ignore[attr-defined]
@@ -25,6 +26,9 @@ def test_a_demo_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         demo.run_demo(tmp_path / "demo", quick=True)
     assert asked == ["sft", "grpo"] and not (tmp_path / "demo" / "summary.json").exists()
     summary = demo.run_demo(tmp_path / "demo", quick=True)
-    assert json.loads((tmp_path / "demo" / "summary.json").read_text()) == summary and 0 <= summary["sft_accuracy"] <= 1
+    assert (
+        json.loads((tmp_path / "demo" / "summary.json").read_text()) == summary
+        and 0 <= summary["sft_accuracy"] <= 1
+    )
     with pytest.raises(InputError, match="already holds a demo"):
         demo.run_demo(tmp_path / "demo", quick=True)

@@ -1,4 +1,7 @@
-"""Every ending has a report and a few lines: finished, stopped, failed, asked to end, killed. Also of a run that is still going."""
+"""Every ending has a report and a few lines: finished, stopped, failed, asked to end, killed.
+
+Also of a run that is still going.
+"""
 
 from __future__ import annotations
 
@@ -43,21 +46,33 @@ def ends(cfg: Config, view: SilentView, reward: Callable[..., Any] = odd) -> Bas
 
 def check(cfg: Config, view: SilentView, status: str, words: str = "") -> str:
     """The files and the words that every ending leaves; returns the words."""
-    folder, told = Path(cfg.run.dir), view.messages[-1]
+    folder = Path(cfg.run.dir)
+    told = view.messages[-1]
     page = (folder / "report.html").read_text()
-    assert show_run(folder)["status"] == status and f'<span class="badge {status}">{status}</span>' in page
+    assert (
+        show_run(folder)["status"] == status
+        and f'<span class="badge {status}">{status}</span>' in page
+    )
     assert json.loads((folder / "summary.json").read_text())["status"] == status
     assert str(folder / "report.html") in told and words in told and words in page
     return told
 
 
-def test_a_finished_run_tells_what_it_reached_what_it_cost_and_what_to_do_next(make: Callable[..., Config]) -> None:
-    cfg, view = make("run", "grpo", "train.steps=2", "eval.every=1", "eval.at_start=true"), SilentView()
+def test_a_finished_run_tells_what_it_reached_what_it_cost_and_what_to_do_next(
+    make: Callable[..., Config],
+) -> None:
+    cfg = make("run", "grpo", "train.steps=2", "eval.every=1", "eval.at_start=true")
+    view = SilentView()
     assert ends(cfg, view) is None
     told = check(cfg, view, "finished")
     rows = told.splitlines()
     assert rows[0].startswith("finished  2 of 2 steps in ") and len(rows) <= 9
-    assert re.search(r"^reached   eval/accuracy [\d.]+% -> [\d.]+% \(95% interval ", told, re.MULTILINE) and "mean reward 0." in told
+    assert (
+        re.search(
+            r"^reached   eval/accuracy [\d.]+% -> [\d.]+% \(95% interval ", told, re.MULTILINE
+        )
+        and "mean reward 0." in told
+    )
     assert " a step (" in told and "tokens sampled" in told
     assert f"reinforge chat {cfg.run.dir}" in told and f"reinforge export {cfg.run.dir} OUT" in told
     summary = json.loads((Path(cfg.run.dir) / "summary.json").read_text())
@@ -66,31 +81,43 @@ def test_a_finished_run_tells_what_it_reached_what_it_cost_and_what_to_do_next(m
         and summary["metrics"]["train"]["grad_norm"] > 0
         and "epoch" in summary["metrics"]["run"]
     )
-    assert summary["steps"] == summary["of"] == 2 and summary["seconds"] > 0 and summary["troubles"] == []
+    assert (
+        summary["steps"] == summary["of"] == 2
+        and summary["seconds"] > 0
+        and summary["troubles"] == []
+    )
 
 
 def test_a_stopped_run_has_a_report_that_says_why(make: Callable[..., Config]) -> None:
     def nothing(completions: list[str]) -> list[None]:
         return [None] * len(completions)
 
-    cfg, view = make("run", "grpo", "train.steps=9", "run.checkpoint.every=1"), SilentView()
+    cfg = make("run", "grpo", "train.steps=9", "run.checkpoint.every=1")
+    view = SilentView()
     assert isinstance(ends(cfg, view, nothing), StoppedByPolicy)
-    assert "goes on from its newest checkpoint" in check(cfg, view, "stopped", "3 steps in a row had no sample that could be scored")
+    assert "goes on from its newest checkpoint" in check(
+        cfg, view, "stopped", "3 steps in a row had no sample that could be scored"
+    )
 
 
-def test_a_failed_run_has_a_report_that_says_why(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_has_a_report_that_says_why(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from reinforge.backends.local import LocalBackend
 
     def dies(self: LocalBackend) -> Any:
         raise ZeroDivisionError("the disk melted\nwith details")
 
     monkeypatch.setattr(LocalBackend, "step", dies)
-    cfg, view = make("run", "grpo"), SilentView()
+    cfg = make("run", "grpo")
+    view = SilentView()
     assert isinstance(ends(cfg, view), ZeroDivisionError)
     check(cfg, view, "failed", "ZeroDivisionError: the disk melted")
 
 
-def test_an_interrupted_run_has_a_report(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_has_a_report(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     end_step = Session.end_step
 
     async def interrupted(self: Session, *given: Any) -> None:
@@ -98,26 +125,40 @@ def test_an_interrupted_run_has_a_report(make: Callable[..., Config], monkeypatc
         await end_step(self, *given)
 
     monkeypatch.setattr(Session, "end_step", interrupted)
-    cfg, view = make("run", "grpo"), SilentView()
+    cfg = make("run", "grpo")
+    view = SilentView()
     assert isinstance(ends(cfg, view), Terminated)
     told = check(cfg, view, "terminated", "stopped by SIGINT at step 1 of 3")
     assert "start it again with the same command" in told
 
 
-def test_a_terminal_that_closes_ends_a_run_with_the_code_of_its_signal(tiny_dir: str, tmp_path: Path) -> None:
+def test_a_terminal_that_closes_ends_a_run_with_the_code_of_its_signal(
+    tiny_dir: str, tmp_path: Path
+) -> None:
     """What is written to it afterwards fails, and must not take the place of the ending."""
     settings = {
-        "model": {"path": tiny_dir}, "algorithm": {"name": "grpo", "group_size": 2}, "data": {"source": "arithmetic:chain"},
-        "rewards": [{"name": "exact_number"}], "rollout": {"max_new_tokens": 4, "kv_gib": 0.01},
-        "train": {"steps": 100000, "prompts_per_step": 2}, "run": {"dir": str(tmp_path / "run"), "checkpoint": {"every": 0}},
-    }  # fmt: skip
+        "model": {"path": tiny_dir},
+        "algorithm": {"name": "grpo", "group_size": 2},
+        "data": {"source": "arithmetic:chain"},
+        "rewards": [{"name": "exact_number"}],
+        "rollout": {"max_new_tokens": 4, "kv_gib": 0.01},
+        "train": {"steps": 100000, "prompts_per_step": 2},
+        "run": {"dir": str(tmp_path / "run"), "checkpoint": {"every": 0}},
+    }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings))
-    program = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from reinforge.app.cli import main; sys.exit(main())"
+    program = (
+        "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from reinforge.app.cli"
+        " import main; sys.exit(main())"
+    )
     ours, theirs = os.openpty()
     child = subprocess.Popen(
-        [sys.executable, "-c", program, "train", str(tmp_path / "c.yaml")], stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, env=os.environ | {"PYTHONPATH": SRC, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
-    )  # fmt: skip
+        [sys.executable, "-c", program, "train", str(tmp_path / "c.yaml")],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": SRC, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+    )
     os.close(theirs)
     try:
         shown = b""
@@ -133,48 +174,74 @@ def test_a_terminal_that_closes_ends_a_run_with_the_code_of_its_signal(tiny_dir:
     assert show_run(tmp_path / "run")["checkpoints"]
 
 
-def test_an_ending_that_cannot_be_written_takes_nothing_from_the_run(make: Callable[..., Config]) -> None:
-    cfg, view = make("run", "grpo"), SilentView()
+def test_an_ending_that_cannot_be_written_takes_nothing_from_the_run(
+    make: Callable[..., Config],
+) -> None:
+    cfg = make("run", "grpo")
+    view = SilentView()
     (Path(cfg.run.dir) / "report.html").mkdir(parents=True)
     result = train_config(cfg, Given(data=DATA, rewards=[odd]), view)
-    assert result.steps == 3 and result.report is None and view.messages[-1].startswith("no report was written: ")
+    assert (
+        result.steps == 3
+        and result.report is None
+        and view.messages[-1].startswith("no report was written: ")
+    )
 
 
 def test_a_run_killed_by_the_kernel_gets_its_report_by_the_command(
     tiny_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {
-        "model": {"path": tiny_dir}, "algorithm": {"name": "grpo", "group_size": 2}, "data": {"source": "arithmetic:chain"},
-        "rewards": [{"name": "exact_number"}], "rollout": {"max_new_tokens": 4, "kv_gib": 0.01},
-        "train": {"steps": 5, "prompts_per_step": 2}, "run": {"dir": str(tmp_path / "run")},
-    }  # fmt: skip
+        "model": {"path": tiny_dir},
+        "algorithm": {"name": "grpo", "group_size": 2},
+        "data": {"source": "arithmetic:chain"},
+        "rewards": [{"name": "exact_number"}],
+        "rollout": {"max_new_tokens": 4, "kv_gib": 0.01},
+        "train": {"steps": 5, "prompts_per_step": 2},
+        "run": {"dir": str(tmp_path / "run")},
+    }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings))
     killed = {"REINFORGE_CRASH_AT": "step:end@3", "PYTHONPATH": SRC, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "reinforge", "train", str(tmp_path / "c.yaml")], env=os.environ | killed, capture_output=True, text=True
+        [sys.executable, "-m", "reinforge", "train", str(tmp_path / "c.yaml")],
+        env=os.environ | killed,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "run" / "report.html").exists()
     assert main(["runs", "report", str(tmp_path / "run")]) == 0
     said = capsys.readouterr()
-    assert said.out.strip() == str(tmp_path / "run" / "report.html") and "interrupted, step 2 of 5" in said.err
+    assert (
+        said.out.strip() == str(tmp_path / "run" / "report.html")
+        and "interrupted, step 2 of 5" in said.err
+    )
     page = (tmp_path / "run" / "report.html").read_text()
     assert '<span class="badge interrupted">interrupted</span> step 2 of 5, as of 20' in page
 
 
-def test_a_run_that_is_still_going_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorder = Recorder(tmp_path, {"algorithm": {"name": "grpo"}, "train": {"steps": None, "epochs": 2}}, steps=40)
+def test_a_run_that_is_still_going_gets_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(
+        tmp_path, {"algorithm": {"name": "grpo"}, "train": {"steps": None, "epochs": 2}}, steps=40
+    )
     recorder.log(7, {"reward/mean": 0.5, "train/skipped": 0.0, "train/grad_norm": 1.0})
     with RunLock(tmp_path):
         assert main(["runs", "report", str(tmp_path)]) == 0
         assert "running, step 7 of 40" in capsys.readouterr().err
         page = (tmp_path / "report.html").read_text()
     recorder.close()
-    assert '<span class="badge running">running</span> step 7 of 40, as of 20' in page and "<script src" not in page
+    assert (
+        '<span class="badge running">running</span> step 7 of 40, as of 20' in page
+        and "<script src" not in page
+    )
 
 
 def test_what_was_begun_after_an_ending_is_not_ended(tmp_path: Path) -> None:
-    """The lock is released after the last event: what the events say of an ending comes first, and a new beginning takes it back."""
+    """The lock is released after the last event: what the events say of an ending comes first, and
+    a new beginning takes it back.
+    """
     recorder = Recorder(tmp_path, {})
     recorder.event("finished")
     with RunLock(tmp_path):
@@ -194,7 +261,9 @@ def test_the_end_of_a_reward_model_does_not_offer_a_chat(make: Callable[..., Con
 
 
 def test_only_the_phases_of_the_newest_step_are_shown(make: Callable[..., Config]) -> None:
-    """An evaluation is booked on the step after it; two steps later its share is no longer there."""
+    """An evaluation is booked on the step after it; two steps later its share is no
+    longer there.
+    """
     seen: list[dict[str, float]] = []
 
     class Watching(SilentView):
@@ -203,17 +272,31 @@ def test_only_the_phases_of_the_newest_step_are_shown(make: Callable[..., Config
 
     cfg = make("run", "grpo", "train.steps=4", "eval.every=2", "run.checkpoint.every=1")
     ends(cfg, Watching())
-    assert len(seen) >= 4 and all(sum(found.values()) == pytest.approx(1.0) for found in seen if found)
-    assert any("share/eval" in found for found in seen) and any(found and "share/eval" not in found for found in seen)
+    assert len(seen) >= 4 and all(
+        sum(found.values()) == pytest.approx(1.0) for found in seen if found
+    )
+    assert any("share/eval" in found for found in seen) and any(
+        found and "share/eval" not in found for found in seen
+    )
 
 
 def test_every_phase_says_what_it_does(make: Callable[..., Config]) -> None:
-    cfg, view = make("run", "grpo", "train.steps=2", "eval.every=2", "run.checkpoint.every=1"), SilentView()
+    cfg = make("run", "grpo", "train.steps=2", "eval.every=2", "run.checkpoint.every=1")
+    view = SilentView()
     ends(cfg, view)
     doing = view.activities
-    order = ["loading torch and transformers", "reading data (python)", f"loading the model {cfg.model.path}", "tokenising 16 prompts",
-             "evaluating on held-out rows", "step 1: generating 16 answers to 4 prompts", "step 1: waiting for rewards", "step 1: updating the weights", "saving a checkpoint",
-             "step 2: generating 16 answers to 4 prompts"]  # fmt: skip
+    order = [
+        "loading torch and transformers",
+        "reading data (python)",
+        f"loading the model {cfg.model.path}",
+        "tokenising 16 prompts",
+        "evaluating on held-out rows",
+        "step 1: generating 16 answers to 4 prompts",
+        "step 1: waiting for rewards",
+        "step 1: updating the weights",
+        "saving a checkpoint",
+        "step 2: generating 16 answers to 4 prompts",
+    ]
     assert list(dict.fromkeys(text for text in doing if text in order)) == order
     assert doing[-2:] == ["evaluating on held-out rows", "saving a checkpoint"]
     assert lines(cfg)[-1]["step"] == 2

@@ -1,4 +1,6 @@
-"""A server as a child: ready or a readable error, ended as a whole, and gone when its owner is killed."""
+"""A server as a child: ready or a readable error, ended as a whole, and gone when its owner is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from reinforge.engines.http import Http, ServerDown
 from reinforge.engines.process import ServerProcess, free_port
 from toys import run
 
-GROUP = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '300']); print('child', p.pid, flush=True); time.sleep(300)"
+GROUP = (
+    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '300']); print('child', p.pid,"
+    " flush=True); time.sleep(300)"
+)
 
 
 def alive(pid: int) -> bool:
@@ -42,7 +47,9 @@ def child_of(log: Path) -> int:
 
 
 def test_stopping_ends_the_whole_group(tmp_path: Path) -> None:
-    server = ServerProcess([sys.executable, "-c", GROUP], os.environ, tmp_path / "log", where="engine")
+    server = ServerProcess(
+        [sys.executable, "-c", GROUP], os.environ, tmp_path / "log", where="engine"
+    )
     child = child_of(tmp_path / "log")
     assert server.alive and alive(child)
     server.stop()
@@ -53,15 +60,27 @@ def test_stopping_ends_the_whole_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize("with_its_children", [False, True])
 def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path, with_its_children: bool) -> None:
     """Also where all children of the owner are killed with it, as Ray does with its workers'."""
-    owner = subprocess.Popen([sys.executable, "-c", f"""
+    owner = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"""
 import os, sys, time
 from pathlib import Path
 from reinforge.engines.process import ServerProcess
-server = ServerProcess([sys.executable, "-c", {GROUP!r}], os.environ, Path({str(tmp_path / "log")!r}), where="engine")
-time.sleep(300)"""], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+command, log = [sys.executable, "-c", {GROUP!r}], Path({str(tmp_path / "log")!r})
+server = ServerProcess(command, os.environ, log, where="engine")
+time.sleep(300)""",
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert wait_for((tmp_path / "log").exists, 60)
     child = child_of(tmp_path / "log")
-    children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split() if with_its_children else []
+    children = (
+        Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
+        if with_its_children
+        else []
+    )
     os.kill(owner.pid, signal.SIGSTOP)  # it notices nothing
     for pid in [*map(int, children), owner.pid]:
         os.kill(pid, signal.SIGKILL)
@@ -73,7 +92,10 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     async def never() -> bool:
         return False
 
-    code = "import sys; print('reading'); raise SystemExit(print('ValueError: no such model', file=sys.stderr) or 3)"
+    code = (
+        "import sys; print('reading'); raise SystemExit(print('ValueError: no such model',"
+        " file=sys.stderr) or 3)"
+    )
     log = tmp_path / "log"
     log.write_text("Error of another time\n")
     server = ServerProcess([sys.executable, "-c", code], os.environ, log, where="engine")
@@ -86,7 +108,12 @@ def test_a_server_that_is_late_is_ended(tmp_path: Path) -> None:
     async def never() -> bool:
         return False
 
-    server = ServerProcess([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "log", where="engine")
+    server = ServerProcess(
+        [sys.executable, "-c", "import time; time.sleep(60)"],
+        os.environ,
+        tmp_path / "log",
+        where="engine",
+    )
     with pytest.raises(InputError, match="not ready after 0 s"):
         run(server.ready(never, 0.3))
     assert not server.alive
@@ -94,7 +121,9 @@ def test_a_server_that_is_late_is_ended(tmp_path: Path) -> None:
 
 def test_a_python_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot start"):
-        ServerProcess([str(tmp_path / "python")], os.environ, tmp_path / "log", where="engine.python")
+        ServerProcess(
+            [str(tmp_path / "python")], os.environ, tmp_path / "log", where="engine.python"
+        )
 
 
 def test_http_says_who_is_down() -> None:

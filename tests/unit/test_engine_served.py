@@ -20,9 +20,13 @@ from toys import run
 
 
 class OneSlot:
-    """Servers that hold one set of staged weights, as our plug-in does, and take their time. A token's log-prob tells what is served."""
+    """Servers that hold one set of staged weights, as our plug-in does, and take their time.
 
-    name, channels = "one-slot", ("files",)
+    A token's log-prob tells what is served.
+    """
+
+    name = "one-slot"
+    channels = ("files",)
 
     def __init__(self) -> None:
         self.slots: dict[str, int | None] = {}
@@ -40,9 +44,14 @@ class OneSlot:
     async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
         return {"dtype": "float32"}
 
-    async def generate(self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]) -> list[Piece]:
+    async def generate(
+        self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
+    ) -> list[Piece]:
         await asyncio.sleep(0.005)
-        return [Piece([7] * d.max_tokens, [-float(self.served[http.address])] * d.max_tokens, "length") for d in draws]
+        return [
+            Piece([7] * d.max_tokens, [-float(self.served[http.address])] * d.max_tokens, "length")
+            for d in draws
+        ]
 
     async def score(self, http: Http, tokens: Sequence[int]) -> list[float]:
         if self.interrupted:
@@ -64,7 +73,9 @@ class OneSlot:
     async def commit(self, http: Http, version: int, fix_head: bool) -> float:
         await asyncio.sleep(self.seconds)
         if self.slots.get(http.address) != version:
-            raise ServerFault(f"version {version} was to be served, and {self.slots.get(http.address)} is staged")
+            raise ServerFault(
+                f"version {version} was to be served, and {self.slots.get(http.address)} is staged"
+            )
         self.slots[http.address], self.served[http.address] = None, version
         return 0.0
 
@@ -74,17 +85,24 @@ class OneSlot:
 
 
 def made(folder: Path, replicas: int) -> tuple[ServedEngine, OneSlot, Weights]:
-    dialect, module = OneSlot(), nn.Linear(2, 2)
+    dialect = OneSlot()
+    module = nn.Linear(2, 2)
     cfg = EngineConfig(address=[f"http://replica-{i}" for i in range(replicas)])
-    engine = ServedEngine(Setup("one-slot", cfg, "model", folder, "float32", "cpu", 128, 64), dialect)
+    engine = ServedEngine(
+        Setup("one-slot", cfg, "model", folder, "float32", "cpu", 128, 64), dialect
+    )
     engine.transfer.pairs = lambda weights: iter([("weight", module.weight.detach())])  # type: ignore[method-assign]
     return engine, dialect, Weights("shared", module=module)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.06, 0.08])
-def test_a_replica_that_comes_back_during_an_update(tmp_path: Path, replicas: int, delay: float) -> None:
-    """It must not stage the weights of before into the place of the new ones, nor fail who waits for it."""
+def test_a_replica_that_comes_back_during_an_update(
+    tmp_path: Path, replicas: int, delay: float
+) -> None:
+    """It must not stage the weights of before into the place of the new ones, nor fail who waits
+    for it.
+    """
     engine, dialect, weights = made(tmp_path, replicas)
 
     async def work() -> None:
@@ -95,7 +113,9 @@ def test_a_replica_that_comes_back_during_an_update(tmp_path: Path, replicas: in
         await asyncio.sleep(delay)
         await engine.update(weights, 2)
         done = [*await asked, *await engine.generate([1], Sampling(3), key=2)]
-        assert all(done_.logprobs == [-float(v) for v in done_.versions] for done_ in done) and done[1].versions == [2, 2, 2]
+        assert all(
+            done_.logprobs == [-float(v) for v in done_.versions] for done_ in done
+        ) and done[1].versions == [2, 2, 2]
         assert [r.failures for r in engine.replicas] == [0] * replicas
         while any(r.version != 2 for r in engine.replicas):
             await engine.generate([1], Sampling(1), key=3)
@@ -126,12 +146,18 @@ def test_a_score_that_fails_is_asked_again_and_ends_no_server(tmp_path: Path) ->
 
     async def work() -> None:
         await engine.update(weights, 1)
-        life, dialect.interrupted = engine.replicas[0].life, 2
+        life = engine.replicas[0].life
+        dialect.interrupted = 2
         assert (await engine.score([1, 2, 3])).tolist() == [0.0, 0.0, 0.0]
         dialect.interrupted = 1000
         with pytest.raises(RuntimeError, match="no log-probs of the prompt"):
             await engine.score([1, 2, 3])
-        assert engine.restarts == 0 and engine.replicas[0].up and engine.replicas[0].life == life and engine.replicas[0].load == 0
+        assert (
+            engine.restarts == 0
+            and engine.replicas[0].up
+            and engine.replicas[0].life == life
+            and engine.replicas[0].load == 0
+        )
 
     run(asyncio.wait_for(work(), 20))
     engine.close()

@@ -1,5 +1,8 @@
-"""Served engines over real processes and real HTTP: routing, updates, deaths. The servers are the stub of tests/stub_sglang.py, which speaks SGLang's API
-with a model that can be computed by hand; that SGLang itself does the same was not run here."""
+"""Served engines over real processes and real HTTP: routing, updates, deaths.
+
+The servers are the stub of tests/stub_sglang.py, which speaks SGLang's API with a model that can be
+computed by hand; that SGLang itself does the same was not run here.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +86,26 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Made]]:
         module = make_module(spread=8.0)
         saved = tmp_path / "model"
         module.save_pretrained(saved)
-        cfg = EngineConfig(env={"PYTHONPATH": str(tmp_path / "site"), **(env or {})}, **{"start_seconds": 120, **options})
-        setup = Setup("sglang", cfg, str(saved), tmp_path / "run", "float32", device, 128, 64, stop_tokens=(2,), seed=3)
-        engine = make_served(setup, lambda tokens: bigram(module.get_input_embeddings().weight.detach(), list(tokens)))
+        cfg = EngineConfig(
+            env={"PYTHONPATH": str(tmp_path / "site"), **(env or {})},
+            **{"start_seconds": 120, **options},
+        )
+        setup = Setup(
+            "sglang",
+            cfg,
+            str(saved),
+            tmp_path / "run",
+            "float32",
+            device,
+            128,
+            64,
+            stop_tokens=(2,),
+            seed=3,
+        )
+        engine = make_served(
+            setup,
+            lambda tokens: bigram(module.get_input_embeddings().weight.detach(), list(tokens)),
+        )
         opened.append(engine)
         return Made(module, engine)
 
@@ -111,21 +131,35 @@ def test_the_contract_over_http(make: Callable[..., Made]) -> None:
         await engine.update(made.weights, 0)
         assert engine.measured["weights/probe_error"] < 1e-5
         alone = await engine.generate(PROMPT, FREE, key=5, n=3)
-        again = await asyncio.gather(*(engine.generate([i + 3], FREE, key=i) for i in range(4)), engine.generate(PROMPT, FREE, key=5, n=5))
-        assert [c.tokens for c in again[-1][:3]] == [c.tokens for c in alone] and len({tuple(c.tokens) for c in again[-1]}) == 5
+        again = await asyncio.gather(
+            *(engine.generate([i + 3], FREE, key=i) for i in range(4)),
+            engine.generate(PROMPT, FREE, key=5, n=5),
+        )
+        assert [c.tokens for c in again[-1][:3]] == [c.tokens for c in alone] and len(
+            {tuple(c.tokens) for c in again[-1]}
+        ) == 5
         cool = (await engine.generate(PROMPT, Sampling(9, 0.5, ignore_eos=True), key=1))[0]
         for done, temperature in ((alone[0], 1.0), (cool, 0.5)):
             want = bigram(made.table(), PROMPT + done.tokens, temperature)[len(PROMPT) :]
             assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4
             assert done.stop is Stop.LENGTH and done.versions == [0] * len(done.tokens)
-        assert (await engine.score(PROMPT + cool.tokens)).sub(bigram(made.table(), PROMPT + cool.tokens)).abs().max() < 1e-4
+        assert (await engine.score(PROMPT + cool.tokens)).sub(
+            bigram(made.table(), PROMPT + cool.tokens)
+        ).abs().max() < 1e-4
         stop = alone[0].tokens[4]
         done = (await engine.generate(PROMPT, Sampling(12, stop_tokens=(stop,)), key=5))[0]
-        assert done.tokens == alone[0].tokens[: alone[0].tokens.index(stop) + 1] and done.stop is Stop.EOS
+        assert (
+            done.tokens == alone[0].tokens[: alone[0].tokens.index(stop) + 1]
+            and done.stop is Stop.EOS
+        )
         greedy = await engine.generate(PROMPT, Sampling(5, 0.0, ignore_eos=True), key=1, n=2)
         assert greedy[0].tokens == greedy[1].tokens
         args = (await made.ask("/stub"))["args"]
-        assert args["enable_deterministic_inference"] and args["dtype"] == "float32" and not args["enable_memory_saver"]
+        assert (
+            args["enable_deterministic_inference"]
+            and args["dtype"] == "float32"
+            and not args["enable_memory_saver"]
+        )
 
     run(work())
     with pytest.raises(InputError, match="empty prompt"):
@@ -133,9 +167,16 @@ def test_the_contract_over_http(make: Callable[..., Made]) -> None:
     assert run(engine.generate(PROMPT, FREE, key=5))[0].tokens  # in another loop
 
 
-def test_the_key_is_not_for_other_users_to_read(make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments of a process are: of the server, of what it starts, and of what ends it with us. And a key is not read as an option."""
-    monkeypatch.setattr("reinforge.engines.replica.secrets.token_hex", lambda size: f"-{os.urandom(size).hex()}")
+def test_the_key_is_not_for_other_users_to_read(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments of a process are: of the server, of what it starts, and of what ends it with us.
+
+    And a key is not read as an option.
+    """
+    monkeypatch.setattr(
+        "reinforge.engines.replica.secrets.token_hex", lambda size: f"-{os.urandom(size).hex()}"
+    )
     made = make()
     run(made.engine.update(made.weights, 0))
     replica = made.engine.replicas[0]
@@ -149,13 +190,17 @@ def test_the_key_is_not_for_other_users_to_read(make: Callable[..., Made], monke
 
 
 def test_an_update_in_the_middle(make: Callable[..., Made], hold: Path) -> None:
-    """Interrupted, loaded, gone on: each token has the log-prob that the weights it names give it."""
+    """Interrupted, loaded, gone on: each token has the log-prob that the weights it
+    names give it.
+    """
     made = make(env={"STUB_HOLD": str(hold)})
 
     async def work() -> None:
         await made.engine.update(made.weights, 1)
         old = made.table()
-        task = asyncio.ensure_future(made.engine.generate(PROMPT, Sampling(60, ignore_eos=True), key=4, n=3))
+        task = asyncio.ensure_future(
+            made.engine.generate(PROMPT, Sampling(60, ignore_eos=True), key=4, n=3)
+        )
         await made.until_held(3)
         made.change(1)
         await made.engine.update(made.weights, 2)
@@ -178,7 +223,12 @@ def test_least_loaded_first_and_everybody_is_updated(make: Callable[..., Made], 
 
     async def work() -> None:
         await made.engine.update(made.weights, 1)
-        tasks = [asyncio.ensure_future(made.engine.generate([i], Sampling(30, ignore_eos=True), key=i, n=2)) for i in range(3, 7)]
+        tasks = [
+            asyncio.ensure_future(
+                made.engine.generate([i], Sampling(30, ignore_eos=True), key=i, n=2)
+            )
+            for i in range(3, 7)
+        ]
         await made.until_held(4, 4)
         assert [r.load for r in made.engine.replicas] == [4, 4]
         assert [(await made.ask("/stub", i))["running"] for i in (0, 1)] == [4, 4]
@@ -192,8 +242,12 @@ def test_least_loaded_first_and_everybody_is_updated(make: Callable[..., Made], 
     run(work())
 
 
-def test_what_a_killed_replica_held_is_sent_to_another(make: Callable[..., Made], hold: Path) -> None:
-    """Nothing is lost, the samples are those that they would have been, and the dead one comes back with the current weights."""
+def test_what_a_killed_replica_held_is_sent_to_another(
+    make: Callable[..., Made], hold: Path
+) -> None:
+    """Nothing is lost, the samples are those that they would have been, and the dead one comes back
+    with the current weights.
+    """
     made = make(replicas=2, env={"STUB_HOLD": str(hold)})
 
     async def work() -> None:
@@ -202,15 +256,23 @@ def test_what_a_killed_replica_held_is_sent_to_another(make: Callable[..., Made]
         made.change(1)
         await engine.update(made.weights, 2)
         hold.unlink()
-        want = [(await engine.generate([i], Sampling(40, ignore_eos=True), key=i, n=2)) for i in range(3, 7)]
+        want = [
+            (await engine.generate([i], Sampling(40, ignore_eos=True), key=i, n=2))
+            for i in range(3, 7)
+        ]
         hold.touch()
-        tasks = [asyncio.ensure_future(engine.generate([i], Sampling(40, ignore_eos=True), key=i, n=2)) for i in range(3, 7)]
+        tasks = [
+            asyncio.ensure_future(engine.generate([i], Sampling(40, ignore_eos=True), key=i, n=2))
+            for i in range(3, 7)
+        ]
         await made.until_held(4, 4)
         victim = engine.replicas[1]
         assert victim.process is not None and victim.load == 4
         os.kill(victim.process.pid, signal.SIGKILL)
         hold.unlink()
-        assert [[c.tokens for c in found] for found in await asyncio.gather(*tasks)] == [[c.tokens for c in found] for found in want]
+        assert [[c.tokens for c in found] for found in await asyncio.gather(*tasks)] == [
+            [c.tokens for c in found] for found in want
+        ]
         while victim.version != 2:
             await engine.generate([3], Sampling(1), key=1)
             await asyncio.sleep(0.05)
@@ -221,7 +283,9 @@ def test_what_a_killed_replica_held_is_sent_to_another(make: Callable[..., Made]
     run(work())
 
 
-def test_a_replica_that_hangs_is_replaced(make: Callable[..., Made], tmp_path: Path, hold: Path) -> None:
+def test_a_replica_that_hangs_is_replaced(
+    make: Callable[..., Made], tmp_path: Path, hold: Path
+) -> None:
     hang = tmp_path / "hang"
     made = make(replicas=1, env={"STUB_HOLD": str(hold), "STUB_HANG": str(hang)}, health_seconds=1)
 
@@ -245,7 +309,11 @@ def test_a_request_that_breaks_is_not_the_servers_fault(make: Callable[..., Made
     run(made.engine.update(made.weights, 1))
     with pytest.raises(RuntimeError, match="this request breaks"):
         run(made.engine.generate([62, 5], FREE, key=1))
-    assert made.engine.restarts == 0 and made.engine.replicas[0].load == 0 and run(made.engine.generate(PROMPT, FREE, key=1))
+    assert (
+        made.engine.restarts == 0
+        and made.engine.replicas[0].load == 0
+        and run(made.engine.generate(PROMPT, FREE, key=1))
+    )
 
 
 def test_weights_that_do_not_arrive_stop_the_run(make: Callable[..., Made]) -> None:
@@ -255,7 +323,8 @@ def test_weights_that_do_not_arrive_stop_the_run(make: Callable[..., Made]) -> N
     made.change(1)
     with pytest.raises(WeightMismatch, match="still serves the weights of before"):
         run(made.engine.update(made.weights, 2))
-    done = run(made.engine.generate(PROMPT, FREE, key=1))[0]  # and what was served before is served again
+    # and what was served before is served again
+    done = run(made.engine.generate(PROMPT, FREE, key=1))[0]
     want = bigram(old, PROMPT + done.tokens)[len(PROMPT) :]
     assert set(done.versions) == {1} and torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4
 
@@ -265,7 +334,9 @@ def test_cancelling_frees_everything(make: Callable[..., Made], hold: Path) -> N
 
     async def work() -> None:
         await made.engine.update(made.weights, 1)
-        task = asyncio.ensure_future(made.engine.generate(PROMPT, Sampling(100, ignore_eos=True), key=1, n=4))
+        task = asyncio.ensure_future(
+            made.engine.generate(PROMPT, Sampling(100, ignore_eos=True), key=1, n=4)
+        )
         await made.until_held(4)
         assert (await made.ask("/stub"))["running"] == 4
         task.cancel()
@@ -291,7 +362,8 @@ def test_sleep_and_wake(make: Callable[..., Made], sleep: str, left: list[str]) 
         await engine.sleep()
         await engine.sleep()
         assert (await made.ask("/stub"))["memory"] == left
-        assert (await engine.generate(PROMPT, FREE, key=8))[0].tokens == before.tokens  # wakes by itself, its weights with it
+        # wakes by itself, its weights with it
+        assert (await engine.generate(PROMPT, FREE, key=8))[0].tokens == before.tokens
         await engine.sleep()
         made.change(1)
         await engine.update(made.weights, 2)
@@ -300,7 +372,9 @@ def test_sleep_and_wake(make: Callable[..., Made], sleep: str, left: list[str]) 
     run(work())
 
 
-def test_a_server_that_does_not_start_is_a_readable_error(make: Callable[..., Made], tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_a_readable_error(
+    make: Callable[..., Made], tmp_path: Path
+) -> None:
     made = make()
     made.engine.close()
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -310,14 +384,25 @@ def test_a_server_that_does_not_start_is_a_readable_error(make: Callable[..., Ma
     engine.close()
 
 
-def test_an_address_that_is_not_ours(make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_not_ours(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = make()
     run(first.engine.update(first.weights, 1))
     http = first.engine.replicas[0].http
     assert http is not None and http.key is not None
     monkeypatch.setenv("THE_KEY", http.key)
     cfg = EngineConfig(address=[http.address], key_env="THE_KEY")
-    setup = Setup("sglang", cfg, first.engine.setup.model, first.engine.setup.folder, "float32", "cpu", 128, 64)
+    setup = Setup(
+        "sglang",
+        cfg,
+        first.engine.setup.model,
+        first.engine.setup.folder,
+        "float32",
+        "cpu",
+        128,
+        64,
+    )
     engine = make_served(setup, first.engine.transfer.score)
     first.change(1)
     run(engine.update(first.weights, 7))

@@ -1,4 +1,6 @@
-"""Adapters that need no library beside ours: TRL, NeMo-RL and tinker classes, reasoning-gym, chance, opponents, agents as environments."""
+"""Adapters that need no library beside ours: TRL, NeMo-RL and tinker classes, reasoning-gym,
+chance, opponents, agents as environments.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ async def called(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def play(name: str, options: dict[str, Any], row: Row, actions: list[Action], seed: int = 0) -> tuple[Observation, list[Step]]:
+def play(
+    name: str, options: dict[str, Any], row: Row, actions: list[Action], seed: int = 0
+) -> tuple[Observation, list[Step]]:
     async def work() -> tuple[Observation, list[Step]]:
         env = Mixture([entry_of(name, options)])(row)
         first = await called(env.reset(row, seed))
@@ -67,7 +71,8 @@ class Shelf:
         return len(self.items) / self.size
 
 def turns(completions, environments, start, **kwargs):
-    return [10.0 * len(c) + len(e.items) - len(s) for c, e, s in zip(completions, environments, start)]
+    every = zip(completions, environments, start)
+    return [10.0 * len(c) + len(e.items) - len(s) for c, e, s in every]
 """
 
 
@@ -79,13 +84,23 @@ def test_trl_environment_factory(tmp_path: Path) -> None:
         action(calls=[Call("put", {"item": "c", "count": 5}, "z"), Call("drop", {}, "w")]),
         action("done"),
     ]
-    first, steps = play(f"trl:{tmp_path}/shelf.py:Shelf", {"make": {"size": 4}, "rewards": [f"{tmp_path}/shelf.py:turns"]}, row, acts)
+    first, steps = play(
+        f"trl:{tmp_path}/shelf.py:Shelf",
+        {"make": {"size": 4}, "rewards": [f"{tmp_path}/shelf.py:turns"]},
+        row,
+        acts,
+    )
     assert first.messages == [{"role": "user", "content": "Fill it. There are 1."}]
     assert [t["function"]["name"] for t in first.tools or []] == ["look", "put"]
-    assert steps[0].observation is not None and [m["content"] for m in steps[0].observation.messages] == ["now 2", '["a", "b"]']
-    assert steps[1].observation is not None and '"full"' in steps[1].observation.messages[0]["content"]
+    assert steps[0].observation is not None and [
+        m["content"] for m in steps[0].observation.messages
+    ] == ["now 2", '["a", "b"]']
+    assert (
+        steps[1].observation is not None and '"full"' in steps[1].observation.messages[0]["content"]
+    )
     assert "there is no tool drop" in steps[1].observation.messages[1]["content"]
-    # get_reward: 2 of 4; turns: 3 assistant turns and 4 answers of tools, one item more than at the start
+    # get_reward: 2 of 4; turns: 3 assistant turns and 4 answers of tools, one item more than at the
+    # start
     assert steps[2].done and steps[2].reward == 0.5 + 70.0 + 1.0
 
 
@@ -98,7 +113,10 @@ def test_trl_tools_have_the_schema_that_trl_gives_the_model(tmp_path: Path) -> N
     first = asyncio.run(env.reset(Row("0", "x", {"start": []}), 0))
     wanted = get_json_schema(env.env.put)["function"]
     [ours] = [t["function"] for t in first.tools if t["function"]["name"] == "put"]
-    assert ours["description"] == wanted["description"] and ours["parameters"]["required"] == wanted["parameters"]["required"]
+    assert (
+        ours["description"] == wanted["description"]
+        and ours["parameters"]["required"] == wanted["parameters"]["required"]
+    )
     for name, field in wanted["parameters"]["properties"].items():
         mine = ours["parameters"]["properties"][name]
         assert (mine["type"], mine["description"]) == (field["type"], field["description"])
@@ -113,7 +131,9 @@ class Halving:
         meta["left"] //= 2
         done = meta["left"] <= self.goal
         seen = [m["role"] for m in log]
-        return ([{"role": "environment", "content": f"{meta['left']} {len(seen)}"}], [meta], [None], torch.tensor([1.0 if done else 0.25]), torch.tensor([done]), None)
+        said = {"role": "environment", "content": f"{meta['left']} {len(seen)}"}
+        reward = torch.tensor([1.0 if done else 0.25])
+        return ([said], [meta], [None], reward, torch.tensor([done]), None)
     def global_post_process_and_metrics(self, batch): return batch, {}
     def shutdown(self): pass
 """
@@ -122,7 +142,12 @@ class Halving:
 def test_nemo_rl_class(tmp_path: Path) -> None:
     (tmp_path / "halving.py").write_text(NEMO)
     columns = {"extra_env_info": {"left": 8}}
-    first, steps = play(f"nemo_rl:{tmp_path}/halving.py:Halving", {"cfg": {"goal": 2}}, Row("0", "go", columns), [action("a"), action("b")])
+    first, steps = play(
+        f"nemo_rl:{tmp_path}/halving.py:Halving",
+        {"cfg": {"goal": 2}},
+        Row("0", "go", columns),
+        [action("a"), action("b")],
+    )
     assert first.messages == [{"role": "user", "content": "go"}]
     assert steps[0] == Step(Observation([{"role": "user", "content": "4 2"}]), 0.25)
     assert steps[1].reward == 1.0 and steps[1].done
@@ -137,7 +162,10 @@ class Count:
     async def step(self, action):
         self.turns += 1
         self.ids = self.ids + action + [7, 7] if self.turns == 1 else [5, 6]
-        return N(reward=float(sum(action)), episode_done=self.turns == 3, next_observation=self.ids, next_stop_condition=[], metrics={"n": self.turns})
+        return N(
+            reward=float(sum(action)), episode_done=self.turns == 3,
+            next_observation=self.ids, next_stop_condition=[], metrics={"n": self.turns},
+        )
 """
 
 
@@ -145,22 +173,36 @@ class Scripted:
     def __init__(self, turns: list[list[int]]):
         self.turns = turns
 
-    async def generate(self, tokens: list[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, tokens: list[int], params: Sampling, *, key: int, n: int = 1
+    ) -> list[Completion]:
         ids = self.turns.pop(0)
         return [Completion(ids, [-1.0] * len(ids), [0] * len(ids), Stop.EOS)]
 
 
 def test_tinker_class_speaks_tokens(tmp_path: Path) -> None:
-    """A prompt that goes on from the row stays in it; one that does not begins the next. Trained are the sampled ids alone."""
+    """A prompt that goes on from the row stays in it; one that does not begins the next.
+
+    Trained are the sampled ids alone.
+    """
     (tmp_path / "count.py").write_text(TINKER)
     make = Mixture([entry_of(f"tinker:{tmp_path}/count.py:Count", {"make": {"base": 10}})])
     renderer: Any = SimpleNamespace(decode=str, template=None, chat=False)
-    player = Player(cast(Engine, Scripted([[1, 2], [3], [4]])), renderer, Talk(), make, Limits(100, 5), seed=0)
+    player = Player(
+        cast(Engine, Scripted([[1, 2], [3], [4]])), renderer, Talk(), make, Limits(100, 5), seed=0
+    )
     episode = asyncio.run(player.play(Row("0", "x"), "g", "g#0", Sampling(8, 1.0)))
     assert episode.failed is None and episode.turns == 3
     assert [t.tokens for t in episode.tracks] == [[10, 11, 1, 2, 7, 7, 3], [5, 6, 4]]
-    assert [[v >= 0 for v in t.versions] for t in episode.tracks] == [[False, False, True, True, False, False, True], [False, False, True]]
-    assert episode.tracks[0].rewards == {3: 3.0, 6: 3.0} and episode.reward == 4.0 and episode.metrics == {"n": 3.0}
+    assert [[v >= 0 for v in t.versions] for t in episode.tracks] == [
+        [False, False, True, True, False, False, True],
+        [False, False, True],
+    ]
+    assert (
+        episode.tracks[0].rewards == {3: 3.0, 6: 3.0}
+        and episode.reward == 4.0
+        and episode.metrics == {"n": 3.0}
+    )
 
 
 def test_reasoning_gym_attempts() -> None:
@@ -173,16 +215,30 @@ def test_reasoning_gym_attempts() -> None:
     assert again == first and other != first
     a, sign, b = question.rpartition(": ")[2].split(" =")[0].split()
     answer = int(a) + int(b) if sign == "+" else int(a) - int(b)
-    _, steps = play("reasoning_gym:chain_sum", options, Row("0", "x"), [action("nothing"), action(str(answer))], seed=9)
-    assert not steps[0].done and steps[1].done and steps[1].reward == 0.75 and steps[1].metrics == {"solved": 1.0, "attempts": 2}
-    _, steps = play("reasoning_gym:chain_sum", options, Row("0", "x"), [action("?", last=True)], seed=9)
+    _, steps = play(
+        "reasoning_gym:chain_sum",
+        options,
+        Row("0", "x"),
+        [action("nothing"), action(str(answer))],
+        seed=9,
+    )
+    assert (
+        not steps[0].done
+        and steps[1].done
+        and steps[1].reward == 0.75
+        and steps[1].metrics == {"solved": 1.0, "attempts": 2}
+    )
+    _, steps = play(
+        "reasoning_gym:chain_sum", options, Row("0", "x"), [action("?", last=True)], seed=9
+    )
     assert steps[0].done and steps[0].reward is not None and steps[0].reward < 0.5
 
 
 def test_chance_is_each_episodes_own() -> None:
     random.seed(123)
     before = random.getstate()
-    a, b = Chance(1), Chance(1)
+    a = Chance(1)
+    b = Chance(1)
     drawn: list[list[float]] = [[], []]
     for which in (0, 1, 1, 0, 0, 1):
         with (a, b)[which]:
@@ -197,7 +253,9 @@ def test_opponents(tmp_path: Path) -> None:
     assert moves_in(board) == ["[3]", "[5]", "[8]"]
     assert opponent_of("first")(board, random.Random(0)) == "[3]"
     drawn = [opponent_of("random")(board, random.Random(s)) for s in range(60)]
-    assert set(drawn) == {"[3]", "[5]", "[8]"} and drawn == [opponent_of("random")(board, random.Random(s)) for s in range(60)]
+    assert set(drawn) == {"[3]", "[5]", "[8]"} and drawn == [
+        opponent_of("random")(board, random.Random(s)) for s in range(60)
+    ]
     (tmp_path / "them.py").write_text("def last(seen, rng): return seen.split()[-1]")
     assert opponent_of(f"{tmp_path}/them.py:last")(board, random.Random(0)) == "turn"
     with pytest.raises(ValueError, match="no moves"):
@@ -208,12 +266,17 @@ def test_opponents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_is_an_environment(stream: bool) -> None:
-    """A program that asks a model through the OpenAI client: what it asks are observations, what the model says are its answers."""
+    """A program that asks a model through the OpenAI client: what it asks are observations, what
+    the model says are its answers.
+    """
     openai = pytest.importorskip("openai")
 
     async def ask(client: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
         made = await client.chat.completions.create(
-            model="m", messages=messages, stream=stream, tools=[{"type": "function", "function": {"name": "f"}}]
+            model="m",
+            messages=messages,
+            stream=stream,
+            tools=[{"type": "function", "function": {"name": "f"}}],
         )
         if not stream:
             return made.choices[0].message.model_dump(exclude_none=True)
@@ -224,10 +287,18 @@ def test_an_agent_is_an_environment(stream: bool) -> None:
 
     async def agent(url: str) -> str:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "begin"}]}]
+            messages: list[dict[str, Any]] = [
+                {"role": "user", "content": [{"type": "text", "text": "begin"}]}
+            ]
             messages.append(await ask(client, messages))
             call = messages[-1]["tool_calls"][0]["function"]
-            messages.append({"role": "tool", "tool_call_id": "id1", "content": f"{call['name']}({call['arguments']})"})
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": "id1",
+                    "content": f"{call['name']}({call['arguments']})",
+                }
+            )
             messages.append(await ask(client, messages))
             messages.append({"role": "user", "content": "more"})
             messages.append(await ask(client, messages))
@@ -237,7 +308,11 @@ def test_an_agent_is_an_environment(stream: bool) -> None:
         turnstile = Turnstile()
         task = run(agent(await turnstile.open()))
         first = await turnstile.turn(task)
-        assert first is not None and first.messages == [{"role": "user", "content": "begin"}] and first.tools is not None
+        assert (
+            first is not None
+            and first.messages == [{"role": "user", "content": "begin"}]
+            and first.tools is not None
+        )
         turnstile.answer(action("thinking", calls=[Call("f", {"x": 1}, "id1")]))
         second = await turnstile.turn(task)
         assert second is not None and [m["content"] for m in second.messages] == ['f({"x": 1})']
@@ -255,10 +330,14 @@ def test_an_agent_that_rewrites_history_fails() -> None:
         turnstile = Turnstile()
         never: asyncio.Task[Any] = run(asyncio.sleep(60))
         loop = asyncio.get_running_loop()
-        turnstile.asked.put_nowait(({"messages": [{"role": "user", "content": "a"}]}, loop.create_future()))
+        turnstile.asked.put_nowait(
+            ({"messages": [{"role": "user", "content": "a"}]}, loop.create_future())
+        )
         await turnstile.turn(never)
         turnstile.answer(action("b"))
-        turnstile.asked.put_nowait(({"messages": [{"role": "user", "content": "summary"}]}, loop.create_future()))
+        turnstile.asked.put_nowait(
+            ({"messages": [{"role": "user", "content": "summary"}]}, loop.create_future())
+        )
         with pytest.raises(RuntimeError, match="rewrote"):
             await turnstile.turn(never)
         never.cancel()

@@ -1,4 +1,6 @@
-"""Environments in another interpreter: here this one, with environments that print, raise, hang, crash, and keep global state."""
+"""Environments in another interpreter: here this one, with environments that print, raise, hang,
+crash, and keep global state.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,19 @@ class Odd:
     async def reset(self, row, seed):
         random.seed(seed)
         print("printed")
-        return Observation([{"role": "user", "content": f"{row.columns['n']} {random.random():.6f}"}], tools=[{"name": "t"}])
+        said = f"{row.columns['n']} {random.random():.6f}"
+        return Observation([{"role": "user", "content": said}], tools=[{"name": "t"}])
     def step(self, action):
         if action.text == "raise": raise ValueError("a sentence")
         if action.text == "hang": time.sleep(1000)
         if action.text == "crash": os.abort()
         if action.text == "nan": return Step(None, float("nan"), done=True)
-        if action.text == "where": return Step(Observation([{"role": "user", "content": f"{os.getpid()} {os.getppid()} {loaded} {'torch' in sys.modules}"}]))
+        if action.text == "where":
+            said = f"{os.getpid()} {os.getppid()} {loaded} {'torch' in sys.modules}"
+            return Step(Observation([{"role": "user", "content": said}]))
         total = sum(c.arguments["x"] for c in action.calls)
-        return Step(None, self.scale * total, done=True, truncated=action.stop == "length", metrics={"seed": action.seed})
+        truncated, metrics = action.stop == "length", {"seed": action.seed}
+        return Step(None, self.scale * total, done=True, truncated=truncated, metrics=metrics)
     def close(self): pass
 """
 
@@ -71,10 +77,17 @@ def test_rows_actions_and_answers_pass_through(odd: Mixture) -> None:
     async def work() -> None:
         env = odd(row(7))
         seen = await env.reset(row(7), 3)
-        assert seen.messages == [{"role": "user", "content": "7 0.237965"}] and seen.tools == [{"name": "t"}]
+        assert seen.messages == [{"role": "user", "content": "7 0.237965"}] and seen.tools == [
+            {"name": "t"}
+        ]
         calls = (Call("f", {"x": 2}, "a"), Call("f", {"x": 4}, "b"))
         step = await env.step(action(calls=calls, seed=2**62 + 1))
-        assert (step.reward, step.done, step.truncated, step.metrics) == (15.0, True, False, {"seed": 2**62 + 1})
+        assert (step.reward, step.done, step.truncated, step.metrics) == (
+            15.0,
+            True,
+            False,
+            {"seed": 2**62 + 1},
+        )
         await env.close()
 
     play(work())
@@ -84,10 +97,22 @@ def test_a_worker_for_each_episode_and_one_import(odd: Mixture) -> None:
     async def work() -> None:
         envs = [odd(row(n)) for n in range(3)]
         first = await asyncio.gather(*(env.reset(row(n), 3) for n, env in enumerate(envs)))
-        assert [o.messages[0]["content"] for o in first] == ["0 0.237965", "1 0.237965", "2 0.237965"]
-        said = [(await env.step(action("where"))).observation.messages[0]["content"].split() for env in envs]  # type: ignore[union-attr]
+        assert [o.messages[0]["content"] for o in first] == [
+            "0 0.237965",
+            "1 0.237965",
+            "2 0.237965",
+        ]
+        said = [
+            (await env.step(action("where"))).observation.messages[0]["content"].split()
+            for env in envs
+        ]  # type: ignore[union-attr]
         workers, parents, loaded, torch = zip(*said, strict=True)
-        assert len(set(workers)) == 3 and len(set(parents)) == 1 and set(loaded) == set(parents) and set(torch) == {"False"}
+        assert (
+            len(set(workers)) == 3
+            and len(set(parents)) == 1
+            and set(loaded) == set(parents)
+            and set(torch) == {"False"}
+        )
         await asyncio.gather(*(env.close() for env in envs))
         await asyncio.sleep(0.2)
         assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
@@ -106,7 +131,8 @@ def test_what_raises_fails_the_episode_and_says_why(odd: Mixture) -> None:
 
     assert "ValueError: a sentence" in play(work("raise")).why
     assert "died" in play(work("crash")).why
-    assert "Out of range float values" in play(work("nan")).why  # JSON has no nan, and a reward must not be one
+    # JSON has no nan, and a reward must not be one
+    assert "Out of range float values" in play(work("nan")).why
     assert play(work("raise")).kind == "error"  # others go on after a crash
 
 
@@ -139,7 +165,9 @@ def test_what_cannot_be_loaded_there_is_told(tmp_path: Path) -> None:
 
 
 def test_config() -> None:
-    cfg = EnvConfig.model_validate({"name": "gem:game:GuessTheNumber-v0-easy", "python": "py", "options": {"game": {}}})
+    cfg = EnvConfig.model_validate(
+        {"name": "gem:game:GuessTheNumber-v0-easy", "python": "py", "options": {"game": {}}}
+    )
     [entry] = cfg.entries
     assert (entry.name, entry.python) == ("gem:game:GuessTheNumber-v0-easy", "py")
     with pytest.raises(ValueError, match="move them there"):

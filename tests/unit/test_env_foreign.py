@@ -1,5 +1,9 @@
-"""Adapters against the libraries themselves. A library that is installed here is used here; one that has an interpreter of its own is
-used through it: set REINFORGE_PYTHON_GEM, _OPENENV, _VERIFIERS, _TEXTARENA or _GYMNASIUM to its path. Otherwise its tests are skipped."""
+"""Adapters against the libraries themselves.
+
+A library that is installed here is used here; one that has an interpreter of its own is used
+through it: set REINFORGE_PYTHON_GEM, _OPENENV, _VERIFIERS, _TEXTARENA or _GYMNASIUM to its path.
+Otherwise its tests are skipped.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +80,9 @@ def search(low: int, high: int, wrap: str, up: str) -> Any:
 
     async def work(entry: Entry, seed: int) -> tuple[list[int], Step]:
         env, _ = await begin(entry, seed)
-        a, b, guesses = low, high, []
+        a = low
+        b = high
+        guesses = []
         while True:
             guesses.append((a + b) // 2)
             step = await called(env.step(action(wrap.format(guesses[-1]))))
@@ -99,11 +105,15 @@ def test_textarena_guess_the_number(made: list[Entry]) -> None:
         text = first.messages[0]["content"]
         assert "between 1 and 20 within 10 turns" in text and len(first.messages) == 1
         step = await called(env.step(action("I guess [1]")))
-        assert heard(step) == "The target number is higher."  # what is new, and not what was said before
+        # what is new, and not what was said before
+        assert heard(step) == "The target number is higher."
         await called(env.close())
         play = search(1, 20, "[{}]", "higher")
-        results = await asyncio.gather(*(play(game, 3) for _ in range(4)), *(play(game, s) for s in range(4, 9)))
-        assert len({tuple(g) for g, _ in results[:4]}) == 1  # the seed decides the number, also when many play at once
+        results = await asyncio.gather(
+            *(play(game, 3) for _ in range(4)), *(play(game, s) for s in range(4, 9))
+        )
+        # the seed decides the number, also when many play at once
+        assert len({tuple(g) for g, _ in results[:4]}) == 1
         assert len({tuple(g) for g, _ in results}) > 2
         assert all(step.reward == 1.0 and step.metrics["won"] == 1.0 for _, step in results)
 
@@ -114,7 +124,11 @@ def test_textarena_invalid_moves_end_the_game(made: list[Entry]) -> None:
     game = entry(made, "textarena:GuessTheNumber-v0", {"brackets": True})
     steps = asyncio.run(episode(game, ["1", "nonsense", "nonsense", "nonsense"], 3))
     assert [s.done for s in steps] == [False, False, True]
-    assert "invalid move" in heard(steps[1]) and steps[2].metrics["invalid"] == 1.0 and 0.0 <= (steps[2].reward or 0.0) < 1.0
+    assert (
+        "invalid move" in heard(steps[1])
+        and steps[2].metrics["invalid"] == 1.0
+        and 0.0 <= (steps[2].reward or 0.0) < 1.0
+    )
 
 
 def test_textarena_two_players(made: list[Entry]) -> None:
@@ -122,7 +136,11 @@ def test_textarena_two_players(made: list[Entry]) -> None:
     game = entry(made, "textarena:TicTacToe-v0", {"opponent": "first"})
     steps = asyncio.run(episode(game, ["[8]", "[7]", "[6]"], 0))
     assert "[Player 1] [0]" in heard(steps[0]) and heard(steps[0]).count("Current Board") == 1
-    assert steps[-1].reward == 1.0 and steps[-1].metrics == {"won": 1.0, "invalid": 0.0, "opponent_invalid": 0.0}
+    assert steps[-1].reward == 1.0 and steps[-1].metrics == {
+        "won": 1.0,
+        "invalid": 0.0,
+        "opponent_invalid": 0.0,
+    }
     lost = asyncio.run(episode(game, ["[8]", "[7]", "[3]"], 0))  # ... and 0, 1, 2
     assert lost[-1].done and lost[-1].reward == -1.0
 
@@ -164,15 +182,26 @@ def test_gem_guess_the_number(made: list[Entry]) -> None:
         _, first = await begin(game, 5)
         assert "between 1 and 10 (inclusive) within 4 turns" in first.messages[0]["content"]
         play = search(1, 10, "\\boxed{{{}}}", "is higher than")
-        results = await asyncio.gather(*(play(game, 5) for _ in range(4)), *(play(game, s) for s in range(6, 11)))
-        assert len({tuple(g) for g, _ in results[:4]}) == 1 and len({tuple(g) for g, _ in results}) > 2
+        results = await asyncio.gather(
+            *(play(game, 5) for _ in range(4)), *(play(game, s) for s in range(6, 11))
+        )
+        assert (
+            len({tuple(g) for g, _ in results[:4]}) == 1 and len({tuple(g) for g, _ in results}) > 2
+        )
         assert all(step.reward == 1.0 for _, step in results)
 
     asyncio.run(work())
-    steps = asyncio.run(episode(entry(made, "gem:game:GuessTheNumber-v0-easy", {"boxed": True}), [" 10 ", "\\boxed{1}"], 7))
+    steps = asyncio.run(
+        episode(
+            entry(made, "gem:game:GuessTheNumber-v0-easy", {"boxed": True}),
+            [" 10 ", "\\boxed{1}"],
+            7,
+        )
+    )
     assert "you guessed 10" in heard(steps[0]) and "you guessed 1," in heard(steps[1])
     [wrong] = asyncio.run(episode(game, ["no box"], 5))
-    assert wrong.done and not wrong.truncated and wrong.reward is not None and wrong.reward < 0  # GEM's price of a format error
+    # GEM's price of a format error
+    assert wrong.done and not wrong.truncated and wrong.reward is not None and wrong.reward < 0
 
 
 def test_gem_refuses(made: list[Entry]) -> None:
@@ -185,13 +214,24 @@ def test_gem_refuses(made: list[Entry]) -> None:
 
 def test_gymnasium_frozen_lake(made: list[Entry]) -> None:
     words = ["left", "down", "right", "up"]
-    lake = entry(made, "gymnasium:FrozenLake-v1", {"actions": words, "make": {"is_slippery": False}, "intro": "Reach G.", "invalid": -0.5})
+    lake = entry(
+        made,
+        "gymnasium:FrozenLake-v1",
+        {"actions": words, "make": {"is_slippery": False}, "intro": "Reach G.", "invalid": -0.5},
+    )
     env_first = asyncio.run(begin(lake, 0))[1]
     assert env_first.messages[0]["content"] == "Reach G.\n\n[S]FFF\nFHFH\nFFFH\nHFFG"
-    steps = asyncio.run(episode(lake, ["hm", "go Down", "down", "right", "not left, right", "down", "right"], 0))
+    steps = asyncio.run(
+        episode(lake, ["hm", "go Down", "down", "right", "not left, right", "down", "right"], 0)
+    )
     assert steps[0].reward == -0.5 and "left, down, right, up" in heard(steps[0])
     assert heard(steps[1]) == "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
-    assert steps[-1].done and not steps[-1].truncated and steps[-1].reward == 1.0 and steps[-1].metrics["invalid"] == 1.0
+    assert (
+        steps[-1].done
+        and not steps[-1].truncated
+        and steps[-1].reward == 1.0
+        and steps[-1].metrics["invalid"] == 1.0
+    )
     assert sum(s.reward or 0.0 for s in steps[1:]) == 1.0
     [*_, hole] = asyncio.run(episode(lake, ["down", "right"], 0))
     assert hole.done and hole.reward == 0.0
@@ -203,7 +243,9 @@ def test_gymnasium_numbers_seeds_and_limits(made: list[Entry]) -> None:
     assert first[0] == first[1] and len(set(first)) > 2
     [stuck] = asyncio.run(episode(jack, ["I stick: 0"], 4))
     assert stuck.done and stuck.reward in (-1.0, 0.0, 1.0)
-    short = entry(made, "gymnasium:FrozenLake-v1", {"make": {"is_slippery": False, "max_episode_steps": 2}})
+    short = entry(
+        made, "gymnasium:FrozenLake-v1", {"make": {"is_slippery": False, "max_episode_steps": 2}}
+    )
     steps = asyncio.run(episode(short, ["0", "0"], 0))
     assert steps[-1].done and steps[-1].truncated
     with pytest.raises((InputError, RuntimeError), match="not said in words"):
@@ -231,9 +273,13 @@ def test_openenv_server_and_websocket(made: list[Entry]) -> None:
         return words, step
 
     async def work() -> None:
-        results = await asyncio.gather(*(one(11) for _ in range(3)), *(one(s) for s in range(12)))  # each has a number of its own
+        # each has a number of its own
+        results = await asyncio.gather(*(one(11) for _ in range(3)), *(one(s) for s in range(12)))
         assert len({tuple(w) for w, _ in results[:3]}) == 1
-        assert {s.reward for _, s in results} == {0.0, 1.0} and {w[0] for w, _ in results if w} == {"higher", "lower"}
+        assert {s.reward for _, s in results} == {0.0, 1.0} and {w[0] for w, _ in results if w} == {
+            "higher",
+            "lower",
+        }
 
     asyncio.run(work())
 
@@ -273,7 +319,11 @@ class Echo(Env):
     async def initial_observation(self): return tinker.ModelInput.from_ints(self.ids), [0]
     async def step(self, action, *, extra=None):
         self.ids = [*self.ids, *action, 9]
-        return StepResult(reward=0.5, episode_done=len(self.ids) > 7, next_observation=tinker.ModelInput.from_ints(self.ids), next_stop_condition=[0], metrics={"m": 1})
+        return StepResult(
+            reward=0.5, episode_done=len(self.ids) > 7,
+            next_observation=tinker.ModelInput.from_ints(self.ids),
+            next_stop_condition=[0], metrics={"m": 1},
+        )
 """)
     echo = entry_of(f"tinker:{tmp_path}/echo.py:Echo", {})
 

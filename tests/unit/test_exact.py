@@ -1,6 +1,9 @@
-"""`model.exact`: the bits of a token's forward do not depend on what runs beside it; so engine and trainer agree to the bit.
+"""`model.exact`: the bits of a token's forward do not depend on what runs beside it; so engine and
+trainer agree to the bit.
 
-Each part is compared with itself on other numbers of rows, and with plain torch; then whole models and whole runs."""
+Each part is compared with itself on other numbers of rows, and with plain torch; then whole models
+and whole runs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def rows_alone(f: Callable[[Tensor], Tensor], x: Tensor) -> None:
     """f of a slice = the slice of f, whatever the slice."""
     whole = f(x)
-    for a, n in ((0, 1), (7, 1), (len(x) - 1, 1), (3, 2), (5, 31), (32, 32), (1, 33), (11, len(x) - 20)):
+    for a, n in (
+        (0, 1),
+        (7, 1),
+        (len(x) - 1, 1),
+        (3, 2),
+        (5, 31),
+        (32, 32),
+        (1, 33),
+        (11, len(x) - 20),
+    ):
         assert torch.equal(f(x[a : a + n]), whole[a : a + n]), (a, n)
 
 
@@ -60,11 +72,18 @@ def rows_alone(f: Callable[[Tensor], Tensor], x: Tensor) -> None:
 @pytest.mark.parametrize(("inner", "outer"), [(32, 64), (33, 77), (896, 128), (128, 2000)])
 def test_linear(threads: int, dtype: torch.dtype, inner: int, outer: int) -> None:
     torch.manual_seed(0)
-    x, w, b = torch.randn(150, inner).to(dtype), torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype)
+    x = torch.randn(150, inner).to(dtype)
+    w = torch.randn(outer, inner).to(dtype)
+    b = torch.randn(outer).to(dtype)
     for bias in (b, None):
         rows_alone(lambda x, bias=bias: exact.linear(x, w, bias), x)
         want = F.linear(x.double(), w.double(), None if bias is None else bias.double())
-        torch.testing.assert_close(exact.linear(x, w, bias).double(), want, atol=1e-3 if dtype == torch.float32 else 0.5, rtol=1e-2)
+        torch.testing.assert_close(
+            exact.linear(x, w, bias).double(),
+            want,
+            atol=1e-3 if dtype == torch.float32 else 0.5,
+            rtol=1e-2,
+        )
 
 
 def test_linear_of_a_blas_that_knows_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +91,8 @@ def test_linear_of_a_blas_that_knows_places(monkeypatch: pytest.MonkeyPatch) -> 
     calls = []
     plain = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, **k: (calls.append(len(a)), plain(a, b, **k))[1])
-    x, w = torch.randn(5, 8), torch.randn(3, 8)
+    x = torch.randn(5, 8)
+    w = torch.randn(3, 8)
     monkeypatch.setattr(exact, "_place_is_free", lambda weight: False)
     torch.testing.assert_close(exact.linear(x, w), F.linear(x, w))
     assert calls == [1] * 5
@@ -81,13 +101,25 @@ def test_linear_of_a_blas_that_knows_places(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("size", [16, 33, 896, 40_000])
 def test_row_sums_and_norms(threads: int, size: int) -> None:
     torch.manual_seed(0)
-    x, w, b = torch.randn(70, size), torch.randn(size), torch.randn(size)
-    for f in (lambda x: exact.row_sum(x, -1), lambda x: exact.row_mean(x, dim=-1, keepdim=True), lambda x: exact.layer_norm(x, (size,), w, b),
-              lambda x: exact.rms_norm(x, (size,), w, 1e-6)):  # fmt: skip
+    x = torch.randn(70, size)
+    w = torch.randn(size)
+    b = torch.randn(size)
+    for f in (
+        lambda x: exact.row_sum(x, -1),
+        lambda x: exact.row_mean(x, dim=-1, keepdim=True),
+        lambda x: exact.layer_norm(x, (size,), w, b),
+        lambda x: exact.rms_norm(x, (size,), w, 1e-6),
+    ):
         rows_alone(f, x)
-    torch.testing.assert_close(exact.layer_norm(x, (size,), w, b), F.layer_norm(x, (size,), w, b), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(exact.rms_norm(x, (size,), w, 1e-6), F.rms_norm(x, (size,), w, 1e-6), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(exact.row_sum(x, -1).double(), x.double().sum(-1), atol=1e-2, rtol=1e-4)
+    torch.testing.assert_close(
+        exact.layer_norm(x, (size,), w, b), F.layer_norm(x, (size,), w, b), atol=1e-4, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        exact.rms_norm(x, (size,), w, 1e-6), F.rms_norm(x, (size,), w, 1e-6), atol=1e-4, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        exact.row_sum(x, -1).double(), x.double().sum(-1), atol=1e-2, rtol=1e-4
+    )
 
 
 ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -132,13 +164,16 @@ def test_elementwise(threads: int, dtype: torch.dtype, name: str) -> None:
     with RowWise():
         rows_alone(f, x)
         got = f(x)
-    # torch's own gelu is off by a few units of rounding of x (up to 13 here), by how many differs between CPUs
+    # torch's own gelu is off by a few units of rounding of x (up to 13 here), by how many differs
+    # between CPUs
     torch.testing.assert_close(got, f(x), atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_number_has_the_same_bits_wherever_it_stands(threads: int, name: str) -> None:
-    """In every lane of a vector, in what is left over behind the last vector, at any address, and beside huge numbers."""
+    """In every lane of a vector, in what is left over behind the last vector, at any address, and
+    beside huge numbers.
+    """
     f = ELEMENTWISE[name]
     x = torch.randn(67, generator=torch.Generator().manual_seed(1)) * 3
     huge = torch.tensor([1e4, -1e4, 3e38, -3e38]).repeat(67)[:67]
@@ -148,18 +183,30 @@ def test_a_number_has_the_same_bits_wherever_it_stands(threads: int, name: str) 
             assert torch.equal(f(x.roll(shift)).roll(-shift), alone)
             assert torch.equal(f(torch.cat([huge[:shift], x]))[shift:], alone)
             assert torch.equal(f(torch.stack([x.roll(shift), huge], 1))[:, 0].roll(-shift), alone)
-            assert torch.equal(f(torch.cat([x, x])[shift : shift + 67]).roll(shift), alone)  # another address
+            # another address
+            assert torch.equal(f(torch.cat([x, x])[shift : shift + 67]).roll(shift), alone)
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_exact_functions_are_accurate(name: str) -> None:
-    """Within 2.5 units in the last place of float32, near 0 and far from it; what is not finite is where torch has it."""
-    f, torch_seed = ELEMENTWISE[name], torch.Generator().manual_seed(2)
+    """Within 2.5 units in the last place of float32, near 0 and far from it; what is not finite is
+    where torch has it.
+    """
+    f = ELEMENTWISE[name]
+    torch_seed = torch.Generator().manual_seed(2)
     wide = torch.exp(torch.randn(20_000, generator=torch_seed) * 6)
-    x = torch.cat([torch.randn(20_000, generator=torch_seed) * 3, wide, -wide, torch.tensor([0.0, math.inf, math.nan])])
+    x = torch.cat(
+        [
+            torch.randn(20_000, generator=torch_seed) * 3,
+            wide,
+            -wide,
+            torch.tensor([0.0, math.inf, math.nan]),
+        ]
+    )
     if name in ("cos", "sin"):
         x = x[x.abs() < 1e6]
-    if "gelu" in name:  # torch's own loses its digits below -5, where 1 + erf and 1 + tanh are almost 0
+    # torch's own loses its digits below -5, where 1 + erf and 1 + tanh are almost 0
+    if "gelu" in name:
         x = x[x > -5]
     with RowWise():
         got = f(x)
@@ -185,19 +232,38 @@ def test_exact_functions_have_torchs_gradient(name: str) -> None:
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.5, softcap=4.0)])
 def test_statistics(threads: int, rule: LogitRule) -> None:
     torch.manual_seed(0)
-    x, targets, heat = torch.randn(70, 9001) * 4, torch.randint(0, 9001, (70,)), torch.rand(70) + 0.5
+    x = torch.randn(70, 9001) * 4
+    targets = torch.randint(0, 9001, (70,))
+    heat = torch.rand(70) + 0.5
     packed = torch.cat([x, targets[:, None].float(), heat[:, None]], 1)
-    rows_alone(lambda p: torch.stack(exact_statistics(p[:, :-2], p[:, -2].long(), p[:, -1], rule, True), 1), packed)  # type: ignore[arg-type]
+    rows_alone(
+        lambda p: torch.stack(
+            exact_statistics(p[:, :-2], p[:, -2].long(), p[:, -1], rule, True), 1
+        ),
+        packed,
+    )  # type: ignore[arg-type]
     without = exact_statistics(x, targets, heat, rule)
-    assert torch.equal(without[0], exact_statistics(x, targets, heat, rule, True)[0]) and without[2] is None
+    assert (
+        torch.equal(without[0], exact_statistics(x, targets, heat, rule, True)[0])
+        and without[2] is None
+    )
     want = statistics(x.double(), targets, heat.double(), rule, True)
     torch.testing.assert_close(without[0].double(), want[0].double(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (14, 2, 16), (6, 2, 96), (20, 1, 8)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(4, 4, 64), (14, 2, 16), (6, 2, 96), (20, 1, 8)]
+)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (70, 3.0)])
-def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None, softcap: float | None) -> None:
+def test_attention(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    window: int | None,
+    softcap: float | None,
+) -> None:
     """In a pack, alone, continuing a cached prefix, and decoded from blocks."""
     torch.manual_seed(0)
     lengths = [1, 70, 3, 64, 130]
@@ -205,21 +271,32 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, win
     q, k, v = (torch.randn(sum(lengths), n, size).to(dtype) for n in (heads, kv_heads, kv_heads))
 
     def packed(queries: list[int], keys: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        segments = exact_attention.ExactSegments(queries, starts_of(queries, CPU), keys, starts_of(keys, CPU))
+        segments = exact_attention.ExactSegments(
+            queries, starts_of(queries, CPU), keys, starts_of(keys, CPU)
+        )
         return segments.attend(q, k, v, 0.2, window, softcap)
 
     got = packed(lengths, lengths, q, k, v)
-    want = Segments(lengths, starts, lengths, starts).attend(q.double(), k.double(), v.double(), 0.2, window, softcap)
-    torch.testing.assert_close(
-        got.double(), want, atol=1e-5 if dtype == torch.float32 else 0.02, rtol=1e-5 if dtype == torch.float32 else 0.02
+    want = Segments(lengths, starts, lengths, starts).attend(
+        q.double(), k.double(), v.double(), 0.2, window, softcap
     )
-    own, tail = slice(1, 71), slice(1 + 41, 71)
+    torch.testing.assert_close(
+        got.double(),
+        want,
+        atol=1e-5 if dtype == torch.float32 else 0.02,
+        rtol=1e-5 if dtype == torch.float32 else 0.02,
+    )
+    own = slice(1, 71)
+    tail = slice(1 + 41, 71)
     assert torch.equal(packed([70], [70], q[own], k[own], v[own]), got[own])
     assert torch.equal(packed([29], [70], q[tail], k[own], v[own]), got[tail])
 
-    block, width = 16, 9
+    block = 16
+    width = 9
     tables = torch.randperm(len(lengths) * width).view(len(lengths), width)
-    keys, values = (torch.zeros(tables.numel() * block, kv_heads, size, dtype=dtype) for _ in range(2))
+    keys, values = (
+        torch.zeros(tables.numel() * block, kv_heads, size, dtype=dtype) for _ in range(2)
+    )
     for s, n in enumerate(lengths):
         at = torch.arange(n)
         slots = tables[s, at // block] * block + at % block
@@ -227,7 +304,17 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, win
     for back in (1, 3):
         cached = torch.tensor([max(0, n - back) for n in lengths])
         rows = starts[:-1].long() + cached
-        decoded = exact_attention.attend(q[rows], keys, values, exact_attention.plan_paged(cached), tables, block, 0.2, window, softcap)
+        decoded = exact_attention.attend(
+            q[rows],
+            keys,
+            values,
+            exact_attention.plan_paged(cached),
+            tables,
+            block,
+            0.2,
+            window,
+            softcap,
+        )
         assert torch.equal(decoded, got[rows])
 
 
@@ -236,7 +323,8 @@ def test_tiles_never_straddle_a_tile_of_keys() -> None:
         for on_gpu in (False, True):
             rows, positions = exact_attention.tile_shape(groups, on_gpu)
             assert exact_attention.KEYS % positions == 0 and groups * positions <= rows
-            assert on_gpu or rows < max(2 * groups * positions, 8) + 1  # at most half of a tile is empty
+            # at most half of a tile is empty
+            assert on_gpu or rows < max(2 * groups * positions, 8) + 1
 
 
 # what cannot be exact
@@ -244,18 +332,34 @@ def test_tiles_never_straddle_a_tile_of_keys() -> None:
 
 def test_what_mixes_rows_is_refused() -> None:
     x = torch.randn(3, 4, 5)
-    for f in (lambda: torch.bmm(x, x.transpose(1, 2)), lambda: x @ x.transpose(1, 2), lambda: x.mean(0), lambda: x.cumsum(-1), lambda: x.sum(),
-              lambda: torch.einsum("abc,abd->acd", x, x), lambda: F.scaled_dot_product_attention(x, x, x), lambda: x.var(-1),
-              lambda: torch.lerp(x, x, 0.3), lambda: x.clone().exp_(), lambda: x.abs() ** x):  # fmt: skip
+    for f in (
+        lambda: torch.bmm(x, x.transpose(1, 2)),
+        lambda: x @ x.transpose(1, 2),
+        lambda: x.mean(0),
+        lambda: x.cumsum(-1),
+        lambda: x.sum(),
+        lambda: torch.einsum("abc,abd->acd", x, x),
+        lambda: F.scaled_dot_product_attention(x, x, x),
+        lambda: x.var(-1),
+        lambda: torch.lerp(x, x, 0.3),
+        lambda: x.clone().exp_(),
+        lambda: x.abs() ** x,
+    ):
         with RowWise(), pytest.raises(InputError, match="model.exact"):
             f()
     with RowWise():
-        assert int(torch.arange(5).sum()) == 10 and torch.equal(torch.ones(2, 1) @ torch.ones(1, 3), torch.ones(2, 3))
+        assert int(torch.arange(5).sum()) == 10 and torch.equal(
+            torch.ones(2, 1) @ torch.ones(1, 3), torch.ones(2, 3)
+        )
 
 
 def test_names_are_spelt_right() -> None:
     places = (torch, F, Tensor, torch.linalg, torch._C._nn)
-    assert [n for n in (*exact._REPLACED, *exact._REFUSED, *exact._REFUSED_ON_CPU) if not any(hasattr(p, n) for p in places)] == []
+    assert [
+        n
+        for n in (*exact._REPLACED, *exact._REFUSED, *exact._REFUSED_ON_CPU)
+        if not any(hasattr(p, n) for p in places)
+    ] == []
 
 
 class Mixing(nn.Module):
@@ -278,13 +382,27 @@ def test_the_proof_sees_a_layer_that_looks_around() -> None:
 # whole models
 
 
-def rollouts(model: CausalModel, n: int, lengths: tuple[int, ...], temperature: float = 0.8, new: int = 24, **kw: Any) -> list[Sample]:
+def rollouts(
+    model: CausalModel,
+    n: int,
+    lengths: tuple[int, ...],
+    temperature: float = 0.8,
+    new: int = 24,
+    **kw: Any,
+) -> list[Sample]:
     engine = NativeEngine(model, kv_gib=0.02, **kw)
     assert engine.capabilities.exact == model.exact
 
     async def go() -> list[list[Any]]:
         sampling = Sampling(new, temperature, ignore_eos=True)
-        return list(await asyncio.gather(*(engine.generate(tokens_of(m, i), sampling, key=i, n=n) for i, m in enumerate(lengths))))
+        return list(
+            await asyncio.gather(
+                *(
+                    engine.generate(tokens_of(m, i), sampling, key=i, n=n)
+                    for i, m in enumerate(lengths)
+                )
+            )
+        )
 
     samples = []
     for i, group in enumerate(asyncio.run(go())):
@@ -292,17 +410,33 @@ def rollouts(model: CausalModel, n: int, lengths: tuple[int, ...], temperature: 
         for j, c in enumerate(group):
             size = len(prompt) + len(c.tokens)
             logprobs = torch.cat([torch.zeros(len(prompt)), torch.tensor(c.logprobs)])
-            samples.append(Sample(f"{i}/{j}", str(i), f"{i}/{j}", torch.tensor(prompt + c.tokens), torch.arange(size) >= len(prompt), logprobs,
-                                  torch.zeros(size, dtype=torch.int32), reward=float(j % 2)))  # fmt: skip
+            samples.append(
+                Sample(
+                    f"{i}/{j}",
+                    str(i),
+                    f"{i}/{j}",
+                    torch.tensor(prompt + c.tokens),
+                    torch.arange(size) >= len(prompt),
+                    logprobs,
+                    torch.zeros(size, dtype=torch.int32),
+                    reward=float(j % 2),
+                )
+            )
     return samples
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "cohere"])
 def test_engine_and_trainer_agree_to_the_bit(arch: str, dtype: torch.dtype) -> None:
-    """Several batch compositions and group sizes, long prompts in pieces, every packing, with and without gradients."""
+    """Several batch compositions and group sizes, long prompts in pieces, every packing, with and
+    without gradients.
+    """
     model = CausalModel(make_module(arch).to(dtype), exact=True)
-    for n, lengths, kw in ((3, (3, 15, 16, 17, 70), {}), (1, (33,), {}), (5, (2, 64), {"max_batch": 3, "prefix_cache": True})):
+    for n, lengths, kw in (
+        (3, (3, 15, 16, 17, 70), {}),
+        (1, (33,), {}),
+        (5, (2, 64), {"max_batch": 3, "prefix_cache": True}),
+    ):
         samples = rollouts(model, n, lengths, **kw)
         for budget, share in ((1, False), (200, True), (100_000, False), (100_000, True)):
             for batch in pack(samples, budget, share=share):
@@ -316,33 +450,47 @@ def test_with_three_threads() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        model = CausalModel(make_module("gemma2", hidden_size=96, intermediate_size=200), exact=True)
+        model = CausalModel(
+            make_module("gemma2", hidden_size=96, intermediate_size=200), exact=True
+        )
         samples = rollouts(model, 3, (3, 17, 70), new=20)
         for budget in (100, 100_000):
             for batch in pack(samples, budget):
-                assert torch.equal(model.logprobs(batch, temperature=0.8)[0], batch.streams["behaviour"])
+                assert torch.equal(
+                    model.logprobs(batch, temperature=0.8)[0], batch.streams["behaviour"]
+                )
     finally:
         torch.set_num_threads(before)
 
 
 def test_tokens_do_not_depend_on_the_batch() -> None:
-    """With equal logits and a draw that is a function of the sample, completions are the same in any company."""
+    """With equal logits and a draw that is a function of the sample, completions are the same in
+    any company.
+    """
     model = CausalModel(make_module("llama"), exact=True)
     together = {s.uid: s for s in rollouts(model, 2, (3, 15, 40))}
     alone = rollouts(model, 2, (3,))
-    assert all(torch.equal(s.tokens, together[s.uid].tokens) and torch.equal(s.logprobs, together[s.uid].logprobs) for s in alone)
+    assert all(
+        torch.equal(s.tokens, together[s.uid].tokens)
+        and torch.equal(s.logprobs, together[s.uid].logprobs)
+        for s in alone
+    )
 
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_the_backend_finds_what_the_engine_said(greedy: bool) -> None:
     model = CausalModel(make_module("qwen2"), exact=True)
     samples = rollouts(model, 2, (3, 15, 40), temperature=0.0 if greedy else 0.7)
-    backend = LocalBackend(model, train_config(), total_steps=1, temperature=1.0 if greedy else 0.7, reference=True)
+    backend = LocalBackend(
+        model, train_config(), total_steps=1, temperature=1.0 if greedy else 0.7, reference=True
+    )
     batches = pack(samples, 100)
     backend.annotate(batches, frozenset({"old", "reference"}))
     for batch in batches:
         assert torch.equal(batch.streams["old"], batch.streams["behaviour"])
-        torch.testing.assert_close(batch.streams["reference"], batch.streams["old"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            batch.streams["reference"], batch.streams["old"], atol=1e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt2"])
@@ -352,10 +500,14 @@ def test_gradients_are_the_ordinary_ones(arch: str) -> None:
     found = []
     for on in (False, True):
         model = CausalModel(copy.deepcopy(module), exact=on)
-        logprobs, entropy = model.logprobs(batch, temperature=0.7, entropy=True, entropy_gradient=True)
+        logprobs, entropy = model.logprobs(
+            batch, temperature=0.7, entropy=True, entropy_gradient=True
+        )
         assert entropy is not None
         (logprobs.sum() + 0.3 * entropy.sum()).backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.module.parameters() if p.grad is not None]))
+        found.append(
+            torch.cat([p.grad.flatten() for p in model.module.parameters() if p.grad is not None])
+        )
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-5
 
 
@@ -364,7 +516,10 @@ def test_head_gradient() -> None:
     targets = torch.randint(0, 50, (40,))
     grads = []
     for on in (False, True):
-        h, w, b = (torch.randn(*s, generator=torch.Generator().manual_seed(1)).requires_grad_() for s in ((40, 16), (50, 16), (50,)))
+        h, w, b = (
+            torch.randn(*s, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            for s in ((40, 16), (50, 16), (50,))
+        )
         token_logprobs(h, w, b, targets, temperature=0.7, exact=on)[0].sum().backward()
         grads.append((h.grad, w.grad, b.grad))
     for a, b in zip(*grads, strict=True):
@@ -375,10 +530,19 @@ def test_head_gradient() -> None:
 
 
 def test_loading_checks_and_checkpoints(make: Callable[..., Config]) -> None:
-    """`load_model` proves exactness; gradient checkpointing runs layers again the same way and finds the same gradient."""
+    """`load_model` proves exactness; gradient checkpointing runs layers again the same way and
+    finds the same gradient.
+    """
     grads = []
     for recompute in (False, True):
-        model = load_model(make("run", "grpo", "model.exact=true", f"model.gradient_checkpointing={str(recompute).lower()}").model)
+        model = load_model(
+            make(
+                "run",
+                "grpo",
+                "model.exact=true",
+                f"model.gradient_checkpointing={str(recompute).lower()}",
+            ).model
+        )
         assert model.exact
         model.recompute(True)
         model.logprobs(Batch.pack(make_samples((20, 5, 33))), temperature=1.0)[0].sum().backward()
@@ -387,15 +551,27 @@ def test_loading_checks_and_checkpoints(make: Callable[..., Config]) -> None:
 
 
 def test_a_run_has_no_mismatch(make: Callable[..., Config]) -> None:
-    """mismatch/max is 0.0 in every step of an exact run, with an adapter too; an ordinary one has rounding noise."""
+    """mismatch/max is 0.0 in every step of an exact run, with an adapter too; an ordinary one has
+    rounding noise.
+    """
     largest = {}
     for name, on, sections in (("exact", True, {}), ("plain", False, {}), ("lora", True, LORA)):
-        cfg = make(name, "grpo", f"model.exact={str(on).lower()}", "rollout.temperature=0.9", "train.tokens_per_microbatch=64", **sections)
+        cfg = make(
+            name,
+            "grpo",
+            f"model.exact={str(on).lower()}",
+            "rollout.temperature=0.9",
+            "train.tokens_per_microbatch=64",
+            **sections,
+        )
         launch(cfg)
         steps = [m for m in lines(cfg) if "mismatch/max" in m]
         assert len(steps) == 3 and steps[-1]["train/grad_norm"] > 0
         largest[name] = max(m["mismatch/max"] for m in steps)
-        assert on is False or all(m["mismatch/mean"] == 0.0 and m["mismatch/ratio/min"] == m["mismatch/ratio/max"] == 1.0 for m in steps)
+        assert on is False or all(
+            m["mismatch/mean"] == 0.0 and m["mismatch/ratio/min"] == m["mismatch/ratio/max"] == 1.0
+            for m in steps
+        )
     assert largest["exact"] == largest["lora"] == 0.0 and 0 < largest["plain"] < 1e-4
 
 
@@ -404,7 +580,20 @@ def test_configuration(make: Callable[..., Config]) -> None:
     with pytest.raises(InputError, match=r"model.*exact.*compile"):
         make("run", "grpo", "model.exact=true", "model.compile=true")
     said = "\n".join(
-        preflight(make("run", "grpo", "model.exact=true", "algorithm.correction.name=tis", "algorithm.old=recompute")).warnings
+        preflight(
+            make(
+                "run",
+                "grpo",
+                "model.exact=true",
+                "algorithm.correction.name=tis",
+                "algorithm.old=recompute",
+            )
+        ).warnings
     )
-    assert "algorithm.correction.name: model.exact leaves no mismatch" in said and "algorithm.old: model.exact" in said
-    assert "model.exact" not in "\n".join(preflight(make("run", "grpo", "algorithm.correction.name=tis")).warnings)
+    assert (
+        "algorithm.correction.name: model.exact leaves no mismatch" in said
+        and "algorithm.old: model.exact" in said
+    )
+    assert "model.exact" not in "\n".join(
+        preflight(make("run", "grpo", "algorithm.correction.name=tis")).warnings
+    )

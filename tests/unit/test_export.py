@@ -34,7 +34,9 @@ def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def lora(tiny_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a LoRA that learned something."""
-    cfg = make_config(tiny_dir, tmp_path_factory.mktemp("lora"), "run", "grpo", "train.learning_rate=0.05", **LORA)
+    cfg = make_config(
+        tiny_dir, tmp_path_factory.mktemp("lora"), "run", "grpo", "train.learning_rate=0.05", **LORA
+    )
     launch(cfg)
     assert any(float(t.abs().max()) > 0 for name, t in tensors(cfg).items() if "lora_B" in name)
     return Path(cfg.run.dir)
@@ -50,7 +52,9 @@ def merged(lora: Path) -> Path:
     return export(lora, lora.parent / "merged", merge=True)
 
 
-def test_an_adapter_is_a_peft_checkpoint_and_merging_changes_nothing(tiny_dir: str, adapter: Path, merged: Path) -> None:
+def test_an_adapter_is_a_peft_checkpoint_and_merging_changes_nothing(
+    tiny_dir: str, adapter: Path, merged: Path
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -58,9 +62,13 @@ def test_an_adapter_is_a_peft_checkpoint_and_merging_changes_nothing(tiny_dir: s
     before = logits(base).clone()
     on_base = logits(PeftModel.from_pretrained(base, adapter))
     assert (on_base - before).abs().max() > 0.01, "the adapter does something"
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), on_base, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(merged)), on_base, atol=1e-4, rtol=1e-4
+    )
     assert not (adapter / "config.json").exists() and not (merged / "adapter_config.json").exists()
-    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(Path(tiny_dir).resolve())
+    assert json.loads((adapter / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(Path(tiny_dir).resolve())
 
 
 def test_what_else_is_in_an_export(adapter: Path, merged: Path) -> None:
@@ -68,18 +76,35 @@ def test_what_else_is_in_an_export(adapter: Path, merged: Path) -> None:
 
     for folder in (adapter, merged):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        assert tokenizer("1+2=")["input_ids"] == AutoTokenizer.from_pretrained(merged)("1+2=")["input_ids"]
+        assert (
+            tokenizer("1+2=")["input_ids"]
+            == AutoTokenizer.from_pretrained(merged)("1+2=")["input_ids"]
+        )
         generation = GenerationConfig.from_pretrained(folder)
-        assert generation.eos_token_id == tokenizer.eos_token_id and generation.pad_token_id == tokenizer.pad_token_id
+        assert (
+            generation.eos_token_id == tokenizer.eos_token_id
+            and generation.pad_token_id == tokenizer.pad_token_id
+        )
 
 
 def test_the_card(adapter: Path, merged: Path, tiny_dir: str) -> None:
     card, other = ((folder / "README.md").read_text() for folder in (merged, adapter))
-    for said in ("grpo, LoRA of rank 4 (merged) ([arXiv:2402.03300]", f"parent: `{tiny_dir}`", "reward: `odd`, weight 1", "| reward/mean |", "# license:",
-                 "AutoModelForCausalLM.from_pretrained(\"THIS_DIRECTORY\")", "library_name: transformers"):  # fmt: skip
+    for said in (
+        "grpo, LoRA of rank 4 (merged) ([arXiv:2402.03300]",
+        f"parent: `{tiny_dir}`",
+        "reward: `odd`, weight 1",
+        "| reward/mean |",
+        "# license:",
+        'AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")',
+        "library_name: transformers",
+    ):
         assert said in card, said
     assert "base_model:" not in card, "a path on this machine means nothing on the hub"
-    assert "library_name: peft" in other and "PeftModel.from_pretrained(base" in other and "An adapter" in other
+    assert (
+        "library_name: peft" in other
+        and "PeftModel.from_pretrained(base" in other
+        and "An adapter" in other
+    )
     assert cited("sft") == "" and cited("reinforce") == " (Williams 1992)"
 
 
@@ -95,14 +120,19 @@ def test_a_run_whose_summary_has_no_groups_is_exported(lora: Path, tmp_path: Pat
 
 
 def test_a_chat_template_and_its_end_of_turn(tiny_dir: str, tmp_path: Path) -> None:
-    """A base model that was taught to chat ends its turns with another token than its tokenizer's eos; servers must know."""
+    """A base model that was taught to chat ends its turns with another token than its tokenizer's
+    eos; servers must know.
+    """
     from transformers import AutoTokenizer, GenerationConfig
 
     template = tmp_path / "chat.jinja"
     template.write_text(
-        "{% for m in messages %}<|bos|>{{ m['content'] }}<|pad|>{% endfor %}{% if add_generation_prompt %}<|bos|>{% endif %}"
+        "{% for m in messages %}<|bos|>{{ m['content'] }}<|pad|>{% endfor %}{% if"
+        " add_generation_prompt %}<|bos|>{% endif %}"
     )
-    cfg = make_config(tiny_dir, tmp_path, "chat", "sft", f"model.chat_template={template}", "data.chat=always")
+    cfg = make_config(
+        tiny_dir, tmp_path, "chat", "sft", f"model.chat_template={template}", "data.chat=always"
+    )
     launch(cfg)
     out = export(Path(cfg.run.dir), tmp_path / "out")
     assert AutoTokenizer.from_pretrained(out).chat_template == template.read_text()
@@ -114,9 +144,21 @@ def test_a_reward_model_is_a_sequence_classifier(tiny_dir: str, tmp_path: Path) 
     from transformers import AutoModelForSequenceClassification
 
     rows = tmp_path / "pairs.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{i}=", "chosen": "aa", "rejected": "zz"}) + "\n" for i in range(16)))
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": f"{i}=", "chosen": "aa", "rejected": "zz"}) + "\n"
+            for i in range(16)
+        )
+    )
     cfg = make_config(
-        tiny_dir, tmp_path, "rm", "bradley_terry", "train.steps=8", "train.learning_rate=0.01", f"data.source={rows}", rewards=[]
+        tiny_dir,
+        tmp_path,
+        "rm",
+        "bradley_terry",
+        "train.steps=8",
+        "train.learning_rate=0.01",
+        f"data.source={rows}",
+        rewards=[],
     )
     from reinforge.app.api import train_config
     from toys import SilentView
@@ -128,7 +170,9 @@ def test_a_reward_model_is_a_sequence_classifier(tiny_dir: str, tmp_path: Path) 
     good, bad = ours.scores(texts)
     assert good > bad + 0.5, "it learned to tell them apart"
     theirs = AutoModelForSequenceClassification.from_pretrained(out)
-    assert [float(logits(theirs, torch.tensor([ids]))) for ids in texts] == pytest.approx([good, bad], abs=1e-4)
+    assert [float(logits(theirs, torch.tensor([ids]))) for ids in texts] == pytest.approx(
+        [good, bad], abs=1e-4
+    )
     assert "AutoModelForSequenceClassification" in (out / "README.md").read_text()
 
 
@@ -137,11 +181,20 @@ def test_a_reward_model_is_a_sequence_classifier(tiny_dir: str, tmp_path: Path) 
 
 @pytest.fixture
 def foreign(tiny_dir: str, tmp_path: Path) -> Path:
-    """An adapter as TRL and LLaMA-Factory leave it: peft's own files, other rank and targets than our defaults, rsLoRA."""
+    """An adapter as TRL and LLaMA-Factory leave it: peft's own files, other rank and targets than
+    our defaults, rsLoRA.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    lora = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", lora_dropout=0.1, use_rslora=True)
+    lora = LoraConfig(
+        r=3,
+        lora_alpha=7,
+        target_modules=["q_proj", "down_proj"],
+        task_type="CAUSAL_LM",
+        lora_dropout=0.1,
+        use_rslora=True,
+    )
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_dir), lora)
     with torch.no_grad():
         for i, (_, p) in enumerate((n, p) for n, p in model.named_parameters() if "lora_B" in n):
@@ -162,13 +215,21 @@ def test_a_foreign_adapter_loads_as_it_is(foreign: Path, tiny_dir: str) -> None:
 
 
 def test_an_adapter_is_not_a_model(foreign: Path, tiny_dir: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is a peft adapter, not a model\. Put its base model here, and this path under adapter.path"):
+    with pytest.raises(
+        InputError,
+        match=(
+            r"is a peft adapter, not a model\. Put its base model here, and this path under"
+            r" adapter.path"
+        ),
+    ):
         load_model(ModelConfig(path=str(foreign)))
     cfg = make_config(str(foreign), tmp_path, "x", "sft", "data.source=arithmetic:chain")
     assert any("This is an adapter" in error for error in preflight(cfg).errors)
     described = json.loads((foreign / "adapter_config.json").read_text())
     (foreign / "adapter_config.json").write_text(json.dumps({**described, "peft_type": "IA3"}))
-    cfg = make_config(tiny_dir, tmp_path, "x", "sft", f"adapter.path={foreign}", "data.source=arithmetic:chain")
+    cfg = make_config(
+        tiny_dir, tmp_path, "x", "sft", f"adapter.path={foreign}", "data.source=arithmetic:chain"
+    )
     assert any("is an adapter of the kind IA3" in error for error in preflight(cfg).errors)
 
 
@@ -180,27 +241,47 @@ def test_a_foreign_checkpoint_in_several_files(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
-    ours = load_model(ModelConfig(path=str(tmp_path / "many"), tokenizer=str(source), dtype="bfloat16"))
-    assert all(torch.equal(p, dict(model.named_parameters())[name]) for name, p in ours.module.named_parameters())
+    ours = load_model(
+        ModelConfig(path=str(tmp_path / "many"), tokenizer=str(source), dtype="bfloat16")
+    )
+    assert all(
+        torch.equal(p, dict(model.named_parameters())[name])
+        for name, p in ours.module.named_parameters()
+    )
 
 
 # ---- modes ----
 
 
 def modes(folder: Path) -> dict[str, str]:
-    return {path.name: oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.name: oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077], ids=oct)
-def test_what_is_exported_can_be_read_by_whom_the_umask_lets(mask: int, lora: Path, tmp_path: Path) -> None:
-    """safetensors writes weights that only their owner can read, beside a config.json that everybody can."""
+def test_what_is_exported_can_be_read_by_whom_the_umask_lets(
+    mask: int, lora: Path, tmp_path: Path
+) -> None:
+    """safetensors writes weights that only their owner can read, beside a config.json that
+    everybody can.
+    """
     before = os.umask(mask)
     try:
-        found = {**modes(export(lora, tmp_path / "adapter")), **modes(export(lora, tmp_path / "merged", merge=True))}
-        tiny = modes(make_tiny_model(tmp_path / "tiny", width=32, layers=1, heads=2, kv_heads=1, context=64))
+        found = {
+            **modes(export(lora, tmp_path / "adapter")),
+            **modes(export(lora, tmp_path / "merged", merge=True)),
+        }
+        tiny = modes(
+            make_tiny_model(tmp_path / "tiny", width=32, layers=1, heads=2, kv_heads=1, context=64)
+        )
     finally:
         os.umask(before)
-    assert {"adapter_model.safetensors", "model.safetensors", "config.json"} <= found.keys() and "model.safetensors" in tiny
+    assert {
+        "adapter_model.safetensors",
+        "model.safetensors",
+        "config.json",
+    } <= found.keys() and "model.safetensors" in tiny
     assert {*found.values(), *tiny.values()} == {oct(0o666 & ~mask)}
 
 
@@ -228,22 +309,43 @@ class Hub:
     def upload_folder(self, **options: Any) -> None:
         if options["repo_id"] == "me/broken":
             raise OSError("403 Forbidden\nand more")
-        self.calls.append(("upload", {**options, "files": sorted(p.name for p in Path(options["folder_path"]).iterdir())}))
+        self.calls.append(
+            (
+                "upload",
+                {
+                    **options,
+                    "files": sorted(p.name for p in Path(options["folder_path"]).iterdir()),
+                },
+            )
+        )
 
 
-def test_push(lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_push(
+    lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert main(["export", str(lora), str(tmp_path / "a"), "--push", "me/model"]) == 2
-    assert "Set HF_TOKEN" in capsys.readouterr().err and not (tmp_path / "a").exists(), "asked before anything is written"
+    assert "Set HF_TOKEN" in capsys.readouterr().err and not (tmp_path / "a").exists(), (
+        "asked before anything is written"
+    )
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
     assert main(["export", str(lora), str(tmp_path / "a"), "--push", "me/model"]) == 0
     (_, token), (_, made), (_, sent) = Hub.calls
-    assert token == {"token": "hf_secret"} and made == {"repo": "me/model", "private": True, "exist_ok": True}
-    assert sent["repo_id"] == "me/model" and {"README.md", "adapter_model.safetensors", "tokenizer.json"} <= set(sent["files"])
+    assert token == {"token": "hf_secret"} and made == {
+        "repo": "me/model",
+        "private": True,
+        "exist_ok": True,
+    }
+    assert sent["repo_id"] == "me/model" and {
+        "README.md",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    } <= set(sent["files"])
     assert main(["export", str(lora), str(tmp_path / "b"), "--push", "me/broken"]) == 2
-    assert "could not upload to me/broken: 403 Forbidden The export itself" in capsys.readouterr().err.replace(
-        "Forbidden. The", "Forbidden The"
+    assert (
+        "could not upload to me/broken: 403 Forbidden The export itself"
+        in capsys.readouterr().err.replace("Forbidden. The", "Forbidden The")
     )

@@ -1,4 +1,6 @@
-"""Faults: typed, counted in the metrics, told in events.jsonl with a reason, shown in the report; and the stamp on a run that was not contained."""
+"""Faults: typed, counted in the metrics, told in events.jsonl with a reason, shown in the report;
+and the stamp on a run that was not contained.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,15 @@ ROW = Row("r0", "?", {})
 
 
 def episode_faults(
-    make: Callable[[Row], Any], lines: list[str] | None = None, template: str | None = None, limits: Limits | None = None
+    make: Callable[[Row], Any],
+    lines: list[str] | None = None,
+    template: str | None = None,
+    limits: Limits | None = None,
 ) -> Group:
     renderer = make_renderer(template) if template else make_renderer()
-    group: Group = run(make_episodes(Saying(renderer, lines or ["hm"]), renderer, make, limits=limits)(ROW, "g"))
+    group: Group = run(
+        make_episodes(Saying(renderer, lines or ["hm"]), renderer, make, limits=limits)(ROW, "g")
+    )
     return group
 
 
@@ -47,21 +54,36 @@ def episode_faults(
 
 
 def test_episodes_that_fail_are_faults_by_kind_with_a_reason() -> None:
-    late = episode_faults(lambda row: Misbehaving("sleeps"), limits=Limits(4000, 8, turn_seconds=0.2))
-    assert dict(late.faults) == {Fault.EPISODE_TIMEOUT: 1} and "took more than 0.2 s" in late.why[Fault.EPISODE_TIMEOUT]
+    late = episode_faults(
+        lambda row: Misbehaving("sleeps"), limits=Limits(4000, 8, turn_seconds=0.2)
+    )
+    assert (
+        dict(late.faults) == {Fault.EPISODE_TIMEOUT: 1}
+        and "took more than 0.2 s" in late.why[Fault.EPISODE_TIMEOUT]
+    )
     broken = episode_faults(lambda row: Misbehaving("raises"))
-    assert dict(broken.faults) == {"episode_error": 1} and "ZeroDivisionError: oh" in broken.why["episode_error"]
+    assert (
+        dict(broken.faults) == {"episode_error": 1}
+        and "ZeroDivisionError: oh" in broken.why["episode_error"]
+    )
     assert dict(episode_faults(lambda row: Echo(), limits=Limits(3)).faults) == {"episode_full": 1}
     assert dict(episode_faults(lambda row: Echo()).faults) == {}
     assert set(EPISODE.values()) <= set(Fault)
 
 
 def test_a_template_that_rewrites_history_is_counted_by_rows() -> None:
-    forked = episode_faults(lambda row: Echo(3), ["<think>a</think>b", "<think>c</think>d", "e"], FORGETFUL)
-    assert dict(forked.faults) == {Fault.TEMPLATE_FORKED: len(forked.samples) - 1} and len(forked.samples) > 1
+    forked = episode_faults(
+        lambda row: Echo(3), ["<think>a</think>b", "<think>c</think>d", "e"], FORGETFUL
+    )
+    assert (
+        dict(forked.faults) == {Fault.TEMPLATE_FORKED: len(forked.samples) - 1}
+        and len(forked.samples) > 1
+    )
 
 
-def test_a_tool_whose_sandbox_fails_is_a_fault_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_whose_sandbox_fails_is_a_fault_of_the_sandbox(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(isolations, "missing", lambda mode: "user namespaces are off")
     call = '<tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>'
     group = episode_faults(lambda row: ToolEnv([tool(Python(), name="python")]), [call])
@@ -81,17 +103,33 @@ def test_rewards_tell_what_went_wrong_and_a_redone_step_counts_the_same(tmp_path
 
     assert list(FAULTS) == ["timeouts", "crashes", "sandbox", "unsafe"]
     for attempt in range(2):
-        scorer = Scorer([asked(timeouts=1, crashes=2, sandbox=3, unsafe=4)], journal=Journal(tmp_path / "journal.jsonl"))
+        scorer = Scorer(
+            [asked(timeouts=1, crashes=2, sandbox=3, unsafe=4)],
+            journal=Journal(tmp_path / "journal.jsonl"),
+        )
         run(scorer.score([ROW] * 4, "g", [[1]] * 4, ["a"] * 4))
         assert (
-            scorer.faults("g") == {"reward_timeout": 1, "reward_crash": 2, "sandbox_failure": 3, "uncontained": 4}
+            scorer.faults("g")
+            == {
+                "reward_timeout": 1,
+                "reward_crash": 2,
+                "sandbox_failure": 3,
+                "uncontained": 4,
+            }
             and scorer.faults("g") == {}
         )
-        assert scorer.why("g").get("reward_crash") == ("reward odd, row r0" if attempt == 0 else None), "nobody was asked again"
+        assert scorer.why("g").get("reward_crash") == (
+            "reward odd, row r0" if attempt == 0 else None
+        ), "nobody was asked again"
     tolerant = Scorer([FunctionReward("bad", raises)], on_error="unscored")
     run(tolerant.score([ROW] * 2, "g", [[1], [2]], ["a", "b"]))
-    assert tolerant.faults("g") == {Fault.REWARD_ERROR: 2} and "KeyError: 'gone'" in tolerant.why("g")[Fault.REWARD_ERROR]
-    joined = Outcome.joined([Outcome([1.0], timeouts=1, sandbox=2), Outcome([None], crashes=3, unsafe=4)])
+    assert (
+        tolerant.faults("g") == {Fault.REWARD_ERROR: 2}
+        and "KeyError: 'gone'" in tolerant.why("g")[Fault.REWARD_ERROR]
+    )
+    joined = Outcome.joined(
+        [Outcome([1.0], timeouts=1, sandbox=2), Outcome([None], crashes=3, unsafe=4)]
+    )
     assert joined == Outcome([1.0, None], 1, 3, 2, 4)
 
 
@@ -99,28 +137,62 @@ def test_rewards_tell_what_went_wrong_and_a_redone_step_counts_the_same(tmp_path
 
 
 def test_metrics_and_events() -> None:
-    groups = [Group(ROW, [], faults={"reward_crash": 2}, why={"reward_crash": "first"}), Group(ROW, [], faults={"reward_crash": 1, "episode_error": 1}, why={"reward_crash": "second"})]  # fmt: skip
+    groups = [
+        Group(ROW, [], faults={"reward_crash": 2}, why={"reward_crash": "first"}),
+        Group(
+            ROW, [], faults={"reward_crash": 1, "episode_error": 1}, why={"reward_crash": "second"}
+        ),
+    ]
     metrics = fault_metrics(groups)
-    assert metrics == {"faults/episode_error": 1.0, "faults/reward_crash": 3.0} and fault_metrics([Group(ROW, [])]) == {}
+    assert (
+        metrics == {"faults/episode_error": 1.0, "faults/reward_crash": 3.0}
+        and fault_metrics([Group(ROW, [])]) == {}
+    )
     events = fault_events({**metrics, "reward/mean": 1.0}, 7, groups)
-    assert [(e.fault, e.step, e.count, e.why, e.during) for e in events] == [("episode_error", 7, 1, "", "training"), ("reward_crash", 7, 3, "first", "training")]  # fmt: skip
+    assert [(e.fault, e.step, e.count, e.why, e.during) for e in events] == [
+        ("episode_error", 7, 1, "", "training"),
+        ("reward_crash", 7, 3, "first", "training"),
+    ]
     [event] = fault_events(fault_metrics(groups[:1], "eval/"), 0, prefix="eval/")
     assert (event.during, event.count) == ("evaluation", 2)
 
 
 def test_the_report_has_a_line_for_each_kind() -> None:
-    seen = [{"kind": "fault", "fault": "reward_crash", "during": "training", "step": s, "count": s, "why": w} for s, w in ((2, ""), (5, "<b>x</b>"), (9, "later"))]  # fmt: skip
+    seen = [
+        {
+            "kind": "fault",
+            "fault": "reward_crash",
+            "during": "training",
+            "step": s,
+            "count": s,
+            "why": w,
+        }
+        for s, w in ((2, ""), (5, "<b>x</b>"), (9, "later"))
+    ]
     rows = fault_rows(
         [
             *seen,
             {"kind": "checkpoint"},
-            {"kind": "fault", "fault": "episode_error", "during": "evaluation", "step": 0, "count": 99, "why": "y"},
+            {
+                "kind": "fault",
+                "fault": "episode_error",
+                "during": "evaluation",
+                "step": 0,
+                "count": 99,
+                "why": "y",
+            },
         ]
     )
-    assert [(r["fault"], r["count"], r["steps"], r["first"], r["last"], r["why"]) for r in rows] == [("episode_error", 99, 1, 0, 0, "y"), ("reward_crash", 16, 3, 2, 9, "<b>x</b>")]  # fmt: skip
+    assert [
+        (r["fault"], r["count"], r["steps"], r["first"], r["last"], r["why"]) for r in rows
+    ] == [("episode_error", 99, 1, 0, 0, "y"), ("reward_crash", 16, 3, 2, 9, "<b>x</b>")]
     page = fault_table(seen)
     assert "&lt;b&gt;x&lt;/b&gt;" in page and "<b>x" not in page and ">16<" in page
-    assert fault_table([{"kind": "checkpoint"}]) == "" and banner([]) == "" and "&lt;i&gt; ran what" in banner(["<i>"])
+    assert (
+        fault_table([{"kind": "checkpoint"}]) == ""
+        and banner([]) == ""
+        and "&lt;i&gt; ran what" in banner(["<i>"])
+    )
 
 
 class Flaky:
@@ -140,17 +212,38 @@ class Flaky:
 
 
 @pytest.mark.timeout(120)
-def test_a_run_counts_its_faults_tells_them_and_shows_them(make: Callable[..., Config], tmp_path: Path) -> None:
-    cfg = make("flaky", "grpo", "algorithm.group_size=2", "train.steps=1", "train.prompts_per_step=4", "data.source=python",
-               f"env.name={Path(__file__)}:Flaky", rewards=[])  # fmt: skip
+def test_a_run_counts_its_faults_tells_them_and_shows_them(
+    make: Callable[..., Config], tmp_path: Path
+) -> None:
+    cfg = make(
+        "flaky",
+        "grpo",
+        "algorithm.group_size=2",
+        "train.steps=1",
+        "train.prompts_per_step=4",
+        "data.source=python",
+        f"env.name={Path(__file__)}:Flaky",
+        rewards=[],
+    )
     train_config(cfg, Given(data=[{"prompt": f"p{i}", "n": i} for i in range(4)]), SilentView())
     [line] = [m for m in lines(cfg) if "reward/mean" in m]
-    assert line["faults/episode_error"] == 4.0 and line["env/failed"] == 0.5 and "sandbox/uncontained" not in line
+    assert (
+        line["faults/episode_error"] == 4.0
+        and line["env/failed"] == 0.5
+        and "sandbox/uncontained" not in line
+    )
     [event] = [e for e in lines(cfg, "events.jsonl") if e["kind"] == "fault"]
-    assert (event["fault"], event["count"], event["step"], event["during"]) == ("episode_error", 4, 1, "training")
+    assert (event["fault"], event["count"], event["step"], event["during"]) == (
+        "episode_error",
+        4,
+        1,
+        "training",
+    )
     assert "ConnectionError: the game server is down" in event["why"]
     page = write_report(Path(cfg.run.dir)).read_text()
-    assert "<table id=faults>" in page and page.count("the game server is down") == 1, "in the table, and not among the events again"
+    assert "<table id=faults>" in page and page.count("the game server is down") == 1, (
+        "in the table, and not among the events again"
+    )
     assert uncontained(Path(cfg.run.dir)) == [] and "Uncontained" not in page
     assert 'data-kind="unscored"' in page, "half of the answers got no reward"
 
@@ -159,27 +252,47 @@ def test_a_run_counts_its_faults_tells_them_and_shows_them(make: Callable[..., C
 
 
 @pytest.mark.timeout(120)
-def test_a_run_that_was_not_contained_says_so_everywhere_and_for_ever(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_not_contained_says_so_everywhere_and_for_ever(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(isolations, "missing", lambda mode: "user namespaces are off")
     rows = [{"prompt": f"p{i}", "tests": [{"input": "", "output": "1"}]} for i in range(4)]
 
     def config(steps: int, **options: Any) -> Config:
-        return make("bare", "grpo", "algorithm.group_size=2", f"train.steps={steps}", "train.prompts_per_step=2", "data.source=python",
-                    "rollout.max_new_tokens=4", "run.checkpoint.every=1", rewards=[{"name": "code", "options": {"timeout": 5.0, **options}}])  # fmt: skip
+        return make(
+            "bare",
+            "grpo",
+            "algorithm.group_size=2",
+            f"train.steps={steps}",
+            "train.prompts_per_step=2",
+            "data.source=python",
+            "rollout.max_new_tokens=4",
+            "run.checkpoint.every=1",
+            rewards=[{"name": "code", "options": {"timeout": 5.0, **options}}],
+        )
 
     cfg = config(1, allow_unsafe=True)
     train_config(cfg, Given(data=rows), SilentView())
     folder = Path(cfg.run.dir)
     [line] = [m for m in lines(cfg) if "reward/mean" in m]
     assert line["sandbox/uncontained"] == 1.0 and line["faults/uncontained"] == 4.0
-    assert [e["rewards"] for e in lines(cfg, "events.jsonl") if e["kind"] == "uncontained"] == [["code"]]
-    assert json.loads((folder / "summary.json").read_text())["uncontained"] == ["code"] and show_run(folder)["uncontained"] == ["code"]
+    assert [e["rewards"] for e in lines(cfg, "events.jsonl") if e["kind"] == "uncontained"] == [
+        ["code"]
+    ]
+    assert json.loads((folder / "summary.json").read_text())["uncontained"] == [
+        "code"
+    ] and show_run(folder)["uncontained"] == ["code"]
     assert "<b>Uncontained.</b> code ran what the model wrote" in write_report(folder).read_text()
     assert store.load(store.steps(folder)[0])[1]["uncontained"] == ["code"]
-    assert "**uncontained**: code ran the model's programs without a sandbox" in card(folder, cfg, "model", "step-1")
+    assert "**uncontained**: code ran the model's programs without a sandbox" in card(
+        folder, cfg, "model", "step-1"
+    )
 
-    monkeypatch.undo()  # the run goes on where programs are contained: what was done before is still in its weights
+    # the run goes on where programs are contained: what was done before is still in its weights
+    monkeypatch.undo()
     train_config(config(2, allow_unsafe=True), Given(data=rows), SilentView())
     later = [m for m in lines(cfg) if "reward/mean" in m]
     assert [m["sandbox/uncontained"] for m in later] == [1.0, 1.0]
-    assert store.load(store.steps(folder)[0])[1]["uncontained"] == ["code"] and uncontained(folder) == ["code"]
+    assert store.load(store.steps(folder)[0])[1]["uncontained"] == ["code"] and uncontained(
+        folder
+    ) == ["code"]

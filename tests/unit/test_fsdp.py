@@ -1,4 +1,6 @@
-"""Two processes that share the weights against one: the same log-probs, gradients, steps and states. One pair of ranks for all tests."""
+"""Two processes that share the weights against one: the same log-probs, gradients, steps and
+states. One pair of ranks for all tests.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,14 @@ def ranks() -> Iterator[Ranks]:
         yield opened
 
 
-def both(ranks: Ranks, kind: str = "full", reference: Any = True, **changes: Any) -> tuple[LocalBackend, FsdpBackend]:
-    cfg, settings = train_config(**changes), {"total_steps": 10, "temperature": 0.8, "reference": reference}
-    return LocalBackend(load(kind), cfg, **settings), FsdpBackend(ranks, partial(load, kind), cfg, full=load(kind), **settings)
+def both(
+    ranks: Ranks, kind: str = "full", reference: Any = True, **changes: Any
+) -> tuple[LocalBackend, FsdpBackend]:
+    cfg = train_config(**changes)
+    settings = {"total_steps": 10, "temperature": 0.8, "reference": reference}
+    return LocalBackend(load(kind), cfg, **settings), FsdpBackend(
+        ranks, partial(load, kind), cfg, full=load(kind), **settings
+    )
 
 
 def gradient_of(backend: Any) -> dict[str, torch.Tensor]:
@@ -42,7 +49,9 @@ def gradient_of(backend: Any) -> dict[str, torch.Tensor]:
     return backend.ranks.call(backend.id, summed)[0]
 
 
-def one_pass(backend: Any, samples: list[Any], budget: int, loss: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def one_pass(
+    backend: Any, samples: list[Any], budget: int, loss: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     batches = pack(samples, budget, share=True)
     backend.annotate(batches, loss.needs)
     metrics = backend.forward_backward(batches, loss, Totals.of(batches, 32))
@@ -66,7 +75,9 @@ def test_a_pack_is_cut_where_ranks_would_be_idle() -> None:
     samples = make_samples(LENGTHS)
     (batch,) = pack(samples, 10_000)
     (parts,) = even([[batch]], 2)
-    assert len(parts) == 2 and [s.uid for p in parts for s in p.samples] == [s.uid for s in batch.samples]
+    assert len(parts) == 2 and [s.uid for p in parts for s in p.samples] == [
+        s.uid for s in batch.samples
+    ]
     assert max(p.n_tokens for p in parts) <= 0.65 * batch.n_tokens
     assert [len(p) for p in even([[Batch.pack(samples[:1])]], 2)] == [1]  # one row cannot be cut
     (pairs,) = even([[Batch.pack(samples[:4])]], 2, unit=2)
@@ -81,20 +92,25 @@ def test_gradient_and_metrics_are_those_of_one_process(ranks: Ranks, kind: str) 
     """Whatever the budget: one pack for two ranks, an odd number of packs, one row per pack."""
     local, sharded = both(ranks, kind)
     assert isinstance(sharded, Backend)
-    samples, loss = make_samples(LENGTHS), policy_loss()
+    samples = make_samples(LENGTHS)
+    loss = policy_loss()
     samples[4] = samples[4].with_(trained=torch.zeros_like(samples[4].trained))
     want, metrics = one_pass(local, samples, 10_000, loss)
     exact = kind != "bfloat16"
     for budget in (10_000, 40, 1):
         found, again = one_pass(sharded, samples, budget, loss)
         assert relative(found, want) < (1e-6 if exact else 2e-2), budget
-        assert again == pytest.approx(metrics, rel=1e-4 if exact else 0.1, abs=1e-6 if exact else 0.05)
+        assert again == pytest.approx(
+            metrics, rel=1e-4 if exact else 0.1, abs=1e-6 if exact else 0.05
+        )
     sharded.close()
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "bfloat16"])
 def test_steps_and_state_are_those_of_one_process(ranks: Ranks, kind: str) -> None:
-    """Rate, clipping, norm, decay: after three steps the two checkpoints hold the same names, types and values."""
+    """Rate, clipping, norm, decay: after three steps the two checkpoints hold the same names, types
+    and values.
+    """
     settings: dict[str, Any] = {
         "learning_rate": 1e-2,
         "schedule": {"kind": "cosine", "warmup": 2},
@@ -104,12 +120,19 @@ def test_steps_and_state_are_those_of_one_process(ranks: Ranks, kind: str) -> No
     local, sharded = both(ranks, kind, **settings)
     for seed in range(3):
         one, two = (update(b, make_samples(LENGTHS, seed), policy_loss()) for b in (local, sharded))
-        assert two == pytest.approx(one, rel=2e-3 if kind != "bfloat16" else 0.2, abs=1e-5 if kind != "bfloat16" else 0.05)
-    a, b = local.state(), sharded.state()
+        assert two == pytest.approx(
+            one, rel=2e-3 if kind != "bfloat16" else 0.2, abs=1e-5 if kind != "bfloat16" else 0.05
+        )
+    a = local.state()
+    b = sharded.state()
     assert a.meta == b.meta and a.tensors.keys() == b.tensors.keys()
-    assert {k: (t.dtype, t.shape) for k, t in a.tensors.items()} == {k: (t.dtype, t.shape) for k, t in b.tensors.items()}
+    assert {k: (t.dtype, t.shape) for k, t in a.tensors.items()} == {
+        k: (t.dtype, t.shape) for k, t in b.tensors.items()
+    }
     exp = [k for k in a.tensors if k.endswith("exp_avg")]
-    assert relative({k: b.tensors[k] for k in exp}, {k: a.tensors[k] for k in exp}) < (1e-3 if kind != "bfloat16" else 0.1)
+    assert relative({k: b.tensors[k] for k in exp}, {k: a.tensors[k] for k in exp}) < (
+        1e-3 if kind != "bfloat16" else 0.1
+    )
     sharded.close()
 
 
@@ -121,17 +144,27 @@ def test_the_engine_gets_the_weights_that_train(ranks: Ranks, kind: str) -> None
         update(sharded, make_samples(LENGTHS))
         sharded.annotate([batch], frozenset({"old"}))
         assert sharded.full is not None and sharded.weights().module is sharded.full.module
-        own, state = dict(sharded.full.module.named_parameters()), sharded.state()
-        assert all(torch.equal(own[k.removeprefix("model/")], t) for k, t in state.tensors.items() if k.startswith("model/"))
+        own = dict(sharded.full.module.named_parameters())
+        state = sharded.state()
+        assert all(
+            torch.equal(own[k.removeprefix("model/")], t)
+            for k, t in state.tensors.items()
+            if k.startswith("model/")
+        )
         with torch.no_grad():
             served = sharded.full.logprobs(batch, temperature=0.8)[0]  # type: ignore[attr-defined]
-        assert float((served - batch.streams["old"]).abs().max()) < (2e-5 if kind != "bfloat16" else 0.2)
+        assert float((served - batch.streams["old"]).abs().max()) < (
+            2e-5 if kind != "bfloat16" else 0.2
+        )
     sharded.close()
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "bfloat16"])
 def test_state_continues_bit_for_bit_and_on_other_numbers_of_ranks(ranks: Ranks, kind: str) -> None:
-    """Four steps against two, a new backend, and two more: identical. By way of one process (2, 1, 2 ranks): equal but for rounding."""
+    """Four steps against two, a new backend, and two more: identical.
+
+    By way of one process (2, 1, 2 ranks): equal but for rounding.
+    """
     settings = {"learning_rate": 1e-3, "optimizer": {"weight_decay": 0.01}}
     rows = [make_samples(LENGTHS, seed) for seed in range(4)]
     local, whole = both(ranks, kind, **settings)
@@ -151,7 +184,9 @@ def test_state_continues_bit_for_bit_and_on_other_numbers_of_ranks(ranks: Ranks,
     local.load(middle)
     update(local, rows[2])
     second.load(frozen(local.state()))
-    assert update(second, rows[3])["sft/loss"] == pytest.approx(losses[3], rel=1e-5 if kind != "bfloat16" else 1e-2)
+    assert update(second, rows[3])["sft/loss"] == pytest.approx(
+        losses[3], rel=1e-5 if kind != "bfloat16" else 1e-2
+    )
     with pytest.raises(InputError, match="another model"):
         second.load(State({"model/x": torch.zeros(2)}, middle.meta))
     whole.close(), second.close()
@@ -162,7 +197,10 @@ class BadOnOneRow(NLLLoss):
 
     def __call__(self, tokens: Any, totals: Totals) -> Any:
         loss, metrics = super().__call__(tokens, totals)
-        return loss + (float("nan") if int(tokens.lengths.max()) == 29 else 0.0) * tokens.logprobs[0], metrics
+        return (
+            loss + (float("nan") if int(tokens.lengths.max()) == 29 else 0.0) * tokens.logprobs[0],
+            metrics,
+        )
 
 
 def test_a_bad_gradient_on_one_rank_leaves_all_untouched(ranks: Ranks) -> None:
@@ -181,7 +219,8 @@ def test_a_bad_gradient_on_one_rank_leaves_all_untouched(ranks: Ranks) -> None:
 def test_a_critic_and_its_whole_head(ranks: Ranks) -> None:
     local, sharded = both(ranks, "critic", reference=False, learning_rate=1e-2)
     assert sharded.shard.optimizer.whole == {"score.weight"}
-    samples, loss = make_samples(LENGTHS), ValueLoss(0.2)
+    samples = make_samples(LENGTHS)
+    loss = ValueLoss(0.2)
     for _ in range(3):
         found = []
         for backend in (local, sharded):
@@ -190,15 +229,25 @@ def test_a_critic_and_its_whole_head(ranks: Ranks) -> None:
             for batch in batches:
                 batch.streams["returns"] = batch.streams["advantages"]
             metrics = backend.forward_backward(batches, loss, Totals.of(batches, 32))
-            found.append((gradient_of(backend), {**metrics, **backend.step()}, torch.cat([b.streams["values"] for b in batches])))
-        assert relative(found[1][0], found[0][0]) < 1e-4 and found[1][1] == pytest.approx(found[0][1], rel=1e-3, abs=1e-6)
+            found.append(
+                (
+                    gradient_of(backend),
+                    {**metrics, **backend.step()},
+                    torch.cat([b.streams["values"] for b in batches]),
+                )
+            )
+        assert relative(found[1][0], found[0][0]) < 1e-4 and found[1][1] == pytest.approx(
+            found[0][1], rel=1e-3, abs=1e-6
+        )
         assert torch.allclose(found[0][2], found[1][2], atol=1e-4)
     assert float(found[0][2].abs().max()) > 1e-3  # it has learned to say something
     sharded.close()
 
 
 def test_what_follows_the_weights(ranks: Ranks) -> None:
-    """A moving reference and an average: as in one process, in the checkpoint, and swapped in and out bit for bit."""
+    """A moving reference and an average: as in one process, in the checkpoint, and swapped in and
+    out bit for bit.
+    """
     kind = ReferenceConfig(kind="ema", decay=0.5, every=2)
     local, sharded = both(ranks, "full", kind, ema=0.9, learning_rate=1e-2)
     assert local.parts().keys() == sharded.parts().keys() == {"reference", "ema"}
@@ -227,7 +276,9 @@ def test_what_follows_the_weights(ranks: Ranks) -> None:
 
 
 def test_a_loaded_adapter_is_its_own_reference(ranks: Ranks) -> None:
-    """Cut weights too: the reference is the adapter as it was loaded, in the layers and beside them, before and after steps."""
+    """Cut weights too: the reference is the adapter as it was loaded, in the layers and beside
+    them, before and after steps.
+    """
     local, sharded = both(ranks, "loaded", learning_rate=1e-2)
     start = pack(make_samples(LENGTHS), 64)
     local.annotate(start, frozenset({"old"}))
@@ -246,7 +297,9 @@ def test_offloaded_masters(ranks: Ranks) -> None:
     _, plain = both(ranks, "bfloat16", learning_rate=1e-2)
     _, moved = both(ranks, "bfloat16", learning_rate=1e-2, optimizer={"offload": True})
     for seed in range(2):
-        assert update(plain, make_samples(LENGTHS, seed)) == update(moved, make_samples(LENGTHS, seed))
+        assert update(plain, make_samples(LENGTHS, seed)) == update(
+            moved, make_samples(LENGTHS, seed)
+        )
     assert identical(plain.state(), moved.state())
     plain.close(), moved.close()
 
@@ -264,17 +317,39 @@ def test_offloaded_masters(ranks: Ranks) -> None:
         ("ppo", (), {"critic": {"shared": True}}),
     ],
 )
-def test_a_run_is_that_of_one_process(ranks: Ranks, make: Any, algorithm: str, more: tuple[str, ...], sections: dict[str, Any]) -> None:
-    """Rollouts, rewards and steps; then half of it on ranks and the rest in one process, and the other way round."""
+def test_a_run_is_that_of_one_process(
+    ranks: Ranks, make: Any, algorithm: str, more: tuple[str, ...], sections: dict[str, Any]
+) -> None:
+    """Rollouts, rewards and steps; then half of it on ranks and the rest in one process, and the
+    other way round.
+    """
     held = EVAL if algorithm == "sft" else None
     sharded = ("train.backend=fsdp", "train.ranks=2")
-    runs = {name: make(name, algorithm, *more, *keys, **sections) for name, keys in (("one", ()), ("two", sharded))}
+    runs = {
+        name: make(name, algorithm, *more, *keys, **sections)
+        for name, keys in (("one", ()), ("two", sharded))
+    }
     for cfg in runs.values():
         launch(cfg, eval_data=held)
-    watched = ("train/loss", "train/grad_norm", "reward/mean", "eval/loss", "policy/kl", "tokens/trained", "critic/loss")
-    log = {name: [{k: v for k, v in line.items() if k in watched} for line in lines(cfg)] for name, cfg in runs.items()}
-    assert len(log["one"]) >= 3 and all(b == pytest.approx(a, rel=1e-3, abs=1e-5) for a, b in zip(log["one"], log["two"], strict=True))
-    theirs, mine = tensors(runs["one"]), tensors(runs["two"])
+    watched = (
+        "train/loss",
+        "train/grad_norm",
+        "reward/mean",
+        "eval/loss",
+        "policy/kl",
+        "tokens/trained",
+        "critic/loss",
+    )
+    log = {
+        name: [{k: v for k, v in line.items() if k in watched} for line in lines(cfg)]
+        for name, cfg in runs.items()
+    }
+    assert len(log["one"]) >= 3 and all(
+        b == pytest.approx(a, rel=1e-3, abs=1e-5)
+        for a, b in zip(log["one"], log["two"], strict=True)
+    )
+    theirs = tensors(runs["one"])
+    mine = tensors(runs["two"])
     assert mine.keys() == theirs.keys()
     trained = [k for k in theirs if k.startswith("model/")]
     assert relative({k: mine[k] for k in trained}, {k: theirs[k] for k in trained}) < 1e-4
@@ -298,6 +373,12 @@ def surrogate(logprobs, old, advantages, sequence):
 
 def test_a_function_from_a_file_reaches_the_ranks(ranks: Ranks, make: Any, tmp_path: Any) -> None:
     (tmp_path / "parts.py").write_text(SURROGATE)
-    cfg = make("own", "grpo", f"algorithm.surrogate={tmp_path / 'parts.py'}:surrogate", "train.backend=fsdp", "train.steps=1")
+    cfg = make(
+        "own",
+        "grpo",
+        f"algorithm.surrogate={tmp_path / 'parts.py'}:surrogate",
+        "train.backend=fsdp",
+        "train.steps=1",
+    )
     launch(cfg)
     assert lines(cfg)[0]["policy/mine"] == pytest.approx(3.0)

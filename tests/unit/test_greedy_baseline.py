@@ -1,4 +1,6 @@
-"""The greedy rollout of remax: one more completion per prompt, scored like the others, counted, never trained."""
+"""The greedy rollout of remax: one more completion per prompt, scored like the others, counted,
+never trained.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +35,54 @@ def codes(completions: list[str]) -> list[float]:
     return [float(sum(map(ord, c)) % 97) for c in completions]
 
 
-def rollout(engine: Any = None, reward: Any = codes, *, n: int = 3, limit: int = 6, greedy: bool = True, **kw: Any) -> SingleTurn:
-    return SingleTurn(engine or FakeEngine(decode=decode, stop_tokens=[EOS]), lambda row: list(PROMPT), decode,
-                      [FunctionReward("mine", reward, kw.pop("weight", 1.0))], Sampling(limit), n=n, seed=0, greedy_baseline=greedy, **kw)  # fmt: skip
+def rollout(
+    engine: Any = None,
+    reward: Any = codes,
+    *,
+    n: int = 3,
+    limit: int = 6,
+    greedy: bool = True,
+    **kw: Any,
+) -> SingleTurn:
+    return SingleTurn(
+        engine or FakeEngine(decode=decode, stop_tokens=[EOS]),
+        lambda row: list(PROMPT),
+        decode,
+        [FunctionReward("mine", reward, kw.pop("weight", 1.0))],
+        Sampling(limit),
+        n=n,
+        seed=0,
+        greedy_baseline=greedy,
+        **kw,
+    )
 
 
 @pytest.mark.parametrize("kind", ["fake", "native"])
 def test_the_baseline_is_the_reward_of_the_greedy_completion(kind: str) -> None:
-    """The samples are those that are drawn without a baseline, and the books say how many tokens the baseline took."""
-    engine: Any = FakeEngine(decode=decode) if kind == "fake" else NativeEngine(make_model(), kv_gib=0.01)
-    [best] = run(engine.generate(PROMPT, Sampling(6, temperature=0.0), key=12345, n=1))  # greedy: the key does not matter
-    group, plain = (run(rollout(engine, greedy=greedy, weight=2.0, shape=lambda n: -n / 10)(ROW, "0:r7")) for greedy in (True, False))
+    """The samples are those that are drawn without a baseline, and the books say how many tokens
+    the baseline took.
+    """
+    engine: Any = (
+        FakeEngine(decode=decode) if kind == "fake" else NativeEngine(make_model(), kv_gib=0.01)
+    )
+    # greedy: the key does not matter
+    [best] = run(engine.generate(PROMPT, Sampling(6, temperature=0.0), key=12345, n=1))
+    group, plain = (
+        run(rollout(engine, greedy=greedy, weight=2.0, shape=lambda n: -n / 10)(ROW, "0:r7"))
+        for greedy in (True, False)
+    )
     want = 2 * codes([decode(best.tokens)])[0] - len(best.tokens) / 10
-    assert [s.baseline for s in group.samples] == [pytest.approx(want)] * 3 and [s.baseline for s in plain.samples] == [None] * 3
-    assert [s.tokens.tolist() for s in group.samples] == [s.tokens.tolist() for s in plain.samples] and group.texts == plain.texts
+    assert [s.baseline for s in group.samples] == [pytest.approx(want)] * 3 and [
+        s.baseline for s in plain.samples
+    ] == [None] * 3
+    assert [s.tokens.tolist() for s in group.samples] == [
+        s.tokens.tolist() for s in plain.samples
+    ] and group.texts == plain.texts
     assert [s.reward for s in group.samples] == [s.reward for s in plain.samples]
     assert group.extra_tokens == len(best.tokens) > 0 and plain.extra_tokens == 0
-    assert greedy_baseline(Rollouts.of([Batch.pack(group.samples)]), AdvantageOptions()).tolist() == pytest.approx(
+    assert greedy_baseline(
+        Rollouts.of([Batch.pack(group.samples)]), AdvantageOptions()
+    ).tolist() == pytest.approx(
         [s.reward - want for s in group.samples for _ in range(s.n_trained)]  # type: ignore[operator]
     )
 
@@ -67,12 +100,19 @@ def test_books_balance() -> None:
     source = Source([Row(f"r{i}", "p") for i in range(4)], Cursor(4, 0, False), rollout(), 2)
     harvest = run(source.harvest())
     trained = sum(s.n_trained for g in harvest.groups for s in g.samples)
-    assert harvest.sampled_tokens == trained + sum(g.extra_tokens for g in harvest.groups) == harvest_metrics(harvest, {})["tokens/sampled"]
+    assert (
+        harvest.sampled_tokens
+        == trained + sum(g.extra_tokens for g in harvest.groups)
+        == harvest_metrics(harvest, {})["tokens/sampled"]
+    )
     assert harvest.sampled_tokens > trained and isinstance(harvest, Harvest)
 
 
 def test_scores_are_journalled_apart_from_those_of_the_samples(tmp_path: Path) -> None:
-    """One scripted text for all: only the name tells the greedy completion from the sample. A redone step asks nobody again."""
+    """One scripted text for all: only the name tells the greedy completion from the sample.
+
+    A redone step asks nobody again.
+    """
     calls: list[int] = []
 
     def moody(completions: list[str]) -> list[float]:
@@ -81,7 +121,9 @@ def test_scores_are_journalled_apart_from_those_of_the_samples(tmp_path: Path) -
 
     def once() -> tuple[float | None, float | None]:
         engine = FakeEngine(lambda prompt, i: [9, EOS], stop_tokens=[EOS], decode=decode)
-        sample = run(rollout(engine, moody, n=1, journal=Journal(tmp_path / "j"))(ROW, "g")).samples[0]
+        sample = run(
+            rollout(engine, moody, n=1, journal=Journal(tmp_path / "j"))(ROW, "g")
+        ).samples[0]
         return sample.reward, sample.baseline
 
     first = once()
@@ -97,7 +139,9 @@ def test_an_unscored_greedy_completion_gives_no_baseline() -> None:
 
 @pytest.mark.parametrize("fails", [1, 3])
 def test_a_failure_or_a_cut_leaves_nothing_running(fails: int) -> None:
-    """The reward fails on the greedy completion (1 text) or on the samples (3), while the other is still being written."""
+    """The reward fails on the greedy completion (1 text) or on the samples (3), while the other is
+    still being written.
+    """
     lengths = {1: 2, 3: 60} if fails == 1 else {1: 60, 3: 2}
     engine = FakeEngine(decode=decode)
     original = engine.generate

@@ -12,11 +12,21 @@ from torch import Tensor
 from reinforge.models import head
 from reinforge.models.head import LogitRule, chunk_rows, token_logprobs
 
-RULES = {"plain": LogitRule(), "scaled": LogitRule(scale=0.3), "capped": LogitRule(softcap=4.0), "both": LogitRule(scale=1.7, softcap=3.0)}
+RULES = {
+    "plain": LogitRule(),
+    "scaled": LogitRule(scale=0.3),
+    "capped": LogitRule(softcap=4.0),
+    "both": LogitRule(scale=1.7, softcap=3.0),
+}
 
 
 def reference(
-    h: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rule: LogitRule
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    rule: LogitRule,
 ) -> tuple[Tensor, Tensor]:
     """Full logits in float64, autograd as it comes."""
     x = h @ weight.t() + (0 if bias is None else bias)
@@ -39,23 +49,39 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("rule", "temperature", "bias", "entropy_gradient"), list(product(RULES, (1.0, 0.7, 2.5), (False, True), (False, True)))
+    ("rule", "temperature", "bias", "entropy_gradient"),
+    list(product(RULES, (1.0, 0.7, 2.5), (False, True), (False, True))),
 )
-def test_values_and_gradients(chunk: None, rule: str, temperature: float, bias: bool, entropy_gradient: bool) -> None:
+def test_values_and_gradients(
+    chunk: None, rule: str, temperature: float, bias: bool, entropy_gradient: bool
+) -> None:
     parts, targets = inputs(bias)
     ours = [p.clone().requires_grad_() for p in parts]
     theirs = [p.double().requires_grad_() for p in parts]
-    up_logp, up_entropy = torch.linspace(-1, 2, 11), torch.linspace(1, -1, 11)
-    logp, entropy = token_logprobs(ours[0], ours[1], ours[2] if bias else None, targets, temperature=temperature, rule=RULES[rule], entropy=True,
-                                   entropy_gradient=entropy_gradient)  # fmt: skip
-    want_logp, want_entropy = reference(theirs[0], theirs[1], theirs[2] if bias else None, targets, temperature, RULES[rule])
+    up_logp = torch.linspace(-1, 2, 11)
+    up_entropy = torch.linspace(1, -1, 11)
+    logp, entropy = token_logprobs(
+        ours[0],
+        ours[1],
+        ours[2] if bias else None,
+        targets,
+        temperature=temperature,
+        rule=RULES[rule],
+        entropy=True,
+        entropy_gradient=entropy_gradient,
+    )
+    want_logp, want_entropy = reference(
+        theirs[0], theirs[1], theirs[2] if bias else None, targets, temperature, RULES[rule]
+    )
     assert entropy is not None
     torch.testing.assert_close(logp.double(), want_logp, atol=2e-6, rtol=1e-6)
     torch.testing.assert_close(entropy.double(), want_entropy, atol=2e-6, rtol=1e-6)
     assert entropy.requires_grad is entropy_gradient
-    loss, want = (logp * up_logp).sum(), (want_logp * up_logp.double()).sum()
+    loss = (logp * up_logp).sum()
+    want = (want_logp * up_logp.double()).sum()
     if entropy_gradient:
-        loss, want = loss + (entropy * up_entropy).sum(), want + (want_entropy * up_entropy.double()).sum()
+        loss = loss + (entropy * up_entropy).sum()
+        want = want + (want_entropy * up_entropy.double()).sum()
     loss.backward()
     want.backward()
     for a, b in zip(ours, theirs, strict=True):
@@ -68,10 +94,20 @@ def test_values_and_gradients(chunk: None, rule: str, temperature: float, bias: 
 def test_gradient_by_finite_differences(entropy: bool) -> None:
     """The backward formula against the forward alone, in a few random directions."""
     parts, targets = inputs(True, rows=5)
-    rule, generator = LogitRule(scale=0.8, softcap=3.0), torch.Generator().manual_seed(9)
+    rule = LogitRule(scale=0.8, softcap=3.0)
+    generator = torch.Generator().manual_seed(9)
 
     def value(at: list[Tensor]) -> Tensor:
-        logp, ent = token_logprobs(at[0], at[1], at[2], targets, temperature=0.9, rule=rule, entropy=True, entropy_gradient=True)
+        logp, ent = token_logprobs(
+            at[0],
+            at[1],
+            at[2],
+            targets,
+            temperature=0.9,
+            rule=rule,
+            entropy=True,
+            entropy_gradient=True,
+        )
         assert ent is not None
         return (logp * torch.arange(1.0, 6.0)).sum() + (2 * ent.sum() if entropy else 0.0)
 
@@ -79,7 +115,10 @@ def test_gradient_by_finite_differences(entropy: bool) -> None:
     value(leaves).backward()
     for i, leaf in enumerate(leaves):
         direction = torch.randn(leaf.shape, generator=generator)
-        shift = lambda by, i=i, direction=direction: [p + by * direction if j == i else p for j, p in enumerate(parts)]  # noqa: E731
+
+        def shift(by: float, i: int = i, direction: Tensor = direction) -> list[Tensor]:
+            return [p + by * direction if j == i else p for j, p in enumerate(parts)]
+
         step = 3e-3
         numeric = float(value(shift(step)) - value(shift(-step))) / (2 * step)
         assert leaf.grad is not None
@@ -99,18 +138,25 @@ def test_huge_logits_stay_finite(size: float) -> None:
     """exp(±200) must not become inf·0, in the value, the entropy or the gradient."""
     h = torch.tensor([[size], [-size], [0.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
-    logp, entropy = token_logprobs(h, weight, None, torch.tensor([0, 0, 0]), entropy=True, entropy_gradient=True)
+    logp, entropy = token_logprobs(
+        h, weight, None, torch.tensor([0, 0, 0]), entropy=True, entropy_gradient=True
+    )
     assert entropy is not None
-    assert logp.tolist() == pytest.approx([0.0, -2 * size, -torch.tensor(3.0).log().item()], rel=1e-6)
+    assert logp.tolist() == pytest.approx(
+        [0.0, -2 * size, -torch.tensor(3.0).log().item()], rel=1e-6
+    )
     assert entropy.tolist() == pytest.approx([0.0, 0.0, torch.tensor(3.0).log().item()], abs=1e-6)
     (logp.sum() + entropy.sum()).backward()
     assert h.grad is not None and weight.grad is not None
-    assert h.grad[:, 0].tolist() == pytest.approx([0.0, 2.0, 1.0], abs=1e-5)  # at -size: d(z0 - max)/dh = 1 - (-1)
+    # at -size: d(z0 - max)/dh = 1 - (-1)
+    assert h.grad[:, 0].tolist() == pytest.approx([0.0, 2.0, 1.0], abs=1e-5)
     assert bool(weight.grad.isfinite().all())
 
 
 def test_forbidden_tokens_are_possible() -> None:
-    """A bias of −inf (a token that can never come) leaves the others' probabilities, entropy and gradients finite."""
+    """A bias of −inf (a token that can never come) leaves the others' probabilities, entropy and
+    gradients finite.
+    """
     parts, _ = inputs(True)
     bias = parts[2].clone()
     bias[5] = float("-inf")
@@ -118,7 +164,14 @@ def test_forbidden_tokens_are_possible() -> None:
     targets = torch.full((11,), 7)
     logp, entropy = token_logprobs(h, parts[1], bias, targets, entropy=True, entropy_gradient=True)
     keep = [i for i in range(37) if i != 5]
-    want, want_entropy = reference(parts[0].double(), parts[1][keep].double(), bias[keep].double(), targets - 1, 1.0, LogitRule())
+    want, want_entropy = reference(
+        parts[0].double(),
+        parts[1][keep].double(),
+        bias[keep].double(),
+        targets - 1,
+        1.0,
+        LogitRule(),
+    )
     assert entropy is not None
     torch.testing.assert_close(logp.double(), want, atol=2e-6, rtol=1e-6)
     torch.testing.assert_close(entropy.double(), want_entropy, atol=2e-6, rtol=1e-6)
@@ -127,9 +180,12 @@ def test_forbidden_tokens_are_possible() -> None:
 
 
 def test_softmax_is_float32_under_bfloat16() -> None:
-    """Log-probs of a bf16 model differ from exact ones by the rounding of logits, not by a bf16 log-softmax (steps of 1/16 here)."""
+    """Log-probs of a bf16 model differ from exact ones by the rounding of logits, not by a bf16
+    log-softmax (steps of 1/16 here).
+    """
     generator = torch.Generator().manual_seed(0)
-    h, weight = torch.randn(64, 16, generator=generator).bfloat16(), torch.randn(5000, 16, generator=generator).bfloat16()
+    h = torch.randn(64, 16, generator=generator).bfloat16()
+    weight = torch.randn(5000, 16, generator=generator).bfloat16()
     targets = torch.randint(0, 5000, (64,), generator=generator)
     logits = torch.nn.functional.linear(h, weight)  # bf16, as the model gives them
     exact = logits.double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
@@ -146,20 +202,34 @@ def test_temperature_divides_logits_not_logprobs() -> None:
     assert float((logp - wrong).abs().max()) > 1.0
 
 
-@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"targets": torch.zeros(3, dtype=torch.int64)}], ids=str)
+@pytest.mark.parametrize(
+    "bad", [{"temperature": 0.0}, {"targets": torch.zeros(3, dtype=torch.int64)}], ids=str
+)
 def test_misuse_is_refused(bad: dict[str, Any]) -> None:
     parts, targets = inputs(False)
     with pytest.raises(AssertionError):
-        token_logprobs(parts[0], parts[1], None, bad.get("targets", targets), temperature=bad.get("temperature", 1.0))
+        token_logprobs(
+            parts[0],
+            parts[1],
+            None,
+            bad.get("targets", targets),
+            temperature=bad.get("temperature", 1.0),
+        )
 
 
 def test_no_rows_give_no_gradient() -> None:
     weight = torch.randn(5, 4, requires_grad=True)
-    logp, _ = token_logprobs(torch.zeros(0, 4, requires_grad=True), weight, None, torch.zeros(0, dtype=torch.int64))
+    logp, _ = token_logprobs(
+        torch.zeros(0, 4, requires_grad=True), weight, None, torch.zeros(0, dtype=torch.int64)
+    )
     logp.sum().backward()
     assert logp.shape == (0,) and weight.grad is not None and float(weight.grad.abs().sum()) == 0.0
 
 
 def test_chunks_bound_memory() -> None:
     cpu = torch.device("cpu")
-    assert chunk_rows(10_000, 150_000, cpu) * 150_000 * 4 <= 8 << 20 and chunk_rows(10, 100, cpu) == 10 and chunk_rows(5, 1 << 30, cpu) == 1
+    assert (
+        chunk_rows(10_000, 150_000, cpu) * 150_000 * 4 <= 8 << 20
+        and chunk_rows(10, 100, cpu) == 10
+        and chunk_rows(5, 1 << 30, cpu) == 1
+    )

@@ -11,14 +11,21 @@ import pytest
 
 from reinforge.core import hub
 
-SIX, FOUR = "2001:db8::1", "192.0.2.1"
-PROXIES = [name for scheme in ("http", "https", "all", "no") for name in (f"{scheme}_proxy", f"{scheme.upper()}_PROXY")]
+SIX = "2001:db8::1"
+FOUR = "192.0.2.1"
+PROXIES = [
+    name
+    for scheme in ("http", "https", "all", "no")
+    for name in (f"{scheme}_proxy", f"{scheme.upper()}_PROXY")
+]
 Network = Callable[..., list[Any]]
 
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
-    """A hub with these addresses, each of which connects (None) or raises; and what was asked of them."""
+    """A hub with these addresses, each of which connects (None) or raises; and what was asked of
+    them.
+    """
     for name in (*PROXIES, *hub.FLAGS):
         monkeypatch.setenv(name, "")  # and back after the test
     for module in hub.READ_ON_IMPORT:
@@ -34,7 +41,9 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
             asked.append((host, port))
             if lookup is not None:
                 raise lookup
-            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in answers]
+            return [
+                (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in answers
+            ]
 
         def connect(place: tuple[str, int], timeout: float) -> socket.socket:
             asked.append((place[0], timeout))
@@ -56,14 +65,20 @@ def test_an_address_that_leads_nowhere_leaves_time_for_the_next(network: Network
     assert hub.PROBE_SECONDS == 6.0
 
 
-@pytest.mark.parametrize("answers", [{FOUR: TimeoutError()}, {SIX: OSError("no route"), FOUR: TimeoutError()}])
-def test_a_hub_that_does_not_answer_in_time_is_tried(network: Network, answers: dict[str, Exception | None]) -> None:
+@pytest.mark.parametrize(
+    "answers", [{FOUR: TimeoutError()}, {SIX: OSError("no route"), FOUR: TimeoutError()}]
+)
+def test_a_hub_that_does_not_answer_in_time_is_tried(
+    network: Network, answers: dict[str, Exception | None]
+) -> None:
     network(answers)
     assert hub.offline() is None and hub.unavailable("org/name") is None
     assert not hub._switched
 
 
-def test_a_name_lookup_that_hangs_is_given_up_and_the_hub_tried(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_lookup_that_hangs_is_given_up_and_the_hub_tried(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network({FOUR: None})
     over = threading.Event()
 
@@ -87,7 +102,9 @@ def test_a_name_lookup_that_hangs_is_given_up_and_the_hub_tried(network: Network
         ({SIX: OSError("no route"), FOUR: OSError("unreachable")}, None),
     ],
 )
-def test_a_definite_error_is_offline(network: Network, answers: dict[str, Exception | None], lookup: Exception | None) -> None:
+def test_a_definite_error_is_offline(
+    network: Network, answers: dict[str, Exception | None], lookup: Exception | None
+) -> None:
     network(answers, lookup)
     said = "the hub https://hub.example cannot be reached"
     assert hub.offline() == said
@@ -100,14 +117,26 @@ def test_a_definite_error_is_offline(network: Network, answers: dict[str, Except
         ({"HTTPS_PROXY": "http://proxy.example:3128"}, ("proxy.example", 3128)),
         ({"ALL_PROXY": "proxy.example:3128"}, ("proxy.example", 3128)),
         ({"HTTP_PROXY": "http://proxy.example:3128"}, ("hub.example", 443)),
-        ({"HTTPS_PROXY": "http://proxy.example:3128", "NO_PROXY": "other, hub.example"}, ("hub.example", 443)),
-        ({"HTTPS_PROXY": "http://proxy.example:3128", "no_proxy": ".example"}, ("hub.example", 443)),
+        (
+            {"HTTPS_PROXY": "http://proxy.example:3128", "NO_PROXY": "other, hub.example"},
+            ("hub.example", 443),
+        ),
+        (
+            {"HTTPS_PROXY": "http://proxy.example:3128", "no_proxy": ".example"},
+            ("hub.example", 443),
+        ),
         ({"HTTPS_PROXY": "http://proxy.example:3128", "NO_PROXY": "*"}, ("hub.example", 443)),
-        ({"HTTPS_PROXY": "http://proxy.example:3128", "NO_PROXY": "other"}, ("proxy.example", 3128)),
+        (
+            {"HTTPS_PROXY": "http://proxy.example:3128", "NO_PROXY": "other"},
+            ("proxy.example", 3128),
+        ),
     ],
 )
 def test_the_proxy_is_asked_unless_no_proxy_names_the_hub(
-    network: Network, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], first: tuple[str, int]
+    network: Network,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+    first: tuple[str, int],
 ) -> None:
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

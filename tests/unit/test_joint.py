@@ -11,18 +11,30 @@ from reinforge.models.attention import Packed
 from reinforge.models.causal import CausalModel
 from reinforge.models.joint import join
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "vocab_size": 40, "initializer_range": 0.2}  # fmt: skip
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "initializer_range": 0.2,
+}
 
 
 def hidden(model: CausalModel) -> torch.Tensor:
     tokens = torch.arange(9)
-    return model.hidden(tokens, torch.arange(9), Packed([9], torch.tensor([0, 9], dtype=torch.int32)))
+    return model.hidden(
+        tokens, torch.arange(9), Packed([9], torch.tensor([0, 9], dtype=torch.int32))
+    )
 
 
 def models() -> list[CausalModel]:
     torch.manual_seed(0)
-    return [CausalModel(LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()), CausalModel(Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval())]
+    return [
+        CausalModel(LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()),
+        CausalModel(Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval()),
+    ]
 
 
 def test_a_joint_product_gives_what_its_parts_give() -> None:
@@ -31,7 +43,8 @@ def test_a_joint_product_gives_what_its_parts_give() -> None:
             before = hidden(model)
             assert join(model.module) == 4 and join(model.module) == 0
             torch.testing.assert_close(hidden(model), before, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(hidden(model), before, atol=0, rtol=0)  # with gradients nothing changed, to the bit
+        # with gradients nothing changed, to the bit
+        torch.testing.assert_close(hidden(model), before, atol=0, rtol=0)
 
 
 def test_updates_in_place_reach_the_joint_weight_and_copies_are_their_own() -> None:

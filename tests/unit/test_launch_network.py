@@ -1,4 +1,6 @@
-"""The network's preflight: settings that cannot work, NCCL's own words, and a real all-reduce between two processes."""
+"""The network's preflight: settings that cannot work, NCCL's own words, and a real all-reduce
+between two processes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import pytest
 from reinforge.cluster import network
 from reinforge.cluster.network import Facts, problems, transports
 
-NODE = Facts({"lo": "unknown", "eth0": "up", "ib0": "up", "eth1": "down"}, {"mlx5_0": ["ACTIVE"], "mlx5_1": ["DOWN"]}, gpus=8, direct=True)
+NODE = Facts(
+    {"lo": "unknown", "eth0": "up", "ib0": "up", "eth1": "down"},
+    {"mlx5_0": ["ACTIVE"], "mlx5_1": ["DOWN"]},
+    gpus=8,
+    direct=True,
+)
 DIRECT = """\
 node1:511:702 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
 node1:511:702 [0] NCCL INFO Using network IB
@@ -27,7 +34,11 @@ node1:90:95 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
 def test_what_nccl_says() -> None:
     assert transports(DIRECT) == {"network": "IB", "channels": 2, "gdrdma": 2}
     assert transports(SOCKETS) == {"network": "Socket", "channels": 1, "gdrdma": 0}
-    assert transports(DIRECT.replace("/GDRDMA", "")) == {"network": "IB", "channels": 2, "gdrdma": 0}
+    assert transports(DIRECT.replace("/GDRDMA", "")) == {
+        "network": "IB",
+        "channels": 2,
+        "gdrdma": 0,
+    }
     assert transports("... Channel 00/0 : 8[0] -> 0[0] [send] via NET/AWS Libfabric/0/GDRDMA") == {
         "network": "AWS Libfabric",
         "channels": 1,
@@ -42,15 +53,48 @@ def test_what_nccl_says() -> None:
         (
             {"NCCL_SOCKET_IFNAME": "bond0"},
             0,
-            "NCCL_SOCKET_IFNAME=bond0 names no interface of this machine; there are: lo, eth0, ib0, eth1.",
+            (
+                "NCCL_SOCKET_IFNAME=bond0 names no interface of this machine; there are: lo, eth0,"
+                " ib0, eth1."
+            ),
         ),
-        ({"NCCL_SOCKET_IFNAME": "lo"}, 0, "NCCL_SOCKET_IFNAME=lo is the loopback, which other machines cannot reach."),
+        (
+            {"NCCL_SOCKET_IFNAME": "lo"},
+            0,
+            "NCCL_SOCKET_IFNAME=lo is the loopback, which other machines cannot reach.",
+        ),
         ({"GLOO_SOCKET_IFNAME": "eth1"}, 0, "GLOO_SOCKET_IFNAME=eth1: eth1 is down."),
-        ({"NCCL_IB_HCA": "mlx4"}, 0, "NCCL_IB_HCA=mlx4 names no device; there are: mlx5_0, mlx5_1."),
-        ({}, 1, "NCCL_SOCKET_IFNAME is not set and there are 2 interfaces (eth0, ib0): name the one between the nodes."),
-        ({"NCCL_IB_DISABLE": "1"}, 1, "NCCL_IB_DISABLE=1 while there is an active fabric (mlx5_0, mlx5_1): traffic goes over TCP."),
-        ({"NCCL_NET_GDR_LEVEL": "LOC"}, 1, "NCCL_NET_GDR_LEVEL=LOC turns GPUDirect RDMA off: data goes through host memory."),
-        ({"NCCL_P2P_DISABLE": "1"}, 1, "NCCL_P2P_DISABLE=1: GPUs of this machine talk through host memory."),
+        (
+            {"NCCL_IB_HCA": "mlx4"},
+            0,
+            "NCCL_IB_HCA=mlx4 names no device; there are: mlx5_0, mlx5_1.",
+        ),
+        (
+            {},
+            1,
+            (
+                "NCCL_SOCKET_IFNAME is not set and there are 2 interfaces (eth0, ib0): name the one"
+                " between the nodes."
+            ),
+        ),
+        (
+            {"NCCL_IB_DISABLE": "1"},
+            1,
+            (
+                "NCCL_IB_DISABLE=1 while there is an active fabric (mlx5_0, mlx5_1): traffic goes"
+                " over TCP."
+            ),
+        ),
+        (
+            {"NCCL_NET_GDR_LEVEL": "LOC"},
+            1,
+            "NCCL_NET_GDR_LEVEL=LOC turns GPUDirect RDMA off: data goes through host memory.",
+        ),
+        (
+            {"NCCL_P2P_DISABLE": "1"},
+            1,
+            "NCCL_P2P_DISABLE=1: GPUs of this machine talk through host memory.",
+        ),
         ({}, 1, "no port of mlx5_1 is active (DOWN)."),
     ],
 )
@@ -59,11 +103,19 @@ def test_usual_mistakes(env: dict[str, str], kind: int, told: str) -> None:
 
 
 def test_a_sane_node_is_left_alone() -> None:
-    sane = {"NCCL_SOCKET_IFNAME": "^lo,docker", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": "=mlx5_0", "NCCL_IB_DISABLE": "0"}
+    sane = {
+        "NCCL_SOCKET_IFNAME": "^lo,docker",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_IB_HCA": "=mlx5_0",
+        "NCCL_IB_DISABLE": "0",
+    }
     healthy = Facts(NODE.interfaces, {"mlx5_0": ["ACTIVE"]}, 8, True)
     assert problems(sane, healthy, several_nodes=True) == ([], [])
     assert problems({}, Facts({"lo": "unknown", "eth0": "up"}), several_nodes=False) == ([], [])
-    assert "no nvidia_peermem" in problems(sane, Facts(NODE.interfaces, {"mlx5_0": ["ACTIVE"]}, 8, False))[1][0]
+    assert (
+        "no nvidia_peermem"
+        in problems(sane, Facts(NODE.interfaces, {"mlx5_0": ["ACTIVE"]}, 8, False))[1][0]
+    )
 
 
 def test_facts_are_read_from_sys(tmp_path: Path) -> None:
@@ -82,11 +134,20 @@ def test_two_processes_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = network.report(2, 4)
-    assert found is not None and found["errors"] == [] and found["ranks"] == 2 and found["device"] == "CPU"
+    assert (
+        found is not None
+        and found["errors"] == []
+        and found["ranks"] == 2
+        and found["device"] == "CPU"
+    )
     assert 0.005 < found["bus_gb_per_second"] < 500
 
 
 def test_a_setting_that_cannot_work_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nowhere9")
     found = network.report(2, 1)
-    assert found is not None and "bus_gb_per_second" not in found and "nowhere9 names no interface" in found["errors"][0]
+    assert (
+        found is not None
+        and "bus_gb_per_second" not in found
+        and "nowhere9 names no interface" in found["errors"][0]
+    )

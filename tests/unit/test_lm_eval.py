@@ -1,4 +1,6 @@
-"""lm-evaluation-harness on our forward and engine: the numbers of its own HuggingFace class, and a task from a file by the command line."""
+"""lm-evaluation-harness on our forward and engine: the numbers of its own HuggingFace class, and a
+task from a file by the command line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from reinforge.app.runs import open_model  # noqa: E402
 from reinforge.core.errors import InputError  # noqa: E402
 from reinforge.evals.lm_eval import NativeLM, run_tasks  # noqa: E402
 
-PAIRS = [("2+3=", "5"), ("2+3=", "57"), ("1+1=", "2"), ("", "12+7"), ("7 + 8 = ", "15"), ("9-4=", "5"), ("2+3=", "5")]
+PAIRS = [
+    ("2+3=", "5"),
+    ("2+3=", "57"),
+    ("1+1=", "2"),
+    ("", "12+7"),
+    ("7 + 8 = ", "15"),
+    ("9-4=", "5"),
+    ("2+3=", "5"),
+]
 TEXTS = ["1+2=3", "12 + 7 = 19; 3 + 4 = 7", "8" * 300]
 
 
@@ -28,12 +38,16 @@ TEXTS = ["1+2=3", "12 + 7 = 19; 3 + 4 = 7", "8" * 300]
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from reinforge.app.tiny import make_tiny_model
 
-    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", width=48, layers=2, heads=4))
+    return str(
+        make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", width=48, layers=2, heads=4)
+    )
 
 
 @pytest.fixture(scope="module")
 def both(model: str) -> tuple[NativeLM, Any]:
-    return NativeLM(open_model(model)[0]), HFLM(pretrained=model, device="cpu", dtype="float32", batch_size=3)
+    return NativeLM(open_model(model)[0]), HFLM(
+        pretrained=model, device="cpu", dtype="float32", batch_size=3
+    )
 
 
 def asked(*rows: tuple[Any, ...]) -> list[Any]:
@@ -56,14 +70,23 @@ def test_a_greedy_continuation_is_greedy(both: tuple[NativeLM, Any]) -> None:
 
 
 def test_rolling_is_theirs(both: tuple[NativeLM, Any]) -> None:
-    """Texts that fit; the last is longer than the context of 256 tokens, where windows may be cut one token apart."""
-    ours, theirs = (lm.loglikelihood_rolling(asked(*((t,) for t in TEXTS)), disable_tqdm=True) for lm in both)
+    """Texts that fit; the last is longer than the context of 256 tokens, where windows may be cut
+    one token apart.
+    """
+    ours, theirs = (
+        lm.loglikelihood_rolling(asked(*((t,) for t in TEXTS)), disable_tqdm=True) for lm in both
+    )
     for text, a, b in zip(TEXTS, ours, theirs, strict=True):
         assert abs(a - b) < (1e-4 if len(text) < 250 else 0.05 * abs(b))
 
 
 def test_generation_is_theirs_and_stops(both: tuple[NativeLM, Any]) -> None:
-    requests = asked(*((p, {"until": ["\n"], "max_gen_toks": 6, "do_sample": False}) for p in ("2+3=", "1+1=", "7 + 8 =")))
+    requests = asked(
+        *(
+            (p, {"until": ["\n"], "max_gen_toks": 6, "do_sample": False})
+            for p in ("2+3=", "1+1=", "7 + 8 =")
+        )
+    )
     ours, theirs = (lm.generate_until(requests, disable_tqdm=True) for lm in both)
     assert ours == theirs
     letter = ours[0][1:2]
@@ -75,7 +98,11 @@ def test_generation_is_theirs_and_stops(both: tuple[NativeLM, Any]) -> None:
 
 
 def write_task(folder: Path) -> None:
-    rows = [{"question": f"{a}+{b}=", "options": [str(a + b), str(a + b + 1)], "gold": 0} for a in range(1, 5) for b in range(1, 4)]
+    rows = [
+        {"question": f"{a}+{b}=", "options": [str(a + b), str(a + b + 1)], "gold": 0}
+        for a in range(1, 5)
+        for b in range(1, 4)
+    ]
     (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (folder / "sums.yaml").write_text(f"""task: our_sums
 dataset_path: json
@@ -96,10 +123,27 @@ def test_a_task_of_ones_own(model: str, tmp_path: Path, both: tuple[NativeLM, An
 
     write_task(tmp_path)
     ours = run_tasks(both[0].model, ["our_sums"], include=tmp_path)
-    theirs = simple_evaluate(model=both[1], tasks=["our_sums"], task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), log_samples=False)["results"]  # fmt: skip
+    theirs = simple_evaluate(
+        model=both[1],
+        tasks=["our_sums"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        log_samples=False,
+    )["results"]
     assert ours["our_sums"]["acc,none"] == theirs["our_sums"]["acc,none"]
     result = CliRunner().invoke(
-        app, ["eval", model, "--runner", "lm_eval", "--tasks", "our_sums", "--include", str(tmp_path), "--limit", "6"]
+        app,
+        [
+            "eval",
+            model,
+            "--runner",
+            "lm_eval",
+            "--tasks",
+            "our_sums",
+            "--include",
+            str(tmp_path),
+            "--limit",
+            "6",
+        ],
     )
     assert result.exit_code == 0, result.output
     assert "our_sums/acc" in result.output

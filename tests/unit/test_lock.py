@@ -1,4 +1,6 @@
-"""The run's lock: one owner, named to the second; a dead owner's lock is taken over, a live one's never."""
+"""The run's lock: one owner, named to the second; a dead owner's lock is taken over, a live one's
+never.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from reinforge.checkpoint.lock import LOCK, RunLock, machine, process_start
 from reinforge.core.errors import InputError
 
 SRC = Path(__file__).resolve().parents[2] / "src"
-HOLD = "import sys, time\nfrom reinforge.checkpoint.lock import RunLock\nwith RunLock(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(60)"
+HOLD = (
+    "import sys, time\nfrom reinforge.checkpoint.lock import RunLock\nwith RunLock(sys.argv[1]):\n "
+    "   print('held', flush=True)\n    time.sleep(60)"
+)
 
 
 def quiet(text: str) -> None:
@@ -25,7 +30,11 @@ def quiet(text: str) -> None:
 
 
 def hold(run: Path) -> subprocess.Popen:
-    child = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], env=os.environ | {"PYTHONPATH": str(SRC)}, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)],
+        env=os.environ | {"PYTHONPATH": str(SRC)},
+        stdout=subprocess.PIPE,
+    )
     assert child.stdout is not None and child.stdout.readline() == b"held\n"
     return child
 
@@ -48,7 +57,11 @@ def test_owner_is_recorded_and_released(tmp_path: Path) -> None:
     run = tmp_path / "new" / "run"
     with RunLock(run) as owner:
         record = json.loads((run / LOCK).read_text())
-        assert record["pid"] == os.getpid() and record["start"] == process_start(os.getpid()) and owner.took_over is None
+        assert (
+            record["pid"] == os.getpid()
+            and record["start"] == process_start(os.getpid())
+            and owner.took_over is None
+        )
         owner.check()
         with pytest.raises(InputError, match=f"pid {os.getpid()} on .* since"):
             RunLock(run).__enter__()
@@ -58,7 +71,9 @@ def test_owner_is_recorded_and_released(tmp_path: Path) -> None:
         assert owner.took_over is None
 
 
-def test_a_live_process_is_refused_and_a_killed_one_taken_over_even_as_a_zombie(tmp_path: Path) -> None:
+def test_a_live_process_is_refused_and_a_killed_one_taken_over_even_as_a_zombie(
+    tmp_path: Path,
+) -> None:
     child = hold(tmp_path)
     try:
         with pytest.raises(InputError, match=f"pid {child.pid}"):
@@ -67,7 +82,8 @@ def test_a_live_process_is_refused_and_a_killed_one_taken_over_even_as_a_zombie(
         with pytest.raises(InputError, match=f"pid {child.pid}"):
             RunLock(tmp_path).__enter__()
         child.kill()
-        while process_start(child.pid) is not None:  # dies, but stays a zombie until it is waited for
+        # dies, but stays a zombie until it is waited for
+        while process_start(child.pid) is not None:
             time.sleep(0.01)
         notices: list[str] = []
         with RunLock(tmp_path, notice=notices.append) as owner:
@@ -101,7 +117,9 @@ def test_a_record_cut_short_by_a_kill_is_taken_over(tmp_path: Path) -> None:
         assert owner.took_over == {}
 
 
-def test_heartbeat_refreshes_and_notices_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_refreshes_and_notices_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.02)
     with RunLock(tmp_path) as owner:
         os.utime(tmp_path / LOCK, (1, 1))
@@ -144,8 +162,12 @@ def test_of_racing_takeovers_one_wins(tmp_path: Path) -> None:
     begin = str(time.time() + 1.5)
     command = [sys.executable, "-c", RACE, str(tmp_path), begin]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    children = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(SRC)}, **pipes) for _ in range(5)]
-    words = [child.stdout.readline().strip() for child in children]  # the winner holds on until everyone has tried
+    children = [
+        subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(SRC)}, **pipes)
+        for _ in range(5)
+    ]
+    # the winner holds on until everyone has tried
+    words = [child.stdout.readline().strip() for child in children]
     for child in children:
         child.communicate(timeout=60)
     assert sorted(words) == [b"lost"] * 4 + [b"won"]

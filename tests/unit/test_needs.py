@@ -48,7 +48,11 @@ needs.missing("triton", "not installed")
 def outcome(tmp_path: Path, must_run: str | None, *options: str) -> tuple[int, str]:
     (tmp_path / "test_inside.py").write_text(INSIDE)
     (tmp_path / "test_module.py").write_text(MODULE)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "REINFORGE", "CI"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST", "REINFORGE", "CI"))
+    }
     environment["PYTHONPATH"] = str(TESTS)
     if must_run is not None:
         environment["REINFORGE_MUST_RUN"] = must_run

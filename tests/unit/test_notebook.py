@@ -1,4 +1,6 @@
-"""`reinforge.train` inside a running event loop, as in a notebook: it works in a thread of its own, and Ctrl-C reaches it."""
+"""`reinforge.train` inside a running event loop, as in a notebook: it works in a thread of its own,
+and Ctrl-C reaches it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ from reinforge.core.errors import InputError
 
 pytestmark = pytest.mark.timeout(120)
 ROWS = [{"prompt": f"{i}: "} for i in range(32)]
-SMALL: dict[str, Any] = dict(steps=1, group_size=4, prompts_per_step=2, max_new_tokens=4, overrides=["rollout.kv_gib=0.01"])
+SMALL: dict[str, Any] = dict(
+    steps=1, group_size=4, prompts_per_step=2, max_new_tokens=4, overrides=["rollout.kv_gib=0.01"]
+)
 
 
 def test_inside_a_running_event_loop(tiny_dir: str, tmp_path: Path) -> None:
-    """As in a notebook: called in a coroutine, with an async reward; errors come out as they are."""
+    """As in a notebook: called in a coroutine, with an async reward; errors come out as
+    they are.
+    """
     called = []
 
     async def judge(completions: list[str], **_: Any) -> list[float]:
@@ -35,10 +41,14 @@ def test_inside_a_running_event_loop(tiny_dir: str, tmp_path: Path) -> None:
         raise RuntimeError("judge is down")
 
     async def notebook() -> None:
-        result = reinforge.train(model=tiny_dir, data=ROWS, rewards=[judge], dir=str(tmp_path / "a"), **SMALL)
+        result = reinforge.train(
+            model=tiny_dir, data=ROWS, rewards=[judge], dir=str(tmp_path / "a"), **SMALL
+        )
         assert result.steps == 1 and called == [4, 4]
         with pytest.raises(InputError, match="judge is down"):
-            reinforge.train(model=tiny_dir, data=ROWS, rewards=[broken], dir=str(tmp_path / "b"), **SMALL)
+            reinforge.train(
+                model=tiny_dir, data=ROWS, rewards=[broken], dir=str(tmp_path / "b"), **SMALL
+            )
 
     asyncio.run(asyncio.wait_for(notebook(), 60))
 
@@ -62,8 +72,12 @@ def test_run_sync_hands_on_values_and_errors() -> None:
 
 
 def test_ctrl_c_in_a_notebook_ends_the_run_with_a_checkpoint(tiny_dir: str, tmp_path: Path) -> None:
-    """The main thread waits for the training thread: the run saves, the thread ends, and KeyboardInterrupt comes out."""
-    arguments: dict[str, Any] = dict(model=tiny_dir, data=ROWS, dir=tmp_path / "run", **{**SMALL, "steps": 50})
+    """The main thread waits for the training thread: the run saves, the thread ends, and
+    KeyboardInterrupt comes out.
+    """
+    arguments: dict[str, Any] = dict(
+        model=tiny_dir, data=ROWS, dir=tmp_path / "run", **{**SMALL, "steps": 50}
+    )
     calls = [0]
 
     def interrupting(completions: list[str]) -> list[float]:
@@ -80,12 +94,15 @@ def test_ctrl_c_in_a_notebook_ends_the_run_with_a_checkpoint(tiny_dir: str, tmp_
     before = signal.getsignal(signal.SIGINT)
     asyncio.run(notebook())
     assert signal.getsignal(signal.SIGINT) is before
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     step = store.step_of(store.steps(tmp_path / "run")[0])
     assert events[-1]["kind"] == "terminated" and 2 <= step <= 20 and events[-1]["step"] == step
     done = calls[0]
     assert (
-        reinforge.train(rewards=interrupting, **{**arguments, "steps": step + 2}).steps == step + 2 and calls[0] > done
+        reinforge.train(rewards=interrupting, **{**arguments, "steps": step + 2}).steps == step + 2
+        and calls[0] > done
     )  # it goes on from there
 
 

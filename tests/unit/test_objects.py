@@ -1,4 +1,6 @@
-"""Rows given as Python objects: what iterates over something else than rows is understood or refused, never trained on."""
+"""Rows given as Python objects: what iterates over something else than rows is understood or
+refused, never trained on.
+"""
 
 from __future__ import annotations
 
@@ -85,19 +87,33 @@ def test_a_datasets_dataset_is_rows_and_a_dict_of_them_is_not() -> None:
 
     whole = datasets_of()
     assert rows_of(whole, "data") == ROWS and rows_of(whole.to_dict(), "data") == ROWS
-    with pytest.raises(InputError, match=r"data is a DatasetDict, not a list of rows\. Give one split: data\['train'\]"):
+    with pytest.raises(
+        InputError,
+        match=r"data is a DatasetDict, not a list of rows\. Give one split: data\['train'\]",
+    ):
         rows_of(datasets.DatasetDict(train=whole, test=whole), "data")
 
 
 def test_texts_are_prompts_wherever_they_stand() -> None:
-    for given in (["a", "b"], pandas.Series(["a", "b"]), numpy.array(["a", "b"]), (text for text in "ab")):
+    for given in (
+        ["a", "b"],
+        pandas.Series(["a", "b"]),
+        numpy.array(["a", "b"]),
+        (text for text in "ab"),
+    ):
         assert [row.prompt for row in rows_from(given)] == ["a", "b"]
 
 
 def test_cells_of_a_frame_are_python_values(tmp_path: Path) -> None:
-    """A file of conversations that pandas has read has arrays for lists, its own numbers, and NaN for what is missing."""
+    """A file of conversations that pandas has read has arrays for lists, its own numbers, and NaN
+    for what is missing.
+    """
     rows = [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "n": 1, "note": None},
+        {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "n": 1,
+            "note": None,
+        },
         {"messages": [{"role": "user", "content": "c"}], "n": 2, "note": "x"},
     ]
     pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
@@ -122,8 +138,14 @@ def test_cells_of_a_frame_are_python_values(tmp_path: Path) -> None:
         ({}, "data is a dict"),
         (3, "data is a int"),
         (DaskLike(), r"data is a DaskLike.*pandas\.DataFrame"),
-        (pandas.DataFrame([[1, 2]], columns=["prompt", "prompt"]), "have the same name: prompt, prompt"),
-        ((pair for pair in [("1+1=", 2)]), r"data row 0: is tuple, not a dict or a string\. A row is a dict"),
+        (
+            pandas.DataFrame([[1, 2]], columns=["prompt", "prompt"]),
+            "have the same name: prompt, prompt",
+        ),
+        (
+            (pair for pair in [("1+1=", 2)]),
+            r"data row 0: is tuple, not a dict or a string\. A row is a dict",
+        ),
         (pandas.DataFrame(ROWS).itertuples(), "data row 0: is Pandas, not a dict"),
         (numpy.zeros((2, 2)), "data row 0: is ndarray, not a dict"),
         ([ROWS], "data row 0: is list, not a dict"),

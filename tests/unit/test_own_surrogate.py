@@ -14,20 +14,32 @@ from tiny_runs import launch, lines
 
 GOOD = "    ratio = (logprobs - old).exp()\n    return -ratio * advantages, {'ratio': ratio}"
 BAD = {
-    "raises": ("    x = 1\n    return undefined, {}", r"algorithm\.surrogate: .*raised NameError.*\(parts\.py:4\)"),
-    "a scalar": ("    return -(logprobs * advantages).mean(), {}", r"losses of shape \(\) for \d+ tokens.*one loss per token"),
+    "raises": (
+        "    x = 1\n    return undefined, {}",
+        r"algorithm\.surrogate: .*raised NameError.*\(parts\.py:4\)",
+    ),
+    "a scalar": (
+        "    return -(logprobs * advantages).mean(), {}",
+        r"losses of shape \(\) for \d+ tokens.*one loss per token",
+    ),
     "no metrics": ("    return -logprobs * advantages", r"returned a Tensor.*\(losses, metrics\)"),
 }
 
 
 def written(folder: Path, body: str) -> str:
     file = folder / "parts.py"
-    file.write_text(f"import torch\n\ndef mine(logprobs, old, advantages, sequence):\n{body}\n".replace("\n\ndef", "\ndef"))
+    file.write_text(
+        f"import torch\n\ndef mine(logprobs, old, advantages, sequence):\n{body}\n".replace(
+            "\n\ndef", "\ndef"
+        )
+    )
     return f"algorithm.surrogate={file}:mine"
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_mistakes_name_the_key_and_the_line(make: Callable[..., Config], tmp_path: Path, name: str) -> None:
+def test_mistakes_name_the_key_and_the_line(
+    make: Callable[..., Config], tmp_path: Path, name: str
+) -> None:
     body, said = BAD[name]
     with pytest.raises(InputError) as error:
         launch(make("run", "grpo", written(tmp_path, body), "train.steps=1"))

@@ -1,4 +1,6 @@
-"""Rollouts that go on in the next step: prefix and rest each under their own weights, none lost, none twice, none too old, exact on resume."""
+"""Rollouts that go on in the next step: prefix and rest each under their own weights, none lost,
+none twice, none too old, exact on resume.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,21 @@ def engine() -> NativeEngine:
 
 
 async def cut_after(
-    carry: Carry, tokens: int, *, group: str = "g", n: int = 2, prompt: tuple[int, ...] = (5, 6, 7), length: int = 24
+    carry: Carry,
+    tokens: int,
+    *,
+    group: str = "g",
+    n: int = 2,
+    prompt: tuple[int, ...] = (5, 6, 7),
+    length: int = 24,
 ) -> list[Any] | None:
     """Generates for a group until so many tokens are there, then cuts it. None: it was cut."""
     task = asyncio.ensure_future(
-        pace.followed(carry.generate(list(prompt), Sampling(length, ignore_eos=True), key=11, n=n), lambda: None, group)
+        pace.followed(
+            carry.generate(list(prompt), Sampling(length, ignore_eos=True), key=11, n=n),
+            lambda: None,
+            group,
+        )
     )
     while not task.done() and carry.tokens() < tokens:
         await asyncio.sleep(0)
@@ -68,15 +80,22 @@ def shaken(engine: NativeEngine, seed: int) -> None:
             p += 0.02 * torch.randn_like(p)
 
 
-def test_each_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled_it(engine: NativeEngine) -> None:
+def test_each_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled_it(
+    engine: NativeEngine,
+) -> None:
     async def go() -> None:
-        carry, module = Carry(engine), engine.model.module
+        carry = Carry(engine)
+        module = engine.model.module
         await engine.update(Weights("shared", module=module), 3)
         assert await cut_after(carry, 12) is None
         [asked] = carry.kept["g"].values()
         before = [p.copy() for p in asked.pieces]
-        assert all(6 <= len(p.tokens) < 24 and p.stop is None and set(p.versions) == {3} for p in before)
-        scores: dict[int, list[torch.Tensor]] = {3: [await engine.score([5, 6, 7, *p.tokens]) for p in before]}
+        assert all(
+            6 <= len(p.tokens) < 24 and p.stop is None and set(p.versions) == {3} for p in before
+        )
+        scores: dict[int, list[torch.Tensor]] = {
+            3: [await engine.score([5, 6, 7, *p.tokens]) for p in before]
+        }
         shaken(engine, 0)
         await engine.update(Weights("shared", module=module), 4)
         done = await cut_after(carry, 10**9)
@@ -84,36 +103,50 @@ def test_each_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled
         scores[4] = [await engine.score([5, 6, 7, *c.tokens]) for c in done]
         for i, (completion, prefix) in enumerate(zip(done, before, strict=True)):
             k = len(prefix.tokens)
-            assert completion.tokens[:k] == prefix.tokens and completion.logprobs[:k] == prefix.logprobs
-            assert completion.versions == [3] * k + [4] * (24 - k) and completion.stop is Stop.LENGTH
+            assert (
+                completion.tokens[:k] == prefix.tokens
+                and completion.logprobs[:k] == prefix.logprobs
+            )
+            assert (
+                completion.versions == [3] * k + [4] * (24 - k) and completion.stop is Stop.LENGTH
+            )
             told = torch.tensor(completion.logprobs)
             assert torch.allclose(told[:k], scores[3][i][3:], atol=1e-5)
             assert torch.allclose(told[k:], scores[4][i][3 + k :], atol=1e-5)
-            assert not torch.allclose(told[:k], scores[4][i][3 : 3 + k], atol=1e-3)  # they are others' under the new weights
+            # they are others' under the new weights
+            assert not torch.allclose(told[:k], scores[4][i][3 : 3 + k], atol=1e-3)
         assert not engine._busy() and engine.pool.free == engine.pool.total
 
     asyncio.run(go())
 
 
-def test_what_is_whole_is_not_generated_again_and_another_prompt_is_another_request(engine: NativeEngine) -> None:
+def test_what_is_whole_is_not_generated_again_and_another_prompt_is_another_request(
+    engine: NativeEngine,
+) -> None:
     async def go() -> None:
         carry = Carry(engine)
         done = await cut_after(carry, 10**9)
         sampled = engine.stats.generated_tokens
-        assert await cut_after(carry, 10**9) == done and engine.stats.generated_tokens == sampled == 48
+        assert (
+            await cut_after(carry, 10**9) == done and engine.stats.generated_tokens == sampled == 48
+        )
         other = await cut_after(carry, 10**9, prompt=(5, 6, 8))
         assert other != done and engine.stats.generated_tokens == 96
         carry.forget(["g"])
         assert carry.tokens() == 0
-        alone = await carry.generate([5, 6, 7], Sampling(4), key=1)  # outside of any group nothing is kept
+        # outside of any group nothing is kept
+        alone = await carry.generate([5, 6, 7], Sampling(4), key=1)
         assert len(alone) == 1 and carry.kept == {}
 
     asyncio.run(go())
 
 
-def test_siblings_that_were_cut_together_go_on_with_draws_of_their_own(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_siblings_that_were_cut_together_go_on_with_draws_of_their_own(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def go() -> None:
-        carry, generate = Carry(engine), engine.generate
+        carry = Carry(engine)
+        generate = engine.generate
         keys: list[int] = []
 
         async def listening(*given: Any, key: int, **named: Any) -> Any:
@@ -123,9 +156,12 @@ def test_siblings_that_were_cut_together_go_on_with_draws_of_their_own(engine: N
         monkeypatch.setattr(engine, "generate", listening)
         assert await cut_after(carry, 12) is None
         [asked] = carry.kept["g"].values()
-        assert {len(p.tokens) for p in asked.pieces} == {6}, "cut at one moment, so nothing but their places tells them apart"
+        assert {len(p.tokens) for p in asked.pieces} == {6}, (
+            "cut at one moment, so nothing but their places tells them apart"
+        )
         assert await cut_after(carry, 10**9) is not None
-        assert len(keys) == len(set(keys)) == 3  # the request of both, then one for the rest of each
+        # the request of both, then one for the rest of each
+        assert len(keys) == len(set(keys)) == 3
 
     asyncio.run(go())
 
@@ -142,18 +178,35 @@ def test_going_on_from_a_saved_state_is_the_same(engine: NativeEngine) -> None:
 
 
 def test_an_episode_that_was_cut_goes_on_in_the_turn_it_was_in() -> None:
-    """Turns that were complete stay as they were sampled; the one that was cut is continued; the rest has the new weights."""
+    """Turns that were complete stay as they were sampled; the one that was cut is continued; the
+    rest has the new weights.
+    """
     renderer = make_renderer()
-    module = make_module("llama", vocab_size=len(renderer.tokenizer), max_position_embeddings=512, spread=1.0)
-    engine = NativeEngine(CausalModel(module, renderer.tokenizer), stop_tokens=renderer.stop_tokens, kv_gib=0.01, context=512)
+    module = make_module(
+        "llama", vocab_size=len(renderer.tokenizer), max_position_embeddings=512, spread=1.0
+    )
+    engine = NativeEngine(
+        CausalModel(module, renderer.tokenizer),
+        stop_tokens=renderer.stop_tokens,
+        kv_gib=0.01,
+        context=512,
+    )
     answers = ["go on"]
 
     async def go() -> None:
         carry = Carry(engine)
-        episodes = make_episodes(carry, renderer, lambda row: Echo(4, answer=answers[0]), n=2, new_tokens=12)
-        task = asyncio.ensure_future(pace.followed(episodes(Row("r", "hello"), "g"), lambda: None, "g"))
-        while not any(len(asked.pieces[0].tokens) in range(3, 12) and asked.pieces[0].stop is None and len(carry.kept["g"]) >= 4
-                      for asked in carry.kept.get("g", {}).values()):  # fmt: skip
+        episodes = make_episodes(
+            carry, renderer, lambda row: Echo(4, answer=answers[0]), n=2, new_tokens=12
+        )
+        task = asyncio.ensure_future(
+            pace.followed(episodes(Row("r", "hello"), "g"), lambda: None, "g")
+        )
+        while not any(
+            len(asked.pieces[0].tokens) in range(3, 12)
+            and asked.pieces[0].stop is None
+            and len(carry.kept["g"]) >= 4
+            for asked in carry.kept.get("g", {}).values()
+        ):
             await asyncio.sleep(0)
             assert not task.done()
         task.cancel()
@@ -161,7 +214,11 @@ def test_an_episode_that_was_cut_goes_on_in_the_turn_it_was_in() -> None:
         kept = carry.copied()["g"]
         before = sum(len(a.pieces[0].tokens) for a in kept.values())
         whole = [a.pieces[0].tokens for a in kept.values() if a.pieces[0].stop is not None]
-        begun = [a.pieces[0].tokens for a in kept.values() if a.pieces[0].stop is None and a.pieces[0].tokens]
+        begun = [
+            a.pieces[0].tokens
+            for a in kept.values()
+            if a.pieces[0].stop is None and a.pieces[0].tokens
+        ]
         assert whole and begun
         saved = carry.copied()
         shaken(engine, 0)
@@ -169,18 +226,28 @@ def test_an_episode_that_was_cut_goes_on_in_the_turn_it_was_in() -> None:
         sampled = engine.stats.generated_tokens
         group = await pace.followed(episodes(Row("r", "hello"), "g"), lambda: None, "g")
         trained = [s.tokens[s.trained].tolist() for s in group.samples]
-        assert engine.stats.generated_tokens - sampled == sum(map(len, trained)) - before  # nothing is sampled twice
+        # nothing is sampled twice
+        assert engine.stats.generated_tokens - sampled == sum(map(len, trained)) - before
         joined = [",".join(map(str, t)) for t in trained]
-        assert all(any(",".join(map(str, part)) in row for row in joined) for part in (*whole, *begun))
+        assert all(
+            any(",".join(map(str, part)) in row for row in joined) for part in (*whole, *begun)
+        )
         for s in group.samples:
             versions = s.versions[s.trained].tolist()
             assert versions == sorted(versions) and set(versions) == {0, 5} and s.reward == 0.0
-        carry.kept, answers[0] = saved, "something else"  # an environment that changes its mind: only first turns can be as they were
+        # an environment that changes its mind: only first turns can be as they were
+        carry.kept, answers[0] = saved, "something else"
         other = await pace.followed(episodes(Row("r", "hello"), "g"), lambda: None, "g")
         for s in other.samples:
-            first = next(a.pieces[0].tokens for key, a in kept.items() if key == seed_of(0, "sample", s.uid, 0))
+            first = next(
+                a.pieces[0].tokens
+                for key, a in kept.items()
+                if key == seed_of(0, "sample", s.uid, 0)
+            )
             row = s.tokens[s.trained].tolist()
-            assert row[: len(first)] == first and set(s.versions[s.trained].tolist()[len(first) :]) == {5}
+            assert row[: len(first)] == first and set(
+                s.versions[s.trained].tolist()[len(first) :]
+            ) == {5}
 
     asyncio.run(go())
 
@@ -189,10 +256,14 @@ def test_an_episode_that_was_cut_goes_on_in_the_turn_it_was_in() -> None:
 
 
 class Slow:
-    """Groups take `ticks(row)` ticks of the engine's time; a carry that counts what was done before a cut."""
+    """Groups take `ticks(row)` ticks of the engine's time; a carry that counts what was done before
+    a cut.
+    """
 
     def __init__(self, ticks: Callable[[int], int]):
-        self.ticks, self.done, self.version = ticks, dict[str, list[int]](), 0
+        self.ticks = ticks
+        self.done = dict[str, list[int]]()
+        self.version = 0
         self.kept: dict[str, Any] = {}
 
     async def __call__(self, row: Row, name: str) -> Group:
@@ -207,7 +278,9 @@ class Slow:
         versions = torch.tensor([-1, *sampled], dtype=torch.int32)
         n = len(sampled)
         samples = [
-            Sample.from_tokens(f"{name}#{i}", [1] * (n + 1), [False] + [True] * n, group=name, reward=float(i)).with_(versions=versions)
+            Sample.from_tokens(
+                f"{name}#{i}", [1] * (n + 1), [False] + [True] * n, group=name, reward=float(i)
+            ).with_(versions=versions)
             for i in (0, 1)
         ]
         return Group(row, samples, ["", ""])
@@ -224,7 +297,16 @@ class Slow:
 
 
 def source_of(world: Slow, staleness: int = 2, over_provision: float = 1.5, **kw: Any) -> Partial:
-    return Partial(ROWS, Cursor(64, 0, False), world, 4, carry=world, staleness=staleness, over_provision=over_provision, **kw)  # type: ignore[arg-type]
+    return Partial(
+        ROWS,
+        Cursor(64, 0, False),
+        world,
+        4,
+        carry=world,
+        staleness=staleness,
+        over_provision=over_provision,
+        **kw,
+    )  # type: ignore[arg-type]
 
 
 def test_nothing_is_lost_twice_or_too_old() -> None:
@@ -233,7 +315,8 @@ def test_nothing_is_lost_twice_or_too_old() -> None:
     async def go(staleness: int) -> None:
         world = Slow(lambda i: 40 if i % 7 == 3 else 4)
         source = source_of(world, staleness)
-        trained, ages = [], []
+        trained = []
+        ages = []
         for step in range(12):
             world.version = step
             harvest = await source.harvest(step, step)
@@ -251,7 +334,11 @@ def test_nothing_is_lost_twice_or_too_old() -> None:
             assert harvest.report["rollout/carried"] == len(source.carried) <= 2
         begun = {f"{i}:r{i}" for i in range(source.cursor.taken)}
         under_way = {f"{c.choice.position}:r{c.choice.row}" for c in source.carried}
-        assert len(trained) == len(set(trained)) and set(trained) | under_way == begun and not set(trained) & under_way
+        assert (
+            len(trained) == len(set(trained))
+            and set(trained) | under_way == begun
+            and not set(trained) & under_way
+        )
         assert max(ages) == staleness and sum(ages) > 0
 
     for staleness in (1, 3):
@@ -263,7 +350,8 @@ def test_a_cut_step_leaves_everything_as_it_was(tmp_path: Path) -> None:
         world = Slow(lambda i: 40 if i % 3 == 1 else 4)
         source = source_of(world, journal=Journal(tmp_path / "journal"))
         await source.harvest(0, 0)
-        carried, taken = list(source.carried), source.cursor.taken
+        carried = list(source.carried)
+        taken = source.cursor.taken
         assert len(carried) == 2
         task = asyncio.ensure_future(source.harvest(1, 1))
         for _ in range(6):
@@ -281,14 +369,21 @@ def test_a_cut_step_leaves_everything_as_it_was(tmp_path: Path) -> None:
         again.carry = world  # type: ignore[assignment]
         world.done.update({name: [] for name in first})
         again.cursor.take(taken)
-        assert [g.samples[0].group for g in (await again.harvest(1, 1)).groups] == first  # the journal knows who was taken
+        # the journal knows who was taken
+        assert [g.samples[0].group for g in (await again.harvest(1, 1)).groups] == first
 
     asyncio.run(go())
 
 
 # whole runs
 
-PARTIAL = ("rollout.partial=true", "rollout.staleness=2", "sampling.over_provision=1.5", "rollout.max_batch=6", "rollout.max_new_tokens=12")
+PARTIAL = (
+    "rollout.partial=true",
+    "rollout.staleness=2",
+    "sampling.over_provision=1.5",
+    "rollout.max_batch=6",
+    "rollout.max_new_tokens=12",
+)
 
 
 class Crash(Exception):
@@ -296,16 +391,27 @@ class Crash(Exception):
 
 
 def drop(line: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in line.items() if not k.startswith(("time", "share", "memory", "tokens_per_second", "efficiency"))}
+    return {
+        k: v
+        for k, v in line.items()
+        if not k.startswith(("time", "share", "memory", "tokens_per_second", "efficiency"))
+    }
 
 
-def test_a_run_with_partial_rollouts_is_exact_on_resume(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_partial_rollouts_is_exact_on_resume(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = ("train.steps=6", "run.checkpoint.every=2", *PARTIAL)
-    whole, cut = make("whole", "grpo", *settings), make("cut", "grpo", *settings)
+    whole = make("whole", "grpo", *settings)
+    cut = make("cut", "grpo", *settings)
     seen: list[Group] = []
     original_pack = RLTrainer._pack
     with monkeypatch.context() as patch:
-        patch.setattr(RLTrainer, "_pack", lambda self, groups: (seen.extend(groups), original_pack(self, groups))[1])
+        patch.setattr(
+            RLTrainer,
+            "_pack",
+            lambda self, groups: (seen.extend(groups), original_pack(self, groups))[1],
+        )
         launch(whole)
     names = [g.samples[0].group for g in seen]
     assert len(names) == len(set(names)) == 24
@@ -315,7 +421,10 @@ def test_a_run_with_partial_rollouts_is_exact_on_resume(make: Callable[..., Conf
         versions = s.versions[s.trained].tolist()
         assert versions == sorted(versions) and versions[-1] - versions[0] <= 2
     told = lines(whole)
-    assert sum(m["rollout/carried"] for m in told) > 0 and max(m["rollout/staleness/max"] for m in told) <= 2
+    assert (
+        sum(m["rollout/carried"] for m in told) > 0
+        and max(m["rollout/staleness/max"] for m in told) <= 2
+    )
     assert all(m["tokens/sampled"] == m["tokens/trained"] + m["tokens/dropped"] for m in told)
     from reinforge.backends.local import LocalBackend
 
@@ -331,20 +440,31 @@ def test_a_run_with_partial_rollouts_is_exact_on_resume(make: Callable[..., Conf
         with pytest.raises(Crash):
             launch(cut)
     extra = store.load(store.steps(Path(cut.run.dir))[0])[1]
-    assert extra["step"] == 2 and extra["parts"]["partial"]["carried"] and extra["parts"]["partial"]["kept"]
+    assert (
+        extra["step"] == 2
+        and extra["parts"]["partial"]["carried"]
+        and extra["parts"]["partial"]["kept"]
+    )
     launch(cut)
     assert digest(cut) == digest(whole)
     assert [drop(m) for m in lines(cut)] == [drop(m) for m in lines(whole)]
 
 
-def test_a_run_that_is_stopped_while_it_generates_goes_on_exactly(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third step is cut after some tokens: they are thrown away, and those that were carried into the step are not."""
+def test_a_run_that_is_stopped_while_it_generates_goes_on_exactly(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third step is cut after some tokens: they are thrown away, and those that were carried
+    into the step are not.
+    """
     settings = ("train.steps=5", *PARTIAL)
-    whole, cut = make("whole", "grpo", *settings), make("cut", "grpo", *settings)
+    whole = make("whole", "grpo", *settings)
+    cut = make("cut", "grpo", *settings)
     launch(whole)
     trainer = build(cut, SilentView(), Given(data=DATA, rewards=odd))
     assert isinstance(trainer, RLTrainer) and isinstance(trainer.source, Partial)
-    session, source, round_ = trainer.session, trainer.source, NativeEngine._round
+    session = trainer.session
+    source = trainer.source
+    round_ = NativeEngine._round
     before: list[int] = []  # tokens that were carried into the step
 
     def counting(self: NativeEngine) -> None:
@@ -368,8 +488,12 @@ def test_a_run_that_is_stopped_while_it_generates_goes_on_exactly(make: Callable
 
 
 def test_what_was_trained_is_in_no_later_checkpoint(make: Callable[..., Config]) -> None:
-    """A checkpoint holds the tokens of the groups that are under way and of no others: it does not grow with the run."""
-    cfg = make("run", "grpo", "train.steps=6", "run.checkpoint.every=1", "run.checkpoint.keep=6", *PARTIAL)
+    """A checkpoint holds the tokens of the groups that are under way and of no others: it does not
+    grow with the run.
+    """
+    cfg = make(
+        "run", "grpo", "train.steps=6", "run.checkpoint.every=1", "run.checkpoint.keep=6", *PARTIAL
+    )
     launch(cfg)
     found = [store.load(path)[1]["parts"]["partial"] for path in store.steps(Path(cfg.run.dir))]
     assert len(found) == 6 and any(saved["kept"] for saved in found)
@@ -380,11 +504,17 @@ def test_what_was_trained_is_in_no_later_checkpoint(make: Callable[..., Config])
 
 @pytest.mark.parametrize(
     ("overrides", "algorithm", "says"),
-    [(("rollout.staleness=0",), "grpo", "staleness to at least 1"), (("sampling.over_provision=1",), "grpo", "over_provision"),
-     (("rollout.stop=[x]",), "grpo", "stop string"), ((), "online_dpo", "fresh answers")],
+    [
+        (("rollout.staleness=0",), "grpo", "staleness to at least 1"),
+        (("sampling.over_provision=1",), "grpo", "over_provision"),
+        (("rollout.stop=[x]",), "grpo", "stop string"),
+        ((), "online_dpo", "fresh answers"),
+    ],
     ids=str,
-)  # fmt: skip
-def test_what_cannot_be_partial(make: Callable[..., Config], overrides: tuple[str, ...], algorithm: str, says: str) -> None:
+)
+def test_what_cannot_be_partial(
+    make: Callable[..., Config], overrides: tuple[str, ...], algorithm: str, says: str
+) -> None:
     with pytest.raises(InputError, match=says):
         make("x", algorithm, *PARTIAL, *overrides)
 

@@ -1,4 +1,6 @@
-"""Preference losses against the papers' formulas worked in plain Python floats, and `PairLoss` over packs."""
+"""Preference losses against the papers' formulas worked in plain Python floats, and `PairLoss` over
+packs.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,13 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from toys import make_model, train_config
 
-P_W, P_L, R_W, R_L = [-3.0, -10.5, -7.25], [-4.0, -6.0, -7.5], [-3.5, -9.0, -8.0], [-3.75, -7.5, -7.0]
-NLL, GAP, B = [0.7, 2.1, 1.3], [1.5, -0.25, 3.0], 0.3
+P_W = [-3.0, -10.5, -7.25]
+P_L = [-4.0, -6.0, -7.5]
+R_W = [-3.5, -9.0, -8.0]
+R_L = [-3.75, -7.5, -7.0]
+NLL = [0.7, 2.1, 1.3]
+GAP = [1.5, -0.25, 3.0]
+B = 0.3
 
 
 def s(x: float) -> float:
@@ -44,18 +51,30 @@ def odds(logp: float) -> float:
 # name: (settings, formula of a = logp_w - ref_w, b, policy w, policy l, nll, gap), with beta = B
 GOLDEN: dict[str, tuple[dict[str, Any], Callable[..., float]]] = {
     "sigmoid": ({}, lambda a, b, *_: -ls(B * (a - b))),
-    "cdpo": ({"label_smoothing": 0.2}, lambda a, b, *_: -0.8 * ls(B * (a - b)) - 0.2 * ls(B * (b - a))),
+    "cdpo": (
+        {"label_smoothing": 0.2},
+        lambda a, b, *_: -0.8 * ls(B * (a - b)) - 0.2 * ls(B * (b - a)),
+    ),
     "sigmoid_norm": ({}, lambda a, b, *_: -ls(B * (a - b))),
     "hinge": ({}, lambda a, b, *_: max(0.0, 1 - B * (a - b))),
     "ipo": ({}, lambda a, b, *_: (a - b - 1 / (2 * B)) ** 2),
-    "robust": ({"label_smoothing": 0.2}, lambda a, b, *_: (-0.8 * ls(B * (a - b)) + 0.2 * ls(B * (b - a))) / 0.6),
+    "robust": (
+        {"label_smoothing": 0.2},
+        lambda a, b, *_: (-0.8 * ls(B * (a - b)) + 0.2 * ls(B * (b - a))) / 0.6,
+    ),
     "exo_pair": ({"label_smoothing": 0.05}, lambda a, b, *_: bernoulli(s(B * (a - b)), 0.95)),
     "nca_pair": ({}, lambda a, b, *_: -ls(B * a) - 0.5 * ls(-B * a) - 0.5 * ls(-B * b)),
     "bco_pair": ({"delta": 0.4}, lambda a, b, *_: -ls(B * a - 0.4) - ls(-(B * b - 0.4))),
     "sppo_hard": ({}, lambda a, b, *_: (a - 1 / (2 * B)) ** 2 + (b + 1 / (2 * B)) ** 2),
     "apo_zero": ({}, lambda a, b, *_: 1 - s(B * a) + s(B * b)),
     "apo_down": ({}, lambda a, b, *_: s(B * a) + 1 - s(B * (a - b))),
-    "discopop": ({"tau": 0.5}, lambda a, b, *_: (1 - s(B * (a - b) / 0.5)) * -ls(B * (a - b)) + s(B * (a - b) / 0.5) * math.exp(-B * (a - b))),
+    "discopop": (
+        {"tau": 0.5},
+        lambda a, b, *_: (
+            (1 - s(B * (a - b) / 0.5)) * -ls(B * (a - b))
+            + s(B * (a - b) / 0.5) * math.exp(-B * (a - b))
+        ),
+    ),
     "rpo_sq": ({"scale": 2.0}, lambda a, b, w, l, n, g: (B * (a - b) - 2 * g) ** 2),
     "rpo_bwd_kl": ({"scale": 2.0}, lambda a, b, w, l, n, g: bernoulli(s(2 * g), s(B * (a - b)))),
     "rpo_fwd_kl": ({"scale": 2.0}, lambda a, b, w, l, n, g: bernoulli(s(B * (a - b)), s(2 * g))),
@@ -63,12 +82,17 @@ GOLDEN: dict[str, tuple[dict[str, Any], Callable[..., float]]] = {
     "sft": ({}, lambda a, b, w, l, n, g: n),
     "cpo": ({"nll_weight": 0.5}, lambda a, b, w, l, n, g: -ls(B * (w - l)) + 0.5 * n),
     "simpo": ({"gamma": 0.6}, lambda a, b, w, l, n, g: -ls(B * (w - l) - 0.6)),
-    "alphapo": ({"gamma": 0.6, "alpha": 0.25}, lambda a, b, w, l, n, g: -ls(B * ((1 - math.exp(w) ** -0.25) - (1 - math.exp(l) ** -0.25)) / 0.25 - 0.6)),
+    "alphapo": (
+        {"gamma": 0.6, "alpha": 0.25},
+        lambda a, b, w, l, n, g: (
+            -ls(B * ((1 - math.exp(w) ** -0.25) - (1 - math.exp(l) ** -0.25)) / 0.25 - 0.6)
+        ),
+    ),
     "orpo": ({}, lambda a, b, w, l, n, g: n - B * ls(math.log(odds(w) / odds(l)))),
     "online_dpo": ({}, lambda a, b, *_: -ls(B * (a - b))),
     "xpo": ({"alpha": 0.2}, lambda a, b, w, l, n, g: -ls(B * (a - b)) + 0.2 * l),
     "spin": ({}, lambda a, b, *_: -ls(B * (a - b))),
-}  # fmt: skip
+}
 RANKED = {"aot", "aot_unpaired"}
 OF_LOGPROBS = [name for name in PREFERENCE if name != "sft"]  # that one is its nll
 
@@ -77,9 +101,16 @@ def f64(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def call(name: str, numbers: tuple[Tensor, ...], **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def call(
+    name: str, numbers: tuple[Tensor, ...], **settings: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     row = PREFERENCE[name]
-    extra = {"nll": {"nll": f64(NLL)}, "gap": {"gap": f64(GAP)}, "explore": {"explore": numbers[1]}, None: {}}[row.takes]
+    extra = {
+        "nll": {"nll": f64(NLL)},
+        "gap": {"gap": f64(GAP)},
+        "explore": {"explore": numbers[1]},
+        None: {},
+    }[row.takes]
     return row.function(*numbers, **extra, **{**row.defaults, **settings})
 
 
@@ -91,7 +122,10 @@ def test_every_row_has_a_golden_number() -> None:
 def test_golden(name: str) -> None:
     settings, formula = GOLDEN[name]
     loss, metrics = call(name, (f64(P_W), f64(P_L), f64(R_W), f64(R_L)), beta=B, **settings)
-    want = [formula(w - rw, l - rl, w, l, n, g) for w, l, rw, rl, n, g in zip(P_W, P_L, R_W, R_L, NLL, GAP, strict=True)]
+    want = [
+        formula(w - rw, l - rl, w, l, n, g)
+        for w, l, rw, rl, n, g in zip(P_W, P_L, R_W, R_L, NLL, GAP, strict=True)
+    ]
     torch.testing.assert_close(loss, f64(want), atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(metrics["margin"], metrics["chosen"] - metrics["rejected"])
     assert torch.equal(metrics["accuracy"], (metrics["chosen"] > metrics["rejected"]).double())
@@ -109,24 +143,43 @@ def test_gradient_is_the_slope(name: str) -> None:
         call(name, tuple(numbers), beta=B, **settings)[0].sum().backward()
 
         def again(x: Tensor, i: int = i, numbers: list[Tensor] = numbers) -> Tensor:
-            return call(name, tuple(x if j == i else n.detach() for j, n in enumerate(numbers)), beta=B, **settings)[0]
+            return call(
+                name,
+                tuple(x if j == i else n.detach() for j, n in enumerate(numbers)),
+                beta=B,
+                **settings,
+            )[0]
 
-        grad = numbers[i].grad if numbers[i].grad is not None else torch.zeros(3, dtype=torch.float64)
+        grad = (
+            numbers[i].grad if numbers[i].grad is not None else torch.zeros(3, dtype=torch.float64)
+        )
         torch.testing.assert_close(grad, slope(again, numbers[i].detach()), atol=1e-7, rtol=1e-6)
-        assert all(not m.requires_grad for m in call(name, tuple(numbers), beta=B, **settings)[1].values())
+        assert all(
+            not m.requires_grad for m in call(name, tuple(numbers), beta=B, **settings)[1].values()
+        )
 
 
 STEP_0 = {
-    **dict.fromkeys(("sigmoid", "cdpo", "robust", "sigmoid_norm", "aot", "aot_unpaired", "online_dpo", "spin"), math.log(2)),
-    "hinge": 1.0, "ipo": 1 / (4 * B**2), "sppo_hard": 1 / (2 * B**2), "nca_pair": 2 * math.log(2), "bco_pair": 2 * math.log(2),
-    "apo_zero": 1.0, "apo_down": 1.0, "discopop": 0.5 * math.log(2) + 0.5,
+    **dict.fromkeys(
+        ("sigmoid", "cdpo", "robust", "sigmoid_norm", "aot", "aot_unpaired", "online_dpo", "spin"),
+        math.log(2),
+    ),
+    "hinge": 1.0,
+    "ipo": 1 / (4 * B**2),
+    "sppo_hard": 1 / (2 * B**2),
+    "nca_pair": 2 * math.log(2),
+    "bco_pair": 2 * math.log(2),
+    "apo_zero": 1.0,
+    "apo_down": 1.0,
+    "discopop": 0.5 * math.log(2) + 0.5,
     "exo_pair": bernoulli(0.5, 0.999),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STEP_0)
 def test_where_policy_is_reference(name: str) -> None:
-    w, l = f64(P_W), f64(P_L)
+    w = f64(P_W)
+    l = f64(P_L)
     loss, metrics = call(name, (w, l, w, l), beta=B)
     torch.testing.assert_close(loss, torch.full_like(loss, STEP_0[name]), atol=1e-12, rtol=1e-12)
     assert metrics["margin"].abs().max() == 0 and metrics["accuracy"].max() == 0
@@ -136,11 +189,15 @@ def test_label_smoothing_limits() -> None:
     given = (f64(P_W), f64(P_L), f64(R_W), f64(R_L))
     flipped = (given[1], given[0], given[3], given[2])
     plain = losses.sigmoid(*given, beta=B)[0]
-    torch.testing.assert_close(losses.sigmoid(*given, beta=B, label_smoothing=1.0)[0], losses.sigmoid(*flipped, beta=B)[0])
+    torch.testing.assert_close(
+        losses.sigmoid(*given, beta=B, label_smoothing=1.0)[0], losses.sigmoid(*flipped, beta=B)[0]
+    )
     torch.testing.assert_close(losses.robust(*given, beta=B, label_smoothing=0.0)[0], plain)
     # unbiased: labels flipped with probability e give the clean loss on average
     e = 0.3
-    mixed = (1 - e) * losses.robust(*given, beta=B, label_smoothing=e)[0] + e * losses.robust(*flipped, beta=B, label_smoothing=e)[0]
+    mixed = (1 - e) * losses.robust(*given, beta=B, label_smoothing=e)[0] + e * losses.robust(
+        *flipped, beta=B, label_smoothing=e
+    )[0]
     torch.testing.assert_close(mixed, plain)
     with pytest.raises(InputError, match="robust"):
         losses.robust(*given, label_smoothing=0.5)
@@ -154,12 +211,17 @@ def test_ranked_losses_sort_the_whole_batch() -> None:
     reference = sorted(w - l for w, l in zip(R_W, R_L, strict=True))
     want = [-ls(B * (x - y)) for x, y in zip(policy, reference, strict=True)]
     torch.testing.assert_close(losses.aot(*given, beta=B)[0], f64(want))
-    good, bad = (sorted(p - r for p, r in zip(*side, strict=True)) for side in ((P_W, R_W), (P_L, R_L)))
+    good, bad = (
+        sorted(p - r for p, r in zip(*side, strict=True)) for side in ((P_W, R_W), (P_L, R_L))
+    )
     want = [-0.9 * ls(B * (x - y)) - 0.1 * ls(B * (y - x)) for x, y in zip(good, bad, strict=True)]
-    torch.testing.assert_close(losses.aot_unpaired(*given, beta=B, label_smoothing=0.1)[0], f64(want))
+    torch.testing.assert_close(
+        losses.aot_unpaired(*given, beta=B, label_smoothing=0.1)[0], f64(want)
+    )
 
 
-DERIVATIVES: dict[str, Callable[[float], float]] = {  # f'(t) up to a constant, t = pi / ref (2309.16240 table 1)
+# f'(t) up to a constant, t = pi / ref (2309.16240 table 1)
+DERIVATIVES: dict[str, Callable[[float], float]] = {
     "reverse_kl": lambda t: math.log(t) + 1,
     "forward_kl": lambda t: -1 / t,
     "js": lambda t: math.log(2 * t / (1 + t)),
@@ -174,8 +236,9 @@ def test_f_divergences(name: str) -> None:
     loss, _ = losses.sigmoid(f64(P_W), f64(P_L), f64(R_W), f64(R_L), beta=B, divergence=bend)
     f = DERIVATIVES[name]
     want = [
-        -ls(B * (f(math.exp(w - rw)) - f(math.exp(l - rl)))) for w, l, rw, rl in zip(P_W, P_L, R_W, R_L, strict=True)
-    ]  # fmt: skip
+        -ls(B * (f(math.exp(w - rw)) - f(math.exp(l - rl))))
+        for w, l, rw, rl in zip(P_W, P_L, R_W, R_L, strict=True)
+    ]
     torch.testing.assert_close(loss, f64(want), atol=1e-12, rtol=1e-12)
     assert float(bend(f64([0.0]))) == pytest.approx(0, abs=1e-15)
 
@@ -206,35 +269,57 @@ def test_pair_loss_is_the_mean_over_pairs(name: str) -> None:
     samples = rows(score=[1, 0, 2, 5, 0, 0, 3, 1], by_reference=[1, 0, 0, 1, 1, 0, 0, 1])
     value, gradients, metrics = run(PairLoss(name, beta=B), samples, 10**6)
     row = PREFERENCE[name]
-    policy, reference = ([float(x.streams[k][x.trained].double().sum()) for x in samples] for k in ("policy", "reference"))
+    policy, reference = (
+        [float(x.streams[k][x.trained].double().sum()) for x in samples]
+        for k in ("policy", "reference")
+    )
     leaf = f64(policy).requires_grad_()
     scale = f64([1 / n if row.averaged else 1.0 for n in LENGTHS])
-    p, r = leaf * scale, f64(reference) * scale * float(row.needs_reference)
+    p = leaf * scale
+    r = f64(reference) * scale * float(row.needs_reference)
     extra: dict[str, Any] = {}
     if row.takes == "nll":
-        chosen, total = LENGTHS[::2], sum(LENGTHS[::2])
-        extra["nll"] = -leaf[::2] * f64([1 / n if row.nll == "sequence" else 4 / total for n in chosen])
+        chosen = LENGTHS[::2]
+        total = sum(LENGTHS[::2])
+        extra["nll"] = -leaf[::2] * f64(
+            [1 / n if row.nll == "sequence" else 4 / total for n in chosen]
+        )
     if row.takes == "explore":
         extra["explore"] = leaf[[0, 3, 4, 7]]
     if row.takes == "gap":
         extra["gap"] = f64([1.0, -3.0, 0.0, 2.0])
-    loss, watched = row.function(p[::2], p[1::2], r[::2], r[1::2], **{**row.defaults, "beta": B}, **extra)
+    loss, watched = row.function(
+        p[::2], p[1::2], r[::2], r[1::2], **{**row.defaults, "beta": B}, **extra
+    )
     loss.mean().backward()
-    assert value == pytest.approx(loss.mean().item(), abs=1e-9 if not row.ranked else 1e-7)  # partners are kept in float32
+    # partners are kept in float32
+    assert value == pytest.approx(loss.mean().item(), abs=1e-9 if not row.ranked else 1e-7)
     assert leaf.grad is not None
     for i, sample in enumerate(samples):
-        torch.testing.assert_close(gradients[sample.uid], leaf.grad[i].expand(LENGTHS[i]), atol=1e-7, rtol=1e-5)
+        torch.testing.assert_close(
+            gradients[sample.uid], leaf.grad[i].expand(LENGTHS[i]), atol=1e-7, rtol=1e-5
+        )
     assert metrics["rewards/accuracy"] == pytest.approx(float(watched["accuracy"].mean()))
     assert metrics["rewards/margin"] == pytest.approx(float(watched["margin"].mean()), abs=1e-6)
 
 
-@pytest.mark.parametrize("settings", [{"names": name} for name in PREFERENCE] + [
-    {"names": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}}, {"names": "sigmoid", "ld_alpha": 0.3}, {"names": "ipo", "wpo": True},
-    {"names": "sigmoid", "divergence": "js"}, {"names": "aot_unpaired", "ld_alpha": 0.5},
-], ids=lambda x: str(x))  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [{"names": name} for name in PREFERENCE]
+    + [
+        {"names": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}},
+        {"names": "sigmoid", "ld_alpha": 0.3},
+        {"names": "ipo", "wpo": True},
+        {"names": "sigmoid", "divergence": "js"},
+        {"names": "aot_unpaired", "ld_alpha": 0.5},
+    ],
+    ids=lambda x: str(x),
+)
 def test_cutting_the_batch_changes_nothing(settings: dict[str, Any]) -> None:
     samples = rows(
-        score=[1, 0, 2, 5, 0, 0, 3, 1], by_reference=[1, 0, 0, 1, 1, 0, 0, 1], collision=[-1.0, -0.5, -0.7, -2, -0.1, -0.3, -1, -1]
+        score=[1, 0, 2, 5, 0, 0, 3, 1],
+        by_reference=[1, 0, 0, 1, 1, 0, 0, 1],
+        collision=[-1.0, -0.5, -0.7, -2, -0.1, -0.3, -1, -1],
     )
     assert_cut_does_not_matter(lambda: PairLoss(**settings), samples)
 
@@ -253,7 +338,9 @@ def test_ld_dpo_counts_the_tail_by_alpha() -> None:
     w, l = (x.streams["policy"][2:].double() - x.streams["reference"][2:].double() for x in samples)
     for alpha in (0.0, 0.4, 1.0):
         delta = float(w.sum()) - float(l[:2].sum()) - alpha * float(l[2:].sum())
-        assert run(PairLoss("sigmoid", beta=B, ld_alpha=alpha), samples, 99)[0] == pytest.approx(-ls(B * delta), abs=1e-6)
+        assert run(PairLoss("sigmoid", beta=B, ld_alpha=alpha), samples, 99)[0] == pytest.approx(
+            -ls(B * delta), abs=1e-6
+        )
     _, gradients, _ = run(PairLoss("sigmoid", beta=B, ld_alpha=0.4), samples, 99)
     assert (gradients["r1"][2:] / gradients["r1"][0]).tolist() == pytest.approx([0.4] * 3)
 
@@ -265,14 +352,17 @@ def test_wpo_weighs_by_likelihood() -> None:
     w, l = (x.streams["policy"][2:].double().mean() for x in samples)
     weight = math.exp(float(w) + 0.5 + float(l) + 1.0)
     assert value == pytest.approx(weight * plain, abs=1e-9)
-    torch.testing.assert_close(gradient["r0"], weight * plain_gradient["r0"])  # the weight has none of its own
+    # the weight has none of its own
+    torch.testing.assert_close(gradient["r0"], weight * plain_gradient["r0"])
     with pytest.raises(InputError, match="aot"):
         PairLoss("aot", wpo=True)
 
 
 def test_needs_and_settings() -> None:
     assert PairLoss("simpo").needs == frozenset() and PairLoss("sigmoid").needs == {"reference"}
-    assert PairLoss("aot").needs == {"reference", "old"} and PairLoss({"simpo": 1.0, "hinge": 1.0}, wpo=True).needs == {
+    assert PairLoss("aot").needs == {"reference", "old"} and PairLoss(
+        {"simpo": 1.0, "hinge": 1.0}, wpo=True
+    ).needs == {
         "reference",
         "collision",
     }
@@ -289,34 +379,67 @@ def test_an_answer_without_tokens_is_counted() -> None:
     value, gradients, _ = run(PairLoss("sigmoid", beta=B), samples, 1)
     rest = run(PairLoss("sigmoid", beta=B), samples[:2], 99)[0]
     delta = float((samples[2].streams["policy"] - samples[2].streams["reference"])[2:].sum())
-    assert value == pytest.approx((rest - ls(B * delta)) / 2, abs=1e-6) and len(gradients["r3"]) == 0
+    assert (
+        value == pytest.approx((rest - ls(B * delta)) / 2, abs=1e-6) and len(gradients["r3"]) == 0
+    )
 
 
-@pytest.mark.parametrize("name", ["rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "aot", "aot_unpaired", "xpo"])
+@pytest.mark.parametrize(
+    "name", ["rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "aot", "aot_unpaired", "xpo"]
+)
 def test_an_answer_without_tokens_does_not_lose_its_number(name: str) -> None:
-    """A score or a partner rides on the trained tokens of an answer. Where there is none, 0 would be another score: an error."""
+    """A score or a partner rides on the trained tokens of an answer.
+
+    Where there is none, 0 would be another score: an error.
+    """
     samples = rows([3, 0, 4, 2], score=[0.9, 0.8, 0.6, 0.1], by_reference=[0, 1, 0, 1])
-    with pytest.raises(InputError, match=r"no trained token, so its (score|partner_aot|partner_aot_unpaired|by_reference) is lost"):
+    with pytest.raises(
+        InputError,
+        match=(
+            r"no trained token, so its (score|partner_aot|partner_aot_unpaired|by_reference) is"
+            r" lost"
+        ),
+    ):
         run(PairLoss(name), samples, 1000)
-    run(PairLoss(name), rows([3, 1, 4, 2], score=[0.9, 0.8, 0.6, 0.1], by_reference=[0, 1, 0, 1]), 1000)
+    run(
+        PairLoss(name),
+        rows([3, 1, 4, 2], score=[0.9, 0.8, 0.6, 0.1], by_reference=[0, 1, 0, 1]),
+        1000,
+    )
 
 
 def test_through_a_backend_before_the_first_step() -> None:
-    """A real model with a frozen copy: policy is reference, so the losses are known; both sides of a pair get opposite gradients."""
-    samples = [Sample.from_tokens(f"{i}{side}", [5, 9, 7 + i, *answer], [False] * 3 + [True] * len(answer), group=str(i))
-               for i in range(3) for side, answer in (("w", [11, 12, 13 + i]), ("l", [20, 21 + i]))]  # fmt: skip
-    for name, want in (("sigmoid", math.log(2)), ("hinge", 1.0), ("ipo", 25.0), ("aot_unpaired", math.log(2))):
-        backend = LocalBackend(make_model(), train_config(learning_rate=1e-3), total_steps=10, reference=True)
+    """A real model with a frozen copy: policy is reference, so the losses are known; both sides of
+    a pair get opposite gradients.
+    """
+    samples = [
+        Sample.from_tokens(
+            f"{i}{side}", [5, 9, 7 + i, *answer], [False] * 3 + [True] * len(answer), group=str(i)
+        )
+        for i in range(3)
+        for side, answer in (("w", [11, 12, 13 + i]), ("l", [20, 21 + i]))
+    ]
+    for name, want in (
+        ("sigmoid", math.log(2)),
+        ("hinge", 1.0),
+        ("ipo", 25.0),
+        ("aot_unpaired", math.log(2)),
+    ):
+        backend = LocalBackend(
+            make_model(), train_config(learning_rate=1e-3), total_steps=10, reference=True
+        )
         loss = PairLoss(name)
         assert isinstance(loss, Loss) and isinstance(loss, Prepares)
-        batches = pack(samples, 12, unit=loss.unit, share=name == "hinge")  # pairs may share their prompt
+        # pairs may share their prompt
+        batches = pack(samples, 12, unit=loss.unit, share=name == "hinge")
         backend.annotate(batches, loss.needs)
         loss.prepare(batches)
         metrics = backend.forward_backward(batches, loss, Totals.of(batches))
         assert metrics["preference/loss"] == pytest.approx(want, rel=1e-5)
         assert metrics["rewards/margin"] == pytest.approx(0, abs=1e-5)
         assert float(backend.step()["train/grad_norm"]) > 1e-3
-        assert backend.forward_backward(batches, loss, Totals.of(batches))["preference/loss"] < want  # it learns
+        # it learns
+        assert backend.forward_backward(batches, loss, Totals.of(batches))["preference/loss"] < want
 
 
 # ---- online
@@ -326,14 +449,20 @@ def test_nash_md() -> None:
     policy = f64([-3.0, -5.0]).requires_grad_()
     loss, metrics = nash_md(policy, f64([-4.0, -4.5]), f64([0.9, 0.2]), beta=0.1)
     loss.sum().backward()
-    assert policy.grad is not None and policy.grad.tolist() == pytest.approx([-(0.4 - 0.1 * 1.0), -(-0.3 + 0.1 * 0.5)])
+    assert policy.grad is not None and policy.grad.tolist() == pytest.approx(
+        [-(0.4 - 0.1 * 1.0), -(-0.3 + 0.1 * 0.5)]
+    )
     assert metrics["kl"].tolist() == [1.0, -0.5]
 
 
 def test_nash_md_expected_gradient() -> None:
-    """Over all answers of a tabular policy it is the gradient of -P(pi beats the other) + beta KL(pi, mu)."""
+    """Over all answers of a tabular policy it is the gradient of -P(pi beats the other) + beta
+    KL(pi, mu).
+    """
     logits = f64([0.3, -0.8, 1.1]).requires_grad_()
-    mu, wins, beta = f64([0.1, 0.5, -0.4]).log_softmax(0), f64([0.9, 0.2, 0.6]), 0.3
+    mu = f64([0.1, 0.5, -0.4]).log_softmax(0)
+    wins = f64([0.9, 0.2, 0.6])
+    beta = 0.3
     logp = logits.log_softmax(0)
     (logp.detach().exp() * nash_md(logp, mu, wins, beta=beta)[0]).sum().backward()
     found = logits.grad.clone() if logits.grad is not None else None
@@ -344,6 +473,7 @@ def test_nash_md_expected_gradient() -> None:
 
 
 def test_geometric_mixture() -> None:
-    a, b = f64([[1.0, 0.0, -1.0]]), f64([[0.0, 2.0, 0.5]])
+    a = f64([[1.0, 0.0, -1.0]])
+    b = f64([[0.0, 2.0, 0.5]])
     p = a.softmax(-1) ** 0.75 * b.softmax(-1) ** 0.25
     torch.testing.assert_close(geometric_mixture(a, b, coefficient=0.25).exp(), p / p.sum())

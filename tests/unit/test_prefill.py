@@ -1,4 +1,6 @@
-"""Prompts on their way into the cache: in pieces, shared by requests, and found again from one turn to the next."""
+"""Prompts on their way into the cache: in pieces, shared by requests, and found again from one turn
+to the next.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ PARAMS = Sampling(12, 0.9, ignore_eos=True)
 
 def make_engine(blocks: int = 256, arch: str = "llama", **kw: bool) -> NativeEngine:
     engine = NativeEngine(make_model(arch), **kw)
-    engine.blocks, engine.pool = blocks, BlockPool(blocks, native.BLOCK)
+    engine.blocks = blocks
+    engine.pool = BlockPool(blocks, native.BLOCK)
     return engine
 
 
@@ -33,11 +36,18 @@ def equal(a: list[Completion], b: list[Completion]) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("budget", [16, 20, 48])
-def test_a_long_prompt_in_pieces_says_the_same(monkeypatch: pytest.MonkeyPatch, arch: str, budget: int) -> None:
-    """A prompt of 75 tokens in pieces while a short one, which came first, is decoded in between."""
+def test_a_long_prompt_in_pieces_says_the_same(
+    monkeypatch: pytest.MonkeyPatch, arch: str, budget: int
+) -> None:
+    """A prompt of 75 tokens in pieces while a short one, which came first, is decoded
+    in between.
+    """
 
     async def work(engine: NativeEngine) -> list[list[Completion]]:
-        jobs = [engine.generate(tokens_of(length, length), PARAMS, key=length, n=3) for length in (5, 75, 33)]
+        jobs = [
+            engine.generate(tokens_of(length, length), PARAMS, key=length, n=3)
+            for length in (5, 75, 33)
+        ]
         return list(await asyncio.gather(*jobs))
 
     want = run(work(make_engine(arch=arch)))
@@ -48,12 +58,20 @@ def test_a_long_prompt_in_pieces_says_the_same(monkeypatch: pytest.MonkeyPatch, 
     assert engine.stats.prompt_tokens == 5 + 75 + 33 and engine.pool.free == engine.pool.total
 
 
-def test_a_prompt_shorter_than_a_block_that_meets_an_almost_spent_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 of 16 tokens are spent on the first prompt. The second has 10: more than are left, and less than the block that a
-    piece has at least."""
+def test_a_prompt_shorter_than_a_block_that_meets_an_almost_spent_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """12 of 16 tokens are spent on the first prompt.
+
+    The second has 10: more than are left, and less than the block that a piece has at least.
+    """
 
     async def work(engine: NativeEngine) -> list[list[Completion]]:
-        return list(await asyncio.gather(*(engine.generate(tokens_of(n, n), PARAMS, key=n) for n in (12, 10))))
+        return list(
+            await asyncio.gather(
+                *(engine.generate(tokens_of(n, n), PARAMS, key=n) for n in (12, 10))
+            )
+        )
 
     want = run(work(make_engine()))
     monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
@@ -65,7 +83,9 @@ def test_a_prompt_shorter_than_a_block_that_meets_an_almost_spent_budget(monkeyp
 
 def test_requests_with_the_same_prompt_are_prefilled_together() -> None:
     async def work(engine: NativeEngine) -> list[list[Completion]]:
-        return list(await asyncio.gather(*(engine.generate(tokens_of(40), PARAMS, key=i) for i in range(6))))
+        return list(
+            await asyncio.gather(*(engine.generate(tokens_of(40), PARAMS, key=i) for i in range(6)))
+        )
 
     engine = make_engine()
     together = run(work(engine))
@@ -74,8 +94,12 @@ def test_requests_with_the_same_prompt_are_prefilled_together() -> None:
         equal(found, run(make_engine().generate(tokens_of(40), PARAMS, key=i)))
 
 
-def test_who_is_cancelled_between_two_pieces_takes_nothing_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first sample of a prompt, whose blocks are being filled, leaves; its siblings and a newcomer come out as ever."""
+def test_who_is_cancelled_between_two_pieces_takes_nothing_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first sample of a prompt, whose blocks are being filled, leaves; its siblings and a
+    newcomer come out as ever.
+    """
     monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
 
     async def work() -> tuple[list[Completion], list[Completion], NativeEngine]:
@@ -94,7 +118,9 @@ def test_who_is_cancelled_between_two_pieces_takes_nothing_along(monkeypatch: py
     assert engine.pool.free == engine.pool.total
 
 
-def test_an_update_between_two_pieces_starts_the_prompt_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_between_two_pieces_starts_the_prompt_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
     new = make_module(seed=1)
 
@@ -115,25 +141,36 @@ def test_an_update_between_two_pieces_starts_the_prompt_again(monkeypatch: pytes
     assert float((torch.tensor(found.logprobs) - exact).abs().max()) < 1e-5
 
 
-def test_a_cancelled_row_writes_nothing_into_blocks_that_a_long_prompt_has_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where rows are counted in buckets: three of four go on, so their rows are not made anew. The fourth is
-    cancelled, and a long prompt is computed in pieces into the very blocks that it held."""
+def test_a_cancelled_row_writes_nothing_into_blocks_that_a_long_prompt_has_taken_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where rows are counted in buckets: three of four go on, so their rows are not
+    made anew. The fourth is cancelled, and a long prompt is computed in pieces into the very blocks
+    that it held.
+    """
     monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
     long = Sampling(60, ignore_eos=True)
 
     async def work() -> list[Completion]:
-        engine = make_engine(blocks=20)  # four sequences of 5 blocks: the newcomer can only have those of the one who leaves
+        # four sequences of 5 blocks: the newcomer can only have those of the one who leaves
+        engine = make_engine(blocks=20)
         monkeypatch.setattr(engine.decoder, "size", bucket)
-        tasks = [asyncio.ensure_future(engine.generate(tokens_of(5, i), long, key=i)) for i in range(4)]
+        tasks = [
+            asyncio.ensure_future(engine.generate(tokens_of(5, i), long, key=i)) for i in range(4)
+        ]
         while len(engine._running) < 4:
             await asyncio.sleep(0)
             assert not any(task.done() for task in tasks)
         newcomer = asyncio.ensure_future(engine.generate(tokens_of(68, 9), PARAMS, key=9))
         while not engine._waiting:
             await asyncio.sleep(0)
-        engine._drop(engine._running[3])  # as when its task is cancelled, with no round in between: the next one gives its blocks away
+        # as when its task is cancelled, with no round in between: the next one gives its blocks
+        # away
+        engine._drop(engine._running[3])
         found = await newcomer
-        assert not any(task.done() for task in tasks[:3]), "they were decoded while the newcomer came in"
+        assert not any(task.done() for task in tasks[:3]), (
+            "they were decoded while the newcomer came in"
+        )
         for task in tasks[:3]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -143,10 +180,14 @@ def test_a_cancelled_row_writes_nothing_into_blocks_that_a_long_prompt_has_taken
 
 
 def test_a_conversation_computes_each_turn_once() -> None:
-    """The second turn continues prompt and answer of the first: only what is new, and the block that was not full, is computed."""
+    """The second turn continues prompt and answer of the first: only what is new, and the block
+    that was not full, is computed.
+    """
 
     async def work(engine: NativeEngine) -> tuple[list[Completion], list[int]]:
-        turns, context, counts = [], tokens_of(40), []
+        turns = []
+        context = tokens_of(40)
+        counts = []
         for turn in range(3):
             before = engine.stats.prompt_tokens
             done = (await engine.generate(context, PARAMS, key=turn))[0]
@@ -155,30 +196,41 @@ def test_a_conversation_computes_each_turn_once() -> None:
             context = context + done.tokens + tokens_of(7, 50 + turn)
         return turns, counts
 
-    plain, cached = make_engine(), make_engine(prefix_cache=True)
+    plain = make_engine()
+    cached = make_engine(prefix_cache=True)
     (want, all_tokens), (found, few_tokens) = run(work(plain)), run(work(cached))
     equal(found, want)
     assert all_tokens == [40, 59, 78]
-    assert few_tokens == [40, 59 - 48, 78 - 64]  # 40 + 11 cached tokens fill 3 blocks of 16, 59 + 11 fill 4
+    # 40 + 11 cached tokens fill 3 blocks of 16, 59 + 11 fill 4
+    assert few_tokens == [40, 59 - 48, 78 - 64]
     assert cached.pool.free == cached.pool.total
 
 
 def test_a_turn_that_ends_on_a_block_edge_is_remembered_without_its_last_token() -> None:
-    """20 + 12 tokens fill two blocks, but the last one was sampled and never fed: its keys and values are in no cache."""
+    """20 + 12 tokens fill two blocks, but the last one was sampled and never fed: its keys and
+    values are in no cache.
+    """
 
     async def work(engine: NativeEngine) -> tuple[Completion, int]:
         first = (await engine.generate(tokens_of(20), PARAMS, key=1))[0]
         before = engine.stats.prompt_tokens
-        second = (await engine.generate(tokens_of(20) + first.tokens + tokens_of(7, 50), PARAMS, key=2))[0]
+        second = (
+            await engine.generate(tokens_of(20) + first.tokens + tokens_of(7, 50), PARAMS, key=2)
+        )[0]
         return second, engine.stats.prompt_tokens - before
 
-    (want, everything), (found, few) = run(work(make_engine())), run(work(make_engine(prefix_cache=True)))
+    (want, everything), (found, few) = (
+        run(work(make_engine())),
+        run(work(make_engine(prefix_cache=True))),
+    )
     equal([found], [want])
     assert everything == 39 and few == 39 - 16, "only the first block is known"
 
 
 def test_blocks_that_are_found_again_are_not_counted_as_free_too() -> None:
-    """Six blocks, three of which hold the prompt's known beginning: there is room for three samples of one block each, not for four."""
+    """Six blocks, three of which hold the prompt's known beginning: there is room for three samples
+    of one block each, not for four.
+    """
 
     async def work(engine: NativeEngine) -> list[Completion]:
         await engine.generate(tokens_of(48), PARAMS, key=1)
@@ -204,5 +256,6 @@ def test_a_remembered_prefix_is_dropped_with_the_weights_and_when_room_is_needed
 
 
 def test_a_key_speaks_about_everything_before() -> None:
-    a, b = block_keys([1] * 32, 16), block_keys([2] * 16 + [1] * 16, 16)
+    a = block_keys([1] * 32, 16)
+    b = block_keys([2] * 16 + [1] * 16, 16)
     assert a[0] != b[0] and a[1] != b[1] and a[0] != a[1] and block_keys([1] * 40, 16) == a

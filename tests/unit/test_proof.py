@@ -1,4 +1,6 @@
-"""The proof at load: what it accepts is right in packs and in the engine, what it refuses would be wrong, in every precision."""
+"""The proof at load: what it accepts is right in packs and in the engine, what it refuses would be
+wrong, in every precision.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from architectures import NAMED, ORIGINAL, REFUSED, RIGHT, UNEQUAL, WINDOW, make_architecture, make_config
+from architectures import (
+    NAMED,
+    ORIGINAL,
+    REFUSED,
+    RIGHT,
+    UNEQUAL,
+    WINDOW,
+    make_architecture,
+    make_config,
+)
 from reinforge.app.checks import run_checks
 from reinforge.config import architectures
 from reinforge.config.schema import Config
@@ -39,9 +50,16 @@ def by_name(dtype: torch.dtype) -> str:
 def pair(prompt: int, *answers: int) -> list[Sample]:
     """Answers to one prompt, and a row of its own that is as long as the longest."""
     shared = tokens_of(prompt, 1, 259)
-    rows = [shared + tokens_of(n, 2 + i, 259) for i, n in enumerate(answers)] + [tokens_of(prompt + max(answers), 9, 259)]
+    rows = [shared + tokens_of(n, 2 + i, 259) for i, n in enumerate(answers)] + [
+        tokens_of(prompt + max(answers), 9, 259)
+    ]
     return [
-        Sample.from_tokens(str(i), row, [at >= prompt for at in range(len(row))], group="pair" if i < len(answers) else "alone")
+        Sample.from_tokens(
+            str(i),
+            row,
+            [at >= prompt for at in range(len(row))],
+            group="pair" if i < len(answers) else "alone",
+        )
         for i, row in enumerate(rows)
     ]
 
@@ -56,9 +74,15 @@ def test_packs_and_the_engine_give_the_log_probs_of_transformers(name: str, shar
     batch = Batch.pack(samples, share=share)
     want = torch.cat([true_logprobs(theirs, s.tokens.tolist())[s.trained[1:]] for s in samples])
     with torch.no_grad():
-        torch.testing.assert_close(model.logprobs(batch, temperature=1.0)[0].double(), want, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            model.logprobs(batch, temperature=1.0)[0].double(), want, atol=1e-4, rtol=0
+        )
     engine = NativeEngine(model, kv_gib=0.001)
-    for done in run(engine.generate(tokens_of(7, 1, 259), Sampling(max_new_tokens=9, temperature=1.0), key=1, n=2)):
+    for done in run(
+        engine.generate(
+            tokens_of(7, 1, 259), Sampling(max_new_tokens=9, temperature=1.0), key=1, n=2
+        )
+    ):
         want = true_logprobs(theirs, [*tokens_of(7, 1, 259), *done.tokens])[6:]
         torch.testing.assert_close(torch.tensor(done.logprobs).double(), want, atol=1e-4, rtol=0)
 
@@ -94,7 +118,9 @@ def test_windows_are_read_from_the_mask_function_whatever_their_size() -> None:
     for size in (3, 4096):
         assert window_of(masks.sliding_window_causal_mask_function(size), size) == size
         with pytest.raises(InputError, match="in chunks or in both directions"):
-            window_of(masks.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64)), size)
+            window_of(
+                masks.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64)), size
+            )
     with pytest.raises(InputError, match="in both directions"):
         window_of(masks.bidirectional_mask_function, None)
 
@@ -111,12 +137,20 @@ def test_no_mask_is_made_outside_the_proof() -> None:
 
 
 @pytest.mark.parametrize(("name", "limit"), [("longrope", ORIGINAL), ("dynamic", NAMED)])
-def test_length_dependent_rope_reaches_as_far_as_it_does_not_depend_on_it(name: str, limit: int) -> None:
+def test_length_dependent_rope_reaches_as_far_as_it_does_not_depend_on_it(
+    name: str, limit: int
+) -> None:
     model = CausalModel(make_architecture(name))
     assert model.verify() < 1e-5 and model.reach == model.context == limit
-    fits, long = (Batch.pack([Sample.from_tokens("0", tokens_of(n, 1, 259), [True] * n)]) for n in (limit, limit + 1))
+    fits, long = (
+        Batch.pack([Sample.from_tokens("0", tokens_of(n, 1, 259), [True] * n)])
+        for n in (limit, limit + 1)
+    )
     model.logprobs(fits, temperature=1.0)
-    with pytest.raises(InputError, match=rf"{limit + 1} tokens is past the {limit} of this model's own rotary embedding"):
+    with pytest.raises(
+        InputError,
+        match=rf"{limit + 1} tokens is past the {limit} of this model's own rotary embedding",
+    ):
         model.logprobs(long, temperature=1.0)
     engine = NativeEngine(model, kv_gib=0.001)
     with pytest.raises(InputError, match=f"past the model's context of {limit}"):
@@ -134,20 +168,26 @@ def test_a_long_neighbour_does_not_move_a_short_row(name: str, limit: int) -> No
         tokens = torch.cat([short, torch.tensor(tokens_of(neighbour, 2, 259))])
         positions = torch.cat([torch.arange(n) for n in lengths])
         with torch.no_grad():
-            return model.hidden(tokens, positions, Packed(lengths, starts_of(lengths, model.device)))[:9]
+            return model.hidden(
+                tokens, positions, Packed(lengths, starts_of(lengths, model.device))
+            )[:9]
 
     torch.testing.assert_close(first_row(2 * limit), first_row(5), atol=1e-5, rtol=0)
 
 
 def test_a_long_sequence_before_does_not_move_the_frequencies() -> None:
     """transformers keeps the frequencies of the last forward in the module."""
-    module, fresh = make_architecture("longrope"), make_architecture("longrope")
+    module = make_architecture("longrope")
+    fresh = make_architecture("longrope")
     with torch.no_grad():
         module(torch.tensor([tokens_of(3 * ORIGINAL, 1, 259)]))
-    used, clean = CausalModel(module), CausalModel(fresh)
+    used = CausalModel(module)
+    clean = CausalModel(fresh)
     batch = Batch.pack([Sample.from_tokens("0", tokens_of(9, 1, 259), [True] * 9)])
     with torch.no_grad():
-        assert torch.equal(used.logprobs(batch, temperature=1.0)[0], clean.logprobs(batch, temperature=1.0)[0])
+        assert torch.equal(
+            used.logprobs(batch, temperature=1.0)[0], clean.logprobs(batch, temperature=1.0)[0]
+        )
 
 
 # ---- what is refused ----
@@ -156,7 +196,9 @@ def test_a_long_sequence_before_does_not_move_the_frequencies() -> None:
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=by_name)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_wrong_is_refused(name: str, dtype: torch.dtype) -> None:
-    """By the module itself, without a list of names; whatever the architecture raises on the way is a refusal too."""
+    """By the module itself, without a list of names; whatever the architecture raises on the way is
+    a refusal too.
+    """
     module = make_architecture(name, dtype=dtype)
     with pytest.raises(InputError, match=r"model\.path: "), proof.refusing(module):
         CausalModel(module).verify()
@@ -183,29 +225,49 @@ def test_plan_says_it_before_weights_are_read(name: str, tmp_path: Path, tiny_di
         file.unlink()
     make_config(name, architectures=["SomeForCausalLM"]).save_pretrained(tmp_path / "model")
     changes = {"train": {"steps": 1, "prompts_per_step": 2}, "rollout": {"max_new_tokens": 4}}
-    config = Config.model_validate({
-        "model": {"path": str(tmp_path / "model"), "device": "cpu"}, "algorithm": {"name": "grpo"}, "rewards": [{"name": "exact_number"}],
-        "data": {"source": "arithmetic:chain", "options": {"size": 8, "max_value": 9, "terms": 2}}, "run": {"dir": "r"}, **changes})  # fmt: skip
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tmp_path / "model"), "device": "cpu"},
+            "algorithm": {"name": "grpo"},
+            "rewards": [{"name": "exact_number"}],
+            "data": {
+                "source": "arithmetic:chain",
+                "options": {"size": 8, "max_value": 9, "terms": 2},
+            },
+            "run": {"dir": "r"},
+            **changes,
+        }
+    )
     report = run_checks(config)
     said = " ".join([*report.errors, *report.warnings])
     assert report.ok == (name == "longrope"), said
-    assert {"gptj": "cannot be trained here: its layers have an attention of their own making",
-            "deepseek_v3": "the native engine cannot generate with", "longrope": f"sequences may have {ORIGINAL} tokens"}[name] in said  # fmt: skip
+    assert {
+        "gptj": "cannot be trained here: its layers have an attention of their own making",
+        "deepseek_v3": "the native engine cannot generate with",
+        "longrope": f"sequences may have {ORIGINAL} tokens",
+    }[name] in said
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_heads_of_unequal_sizes_are_trained_but_not_generated_with(name: str) -> None:
     model = CausalModel(make_architecture(name))
     assert model.verify() < 1e-5
-    with pytest.raises(InputError, match=r"rollout\.engine: .*heads of 16 numbers and its values of 8"):
+    with pytest.raises(
+        InputError, match=r"rollout\.engine: .*heads of 16 numbers and its values of 8"
+    ):
         NativeEngine(model, kv_gib=0.001)
 
 
 def test_a_reward_model_of_an_architecture_with_its_own_attention_is_refused() -> None:
     from transformers import AutoModelForSequenceClassification
 
-    module = AutoModelForSequenceClassification.from_config(make_config("gptj", num_labels=1, pad_token_id=0)).eval()
-    with pytest.raises(InputError, match=r"rewards\.0: .*2 of the 2 layers"), proof.refusing(module, "rewards.0"):
+    module = AutoModelForSequenceClassification.from_config(
+        make_config("gptj", num_labels=1, pad_token_id=0)
+    ).eval()
+    with (
+        pytest.raises(InputError, match=r"rewards\.0: .*2 of the 2 layers"),
+        proof.refusing(module, "rewards.0"),
+    ):
         ScalarModel(module, where="rewards.0").verify()
 
 
@@ -214,7 +276,9 @@ class _Neighbour(nn.Module):
 
     def __init__(self, inner: nn.Module, share: float, shift: int):
         super().__init__()
-        self.inner, self.share, self.shift = inner, share, shift
+        self.inner = inner
+        self.share = share
+        self.shift = shift
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x + self.share * x.roll(self.shift, 1))
@@ -223,8 +287,9 @@ class _Neighbour(nn.Module):
 @pytest.mark.parametrize("shift", [1, -1], ids=["before", "after"])
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=by_name)
 def test_a_leak_far_below_rounding_is_seen(dtype: torch.dtype, shift: int) -> None:
-    """A millionth of a neighbouring token: in bfloat16 no number of the other sample would change at all. From the token after, only
-    the last row of a sample is touched."""
+    """A millionth of a neighbouring token: in bfloat16 no number of the other sample would change
+    at all. From the token after, only the last row of a sample is touched.
+    """
     module = make_module("llama")
     last = module.model.layers[-1]
     last.mlp = _Neighbour(last.mlp, 1e-6, shift)
@@ -263,8 +328,11 @@ def test_in_float32_a_narrow_module_computes_what_its_wide_twin_computes() -> No
     with torch.no_grad(), proof.InFloat32():
         found = narrow(tokens, use_cache=False).logits
     with torch.no_grad():
-        want, rounded = wide(tokens, use_cache=False).logits, narrow(tokens, use_cache=False).logits.float()
-    assert found.dtype is torch.float32 and all(p.dtype is torch.bfloat16 for p in narrow.parameters())
+        want = wide(tokens, use_cache=False).logits
+        rounded = narrow(tokens, use_cache=False).logits.float()
+    assert found.dtype is torch.float32 and all(
+        p.dtype is torch.bfloat16 for p in narrow.parameters()
+    )
     assert float((found - want).abs().max()) < 1e-2 * float((rounded - want).abs().max())
 
 
@@ -273,7 +341,14 @@ def test_the_pack_of_the_proof_is_one_that_training_makes() -> None:
     model.verify()
     batch = proof.probe(model)
     lengths = [len(s.tokens) for s in batch.samples]
-    assert batch.prefix is not None and sorted(batch.prefix) == [-1, -1, 0, 0] and len(set(lengths)) == 3
-    assert max(lengths) > WINDOW + 5 and [len(part) for part in proof.spread(batch, batch.tokens[:, None])] == lengths
+    assert (
+        batch.prefix is not None
+        and sorted(batch.prefix) == [-1, -1, 0, 0]
+        and len(set(lengths)) == 3
+    )
+    assert (
+        max(lengths) > WINDOW + 5
+        and [len(part) for part in proof.spread(batch, batch.tokens[:, None])] == lengths
+    )
     for sample, part in zip(batch.samples, proof.spread(batch, batch.tokens[:, None]), strict=True):
         assert part[:, 0].tolist() == sample.tokens.tolist()

@@ -13,7 +13,12 @@ def tokens_of(lengths: list[int], episode_tokens: list[int] | None = None) -> Tr
     sizes = torch.tensor(lengths)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
     return TrainedTokens(
-        torch.zeros(len(owner), dtype=torch.float64), None, owner, sizes, torch.tensor(episode_tokens or lengths)[owner], {}
+        torch.zeros(len(owner), dtype=torch.float64),
+        None,
+        owner,
+        sizes,
+        torch.tensor(episode_tokens or lengths)[owner],
+        {},
     )
 
 
@@ -37,13 +42,20 @@ def test_the_weights_of_a_micro_batch_are_those_of_the_batch() -> None:
     totals = Totals(110, 2, 128, {})
     for reduce in REDUCERS.values():
         whole = reduce(tokens_of([10, 100]), totals)
-        assert torch.equal(torch.cat([reduce(tokens_of([10]), totals), reduce(tokens_of([100]), totals)]), whole)
+        assert torch.equal(
+            torch.cat([reduce(tokens_of([10]), totals), reduce(tokens_of([100]), totals)]), whole
+        )
 
 
 def test_an_episode_of_several_rows_is_one_sequence() -> None:
-    """Rows of 3 and 5 tokens from one episode, and one of 4 alone: means over (8, 4) tokens, two sequences."""
+    """Rows of 3 and 5 tokens from one episode, and one of 4 alone: means over (8, 4) tokens, two
+    sequences.
+    """
     rows = [("a1", "a", 3), ("a2", "a", 5), ("b", "b", 4)]
-    samples = [Sample.from_tokens(uid, [0] * (n + 1), [False] + [True] * n).with_(episode=e) for uid, e, n in rows]
+    samples = [
+        Sample.from_tokens(uid, [0] * (n + 1), [False] + [True] * n).with_(episode=e)
+        for uid, e, n in rows
+    ]
     totals = Totals.of([Batch.pack(samples[:1]), Batch.pack(samples[1:])])
     assert (totals.tokens, totals.sequences) == (12, 2)
     weights = REDUCERS["sequence_mean"](tokens_of([3, 5, 4], [8, 8, 4]), totals)

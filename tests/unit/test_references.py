@@ -1,4 +1,7 @@
-"""What follows the weights: moving references and the average for evaluation. By hand on one weight, and exact on resume."""
+"""What follows the weights: moving references and the average for evaluation.
+
+By hand on one weight, and exact on resume.
+"""
 
 from __future__ import annotations
 
@@ -54,23 +57,33 @@ def test_average_by_hand() -> None:
 
 
 def test_low_precision_averages_the_masters() -> None:
-    """A change of 1e-4 is nothing to a bfloat16 weight of 1; the average follows the master, and both come back to the bit."""
+    """A change of 1e-4 is nothing to a bfloat16 weight of 1; the average follows the master, and
+    both come back to the bit.
+    """
     module, optimizer = one_weight(torch.bfloat16)
     average = Average(optimizer, 0.5)
     optimizer.masters["weight"].fill_(1.0001)
     average.after_step()
-    assert average.values["weight"].dtype == torch.float32 and average.values["weight"].item() == pytest.approx(1.00005, abs=1e-7)
+    assert average.values["weight"].dtype == torch.float32 and average.values[
+        "weight"
+    ].item() == pytest.approx(1.00005, abs=1e-7)
     optimizer.masters["weight"].fill_(3.0)
     module.weight.data.fill_(3.0)
     average.after_step()
     with average.swapped():
-        assert module.weight.item() == pytest.approx(2.0, abs=1e-2) and module.weight.dtype == torch.bfloat16
-    assert module.weight.item() == 3.0 and average.values["weight"].item() == pytest.approx(2.000025, abs=1e-6)
+        assert (
+            module.weight.item() == pytest.approx(2.0, abs=1e-2)
+            and module.weight.dtype == torch.bfloat16
+        )
+    assert module.weight.item() == 3.0 and average.values["weight"].item() == pytest.approx(
+        2.000025, abs=1e-6
+    )
 
 
 def test_the_weights_come_back_after_an_error() -> None:
     module, optimizer = one_weight()
-    average, place = Average(optimizer, 0.5), module.weight.data_ptr()
+    average = Average(optimizer, 0.5)
+    place = module.weight.data_ptr()
     optimizer.masters["weight"].data.fill_(5.0)
     with pytest.raises(RuntimeError), average.swapped():
         assert module.weight.item() == 1.0 and module.weight.data_ptr() == place
@@ -85,14 +98,21 @@ def make_backend(adapted: bool, **reference: Any) -> LocalBackend:
     module = make_module("qwen3" if adapted else "llama")
     if adapted:
         module = add_adapter(module, AdapterConfig(rank=4), seed=0)
-    return LocalBackend(CausalModel(module), train_config(learning_rate=1e-2), total_steps=10, reference=ReferenceConfig(**reference))
+    return LocalBackend(
+        CausalModel(module),
+        train_config(learning_rate=1e-2),
+        total_steps=10,
+        reference=ReferenceConfig(**reference),
+    )
 
 
 def streams(backend: LocalBackend) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of the policy and of its reference."""
     batches = pack(make_samples(), 64)
     backend.annotate(batches, frozenset({"old", "reference"}))
-    return torch.cat([b.streams["old"] for b in batches]), torch.cat([b.streams["reference"] for b in batches])
+    return torch.cat([b.streams["old"] for b in batches]), torch.cat(
+        [b.streams["reference"] for b in batches]
+    )
 
 
 def train(backend: LocalBackend, steps: int = 1) -> None:
@@ -119,7 +139,9 @@ def test_a_synced_reference_is_the_policy_of_every_other_step(adapted: bool) -> 
 
 
 def test_a_reference_made_after_an_engine_moves_as_well() -> None:
-    """An engine joins q, k and v into one product; a copy of such a model got the new weights and went on computing with the old."""
+    """An engine joins q, k and v into one product; a copy of such a model got the new weights and
+    went on computing with the old.
+    """
     from reinforge.engines.native import NativeEngine
 
     model = CausalModel(make_module("llama"))
@@ -143,7 +165,9 @@ def test_an_averaged_reference_has_the_averaged_weights(adapted: bool) -> None:
     w2 = parameters(backend.model.module)
     assert backend.reference is not None and backend.reference.average is not None
     for name, value in backend.reference.average.values.items():
-        torch.testing.assert_close(value, 0.36 * w0[name] + 0.24 * w1[name] + 0.4 * w2[name], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            value, 0.36 * w0[name] + 0.24 * w1[name] + 0.4 * w2[name], atol=1e-6, rtol=1e-6
+        )
     policy, reference = streams(backend)
     assert all(torch.equal(w2[name], p) for name, p in parameters(backend.model.module).items())
     with torch.no_grad():
@@ -155,11 +179,16 @@ def test_an_averaged_reference_has_the_averaged_weights(adapted: bool) -> None:
 
 
 def test_a_loaded_adapter_is_its_own_reference() -> None:
-    """The reference is the policy that the run starts from, adapter included: not the bare base. It stays so while the adapter
-    is trained, and a resumed run makes the same one from the files again: it is no part of a checkpoint."""
+    """The reference is the policy that the run starts from, adapter included: not the bare base.
+
+    It stays so while the adapter is trained, and a resumed run makes the same one from the files
+    again: it is no part of a checkpoint.
+    """
 
     def begin() -> LocalBackend:
-        return LocalBackend(load("loaded"), train_config(learning_rate=1e-2), total_steps=10, reference=True)  # type: ignore[arg-type]
+        return LocalBackend(
+            load("loaded"), train_config(learning_rate=1e-2), total_steps=10, reference=True
+        )  # type: ignore[arg-type]
 
     backend = begin()
     start, reference = streams(backend)
@@ -179,12 +208,15 @@ def test_a_loaded_adapter_is_its_own_reference() -> None:
 def test_only_what_moves_is_a_part() -> None:
     assert make_backend(False).parts() == {} and make_backend(True).parts() == {}
     moving = make_backend(False, kind="ema").parts()["reference"].state()
-    assert moving.meta == {"steps": 0} and set(moving.tensors) == {name for name, _ in make_module("llama").named_parameters()}
+    assert moving.meta == {"steps": 0} and set(moving.tensors) == {
+        name for name, _ in make_module("llama").named_parameters()
+    }
     assert make_backend(False).reference.state().tensors == {}  # type: ignore[union-attr]
 
 
 def test_entropy_can_be_annotated() -> None:
-    backend, batches = make_backend(True), pack(make_samples(), 64)
+    backend = make_backend(True)
+    batches = pack(make_samples(), 64)
     backend.annotate(batches, frozenset({"entropy"}))
     assert set(batches[0].streams) == {"behaviour", "advantages", "entropy"}
     _, entropy = backend.model.logprobs(batches[0], temperature=1.0, entropy=True)
@@ -211,20 +243,50 @@ def die_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 KL = ("algorithm.kl.coefficient=0.1", "algorithm.kl.estimator=k2", "train.learning_rate=0.01")
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "sync": ("grpo", (*KL, "algorithm.kl.reference.kind=sync", "algorithm.kl.reference.every=3"), {}),
-    "ema": ("grpo", (*KL, "algorithm.kl.reference.kind=ema", "algorithm.kl.reference.decay=0.8"), {}),
+    "sync": (
+        "grpo",
+        (*KL, "algorithm.kl.reference.kind=sync", "algorithm.kl.reference.every=3"),
+        {},
+    ),
+    "ema": (
+        "grpo",
+        (*KL, "algorithm.kl.reference.kind=ema", "algorithm.kl.reference.decay=0.8"),
+        {},
+    ),
     "ema-lora": ("grpo", (*KL, "algorithm.kl.reference.kind=ema"), LORA),
-    "ema-bfloat16": ("grpo", (*KL, "algorithm.kl.reference.kind=ema", "model.dtype=bfloat16", "train.ema=0.9"), {}),
-    "adaptive": ("grpo", (*KL, "algorithm.kl.target=0.001", "algorithm.kl.horizon=40", "algorithm.entropy_target=6.0", "algorithm.entropy_rate=0.01"), {}),
-    "adaptive-reward": ("reinforce_pp", ("algorithm.kl.target=0.001", "algorithm.kl.horizon=40", "train.learning_rate=0.01"), {}),
+    "ema-bfloat16": (
+        "grpo",
+        (*KL, "algorithm.kl.reference.kind=ema", "model.dtype=bfloat16", "train.ema=0.9"),
+        {},
+    ),
+    "adaptive": (
+        "grpo",
+        (
+            *KL,
+            "algorithm.kl.target=0.001",
+            "algorithm.kl.horizon=40",
+            "algorithm.entropy_target=6.0",
+            "algorithm.entropy_rate=0.01",
+        ),
+        {},
+    ),
+    "adaptive-reward": (
+        "reinforce_pp",
+        ("algorithm.kl.target=0.001", "algorithm.kl.horizon=40", "train.learning_rate=0.01"),
+        {},
+    ),
     "policy-ema": ("grpo", ("train.ema=0.9", "eval.every=1", "eval.temperature=1.0"), {}),
     "policy-ema-sft": ("sft", ("train.ema=0.9",), {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_resume_is_exact(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """A run that dies in step 4 of 5 with its last checkpoint at 2 ends with the digest and the metrics of one that never died."""
+def test_resume_is_exact(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """A run that dies in step 4 of 5 with its last checkpoint at 2 ends with the digest and the
+    metrics of one that never died.
+    """
     algorithm, overrides, sections = CASES[case]
     settings = ("train.steps=5", "run.checkpoint.every=2", *overrides)
     eval_data = EVAL if "eval.every=1" in overrides else None
@@ -237,9 +299,15 @@ def test_resume_is_exact(make: Callable[..., Config], monkeypatch: pytest.Monkey
     assert store.step_of(store.steps(Path(cut.run.dir))[0]) == 2
     launch(cut, eval_data=eval_data)
     assert digest(cut) == digest(whole)
-    drop = lambda m: {k: v for k, v in m.items() if not k.startswith(("time", "share", "tokens_per_second", "memory", "efficiency"))}  # noqa: E731
+
+    def drop(m: dict[str, Any]) -> dict[str, Any]:
+        clock = ("time", "share", "tokens_per_second", "memory", "efficiency")
+        return {k: v for k, v in m.items() if not k.startswith(clock)}
+
     for again, once in zip(lines(cut), lines(whole), strict=True):
-        assert {k: (v, again.get(k)) for k, v in drop(once).items() if v != again.get(k)} == {} and drop(again).keys() == drop(once).keys()
+        assert {
+            k: (v, again.get(k)) for k, v in drop(once).items() if v != again.get(k)
+        } == {} and drop(again).keys() == drop(once).keys()
 
 
 def test_coefficients_move_in_a_run(make: Callable[..., Config]) -> None:
@@ -247,17 +315,23 @@ def test_coefficients_move_in_a_run(make: Callable[..., Config]) -> None:
     cfg = make("run", algorithm, "train.steps=4", *overrides)
     launch(cfg)
     steps = lines(cfg)
-    kl, entropy = [m["policy/kl_coefficient"] for m in steps], [m["policy/entropy_coefficient"] for m in steps]
+    kl = [m["policy/kl_coefficient"] for m in steps]
+    entropy = [m["policy/entropy_coefficient"] for m in steps]
     expected = [0.1]
     for m in steps[:-1]:
         error = min(max(m["policy/kl"] / 0.001 - 1, -0.2), 0.2)
         expected.append(expected[-1] * (1 + error * m["batch/samples"] / 40))
-    assert kl == pytest.approx(expected, rel=1e-9) and kl[1] < kl[0] < kl[-1] * 2 and len(set(kl)) == 4
+    assert (
+        kl == pytest.approx(expected, rel=1e-9) and kl[1] < kl[0] < kl[-1] * 2 and len(set(kl)) == 4
+    )
     assert entropy == pytest.approx([0.0, 0.01, 0.02, 0.03])
 
 
 def test_a_moving_reference_keeps_the_kl_small(make: Callable[..., Config]) -> None:
-    """Synced after every step it is the policy itself: the KL of every step is 0. Frozen, it grows."""
+    """Synced after every step it is the policy itself: the KL of every step is 0.
+
+    Frozen, it grows.
+    """
     kls = {}
     for kind in ("frozen", "sync"):
         cfg = make(kind, "grpo", *KL, f"algorithm.kl.reference.kind={kind}", "train.steps=3")
@@ -266,12 +340,23 @@ def test_a_moving_reference_keeps_the_kl_small(make: Callable[..., Config]) -> N
     assert kls["sync"] == pytest.approx([0, 0, 0], abs=1e-9) and kls["frozen"][2] > 1e-5
 
 
-def test_the_kl_to_a_loaded_adapter_starts_at_zero(make: Callable[..., Config], tmp_path: Path) -> None:
-    """At learning rate 0 the policy is its reference at every step, whatever the adapter has learned before."""
+def test_the_kl_to_a_loaded_adapter_starts_at_zero(
+    make: Callable[..., Config], tmp_path: Path
+) -> None:
+    """At learning rate 0 the policy is its reference at every step, whatever the adapter has
+    learned before.
+    """
     before = make("before", "sft", "train.learning_rate=0.05", "train.steps=6", **LORA)
     launch(before)
     export(Path(before.run.dir), tmp_path / "adapter", merge=False)
-    cfg = make("after", "grpo", *KL, "train.learning_rate=0", "train.steps=2", adapter={"path": str(tmp_path / "adapter")})
+    cfg = make(
+        "after",
+        "grpo",
+        *KL,
+        "train.learning_rate=0",
+        "train.steps=2",
+        adapter={"path": str(tmp_path / "adapter")},
+    )
     launch(cfg)
     steps = lines(cfg)
     assert [m["policy/kl"] for m in steps] == pytest.approx([0, 0], abs=1e-9)
@@ -280,8 +365,10 @@ def test_the_kl_to_a_loaded_adapter_starts_at_zero(make: Callable[..., Config], 
 
 
 def test_evaluation_and_export_use_the_average(make: Callable[..., Config], tmp_path: Path) -> None:
-    """The final evaluation of a run with an average is that of the average's weights, and so is the exported model; training goes
-    on with the plain ones: their digest is that of a run without an average."""
+    """The final evaluation of a run with an average is that of the average's weights, and so is the
+    exported model; training goes on with the plain ones: their digest is that of a run without an
+    average.
+    """
     settings = (
         "train.steps=4",
         "train.learning_rate=0.02",
@@ -290,18 +377,31 @@ def test_evaluation_and_export_use_the_average(make: Callable[..., Config], tmp_
         "eval.samples=4",
         "eval.at_start=false",
     )
-    with_average, without = make("with", "grpo", "train.ema=0.5", *settings), make("without", "grpo", *settings)
+    with_average = make("with", "grpo", "train.ema=0.5", *settings)
+    without = make("without", "grpo", *settings)
     results = [launch(cfg, eval_data=EVAL) for cfg in (with_average, without)]
-    saved, plain = tensors(with_average), tensors(without)
+    saved = tensors(with_average)
+    plain = tensors(without)
     assert all(torch.equal(saved[name], plain[name]) for name in plain)
-    averages = {name.removeprefix("part/ema/"): t for name, t in saved.items() if name.startswith("part/ema/")}
-    assert averages and any(not torch.equal(averages[name], saved[f"model/{name}"]) for name in averages)
+    averages = {
+        name.removeprefix("part/ema/"): t
+        for name, t in saved.items()
+        if name.startswith("part/ema/")
+    }
+    assert averages and any(
+        not torch.equal(averages[name], saved[f"model/{name}"]) for name in averages
+    )
 
     model = load_model(with_average.model)
     load_weights(model, Path(with_average.run.dir))
     assert all(torch.equal(p, averages[name]) for name, p in model.module.named_parameters())
-    trainer = build(without.model_copy(update={"run": without.run.model_copy(update={"dir": str(tmp_path / "other")})}),
-                    SilentView(), Given(data=DATA, eval_data=EVAL, rewards=[odd], model=model))  # fmt: skip
+    trainer = build(
+        without.model_copy(
+            update={"run": without.run.model_copy(update={"dir": str(tmp_path / "other")})}
+        ),
+        SilentView(),
+        Given(data=DATA, eval_data=EVAL, rewards=[odd], model=model),
+    )
     from reinforge.app.api import run_sync
 
     assert trainer.session.evaluate is not None
@@ -309,5 +409,9 @@ def test_evaluation_and_export_use_the_average(make: Callable[..., Config], tmp_
     found = [{k: v for k, v in r.metrics.items() if k.startswith("eval/")} for r in results]
     assert {k: again[k] for k in found[0]} == found[0] != found[1]
 
-    exported = load_model(with_average.model.model_copy(update={"path": str(export(Path(with_average.run.dir), tmp_path / "out"))}))
+    exported = load_model(
+        with_average.model.model_copy(
+            update={"path": str(export(Path(with_average.run.dir), tmp_path / "out"))}
+        )
+    )
     assert all(torch.equal(p, averages[name]) for name, p in exported.module.named_parameters())

@@ -27,7 +27,8 @@ def short(value: Any) -> str:
 def test_a_pattern_that_never_ends_costs_its_own_score_and_nobody_waits() -> None:
     """Each bomb is unscored and counted, its neighbours are scored, and the event loop goes on
     meanwhile."""
-    row, ticks = Row("r", "?"), 0
+    row = Row("r", "?")
+    ticks = 0
 
     async def clock() -> None:
         nonlocal ticks
@@ -38,9 +39,12 @@ def test_a_pattern_that_never_ends_costs_its_own_score_and_nobody_waits() -> Non
     async def tried() -> None:
         ticking = asyncio.ensure_future(clock())
         for pattern, bomb in bombs.REGEX:
-            config = RewardConfig(name="regex", options={"pattern": pattern}, timeout=2.0, workers=2)
+            config = RewardConfig(
+                name="regex", options={"pattern": pattern}, timeout=2.0, workers=2
+            )
             [reward] = build_rewards([config])
-            assert reward.pool is not None and not reward.pure  # killable, and what the clock decides is journalled
+            # killable, and what the clock decides is journalled
+            assert reward.pool is not None and not reward.pure
             before = ticks
             outcome = await reward.outcome([row] * 3, ["plain", bomb, "plain"])
             assert outcome.scores[1] is None and outcome.timeouts == 1, pattern
@@ -59,9 +63,21 @@ def test_the_judge_is_read_in_one_pass(reply: str) -> None:
 
 @pytest.mark.parametrize(
     ("reply", "score"),
-    [("Score: 7", 7.0), ("**Score:** 7.5/10", 7.5), ("Score: -3", None), ("Score: −3", None), ("score:\n\n8", 8.0), ("Score: 10.", 10.0),
-     ("Score: 4\nScore: 5", 5.0), ("Score: 4\nScore: n/a", None), ("Scores: 5", None), ("Score 5", None), ("- Score: 6 / 10", 6.0), ("", None)],
-)  # fmt: skip
+    [
+        ("Score: 7", 7.0),
+        ("**Score:** 7.5/10", 7.5),
+        ("Score: -3", None),
+        ("Score: −3", None),
+        ("score:\n\n8", 8.0),
+        ("Score: 10.", 10.0),
+        ("Score: 4\nScore: 5", 5.0),
+        ("Score: 4\nScore: n/a", None),
+        ("Scores: 5", None),
+        ("Score 5", None),
+        ("- Score: 6 / 10", 6.0),
+        ("", None),
+    ],
+)
 def test_what_a_judge_says(reply: str, score: float | None) -> None:
     assert parse_score(reply) == score
 
@@ -70,7 +86,9 @@ def test_what_a_judge_says(reply: str, score: float | None) -> None:
 def test_a_built_in_reward_reads_any_text(text: str) -> None:
     for name, options, answer in bombs.ASKED:
         [reward] = build_rewards([RewardConfig(name=name, options=options)])
-        assert run(reward.outcome([Row("r", "?", {"answer": answer})], [text])).scores[0] is not None
+        assert (
+            run(reward.outcome([Row("r", "?", {"answer": answer})], [text])).scores[0] is not None
+        )
     assert decided(text, "8", "?") is not None
 
 
@@ -78,9 +96,17 @@ def test_a_built_in_reward_reads_any_text(text: str) -> None:
 @pytest.mark.parametrize("role", escapes.ROLES)
 def test_a_completion_that_makes_a_reward_fail_gets_nothing_for_it(role: str, verb: str) -> None:
     """Without the reward that fails, the completion would be worth 1."""
-    failing: Any = {"name": "hostile_rewards:obey", "timeout": 0.5, "workers": 1, "memory_gib": 1.0, **escapes.ROLES[role]}
+    failing: Any = {
+        "name": "hostile_rewards:obey",
+        "timeout": 0.5,
+        "workers": 1,
+        "memory_gib": 1.0,
+        **escapes.ROLES[role],
+    }
     base = RewardConfig(name="base", gate="obey" if role == "gate" else None)
-    rewards = build_rewards([base, RewardConfig(**failing)], {"base": lambda completions: [1.0] * len(completions)})
+    rewards = build_rewards(
+        [base, RewardConfig(**failing)], {"base": lambda completions: [1.0] * len(completions)}
+    )
     scorer = Scorer(rewards, on_error="unscored")
     scores = run(scorer.score([Row("r", "?")], "g", [[1]], [verb]))
     components, reward = scorer.total({name: values[0] for name, values in scores.items()}, 1)

@@ -1,4 +1,6 @@
-"""Rewards in killable processes: what hangs, dies, floods or forges costs its own scores and nothing else."""
+"""Rewards in killable processes: what hangs, dies, floods or forges costs its own scores and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,14 @@ def test_scores_come_back(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("text", "want"),
-    [("hang", Outcome([None], timeouts=1)), ("sleep 5", Outcome([None], timeouts=1)), ("exit", Outcome([None], crashes=1)),
-     ("segfault", Outcome([None], crashes=1)), ("allocate", Outcome([None], crashes=1))],
-)  # fmt: skip
+    [
+        ("hang", Outcome([None], timeouts=1)),
+        ("sleep 5", Outcome([None], timeouts=1)),
+        ("exit", Outcome([None], crashes=1)),
+        ("segfault", Outcome([None], crashes=1)),
+        ("allocate", Outcome([None], crashes=1)),
+    ],
+)
 def test_faults_leave_no_score_and_never_a_zero(pool: Pool, text: str, want: Outcome) -> None:
     start = time.monotonic()
     assert call(pool, text) == want
@@ -110,7 +117,9 @@ def test_a_hundred_hung_rewards_in_a_row(pool: Pool) -> None:
         assert time.monotonic() - start < 34 * (TIMEOUT + 0.5)
         pids = await pool.ready()
         assert len(set(pids)) == 3 and all(alive(pid) for pid in pids)
-        assert await asyncio.gather(*(one("x" * n) for n in range(30))) == [Outcome([float(n)]) for n in range(30)]
+        assert await asyncio.gather(*(one("x" * n) for n in range(30))) == [
+            Outcome([float(n)]) for n in range(30)
+        ]
 
     killed = pool.killed
     run(work())
@@ -141,7 +150,10 @@ def test_a_template_that_is_killed_is_started_again(pool: Pool) -> None:
 
 def test_a_cancelled_call_gives_its_worker_back(pool: Pool) -> None:
     async def work() -> None:
-        tasks = [asyncio.ensure_future(pool.call("obey", {"completions": ["sleep 0.2"]}, 1)) for _ in range(6)]
+        tasks = [
+            asyncio.ensure_future(pool.call("obey", {"completions": ["sleep 0.2"]}, 1))
+            for _ in range(6)
+        ]
         await asyncio.sleep(0.05)
         for task in tasks:
             task.cancel()
@@ -156,7 +168,9 @@ def test_a_cancelled_call_gives_its_worker_back(pool: Pool) -> None:
 
 
 def test_a_forged_answer_is_not_believed(pool: Pool) -> None:
-    """Frames that a completion writes into the worker's socket carry no nonce, and are of no use to those who come after."""
+    """Frames that a completion writes into the worker's socket carry no nonce, and are of no use to
+    those who come after.
+    """
     assert call(pool, "forge").scores == [None]
     assert [call(pool, "a" * n).scores for n in range(6)] == [[float(n)] for n in range(6)]
 
@@ -164,10 +178,16 @@ def test_a_forged_answer_is_not_believed(pool: Pool) -> None:
 def test_in_fresh_processes_one_completion_cannot_forge_the_next() -> None:
     """The hole is the reward's own `eval`. What it does is gone with its process."""
     attack = "[globals().update(float=lambda ok: 1.0), 42][1]"
-    worn, fresh = (Pool(PoolSpec("hostile_rewards:careless", workers=1, fresh=fresh)) for fresh in (False, True))
+    worn, fresh = (
+        Pool(PoolSpec("hostile_rewards:careless", workers=1, fresh=fresh))
+        for fresh in (False, True)
+    )
     try:
         for pool, later in ((worn, 1.0), (fresh, 0.0)):
-            scores = [run(pool.call("careless", {"completions": [c]}, 1)).scores for c in ("41", attack, "41")]
+            scores = [
+                run(pool.call("careless", {"completions": [c]}, 1)).scores
+                for c in ("41", attack, "41")
+            ]
             assert scores == [[0.0], [1.0], [later]]
     finally:
         worn.close()
@@ -175,10 +195,19 @@ def test_in_fresh_processes_one_completion_cannot_forge_the_next() -> None:
 
 
 def test_state_lasts_unless_fresh() -> None:
-    worn, fresh = (Pool(PoolSpec("hostile_rewards:seen_before", workers=1, fresh=fresh)) for fresh in (False, True))
+    worn, fresh = (
+        Pool(PoolSpec("hostile_rewards:seen_before", workers=1, fresh=fresh))
+        for fresh in (False, True)
+    )
     try:
-        assert [run(worn.call("x", {"completions": ["a"]}, 1)).scores for _ in range(3)] == [[1.0], [2.0], [3.0]]
-        assert [run(fresh.call("x", {"completions": ["a"]}, 1)).scores for _ in range(3)] == [[1.0]] * 3
+        assert [run(worn.call("x", {"completions": ["a"]}, 1)).scores for _ in range(3)] == [
+            [1.0],
+            [2.0],
+            [3.0],
+        ]
+        assert [run(fresh.call("x", {"completions": ["a"]}, 1)).scores for _ in range(3)] == [
+            [1.0]
+        ] * 3
     finally:
         worn.close()
         fresh.close()
@@ -190,9 +219,9 @@ def test_state_lasts_unless_fresh() -> None:
 def test_columns_arrive_as_they_are() -> None:
     meta = {1: (2, [3]), "when": (4, b"x")}
     assert decode(encode(meta)) == meta and type(decode(encode(meta))[1]) is tuple
-    assert decode(encode({"\x00": 1, "a": {2, 3}})) == {"\x00": 1, "a": {2, 3}} and encode({"a": [1.5, None, "é\ud800"]}) == {
-        "a": [1.5, None, "é\ud800"]
-    }
+    assert decode(encode({"\x00": 1, "a": {2, 3}})) == {"\x00": 1, "a": {2, 3}} and encode(
+        {"a": [1.5, None, "é\ud800"]}
+    ) == {"a": [1.5, None, "é\ud800"]}
     with pytest.raises(NotPlain, match="object"):
         encode([object()])
     [reward] = build_rewards([RewardConfig(name="hostile_rewards:types", timeout=20)])
@@ -208,20 +237,44 @@ def test_columns_arrive_as_they_are() -> None:
 
 
 def test_place_of_each_kind() -> None:
-    functions = {"closure": lambda completions: [1.0] * len(completions), "obey": hostile_rewards.obey, "awaited": hostile_rewards.awaited}
+    functions = {
+        "closure": lambda completions: [1.0] * len(completions),
+        "obey": hostile_rewards.obey,
+        "awaited": hostile_rewards.awaited,
+    }
     names = ["closure", "obey", "awaited", "exact_match", OBEY, "reinforge.app.check:share_of_even"]
-    closure, given, awaited, builtin, named, ours = build_rewards([RewardConfig(name=n, timeout=7) for n in names], functions)
-    assert [r.pool is not None for r in (closure, given, awaited, builtin, named, ours)] == [False, True, False, False, True, False]
+    closure, given, awaited, builtin, named, ours = build_rewards(
+        [RewardConfig(name=n, timeout=7) for n in names], functions
+    )
+    assert [r.pool is not None for r in (closure, given, awaited, builtin, named, ours)] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert given.pool is named.pool  # the same function and limits: the same processes
-    assert [r.pure for r in (closure, given, awaited, builtin, named, ours)] == [False, False, False, True, False, False]
+    assert [r.pure for r in (closure, given, awaited, builtin, named, ours)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert (
         len(closure.notes) == 1
         and "cannot be killed" in closure.notes[0]
         and not any(r.notes for r in (given, awaited, builtin, named, ours))
     )
-    assert run(given.score([Row("r", "p")], ["abc"])) == [3.0] and run(awaited.score([Row("r", "p")], ["abc"])) == [0.5]
+    assert run(given.score([Row("r", "p")], ["abc"])) == [3.0] and run(
+        awaited.score([Row("r", "p")], ["abc"])
+    ) == [0.5]
     [here] = build_rewards([RewardConfig(name=OBEY, in_process=True)])
-    [there] = build_rewards([RewardConfig(name="regex", in_process=False, options={"pattern": "b"}, timeout=20)])
+    [there] = build_rewards(
+        [RewardConfig(name="regex", in_process=False, options={"pattern": "b"}, timeout=20)]
+    )
     assert here.pool is None and there.pool is not None and not there.pure
     assert run(there.score([Row("r", "p")] * 2, ["abc", "x"])) == [1.0, 0.0]
     with pytest.raises(InputError, match=r"rewards\.0\.in_process.*no other process"):
@@ -240,10 +293,12 @@ def test_an_edited_file_gets_new_processes(tmp_path: Path) -> None:
 
 def test_a_reward_that_cannot_be_imported_there(tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text(
-        "import os, sys\nif 'pytest' not in sys.modules:\n    os._exit(3)\ndef f(completions):\n    return [0.0]\n"
+        "import os, sys\nif 'pytest' not in sys.modules:\n    os._exit(3)\ndef f(completions):\n   "
+        " return [0.0]\n"
     )
     (tmp_path / "fails.py").write_text(
-        "import sys\nif 'pytest' not in sys.modules:\n    raise OSError('no GPU')\ndef f(completions):\n    return [0.0]\n"
+        "import sys\nif 'pytest' not in sys.modules:\n    raise OSError('no GPU')\ndef"
+        " f(completions):\n    return [0.0]\n"
     )
     for name, says in (("exits", "died 3 times"), ("fails", "OSError: no GPU")):
         [reward] = build_rewards([RewardConfig(name=f"{tmp_path}/{name}.py:f", workers=1)])
@@ -273,7 +328,8 @@ def test_in_this_process_a_hung_function_is_left_behind() -> None:
     def own(completions: list[str]) -> list[float]:
         raise TimeoutError("the database")
 
-    with pytest.raises(TimeoutError, match="the database"):  # an error of the function is not our clock
+    # an error of the function is not our clock
+    with pytest.raises(TimeoutError, match="the database"):
         run(FunctionReward("mine", own, timeout=5).score([Row("r", "p")], ["x"]))
 
 
@@ -290,10 +346,14 @@ def test_waiting_for_a_turn_is_no_timeout() -> None:
 
 
 def test_trl_functions_get_what_trl_passes() -> None:
-    """The tokens that were sampled, and the functions that they may log with: in a process and here, named or in **kwargs."""
+    """The tokens that were sampled, and the functions that they may log with: in a process and
+    here, named or in **kwargs.
+    """
     for name in ("trl_named", "trl_kwargs"):
         for in_process in (True, False):
-            [reward] = build_rewards([RewardConfig(name=f"hostile_rewards:{name}", kind="trl", in_process=in_process)])
+            [reward] = build_rewards(
+                [RewardConfig(name=f"hostile_rewards:{name}", kind="trl", in_process=in_process)]
+            )
             assert reward.reads_ids
             scorer = Scorer([reward])
             scores = run(scorer.score([Row("r", "p")] * 2, "g", [[5, 6, 7], [8]], ["a", "b"]))
@@ -303,9 +363,16 @@ def test_trl_functions_get_what_trl_passes() -> None:
 
 
 def test_any_function_may_ask_for_the_tokens() -> None:
-    """... by naming them: a function that takes every column does not get one more than the rows have."""
-    named = FunctionReward("named", lambda completions, completion_ids: [float(len(t)) for t in completion_ids])
-    every = FunctionReward("every", lambda completions, **columns: [float("completion_ids" in columns)] * len(completions))
+    """... by naming them: a function that takes every column does not get one more than the rows
+    have.
+    """
+    named = FunctionReward(
+        "named", lambda completions, completion_ids: [float(len(t)) for t in completion_ids]
+    )
+    every = FunctionReward(
+        "every",
+        lambda completions, **columns: [float("completion_ids" in columns)] * len(completions),
+    )
     row = Row("r", "p")
     assert run(named.outcome([row], ["a"], [[1, 2, 3]])).scores == [3.0]
     assert run(every.outcome([row], ["a"], [[1, 2, 3]])).scores == [0.0]
@@ -314,7 +381,9 @@ def test_any_function_may_ask_for_the_tokens() -> None:
 
 
 def test_workers_start_where_memory_is_limited_from_outside() -> None:
-    """`ulimit -v` below what a worker would ask for: its own limit is then the outer one, and never above it."""
+    """`ulimit -v` below what a worker would ask for: its own limit is then the outer one, and never
+    above it.
+    """
     code = """
 import asyncio, resource
 from reinforge.rewards.pool import Pool, PoolSpec
@@ -326,7 +395,9 @@ pool.close()
     program = [sys.executable, "-c", code]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     limited = ["bash", "-c", 'ulimit -v 8000000; exec "$@"', "-", *program]
-    done = subprocess.run(limited, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=100)
+    done = subprocess.run(
+        limited, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -342,11 +413,22 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_functions_of_trl_and_verl() -> None:
-    chat, text = Row("a", [{"role": "user", "content": "?"}]), Row("b", "?")
+    chat = Row("a", [{"role": "user", "content": "?"}])
+    text = Row("b", "?")
     for in_process in (True, None):
-        [trl] = build_rewards([RewardConfig(name="hostile_rewards:trl_reward", kind="trl", in_process=in_process)])
-        assert run(trl.score([chat, text, chat, text], ["yes", "yes", "no", "no"])) == [1.0, 1.0, 0.0, 0.0]
-        [verl] = build_rewards([RewardConfig(name="hostile_rewards:compute_score", in_process=in_process)])  # found by its parameters
+        [trl] = build_rewards(
+            [RewardConfig(name="hostile_rewards:trl_reward", kind="trl", in_process=in_process)]
+        )
+        assert run(trl.score([chat, text, chat, text], ["yes", "yes", "no", "no"])) == [
+            1.0,
+            1.0,
+            0.0,
+            0.0,
+        ]
+        # found by its parameters
+        [verl] = build_rewards(
+            [RewardConfig(name="hostile_rewards:compute_score", in_process=in_process)]
+        )
         columns: dict[str, Any] = {"data_source": "d", "extra_info": {"i": 1}, "unused": object()}
         rows = [
             Row("a", "?", {**columns, "reward_model": {"ground_truth": "7", "style": "rule"}}),
@@ -362,7 +444,12 @@ def test_functions_of_trl_and_verl() -> None:
 def test_a_redone_step_reads_what_the_clock_decided(tmp_path: Path) -> None:
     """Timeouts and crashes are journalled before they are used: the second time nobody is asked."""
     texts = ["abc", "hang", "exit"]
-    first = FunctionReward("obey", hostile_rewards.obey, pool=pool_of(PoolSpec(OBEY, workers=2, timeout=TIMEOUT)), each=True)
+    first = FunctionReward(
+        "obey",
+        hostile_rewards.obey,
+        pool=pool_of(PoolSpec(OBEY, workers=2, timeout=TIMEOUT)),
+        each=True,
+    )
     second = FunctionReward("obey", lambda completions: [9.0] * len(completions))
     found = []
     for reward in (first, second):
@@ -371,7 +458,11 @@ def test_a_redone_step_reads_what_the_clock_decided(tmp_path: Path) -> None:
         totals = [scorer.total({"obey": score}, 5) for score in scores["obey"]]
         found.append((totals, scorer.faults("0:r"), scorer.faults("0:r")))
     lost: Any = ({"obey": None}, None)
-    assert found[0] == found[1] == ([({"obey": 3.0}, 3.0), lost, lost], {"reward_timeout": 1, "reward_crash": 1}, {})
+    assert (
+        found[0]
+        == found[1]
+        == ([({"obey": 3.0}, 3.0), lost, lost], {"reward_timeout": 1, "reward_crash": 1}, {})
+    )
 
 
 def test_faults_are_counted_in_the_metrics() -> None:
@@ -389,11 +480,22 @@ def test_generation_goes_on_while_a_slow_reward_sleeps() -> None:
     """Twenty groups are written while the reward of the first one sleeps in its process."""
     slow = pool_of(PoolSpec(OBEY, workers=2, timeout=20.0))
     reward = FunctionReward("obey", hostile_rewards.obey, pool=slow)
-    engine = FakeEngine(lambda prompt, i: [ord(ch) for ch in ("sleep 1.0" if prompt[0] == 0 else "fast")] + [3], stop_tokens=[3])
+    engine = FakeEngine(
+        lambda prompt, i: [ord(ch) for ch in ("sleep 1.0" if prompt[0] == 0 else "fast")] + [3],
+        stop_tokens=[3],
+    )
     order: list[str] = []
 
     async def one(i: int) -> None:
-        rollout = SingleTurn(engine, lambda row: [i], lambda t: "".join(chr(c) for c in t if c != 3), [reward], Sampling(20), n=2, seed=0)
+        rollout = SingleTurn(
+            engine,
+            lambda row: [i],
+            lambda t: "".join(chr(c) for c in t if c != 3),
+            [reward],
+            Sampling(20),
+            n=2,
+            seed=0,
+        )
         group = await rollout(Row(str(i), "p"), f"0:{i}")
         order.append(str(i))
         assert [s.reward for s in group.samples] == [9.0 if i == 0 else 4.0] * 2

@@ -1,4 +1,6 @@
-"""Reward models from YAML to a reward in RL: first step, learning, resume, export as an ordinary classifier, calibration."""
+"""Reward models from YAML to a reward in RL: first step, learning, resume, export as an ordinary
+classifier, calibration.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,17 @@ from toys import SilentView
 
 pytestmark = pytest.mark.timeout(120)
 GRADED: list[dict[str, Any]] = [
-    {"prompt": row["prompt"], "completion": row[side], "score": 1.0 if side == "chosen" else -1.0} for row in PAIRS for side in ("chosen", "rejected")
-]  # fmt: skip
+    {"prompt": row["prompt"], "completion": row[side], "score": 1.0 if side == "chosen" else -1.0}
+    for row in PAIRS
+    for side in ("chosen", "rejected")
+]
 STEPS: list[dict[str, Any]] = [
-    {"prompt": row["prompt"], "steps": [row["chosen"], row["rejected"], row["chosen"]], "labels": [True, False, True]} for row in PAIRS
+    {
+        "prompt": row["prompt"],
+        "steps": [row["chosen"], row["rejected"], row["chosen"]],
+        "labels": [True, False, True],
+    }
+    for row in PAIRS
 ]
 DATA = {"regression": GRADED, "process": STEPS}
 
@@ -51,23 +60,38 @@ def test_first_step_and_learning(model: str, tmp_path: Path, name: str) -> None:
     """A head that starts at 0 scores 0: losses are known. Then it learns rows it has not seen."""
     data = DATA.get(name, PAIRS)
     held = [{**row, "prompt": f"9 {row['prompt']}"} for row in data[:4]]
-    cfg = config(model, tmp_path / "run", name, steps=15, train={"prompts_per_step": 12}, data={"source": "python", "shuffle": False})
+    cfg = config(
+        model,
+        tmp_path / "run",
+        name,
+        steps=15,
+        train={"prompts_per_step": 12},
+        data={"source": "python", "shuffle": False},
+    )
     launch(cfg, data, held)
     metrics = lines(cfg)
-    start, first, final = metrics[0], metrics[1], metrics[-1]
+    start = metrics[0]
+    first = metrics[1]
+    final = metrics[-1]
     known = {"margin": math.log(1 + math.e), "regression": 1.0}.get(name, math.log(2))
     assert first["reward/loss"] == pytest.approx(known, abs=1e-6) == start["eval/loss"]
     assert final["eval/loss"] < 0.5 * known
     if name != "regression":
         assert final["eval/accuracy"] == 1.0
-        assert start["eval/accuracy"] == (pytest.approx(1 / 3) if name == "process" else 0.0)  # a tie is wrong; 0 says "not right"
+        # a tie is wrong; 0 says "not right"
+        assert start["eval/accuracy"] == (pytest.approx(1 / 3) if name == "process" else 0.0)
     if name not in DATA:
-        assert start["eval/margin"] == 0 < 1 < final["eval/margin"] and start["eval/calibration"] == 0
-        assert 0 < final["eval/calibration"] < 0.25  # all are right, so it is the mean doubt, 1 - sigma(margin)
+        assert (
+            start["eval/margin"] == 0 < 1 < final["eval/margin"] and start["eval/calibration"] == 0
+        )
+        # all are right, so it is the mean doubt, 1 - sigma(margin)
+        assert 0 < final["eval/calibration"] < 0.25
 
 
 def test_calibration_by_hand() -> None:
-    """Confidence sigma(ln 3) = 3/4: three of four right is no error, four of four is 1/4, none is 3/4."""
+    """Confidence sigma(ln 3) = 3/4: three of four right is no error, four of four is 1/4, none is
+    3/4.
+    """
     three_quarters = math.log(3)
     signs = torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
     assert calibration_error(signs * three_quarters) == pytest.approx(0, abs=1e-12)
@@ -85,11 +109,16 @@ def test_resume_is_exact(model: str, tmp_path: Path) -> None:
     assert digest(whole) == digest(cut)
 
 
-def test_an_exported_model_is_an_ordinary_classifier_and_scores_what_it_was_trained_on(model: str, judge: Path, tmp_path: Path) -> None:
-    """transformers alone reads at the last token; so does the reward `model`; and training read there too."""
+def test_an_exported_model_is_an_ordinary_classifier_and_scores_what_it_was_trained_on(
+    model: str, judge: Path, tmp_path: Path
+) -> None:
+    """transformers alone reads at the last token; so does the reward `model`; and training read
+    there too.
+    """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    plain, tokenizer = AutoModelForSequenceClassification.from_pretrained(judge), AutoTokenizer.from_pretrained(judge)
+    plain = AutoModelForSequenceClassification.from_pretrained(judge)
+    tokenizer = AutoTokenizer.from_pretrained(judge)
     reward = ModelReward(str(judge)).load("cpu")
     for row in PAIRS[:4]:
         found = {}
@@ -98,17 +127,33 @@ def test_an_exported_model_is_an_ordinary_classifier_and_scores_what_it_was_trai
             found[side] = plain(torch.tensor([ids])).logits[0, 0].item()
             assert reward([row["prompt"]], [row[side]]) == pytest.approx([found[side]], abs=1e-5)
         assert found["chosen"] > found["rejected"] + 1
-    shop = Workshop(config(model, tmp_path / "run", "bradley_terry"), Given(data=PAIRS), SilentView())
+    shop = Workshop(
+        config(model, tmp_path / "run", "bradley_terry"), Given(data=PAIRS), SilentView()
+    )
     for (chosen, rejected), row in zip(make_units(shop, shop.train_rows).units, PAIRS, strict=True):
-        assert chosen.tokens.tolist() == reward.ids(row["prompt"], row["chosen"]) and bool(chosen.trained[-1])
-        assert rejected.tokens.tolist() == reward.ids(row["prompt"], row["rejected"]) and bool(rejected.trained[-1])
+        assert chosen.tokens.tolist() == reward.ids(row["prompt"], row["chosen"]) and bool(
+            chosen.trained[-1]
+        )
+        assert rejected.tokens.tolist() == reward.ids(row["prompt"], row["rejected"]) and bool(
+            rejected.trained[-1]
+        )
 
 
 def test_it_is_a_reward_at_once(model: str, judge: Path, tmp_path: Path) -> None:
     """GRPO against it: the score of what the policy writes rises."""
     rewards = [{"name": "model", "options": {"path": str(judge)}}]
-    cfg = make_config(model, tmp_path, "rl", "grpo", "train.steps=20", "train.learning_rate=1e-2", "train.prompts_per_step=8",
-                      "algorithm.group_size=8", "rollout.max_new_tokens=4", rewards=rewards)  # fmt: skip
+    cfg = make_config(
+        model,
+        tmp_path,
+        "rl",
+        "grpo",
+        "train.steps=20",
+        "train.learning_rate=1e-2",
+        "train.prompts_per_step=8",
+        "algorithm.group_size=8",
+        "rollout.max_new_tokens=4",
+        rewards=rewards,
+    )
     train_config(cfg, Given(data=[{"prompt": row["prompt"]} for row in PAIRS]), SilentView())
     metrics = lines(cfg)
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1
@@ -116,7 +161,11 @@ def test_it_is_a_reward_at_once(model: str, judge: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("inner", [True, False])
 def test_steps_are_labelled_where_they_end(model: str, tmp_path: Path, inner: bool) -> None:
-    row = {"prompt": "ab:", "steps" if inner else "completions": ["cd", "efg"], "labels": [True, 0.25]}
+    row = {
+        "prompt": "ab:",
+        "steps" if inner else "completions": ["cd", "efg"],
+        "labels": [True, 0.25],
+    }
     shop = Workshop(config(model, tmp_path / "run", "process"), Given(data=[row]), SilentView())
     ((sample,),) = make_units(shop, shop.train_rows).units
     text = "ab:cd\nefg\n"
@@ -133,13 +182,22 @@ def test_steps_are_labelled_where_they_end(model: str, tmp_path: Path, inner: bo
         ("process", {"prompt": "a", "steps": ["x"], "labels": ["?"]}, "neither true nor false"),
     ],
 )
-def test_rows_that_are_refused(model: str, tmp_path: Path, name: str, row: dict[str, Any], said: str) -> None:
+def test_rows_that_are_refused(
+    model: str, tmp_path: Path, name: str, row: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InputError, match=said):
         build(config(model, tmp_path / "run", name), SilentView(), Given(data=[row]))
 
 
 def test_what_means_nothing_to_a_reward_model_is_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no setting 'beta'"):
-        launch(config(model, tmp_path / "run", "bradley_terry", algorithm={"options": {"beta": 1}}), PAIRS, HELD)
+        launch(
+            config(model, tmp_path / "run", "bradley_terry", algorithm={"options": {"beta": 1}}),
+            PAIRS,
+            HELD,
+        )
     with pytest.raises(InputError, match="only pairs leave the zero"):
-        launch(config(model, tmp_path / "run", "regression", algorithm={"options": {"centre": 0.1}}), GRADED)
+        launch(
+            config(model, tmp_path / "run", "regression", algorithm={"options": {"centre": 0.1}}),
+            GRADED,
+        )

@@ -1,4 +1,6 @@
-"""THE loop on a tiny model: what must hold at step 0, what a step must leave alone, and what must not matter."""
+"""THE loop on a tiny model: what must hold at step 0, what a step must leave alone, and what must
+not matter.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,35 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "sections"),
-    [("grpo", (), {}), ("grpo", ("rollout.temperature=0.7", "algorithm.kl.coefficient=0.1"), {}), ("grpo", ("algorithm.kl.coefficient=0.1",), LORA),
-     ("dr_grpo", ("rollout.temperature=1.3",), {}), ("dapo", (), {}), ("grpo", ("train.tokens_per_microbatch=20",), {}),
-     ("grpo", ("algorithm.epochs=2", "algorithm.minibatches=2", "train.learning_rate=0"), {}), ("grpo", ("algorithm.correction.name=tis",), {})],
+    [
+        ("grpo", (), {}),
+        ("grpo", ("rollout.temperature=0.7", "algorithm.kl.coefficient=0.1"), {}),
+        ("grpo", ("algorithm.kl.coefficient=0.1",), LORA),
+        ("dr_grpo", ("rollout.temperature=1.3",), {}),
+        ("dapo", (), {}),
+        ("grpo", ("train.tokens_per_microbatch=20",), {}),
+        ("grpo", ("algorithm.epochs=2", "algorithm.minibatches=2", "train.learning_rate=0"), {}),
+        ("grpo", ("algorithm.correction.name=tis",), {}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_before_the_first_step_everything_agrees(
     make: Callable[..., Config], algorithm: str, overrides: tuple[str, ...], sections: dict
 ) -> None:
-    """Ratio 1, nothing clipped, KL 0, no mismatch between the engine and the trainer: one test for shifts, masks, temperature and dropout (1)."""
+    """Ratio 1, nothing clipped, KL 0, no mismatch between the engine and the trainer: one test for
+    shifts, masks, temperature and dropout (1).
+    """
     cfg = make("run", algorithm, "train.steps=1", *overrides, **sections)
     launch(cfg)
     first = next(m for m in lines(cfg) if "policy/ratio" in m)
-    assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-6) and first["policy/ratio/max"] == pytest.approx(1.0, abs=1e-5)
-    assert first["policy/clip_fraction"] == 0 and first["mismatch/mean"] < 1e-6 and first["mismatch/max"] < 1e-5
+    assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-6) and first[
+        "policy/ratio/max"
+    ] == pytest.approx(1.0, abs=1e-5)
+    assert (
+        first["policy/clip_fraction"] == 0
+        and first["mismatch/mean"] < 1e-6
+        and first["mismatch/max"] < 1e-5
+    )
     if "algorithm.kl.coefficient=0.1" in overrides:
         assert 0 <= first["policy/kl"] < 1e-9
     assert first["train/grad_norm"] > 1e-3 and first["train/empty"] == first["train/skipped"] == 0
@@ -53,7 +70,14 @@ def test_before_the_first_step_everything_agrees(
 
 
 def test_off_policy_ratios_move_after_the_first_update(make: Callable[..., Config]) -> None:
-    cfg = make("run", "grpo", "train.steps=1", "algorithm.epochs=3", "train.learning_rate=0.01", "algorithm.kl.coefficient=0.1")
+    cfg = make(
+        "run",
+        "grpo",
+        "train.steps=1",
+        "algorithm.epochs=3",
+        "train.learning_rate=0.01",
+        "algorithm.kl.coefficient=0.1",
+    )
     launch(cfg)
     first = lines(cfg)[0]
     assert first["policy/ratio/max"] > 1.05 and first["policy/kl"] > 1e-5
@@ -65,10 +89,19 @@ def test_off_policy_ratios_move_after_the_first_update(make: Callable[..., Confi
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
 @pytest.mark.parametrize("value", [1.0, None], ids=["equal", "unscored"])
-def test_a_step_without_signal_touches_nothing(make: Callable[..., Config], algorithm: str, value: float | None) -> None:
-    """All rewards equal, or none at all: weights and Adam as before, the step is counted as empty, the run goes on and can be saved."""
+def test_a_step_without_signal_touches_nothing(
+    make: Callable[..., Config], algorithm: str, value: float | None
+) -> None:
+    """All rewards equal, or none at all: weights and Adam as before, the step is counted as empty,
+    the run goes on and can be saved.
+    """
     cfg = make(
-        "run", algorithm, "train.steps=2", "run.checkpoint.every=1", "algorithm.overlong_buffer=0", "train.optimizer.weight_decay=0.1"
+        "run",
+        algorithm,
+        "train.steps=2",
+        "run.checkpoint.every=1",
+        "algorithm.overlong_buffer=0",
+        "train.optimizer.weight_decay=0.1",
     )
     result = launch(cfg, lambda completions: [value] * len(completions))
     found = tensors(cfg)
@@ -79,23 +112,42 @@ def test_a_step_without_signal_touches_nothing(make: Callable[..., Config], algo
     assert not any(name.startswith("optimizer/") for name in found)
     steps = lines(cfg)
     assert [m["step"] for m in steps] == [1, 2] and [m["train/empty"] for m in steps] == [1, 1]
-    assert len([e for e in lines(cfg, "events.jsonl") if e["kind"] == "empty_step"]) == 2 and result.steps == 2
-    assert steps[0]["reward/unscored"] == float(value is None) and steps[0]["groups/zero_variance"] == 1.0
-    json.loads((Path(cfg.run.dir) / "summary.json").read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    assert (
+        len([e for e in lines(cfg, "events.jsonl") if e["kind"] == "empty_step"]) == 2
+        and result.steps == 2
+    )
+    assert (
+        steps[0]["reward/unscored"] == float(value is None)
+        and steps[0]["groups/zero_variance"] == 1.0
+    )
+    json.loads(
+        (Path(cfg.run.dir) / "summary.json").read_text(),
+        parse_constant=lambda text: pytest.fail(f"{text} is not JSON"),
+    )
 
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_step_without_signal_keeps_its_metrics(make: Callable[..., Config], skip: bool) -> None:
     """A run that stops learning is when one looks at entropy and mismatch."""
-    cfg = make("run", "grpo", "train.steps=2", "algorithm.minibatches=2", f"train.skip_idle={str(skip).lower()}")
+    cfg = make(
+        "run",
+        "grpo",
+        "train.steps=2",
+        "algorithm.minibatches=2",
+        f"train.skip_idle={str(skip).lower()}",
+    )
     launch(cfg, lambda completions: [1.0] * len(completions))
     for step in lines(cfg):
         assert step["policy/entropy"] > 0 and step["policy/ratio/max"] == pytest.approx(1.0)
         assert step["policy/loss"] == 0 and "mismatch/mean" in step and step["train/grad_norm"] == 0
 
 
-def test_unscored_samples_are_not_trained_and_not_zero(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of every group has no score: their tokens are dropped, and the mean is over the others."""
+def test_unscored_samples_are_not_trained_and_not_zero(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of every group has no score: their tokens are dropped, and the mean is over
+    the others.
+    """
     seen: list[Group] = []
     original = RLTrainer._pack
 
@@ -103,7 +155,9 @@ def test_unscored_samples_are_not_trained_and_not_zero(make: Callable[..., Confi
         seen.extend(groups)
         batches = original(self, groups)
         for batch in (b for m in batches for b in m):
-            for sample, trained in zip(batch.samples, batch.trained_lengths().tolist(), strict=True):
+            for sample, trained in zip(
+                batch.samples, batch.trained_lengths().tolist(), strict=True
+            ):
                 assert (trained == 0) == (sample.reward is None)
         return batches
 
@@ -113,14 +167,23 @@ def test_unscored_samples_are_not_trained_and_not_zero(make: Callable[..., Confi
     metrics = lines(cfg)[0]
     assert metrics["reward/mean"] == 0.75 and metrics["reward/unscored"] == 0.5
     dropped = sum(s.n_trained for g in seen for s in g.samples if s.reward is None)
-    assert metrics["tokens/dropped"] == dropped > 0 and metrics["tokens/sampled"] == metrics["tokens/trained"] + dropped
+    assert (
+        metrics["tokens/dropped"] == dropped > 0
+        and metrics["tokens/sampled"] == metrics["tokens/trained"] + dropped
+    )
 
 
-def test_masked_truncation_counts_in_the_group_but_is_not_trained(make: Callable[..., Config]) -> None:
+def test_masked_truncation_counts_in_the_group_but_is_not_trained(
+    make: Callable[..., Config],
+) -> None:
     cfg = make("run", "grpo", "train.steps=1", "algorithm.overlong=mask")
     launch(cfg)
     metrics = lines(cfg)[0]
-    assert metrics["response/truncated"] > 0.5 and metrics["tokens/dropped"] > 0 and metrics["reward/unscored"] == 0
+    assert (
+        metrics["response/truncated"] > 0.5
+        and metrics["tokens/dropped"] > 0
+        and metrics["reward/unscored"] == 0
+    )
 
 
 def bad_loss(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
@@ -138,7 +201,9 @@ def bad_loss(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     monkeypatch.setattr(LocalBackend, "forward_backward", spoiled)
 
 
-def test_one_bad_step_is_skipped_reported_and_saved(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_bad_step_is_skipped_reported_and_saved(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bad_loss(monkeypatch, {1})
     cfg = make("run", "grpo", "train.steps=4", "run.checkpoint.every=1", "run.checkpoint.keep=9")
     launch(cfg)
@@ -154,7 +219,9 @@ def test_one_bad_step_is_skipped_reported_and_saved(make: Callable[..., Config],
     assert [e["step"] for e in lines(cfg, "events.jsonl") if e["kind"] == "skipped_step"] == [2]
 
 
-def test_three_bad_steps_in_a_row_end_the_run(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_bad_steps_in_a_row_end_the_run(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bad_loss(monkeypatch, {0, 1, 3, 4, 5})
     cfg = make("run", "grpo", "train.steps=20", "run.checkpoint.every=1")
     with pytest.raises(StoppedByPolicy, match="3 steps in a row"):
@@ -162,8 +229,13 @@ def test_three_bad_steps_in_a_row_end_the_run(make: Callable[..., Config], monke
     assert len(lines(cfg)) == 6
 
 
-def test_rewards_that_score_nothing_for_three_steps_end_the_run(make: Callable[..., Config]) -> None:
-    """Not silently at the end, with nothing learned. Two such steps and a good one are no reason."""
+def test_rewards_that_score_nothing_for_three_steps_end_the_run(
+    make: Callable[..., Config],
+) -> None:
+    """Not silently at the end, with nothing learned.
+
+    Two such steps and a good one are no reason.
+    """
     asked = iter([None] * 2 + [1.0] + [None] * 10)
     per_step = {"n": 0, "value": None}
 
@@ -175,13 +247,17 @@ def test_rewards_that_score_nothing_for_three_steps_end_the_run(make: Callable[.
 
     cfg = make("run", "grpo", "train.steps=20", "run.checkpoint.every=1")
     assert cfg.train.prompts_per_step == 4
-    with pytest.raises(StoppedByPolicy, match="3 steps in a row had no sample that could be scored.*check rewards"):
+    with pytest.raises(
+        StoppedByPolicy, match="3 steps in a row had no sample that could be scored.*check rewards"
+    ):
         launch(cfg, flaky)
     assert [m["reward/unscored"] for m in lines(cfg)] == [1, 1, 0, 1, 1, 1]
 
 
 def test_where_the_reason_is_that_nothing_was_scored() -> None:
-    """Events, if a reward failed; and no word of events where there are none, because rewards returned None themselves."""
+    """Events, if a reward failed; and no word of events where there are none, because rewards
+    returned None themselves.
+    """
     assert what_is_bad({"reward/unscored": 1.0}) == UNSCORED
     silent = why_bad(UNSCORED, {"reward/unscored": 1.0})
     assert "returned None for every completion" in silent and "events.jsonl" not in silent
@@ -190,7 +266,9 @@ def test_where_the_reason_is_that_nothing_was_scored() -> None:
     assert not what_is_bad({"reward/unscored": 0.5})
 
 
-def test_a_directory_without_a_checkpoint_begins_again_and_says_so(make: Callable[..., Config]) -> None:
+def test_a_directory_without_a_checkpoint_begins_again_and_says_so(
+    make: Callable[..., Config],
+) -> None:
     cfg = make("run", "grpo", "train.steps=2", "run.checkpoint.every=1")
     launch(cfg)
     view = SilentView()
@@ -205,21 +283,36 @@ def test_a_directory_without_a_checkpoint_begins_again_and_says_so(make: Callabl
 
 
 def test_micro_batches_do_not_matter(make: Callable[..., Config]) -> None:
-    """Budget 40 against 4096: rollouts, rewards and, up to rounding, weights are those of the same run (12)."""
+    """Budget 40 against 4096: rollouts, rewards and, up to rounding, weights are those of the same
+    run (12).
+    """
     results = []
     for budget in (40, 4096):
-        cfg = make(f"b{budget}", "grpo", f"train.tokens_per_microbatch={budget}", "train.learning_rate=1e-4", "train.steps=4", "algorithm.kl.coefficient=0.05",
-                   "algorithm.entropy=0.01", "algorithm.epochs=2", "algorithm.minibatches=2")  # fmt: skip
+        cfg = make(
+            f"b{budget}",
+            "grpo",
+            f"train.tokens_per_microbatch={budget}",
+            "train.learning_rate=1e-4",
+            "train.steps=4",
+            "algorithm.kl.coefficient=0.05",
+            "algorithm.entropy=0.01",
+            "algorithm.epochs=2",
+            "algorithm.minibatches=2",
+        )
         launch(cfg)
-        results.append(({k: v for k, v in tensors(cfg).items() if k.startswith("model/")}, lines(cfg)))
+        results.append(
+            ({k: v for k, v in tensors(cfg).items() if k.startswith("model/")}, lines(cfg))
+        )
     (a, one), (b, two) = results
     gap = max(float((a[k] - b[k]).abs().max()) for k in a)
     assert gap < 2e-5  # a fifth of one step's rate; sixteen steps were made
     for m, n in zip(one, two, strict=True):
-        assert m["reward/mean"] == n["reward/mean"] and m["train/grad_norm"] == pytest.approx(n["train/grad_norm"], rel=1e-3)
-        assert m["policy/loss"] == pytest.approx(n["policy/loss"], abs=1e-5) and m["policy/entropy"] == pytest.approx(
-            n["policy/entropy"], rel=1e-5
+        assert m["reward/mean"] == n["reward/mean"] and m["train/grad_norm"] == pytest.approx(
+            n["train/grad_norm"], rel=1e-3
         )
+        assert m["policy/loss"] == pytest.approx(n["policy/loss"], abs=1e-5) and m[
+            "policy/entropy"
+        ] == pytest.approx(n["policy/entropy"], rel=1e-5)
 
 
 def test_a_tight_engine_does_not_matter(make: Callable[..., Config]) -> None:
@@ -230,7 +323,10 @@ def test_a_tight_engine_does_not_matter(make: Callable[..., Config]) -> None:
         launch(cfg)
         results.append((tensors(cfg), [m["reward/mean"] for m in lines(cfg)]))
     (a, one), (b, two) = results
-    assert one == two and max(float((a[k] - b[k]).abs().max()) for k in a if k.startswith("model/")) < 2e-5
+    assert (
+        one == two
+        and max(float((a[k] - b[k]).abs().max()) for k in a if k.startswith("model/")) < 2e-5
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
@@ -247,21 +343,42 @@ def test_the_same_seed_gives_the_same_bits(make: Callable[..., Config], algorith
 # what is sampled
 
 
-def test_versions_rows_and_draws_of_each_step(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step's tokens are stamped with the optimizer steps before it; rows and samples of a step differ from every other's (34)."""
+def test_versions_rows_and_draws_of_each_step(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step's tokens are stamped with the optimizer steps before it; rows and samples of a step
+    differ from every other's (34).
+    """
     harvested: list[list[Group]] = []
     original = RLTrainer._pack
-    monkeypatch.setattr(RLTrainer, "_pack", lambda self, groups: (harvested.append(groups), original(self, groups))[1])
-    cfg = make("run", "grpo", "train.steps=4", "train.learning_rate=0", "algorithm.minibatches=2", "train.prompts_per_step=8")
+    monkeypatch.setattr(
+        RLTrainer,
+        "_pack",
+        lambda self, groups: (harvested.append(groups), original(self, groups))[1],
+    )
+    cfg = make(
+        "run",
+        "grpo",
+        "train.steps=4",
+        "train.learning_rate=0",
+        "algorithm.minibatches=2",
+        "train.prompts_per_step=8",
+    )
     launch(cfg)
-    versions = [{int(v) for g in groups for s in g.samples for v in s.versions[s.trained]} for groups in harvested]
+    versions = [
+        {int(v) for g in groups for s in g.samples for v in s.versions[s.trained]}
+        for groups in harvested
+    ]
     assert versions == [{0}, {2}, {4}, {6}]
     names = [g.samples[0].group for groups in harvested for g in groups]
-    assert len(set(names)) == 32 and sorted(g.row.prompt for g in harvested[0] + harvested[1]) == sorted(d["prompt"] for d in DATA)
+    assert len(set(names)) == 32 and sorted(
+        g.row.prompt for g in harvested[0] + harvested[1]
+    ) == sorted(d["prompt"] for d in DATA)
     by_row: dict[Any, list[list[int]]] = {}
     for g in (g for groups in harvested for g in groups):
         by_row.setdefault(g.row.prompt, []).extend(s.tokens.tolist() for s in g.samples)
-    assert all(len({tuple(t) for t in samples}) == 8 for samples in by_row.values())  # unchanged weights, second epoch: other draws
+    # unchanged weights, second epoch: other draws
+    assert all(len({tuple(t) for t in samples}) == 8 for samples in by_row.values())
 
 
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Batch], Totals]]:
@@ -277,21 +394,30 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Batch], Totals]]:
     return seen
 
 
-def test_every_optimizer_step_divides_by_its_own_totals(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two minibatches are two optimizer steps: each has the counts of its own rows, not those of both."""
+def test_every_optimizer_step_divides_by_its_own_totals(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two minibatches are two optimizer steps: each has the counts of its own rows, not those of
+    both.
+    """
     seen = passes(monkeypatch)
     launch(make("run", "grpo", "train.steps=1", "algorithm.minibatches=2", "train.skip_idle=false"))
     assert len(seen) == 2
     for batches, totals in seen:
         assert totals.tokens == sum(b.n_trained for b in batches) > 0 == totals.left_out
-        assert totals.sequences == len({s.episode for b in batches for s in b.samples if s.n_trained})
+        assert totals.sequences == len(
+            {s.episode for b in batches for s in b.samples if s.n_trained}
+        )
     first, second = ({s.uid for b in batches for s in b.samples} for batches, _ in seen)
     assert first and second and not first & second
 
 
-def test_rows_that_are_left_out_still_count(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows without gradient are not computed, and the mean is over all rows still: the loss and the gradient are the same, not
-    larger by the share that was left out (Adam would hide that)."""
+def test_rows_that_are_left_out_still_count(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows without gradient are not computed, and the mean is over all rows still: the loss and the
+    gradient are the same, not larger by the share that was left out (Adam would hide that).
+    """
     seen = passes(monkeypatch)
 
     def half(prompts: list[str], completions: list[str]) -> list[float]:
@@ -300,10 +426,19 @@ def test_rows_that_are_left_out_still_count(make: Callable[..., Config], monkeyp
 
     told = []
     for skip in ("true", "false"):
-        cfg = make(skip, "grpo", "algorithm.reduce=token_mean", "train.steps=2", "train.prompts_per_step=8", f"train.skip_idle={skip}")
+        cfg = make(
+            skip,
+            "grpo",
+            "algorithm.reduce=token_mean",
+            "train.steps=2",
+            "train.prompts_per_step=8",
+            f"train.skip_idle={skip}",
+        )
         launch(cfg, half)
         told.append([(m["train/grad_norm"], m["train/loss"]) for m in lines(cfg)])
-    assert any(totals.left_out for _, totals in seen[:2]) and not any(totals.left_out for _, totals in seen[2:])
+    assert any(totals.left_out for _, totals in seen[:2]) and not any(
+        totals.left_out for _, totals in seen[2:]
+    )
     for skipped, computed in zip(*told, strict=True):
         assert skipped == pytest.approx(computed, rel=1e-3, abs=1e-7) and computed[0] > 1e-3
 
@@ -313,4 +448,10 @@ def test_average() -> None:
         {"a": 1.0, "r/max": 5.0, "r/min": 5.0, "train/skipped": 0.0, "train/empty": 1.0},
         {"a": 2.0, "r/max": 3.0, "r/min": 3.0, "train/skipped": 1.0, "train/empty": 0.0},
     ]
-    assert average(results) == {"a": 1.5, "r/max": 5.0, "r/min": 3.0, "train/skipped": 1.0, "train/empty": 1.0}
+    assert average(results) == {
+        "a": 1.5,
+        "r/max": 5.0,
+        "r/min": 3.0,
+        "train/skipped": 1.0,
+        "train/empty": 1.0,
+    }

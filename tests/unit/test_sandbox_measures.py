@@ -1,4 +1,6 @@
-"""What a run may have and see, beyond what one process is told: memory and processor time of all of them, and the files of the host."""
+"""What a run may have and see, beyond what one process is told: memory and processor time of all of
+them, and the files of the host.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ def elsewhere(python: str, code: str, *before: str) -> str:
 def test_processor_time_is_counted_for_all_processes_together(isolation: Isolation) -> None:
     """No process of these comes near the limit by itself."""
     result = run_sync(Program(BUSY), Limits(seconds=100, cpu_seconds=2), isolation)
-    assert (result.status, result.reason) == ("timeout", "processor time of all its processes"), result
+    assert (result.status, result.reason) == (
+        "timeout",
+        "processor time of all its processes",
+    ), result
     assert result.greedy
 
 
@@ -91,7 +96,11 @@ for ignored in (False, True):
 print("all done")
 """
     result = run_sync(Program(code), Limits(seconds=100, cpu_seconds=2), isolation)
-    assert (result.status, result.reason, result.stdout) == ("timeout", "processor time of all its processes", b""), result
+    assert (result.status, result.reason, result.stdout) == (
+        "timeout",
+        "processor time of all its processes",
+        b"",
+    ), result
 
 
 def test_processor_time_of_a_chain_of_short_processes_is_counted(isolation: Isolation) -> None:
@@ -110,7 +119,11 @@ print("all done", flush=True)
 os.kill(2, 9)
 """
     result = run_sync(Program(code), Limits(seconds=100, cpu_seconds=2), isolation)
-    assert (result.status, result.reason, result.stdout) == ("timeout", "processor time of all its processes", b""), result
+    assert (result.status, result.reason, result.stdout) == (
+        "timeout",
+        "processor time of all its processes",
+        b"",
+    ), result
 
 
 def test_one_process_at_a_time_is_not_greedy(isolation: Isolation) -> None:
@@ -120,17 +133,23 @@ def test_one_process_at_a_time_is_not_greedy(isolation: Isolation) -> None:
 
 
 def test_open_files_are_counted_for_all_processes_together(isolation: Isolation) -> None:
-    code = "import os, time\nfor _ in range(9):\n    if os.fork() == 0: break\nheld = [os.pipe() for _ in range(90)]\ntime.sleep(60)"
+    code = (
+        "import os, time\nfor _ in range(9):\n    if os.fork() == 0: break\nheld = [os.pipe() for _"
+        " in range(90)]\ntime.sleep(60)"
+    )
     result = run_sync(Program(code), Limits(seconds=60), isolation)
     assert (result.status, result.reason) == ("memory", "more than 512 open files in all"), result
     code = (
-        "import os, time\nfor _ in range(20):\n    if os.fork() == 0: break\nheld = [os.pipe() for _ in range(8)]\ntime.sleep(1)\nprint(1)"
+        "import os, time\nfor _ in range(20):\n    if os.fork() == 0: break\nheld = [os.pipe() for"
+        " _ in range(8)]\ntime.sleep(1)\nprint(1)"
     )
     assert run_sync(Program(code), Limits(seconds=60), isolation).status == "ok"
 
 
 def test_programs_share_memory_through_files(isolation: Isolation) -> None:
-    """What is refused without a file works with one, which is counted: multiprocessing is built on that."""
+    """What is refused without a file works with one, which is counted: multiprocessing is built on
+    that.
+    """
     code = """
 import mmap, multiprocessing
 from multiprocessing import shared_memory
@@ -161,7 +180,8 @@ from reinforge.sandbox import Limits, Program, run_sync, zygote
 from reinforge.sandbox.isolation import Isolation
 def told(code, **limits):
     result = run_sync(Program(code), Limits(**limits), Isolation("own"))
-    print(result.status, "|", result.reason, "|", result.stdout.decode().strip(), "|", result.greedy)
+    said = result.stdout.decode().strip()
+    print(result.status, "|", result.reason, "|", said, "|", result.greedy)
 for warm in (False, True):
     if warm:
         zygote.enable()
@@ -174,21 +194,35 @@ for warm in (False, True):
 
 
 def test_memory_is_measured_from_outside_where_proc_is_masked() -> None:
-    """As in a container: part of /proc is covered, so no other may be mounted, and the program has none."""
+    """As in a container: part of /proc is covered, so no other may be mounted, and the program has
+    none.
+    """
     containment("own")
-    mask = ["unshare", "-m" if os.getuid() == 0 else "-rm", "sh", "-c", 'mount -t tmpfs none /proc/irq && exec "$0" "$@"']
+    mask = [
+        "unshare",
+        "-m" if os.getuid() == 0 else "-rm",
+        "sh",
+        "-c",
+        'mount -t tmpfs none /proc/irq && exec "$0" "$@"',
+    ]
     if subprocess.run([*mask, "true"], capture_output=True).returncode:
         needs.missing("sandbox", "nothing can be mounted here, not even to mask /proc")
     lines = elsewhere(sys.executable, MASKED, *mask).splitlines()
-    bare, grows, busy = "ok |  | [] False | False", "memory | more than 256 MB in all |", "timeout | processor time of all its processes |"
+    bare = "ok |  | [] False | False"
+    grows = "memory | more than 256 MB in all |"
+    busy = "timeout | processor time of all its processes |"
     assert lines[0::3] == [bare, bare], lines
-    assert all(line.startswith(grows) for line in lines[1::3]) and all(line.startswith(busy) for line in lines[2::3]), lines
+    assert all(line.startswith(grows) for line in lines[1::3]) and all(
+        line.startswith(busy) for line in lines[2::3]
+    ), lines
 
 
 def test_without_any_proc_there_is_no_run() -> None:
     """There would be no limit on memory."""
     masked = launcher.Failed("mount /new/proc: Operation not permitted")
-    with pytest.raises(launcher.Failed, match="Operation not permitted, and no other /proc to measure memory by"):
+    with pytest.raises(
+        launcher.Failed, match="Operation not permitted, and no other /proc to measure memory by"
+    ):
         launcher.host_proc(masked)  # which looks where the launcher keeps the old root
 
 
@@ -202,7 +236,9 @@ def elsewhere_than_tmp() -> Iterator[Path]:
 
 
 def test_the_interpreter_shows_its_library_and_not_its_home(elsewhere_than_tmp: Path) -> None:
-    """A Python in the `bin` of a home, with its library in `lib`: the rest of that home is nobody's business."""
+    """A Python in the `bin` of a home, with its library in `lib`: the rest of that home is nobody's
+    business.
+    """
     for mode in WAYS:
         containment(mode)
     home = elsewhere_than_tmp / "home"
@@ -217,7 +253,8 @@ def test_the_interpreter_shows_its_library_and_not_its_home(elsewhere_than_tmp: 
     (home / "lib" / version).symlink_to(os.path.dirname(os.__file__))
     code = """
 import os, sys, ssl
-print(sorted(os.path.relpath(os.path.join(folder, name), HOME) for folder, _, names in os.walk(HOME) for name in names
+print(sorted(os.path.relpath(os.path.join(folder, name), HOME)
+             for folder, _, names in os.walk(HOME) for name in names
              if "/python" not in os.path.relpath(folder, HOME)))
 print(os.path.realpath(sys.executable) == PYTHON, os.listdir(os.path.dirname(HOME)))
 """.replace("HOME", repr(str(home))).replace("PYTHON", repr(str(python)))
@@ -228,33 +265,56 @@ for mode in {WAYS!r}:
     result = run_sync(Program({code!r}), Limits(seconds=60), Isolation(mode))
     print(result.stdout.decode() or result)
 """
-    assert elsewhere(str(python), told).split("\n\n") == [f"['bin/{python.name}']\nTrue ['home']"] * len(WAYS) + [""]
+    assert elsewhere(str(python), told).split("\n\n") == [
+        f"['bin/{python.name}']\nTrue ['home']"
+    ] * len(WAYS) + [""]
 
 
-def test_an_interpreter_that_the_programs_own_folder_would_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_the_programs_own_folder_would_cover_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(isolations, "interpreter", lambda: "/tmp/python/bin/python3")
     with pytest.raises(InputError, match="/tmp/python/bin/python3 is below /tmp"):
         layout.__wrapped__()
 
 
 def test_of_the_system_only_programs_and_libraries_are_shown(isolation: Isolation) -> None:
-    code = "import os\nprint(sorted(os.listdir('/')), sorted(os.listdir('/usr')), sorted(os.listdir('/usr/share')))"
+    code = (
+        "import os\nprint(sorted(os.listdir('/')), sorted(os.listdir('/usr')),"
+        " sorted(os.listdir('/usr/share')))"
+    )
     result = run_sync(Program(code), Limits(seconds=60), isolation)
-    root, usr, share = (set(eval(part + "]")) for part in result.stdout.decode().strip().split("]")[:3])
+    root, usr, share = (
+        set(eval(part + "]")) for part in result.stdout.decode().strip().split("]")[:3]
+    )
     placed = [path.split("/") for _, path in (*layout().binds, *layout().links)]
     assert root <= {path[1] for path in placed} | {"dev", "etc", "proc", "tmp", "launcher.py"}
     assert usr == {path[2] for path in placed if path[1] == "usr"}
-    assert share == {path[3] for path in placed if path[1:3] == ["usr", "share"]} <= {"zoneinfo", "nodejs"}
+    assert (
+        share
+        == {path[3] for path in placed if path[1:3] == ["usr", "share"]}
+        <= {"zoneinfo", "nodejs"}
+    )
     assert usr <= {"bin", "include", "lib", "lib32", "lib64", "libexec", "libx32", "share", "local"}
 
 
-def test_a_program_in_usr_local_is_no_escape_if_we_put_it_there(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_in_usr_local_is_no_escape_if_we_put_it_there(
+    isolation: Isolation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in images whose Python or node lives there. What else is there is one."""
-    attack = next(attack for attack in CONTAINED if attack.name == "what the machine's owner installed")
+    attack = next(
+        attack for attack in CONTAINED if attack.name == "what the machine's owner installed"
+    )
     known_before = attack.program()
-    node = replace(layout(), binds=(*layout().binds, (os.path.realpath("/bin/sh"), "/usr/local/there/bin/node")))
+    node = replace(
+        layout(),
+        binds=(*layout().binds, (os.path.realpath("/bin/sh"), "/usr/local/there/bin/node")),
+    )
     monkeypatch.setattr(isolations, "layout", lambda packages=(): node)
-    assert run_sync(Program(attack.program()), Limits(seconds=60), isolation).stdout == b"held nothing else\n"
+    assert (
+        run_sync(Program(attack.program()), Limits(seconds=60), isolation).stdout
+        == b"held nothing else\n"
+    )
     assert run_sync(Program(known_before), Limits(seconds=60), isolation).stdout == b"ESCAPED\n"
 
 
@@ -263,6 +323,14 @@ def test_packages_of_the_interpreter_are_not_there_unless_named(isolation: Isola
     if not folders:
         pytest.skip("nothing is installed beside this interpreter")
     code = f"import os\nprint([os.listdir(folder) for folder in {folders!r}])"
-    assert run_sync(Program(code), Limits(seconds=60), isolation).stdout == f"{[[] for _ in folders]}\n".encode()
+    assert (
+        run_sync(Program(code), Limits(seconds=60), isolation).stdout
+        == f"{[[] for _ in folders]}\n".encode()
+    )
     named: Any = Limits(seconds=60, packages=(folders[0],))
-    assert run_sync(Program("import os\nprint(len(os.listdir('/packages/0')))"), named, isolation).stdout != b"0\n"
+    assert (
+        run_sync(
+            Program("import os\nprint(len(os.listdir('/packages/0')))"), named, isolation
+        ).stdout
+        != b"0\n"
+    )

@@ -1,4 +1,6 @@
-"""Runs that are forked instead of started: contained as the others are, nothing to give away, nothing left behind."""
+"""Runs that are forked instead of started: contained as the others are, nothing to give away,
+nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,11 @@ def look(secret):
             fds.add(fd)
         except OSError:
             pass
-    found |= {"uid": os.getuid(), "fds": sorted(fds), "pids": sorted(int(n) for n in os.listdir("/proc") if n.isdigit()),
+    found |= {"uid": os.getuid(), "fds": sorted(fds),
+              "pids": sorted(int(n) for n in os.listdir("/proc") if n.isdigit()),
               "env": sorted(os.environ), "root": sorted(os.listdir("/"))}
-    needle = ("x" + "yzzy-%d").encode() % (secret + 1)   # expected values never come in: this one is of another sample's tests
+    # expected values never come in: this one is of another sample's tests
+    needle = ("x" + "yzzy-%d").encode() % (secret + 1)
     held = 0
     for line in open("/proc/self/maps"):
         if " rw-p " in line:
@@ -71,18 +75,39 @@ def pool():  # type: ignore[no-untyped-def]
 
 def test_a_forked_run_is_contained_and_knows_nothing(pool: Pool) -> None:
     async def go() -> dict[str, object]:
-        # the worker has judged these before: what they expected must not be in the memory of who comes next
+        # the worker has judged these before: what they expected must not be in the memory of who
+        # comes next
         for k in range(3):
             code = "def f(a):\n    return a"
             await pool.call(judge_calls, code, "f", [([f"{k}"], f"xyzzy-{8}")], Rules())
         said: dict[str, object] = {}
-        for name, expected in (("CapEff", "0" * 16), ("CapBnd", "0" * 16), ("CapPrm", "0" * 16), ("NoNewPrivs", "1"), ("Seccomp", "2"), ("socket", False),
-                               ("writes", False), ("uid", 1000), ("fds", [0, 1, 2, 3, 4]), ("held", 1)):  # fmt: skip
+        for name, expected in (
+            ("CapEff", "0" * 16),
+            ("CapBnd", "0" * 16),
+            ("CapPrm", "0" * 16),
+            ("NoNewPrivs", "1"),
+            ("Seccomp", "2"),
+            ("socket", False),
+            ("writes", False),
+            ("uid", 1000),
+            ("fds", [0, 1, 2, 3, 4]),
+            ("held", 1),
+        ):
             code = LOOK + f"\ndef f(secret):\n    return look(secret)[{name!r}]"
-            verdict = await pool.call(judge_calls, code, "f", [([7], expected)], Rules(Limits(seconds=20)))
+            verdict = await pool.call(
+                judge_calls, code, "f", [([7], expected)], Rules(Limits(seconds=20))
+            )
             said[name] = verdict.passed == 1
-        verdict = await pool.call(judge_calls, LOOK + "\ndef f():\n    s = look(7)\n    return len(s['pids']) <= 2 and 'REINFORGE_RUN' in s['env'] and len(s['env']) <= 9 "
-                                  "and 'home' not in s['root'] and 'var' not in s['root']", "f", [([], True)], Rules(Limits(seconds=20)))  # fmt: skip
+        verdict = await pool.call(
+            judge_calls,
+            LOOK
+            + "\ndef f():\n    s = look(7)\n    return len(s['pids']) <= 2 and 'REINFORGE_RUN' in"
+            " s['env'] and len(s['env']) <= 9 and 'home' not in s['root'] and 'var' not in"
+            " s['root']",
+            "f",
+            [([], True)],
+            Rules(Limits(seconds=20)),
+        )
         said["surroundings"] = verdict.passed == 1
         return said
 
@@ -91,17 +116,25 @@ def test_a_forked_run_is_contained_and_knows_nothing(pool: Pool) -> None:
 
 
 def test_every_run_is_a_fresh_one(pool: Pool) -> None:
-    code = "import os, builtins\nbuiltins.n = getattr(builtins, 'n', 0) + 1\nopen('/tmp/left', 'a').write('x')\n"
+    code = (
+        "import os, builtins\nbuiltins.n = getattr(builtins, 'n', 0) + 1\nopen('/tmp/left',"
+        " 'a').write('x')\n"
+    )
     code += "def f():\n    return [builtins.n, os.path.getsize('/tmp/left'), os.getpid()]"
 
     async def go() -> list[int]:
-        return [(await pool.call(judge_calls, code, "f", [([], [1, 1, 2])], Rules())).passed for _ in range(3)]
+        return [
+            (await pool.call(judge_calls, code, "f", [([], [1, 1, 2])], Rules())).passed
+            for _ in range(3)
+        ]
 
     assert asyncio.run(go()) == [1, 1, 1]
 
 
 @pytest.fixture(params=[True, False], ids=["prepared", "sharing nothing"])
-def boxes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[zygote.Zygote]:
+def boxes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[zygote.Zygote]:
     """The launcher of this process, with boxes to look at."""
     containment("own")
     monkeypatch.setattr(zygote, "_enabled", True)
@@ -137,8 +170,9 @@ print("left")
 """
 LOOKS = """
 import os
-print(sorted(os.listdir("/tmp")), oct(os.stat("/tmp").st_mode), os.stat("/tmp").st_mtime > 2, os.listxattr("/tmp"),
-      [n for n in os.listdir("/proc") if n.isdigit()], len(os.listdir("/proc/self/fd")), os.getpid())
+print(sorted(os.listdir("/tmp")), oct(os.stat("/tmp").st_mode), os.stat("/tmp").st_mtime > 2,
+      os.listxattr("/tmp"), [n for n in os.listdir("/proc") if n.isdigit()],
+      len(os.listdir("/proc/self/fd")), os.getpid())
 """
 
 
@@ -149,14 +183,22 @@ def test_a_box_is_used_again_and_holds_nothing_of_the_run_before(boxes: zygote.Z
     leaves = ran(LEAVES)
     assert leaves.status == "ok" and leaves.stdout == b"left\n", leaves
     assert ran(LOOKS).stdout == first and boxes._boxes == [box]
-    assert ran("import os\nos.kill(os.getpid(), 11)").status == "crashed" and ran(LOOKS).stdout == first and boxes._boxes == [box]
+    assert (
+        ran("import os\nos.kill(os.getpid(), 11)").status == "crashed"
+        and ran(LOOKS).stdout == first
+        and boxes._boxes == [box]
+    )
 
 
 def test_a_box_whose_run_was_killed_is_replaced(boxes: zygote.Zygote) -> None:
     ran("pass")
     [box] = boxes._boxes
     before = descriptors()
-    for code, status in (("while True: pass", "timeout"), ("print('x' * 10**8)", "output"), ("x = bytearray(10**9)", "memory")):
+    for code, status in (
+        ("while True: pass", "timeout"),
+        ("print('x' * 10**8)", "output"),
+        ("x = bytearray(10**9)", "memory"),
+    ):
         assert ran(code, seconds=1.0).status == status
         assert ran("print(1)").stdout == b"1\n"
     assert box not in boxes._boxes and len(boxes._boxes) == 1 and descriptors() <= before
@@ -168,11 +210,19 @@ def test_a_box_whose_run_was_killed_is_replaced(boxes: zygote.Zygote) -> None:
 
 
 def test_a_box_that_was_struck_is_not_used_again(boxes: zygote.Zygote) -> None:
-    """Its last words may be read after the decision to kill it, or before: either way it is gone."""
+    """Its last words may be read after the decision to kill it, or before: either way
+    it is gone.
+    """
     for order in ("strike first", "clean first"):
         process = Process(Isolation("own"), ["/bin/true"], {}, Limits(seconds=5))
         box = process._popen
-        steps = [process._strike, lambda process=process: (process._out["report"].extend(b"clean\n"), process._heard("report"))]
+        steps = [
+            process._strike,
+            lambda process=process: (
+                process._out["report"].extend(b"clean\n"),
+                process._heard("report"),
+            ),
+        ]
         for step in steps if order == "strike first" else steps[::-1]:
             step()
         assert isinstance(box, zygote.Box) and not box.idle
@@ -181,9 +231,22 @@ def test_a_box_that_was_struck_is_not_used_again(boxes: zygote.Zygote) -> None:
 
 
 def test_the_programs_before_are_not_in_memory(boxes: zygote.Zygote) -> None:
-    judge_calls(Isolation("own"), None, "def f():\n    return 'plugh-" + "4711'", "f", [([], "plugh-4711")], Rules())
-    code = LOOK.replace('("x" + "yzzy-%d")', '("p" + "lugh-%d")') + "\ndef f():\n    return look(4710)['held']"
-    assert judge_calls(Isolation("own"), None, code, "f", [([], 1)], Rules(Limits(seconds=20))).passed == 1
+    judge_calls(
+        Isolation("own"),
+        None,
+        "def f():\n    return 'plugh-" + "4711'",
+        "f",
+        [([], "plugh-4711")],
+        Rules(),
+    )
+    code = (
+        LOOK.replace('("x" + "yzzy-%d")', '("p" + "lugh-%d")')
+        + "\ndef f():\n    return look(4710)['held']"
+    )
+    assert (
+        judge_calls(Isolation("own"), None, code, "f", [([], 1)], Rules(Limits(seconds=20))).passed
+        == 1
+    )
     assert len(boxes._boxes) == 1
 
 
@@ -205,7 +268,9 @@ print(asyncio.run(nothing()), b.recv(), d.recv(9), resource.getrlimit(resource.R
 
 def test_ends_are_as_without(pool: Pool) -> None:
     async def judged(code: str, seconds: float = 10.0, memory: int = 256) -> str:
-        verdict = await pool.call(judge_calls, code, "f", [([], 1)], Rules(Limits(seconds=seconds, memory_mb=memory)))
+        verdict = await pool.call(
+            judge_calls, code, "f", [([], 1)], Rules(Limits(seconds=seconds, memory_mb=memory))
+        )
         return verdict.status
 
     async def go() -> None:
@@ -214,7 +279,13 @@ def test_ends_are_as_without(pool: Pool) -> None:
         assert await judged("def f():\n    raise SystemExit(0)") == "judged"
         assert await judged("import os\ndef f():\n    os.kill(1, 9)\n    return 1") == "judged"
         assert await judged("import ctypes\nctypes.string_at(0)") == "crashed"
-        verdict = await pool.call(judge_asserts, "def f(x):\n    return x + 1", ["assert f(1) == 2", "assert f(1) == 3"], "f", Rules())
+        verdict = await pool.call(
+            judge_asserts,
+            "def f(x):\n    return x + 1",
+            ["assert f(1) == 2", "assert f(1) == 3"],
+            "f",
+            Rules(),
+        )
         assert (verdict.passed, verdict.total) == (1, 2)
         result = await pool.run(Program("print(6 * 7)"))
         assert result.stdout == b"42\n" and result.status == "ok"
@@ -224,7 +295,15 @@ def test_ends_are_as_without(pool: Pool) -> None:
 
 def test_cancelling_kills_and_a_dead_worker_is_replaced(pool: Pool) -> None:
     async def go() -> None:
-        slow = asyncio.ensure_future(pool.call(judge_calls, "import time\ntime.sleep(60)", "f", [([], 1)], Rules(Limits(seconds=60))))
+        slow = asyncio.ensure_future(
+            pool.call(
+                judge_calls,
+                "import time\ntime.sleep(60)",
+                "f",
+                [([], 1)],
+                Rules(Limits(seconds=60)),
+            )
+        )
         await asyncio.sleep(1.5)
         slow.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -238,7 +317,9 @@ def test_cancelling_kills_and_a_dead_worker_is_replaced(pool: Pool) -> None:
         for worker in alive:
             os.kill(worker._popen.pid, signal.SIGKILL)
             worker._popen.wait()
-        assert [(await pool.call(judge_calls, code, "f", [([], 1)], Rules())).passed for _ in range(4)] == [1] * 4
+        assert [
+            (await pool.call(judge_calls, code, "f", [([], 1)], Rules())).passed for _ in range(4)
+        ] == [1] * 4
 
     asyncio.run(go())
 
@@ -247,7 +328,12 @@ def test_closing_leaves_nothing_behind() -> None:
     containment("own")
     before = descriptors()
     reward = CodeReward(entry_point="f", workers=2, backend="namespaces").open()
-    assert asyncio.run(reward(["def f():\n    return 1", "def f():\n    return 2"] * 4, tests=[[[[], 1]]] * 8)).scores == [1.0, 0.0] * 4
+    assert (
+        asyncio.run(
+            reward(["def f():\n    return 1", "def f():\n    return 2"] * 4, tests=[[[[], 1]]] * 8)
+        ).scores
+        == [1.0, 0.0] * 4
+    )
     assert reward.counts["judged"] == 8 and reward.pool is not None
     reward.pool.close()
     deadline = time.monotonic() + 10
@@ -272,7 +358,9 @@ def _ours() -> list[str]:
 
 
 def test_runs_of_one_launcher_cannot_meet_at_a_name() -> None:
-    """They share a network: a socket of a pair, taken apart and given an abstract name, would be heard by the one that runs beside it."""
+    """They share a network: a socket of a pair, taken apart and given an abstract name, would be
+    heard by the one that runs beside it.
+    """
     containment("own")
     code = """
 import ctypes, socket
@@ -282,11 +370,14 @@ def f():
     calls = ctypes.CDLL(None, use_errno=True)
     name = ctypes.create_string_buffer(b"\\x01\\x00\\x00leak", 7)
     apart = calls.connect(a.fileno(), (ctypes.c_uint16 * 8)(), 16)
-    return [a.recv(16).decode(), apart, calls.bind(a.fileno(), name, 7), calls.listen(a.fileno(), 1), ctypes.get_errno()]
+    return [a.recv(16).decode(), apart, calls.bind(a.fileno(), name, 7),
+            calls.listen(a.fileno(), 1), ctypes.get_errno()]
 """
     pool = Pool(1, backend="namespaces", warm=True)
     try:
-        verdict = asyncio.run(pool.call(judge_calls, code, "f", [([], ["pairs still work", -1, -1, -1, 1])], Rules()))
+        verdict = asyncio.run(
+            pool.call(judge_calls, code, "f", [([], ["pairs still work", -1, -1, -1, 1])], Rules())
+        )
     finally:
         pool.close()
     assert verdict.passed == 1, verdict

@@ -1,4 +1,6 @@
-"""Critics and reward models: values and scores against transformers' own, from every kind of checkpoint and back to disk."""
+"""Critics and reward models: values and scores against transformers' own, from every kind of
+checkpoint and back to disk.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,32 @@ LENGTHS = (20, 5, 12, 3, 19, 2, 33)
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("arch", [*ARCHS, "opt"])
 def test_values_are_the_scores_of_prefixes(arch: str, share: bool) -> None:
-    """The value before token t is the score of what came before it; the last value that of the whole. Shared prompts change nothing."""
+    """The value before token t is the score of what came before it; the last value that of the
+    whole. Shared prompts change nothing.
+    """
     samples = make_samples(LENGTHS)
     first = samples[0].tokens[:2]
-    samples = [s.with_(tokens=torch.cat([first, s.tokens[2:]])) if len(s.tokens) > 2 else s for s in samples]
-    module, model = make_classifier(arch), make_scalar(arch)
+    samples = [
+        s.with_(tokens=torch.cat([first, s.tokens[2:]])) if len(s.tokens) > 2 else s
+        for s in samples
+    ]
+    module = make_classifier(arch)
+    model = make_scalar(arch)
     want = [true_values(module, s.tokens.tolist()) for s in samples]
     batch = Batch.pack(samples, share=share)
     with torch.no_grad():
-        values, last = model.values(batch), model.last_values(batch)
+        values = model.values(batch)
+        last = model.last_values(batch)
     assert values.dtype is last.dtype is torch.float32 and (batch.prefix is not None) == share
     torch.testing.assert_close(
-        values.double(), torch.cat([w[:-1][s.trained[1:]] for w, s in zip(want, samples, strict=True)]), atol=2e-5, rtol=1e-5
+        values.double(),
+        torch.cat([w[:-1][s.trained[1:]] for w, s in zip(want, samples, strict=True)]),
+        atol=2e-5,
+        rtol=1e-5,
     )
-    torch.testing.assert_close(last.double(), torch.stack([w[-1] for w in want]), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        last.double(), torch.stack([w[-1] for w in want]), atol=2e-5, rtol=1e-5
+    )
     assert float(torch.cat(want).std()) > 0.5  # the tolerance means something
 
 
@@ -48,7 +62,9 @@ def test_a_sample_that_a_pack_left_out_has_last_value_zero() -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_scores_are_those_of_a_padded_batch_in_transformers(arch: str, tmp_path: Path) -> None:
-    """Saved, loaded in plain transformers and scored there in one padded batch; also for a row that ends in padding and one of nothing else."""
+    """Saved, loaded in plain transformers and scored there in one padded batch; also for a row that
+    ends in padding and one of nothing else.
+    """
     from transformers import AutoModelForSequenceClassification
 
     model = make_scalar(arch, **({"pad_token_id": 0} if arch == "gpt2" else {}))
@@ -58,13 +74,26 @@ def test_scores_are_those_of_a_padded_batch_in_transformers(arch: str, tmp_path:
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     with torch.no_grad():
-        want = plain(ids, attention_mask=(torch.arange(longest)[None] < torch.tensor([len(r) for r in rows])[:, None]).long()).logits[:, 0]
+        want = plain(
+            ids,
+            attention_mask=(
+                torch.arange(longest)[None] < torch.tensor([len(r) for r in rows])[:, None]
+            ).long(),
+        ).logits[:, 0]
     torch.testing.assert_close(torch.tensor(model.scores(rows)), want, atol=1e-5, rtol=1e-5)
-    assert plain.config.num_labels == 1 and float(want.std()) > 0.5 and model.plain.config._attn_implementation == "reinforge"
-    assert model.scores(rows, budget=8) == pytest.approx(model.scores(rows), abs=1e-5) and model.scores(rows) == model.scores(rows)
+    assert (
+        plain.config.num_labels == 1
+        and float(want.std()) > 0.5
+        and model.plain.config._attn_implementation == "reinforge"
+    )
+    assert model.scores(rows, budget=8) == pytest.approx(
+        model.scores(rows), abs=1e-5
+    ) and model.scores(rows) == model.scores(rows)
 
 
-def test_a_causal_checkpoint_gets_a_head_of_zeros_and_comes_back_as_a_classifier(tiny_dir: str, tmp_path: Path) -> None:
+def test_a_causal_checkpoint_gets_a_head_of_zeros_and_comes_back_as_a_classifier(
+    tiny_dir: str, tmp_path: Path
+) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = load_scalar(ModelConfig(path=tiny_dir, device="cpu"), fresh=True)
@@ -84,7 +113,9 @@ def test_a_causal_checkpoint_gets_a_head_of_zeros_and_comes_back_as_a_classifier
     texts = ["2+2=4", "a much longer text than that<|eos|>"]
     batch = tokenizer(texts, return_tensors="pt", padding=True)
     with torch.no_grad():
-        want = plain(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+        want = plain(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[
+            :, 0
+        ]
     ours = model.scores([tokenizer(t)["input_ids"] for t in texts])
     torch.testing.assert_close(torch.tensor(ours), want, atol=1e-5, rtol=1e-5)
 
@@ -104,7 +135,8 @@ def test_a_copy_of_a_model_in_memory_is_its_own() -> None:
 def test_verify_accepts_and_leaves_the_model_ready(arch: str) -> None:
     model = make_scalar(arch)
     assert model.verify() < 1e-5 and model.plain.config._attn_implementation == "reinforge"
-    assert ScalarModel.from_causal(make_model(arch)).verify() < 1e-5  # a head of zeros hides nothing
+    # a head of zeros hides nothing
+    assert ScalarModel.from_causal(make_model(arch)).verify() < 1e-5
 
 
 def test_verify_sees_a_head_with_a_rule_of_its_own_and_another_trunk() -> None:
@@ -127,12 +159,18 @@ def test_verify_sees_a_head_with_a_rule_of_its_own_and_another_trunk() -> None:
 
 
 def test_what_cannot_be_a_scalar_model_is_refused(tiny_dir: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"rewards.0.options.path: .*LlamaForCausalLM: it has no head"):
+    with pytest.raises(
+        InputError, match=r"rewards.0.options.path: .*LlamaForCausalLM: it has no head"
+    ):
         load_scalar(ModelConfig(path=tiny_dir, device="cpu"), where="rewards.0.options.path")
-    with pytest.raises(InputError, match=r"critic.path: LlamaForSequenceClassification has 3 outputs"):
+    with pytest.raises(
+        InputError, match=r"critic.path: LlamaForSequenceClassification has 3 outputs"
+    ):
         ScalarModel(type(make_classifier())(_config("llama", num_labels=3)), where="critic.path")
     with pytest.raises(InputError, match=r"critic.path: no such directory"):
-        load_scalar(ModelConfig(path=str(tmp_path / "none"), device="cpu"), where="critic.path", fresh=True)
+        load_scalar(
+            ModelConfig(path=str(tmp_path / "none"), device="cpu"), where="critic.path", fresh=True
+        )
     with pytest.raises(InputError, match="no sequence classifier for MambaConfig"):
         ScalarModel.on_trunk(make_module("mamba"))
     with pytest.raises(InputError, match="empty text"):
@@ -141,19 +179,27 @@ def test_what_cannot_be_a_scalar_model_is_refused(tiny_dir: str, tmp_path: Path)
 
 def test_padding_is_never_what_ends_a_text() -> None:
     """A pad token equal to the end of text would make transformers score the token before it."""
-    tokenizer, config = tiny_tokenizer(), _config("llama", vocab_size=300)
+    tokenizer = tiny_tokenizer()
+    config = _config("llama", vocab_size=300)
     assert padding_id(tokenizer, config) == 0
     tokenizer.pad_token = tokenizer.eos_token
     config.pad_token_id = None
     assert padding_id(tokenizer, config) == 0  # <|pad|> is still among the special tokens
-    assert padding_id(None, _config("gpt2")) is None  # nothing to choose from: transformers looks at the last token, and so do we
+    # nothing to choose from: transformers looks at the last token, and so do we
+    assert padding_id(None, _config("gpt2")) is None
     assert padding_id(ToyTokenizer(), _config("llama")) == 0
 
 
 def test_bfloat16_values_are_float32_and_near() -> None:
     batch = Batch.pack(make_samples(LENGTHS))
-    exact, rough = make_scalar(spread=2.0), ScalarModel(make_classifier(spread=2.0).bfloat16())
+    exact = make_scalar(spread=2.0)
+    rough = ScalarModel(make_classifier(spread=2.0).bfloat16())
     with torch.no_grad():
-        want, found = exact.values(batch), rough.values(batch)
-    assert found.dtype is torch.float32 and float((found - want).abs().mean()) < 0.05 * float(want.std()) + 0.05
-    assert len(set(found.tolist())) > len(set(found.bfloat16().tolist()))  # not rounded to three digits
+        want = exact.values(batch)
+        found = rough.values(batch)
+    assert (
+        found.dtype is torch.float32
+        and float((found - want).abs().mean()) < 0.05 * float(want.std()) + 0.05
+    )
+    # not rounded to three digits
+    assert len(set(found.tolist())) > len(set(found.bfloat16().tolist()))

@@ -23,8 +23,10 @@ SRC = str(Path(__file__).resolve().parents[2] / "src")
 
 
 def test_other_libraries_write_nothing_onto_the_screen(tmp_path: Path) -> None:
-    """When weights are written and when they are read: no bars of transformers, in a process that asked for none to be hidden (those of
-    downloads stay), and no DeepSpeed, which prints a warning when it is imported, for a run that does not use it."""
+    """When weights are written and when they are read: no bars of transformers, in a process that
+    asked for none to be hidden (those of downloads stay), and no DeepSpeed, which prints a warning
+    when it is imported, for a run that does not use it.
+    """
     metadata = tmp_path / "site" / "deepspeed-0.19.8.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8\n")
@@ -38,10 +40,13 @@ from reinforge.app.tiny import make_tiny_model
 from reinforge.config.schema import ModelConfig
 from reinforge.models.load import load_model
 from huggingface_hub.utils import are_progress_bars_disabled
-load_model(ModelConfig(path=str(make_tiny_model(sys.argv[1], width=32, layers=2, heads=4, kv_heads=2, context=128))))
+model = make_tiny_model(sys.argv[1], width=32, layers=2, heads=4, kv_heads=2, context=128)
+load_model(ModelConfig(path=str(model)))
 print(are_progress_bars_disabled())
 """
-    outside = {key: value for key, value in os.environ.items() if key != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    outside = {
+        key: value for key, value in os.environ.items() if key != "HF_HUB_DISABLE_PROGRESS_BARS"
+    }
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "m")],
         env={**outside, "PYTHONPATH": f"{SRC}:{tmp_path / 'site'}"},
@@ -49,11 +54,18 @@ print(are_progress_bars_disabled())
         text=True,
         timeout=170,
     )
-    assert done.returncode == 0 and done.stdout == "False\n" and "it/s" not in done.stderr and "%|" not in done.stderr, done.stderr
+    assert (
+        done.returncode == 0
+        and done.stdout == "False\n"
+        and "it/s" not in done.stderr
+        and "%|" not in done.stderr
+    ), done.stderr
 
 
 @pytest.mark.parametrize("label", [True, False])
-def test_labels_that_all_say_the_same_are_told_when_training_and_planning(make: Callable[..., Config], label: bool) -> None:
+def test_labels_that_all_say_the_same_are_told_when_training_and_planning(
+    make: Callable[..., Config], label: bool
+) -> None:
     rows = [{"prompt": f"{i}=", "completion": str(i), "label": label} for i in range(8)]
     view = SilentView()
     train_config(make("run", "kto", "train.steps=1", rewards=[]), Given(data=rows), view)
@@ -68,9 +80,16 @@ def test_labels_that_all_say_the_same_are_told_when_training_and_planning(make: 
 
     for data, expected in ((rows, 1), (both, 0)):
         report = Report()
-        _check_labels(make("plan", "kto", rewards=[]), [Row(str(i), row["prompt"], dict(row)) for i, row in enumerate(data)], report)
+        _check_labels(
+            make("plan", "kto", rewards=[]),
+            [Row(str(i), row["prompt"], dict(row)) for i, row in enumerate(data)],
+            report,
+        )
         assert len(report.warnings) == expected and all(words in text for text in report.warnings)
 
 
 def test_a_pair_has_a_good_and_a_bad_answer() -> None:
-    assert one_sided([Row("a", "p", {"chosen": "x", "rejected": "y"})]) is None and one_sided([]) is None
+    assert (
+        one_sided([Row("a", "p", {"chosen": "x", "rejected": "y"})]) is None
+        and one_sided([]) is None
+    )

@@ -1,4 +1,6 @@
-"""Every hostile request gets the status it deserves, every rude connection is ended by the server, and honest clients are answered."""
+"""Every hostile request gets the status it deserves, every rude connection is ended by the server,
+and honest clients are answered.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +68,18 @@ def hasty_answers(hasty: str) -> bool:
 
 
 @pytest.mark.parametrize("hostile", web.REQUESTS, ids=lambda h: h.name)
-def test_a_hostile_request_is_refused_and_others_are_answered(address: str, hostile: web.Hostile) -> None:
+def test_a_hostile_request_is_refused_and_others_are_answered(
+    address: str, hostile: web.Hostile
+) -> None:
     try:
         status, said = ask(address, hostile.path, hostile.body)
     except (BrokenPipeError, ConnectionResetError):  # it was refused before it was read to its end
         assert hostile.status == 413
     else:
         assert status == hostile.status and json.loads(said)["error"]["message"], said[:300]
-        assert len(said) < 10_000 or hostile.status == 404, "an answer does not repeat what it was sent"
+        assert len(said) < 10_000 or hostile.status == 404, (
+            "an answer does not repeat what it was sent"
+        )
     assert answered(*ask(address, web.COMPLETIONS, HONEST))
 
 
@@ -83,7 +89,8 @@ def test_a_rude_connection_is_ended_and_others_are_answered(hasty: str, rude: we
     with socket.create_connection((host, int(port)), timeout=0.05) as connection:
         connection.sendall(rude.said)
         assert hasty_answers(hasty)
-        ended, until = False, time.monotonic() + 60
+        ended = False
+        until = time.monotonic() + 60
         while not ended and time.monotonic() < until:
             try:
                 connection.sendall(rude.more)

@@ -1,4 +1,6 @@
-"""Connections that say nothing, say it slowly or do not listen: they are closed, and those who ask get their answer."""
+"""Connections that say nothing, say it slowly or do not listen: they are closed, and those who ask
+get their answer.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ class Served:
         self.server = server_of(answers, limits, protocol)
         self.server.config.loop = loop
         self.server.config.timeout_keep_alive = int(PATIENT)
-        self.thread = threading.Thread(target=lambda: self.server.run(sockets=[self.listener]), daemon=True)
+        self.thread = threading.Thread(
+            target=lambda: self.server.run(sockets=[self.listener]), daemon=True
+        )
         self.thread.start()
         until(lambda: self.server.started)
 
@@ -216,7 +220,9 @@ def test_a_second_request_has_the_deadline_too(protocol: Any, clock: Clock) -> N
 
 
 def test_half_sent_headers_leave_room_for_those_who_ask(protocol: Any) -> None:
-    """Many times more connections than there is room for, all of them patient: the oldest of them make room."""
+    """Many times more connections than there is room for, all of them patient: the oldest of them
+    make room.
+    """
     with served(protocol, connections=20, header_seconds=PATIENT) as there, ExitStack() as held:
         for i in range(100):
             held.enter_context(there.connect(HALF))
@@ -238,7 +244,12 @@ def test_a_request_that_is_being_answered_does_not_make_room(protocol: Any) -> N
 
 
 def test_the_cap_leaves_files_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    for files, backlog, connections in ((100, 25, 11), (256, 64, 128), (1024, 256, 704), (resource.RLIM_INFINITY, 1024, 1024)):
+    for files, backlog, connections in (
+        (100, 25, 11),
+        (256, 64, 128),
+        (1024, 256, 704),
+        (resource.RLIM_INFINITY, 1024, 1024),
+    ):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))
         assert (Limits().backlog, Limits().open_connections) == (backlog, connections)
 
@@ -259,10 +270,16 @@ def test_a_client_that_does_not_read_is_left(protocol: Any, clock: Clock) -> Non
 
 
 @pytest.mark.parametrize("loop", ["auto", "asyncio"])
-def test_a_slow_client_that_reads_on_gets_everything(protocol: Any, loop: str, clock: Clock) -> None:
+def test_a_slow_client_that_reads_on_gets_everything(
+    protocol: Any, loop: str, clock: Clock
+) -> None:
     """It needs many times `body_seconds`, and reads a part of the answer in each of them."""
-    with served(protocol, loop, body_seconds=PATIENT) as there, there.connect(get("/large")) as slow:
-        received, waits = b"", 0
+    with (
+        served(protocol, loop, body_seconds=PATIENT) as there,
+        there.connect(get("/large")) as slow,
+    ):
+        received = b""
+        waits = 0
         until(lambda: there.unread > 0)
         while (left := there.unread) > STEP:
             received += part_of(slow, STEP)
@@ -276,7 +293,10 @@ def test_a_slow_client_that_reads_on_gets_everything(protocol: Any, loop: str, c
 
 @pytest.mark.parametrize("loop", ["auto", "asyncio"])
 def test_a_client_that_stops_reading_is_left(protocol: Any, loop: str, clock: Clock) -> None:
-    with served(protocol, loop, body_seconds=PATIENT) as there, there.connect(get("/large")) as slow:
+    with (
+        served(protocol, loop, body_seconds=PATIENT) as there,
+        there.connect(get("/large")) as slow,
+    ):
         until(lambda: there.unread > 0)
         left = there.unread
         part_of(slow, STEP)
@@ -300,7 +320,12 @@ def test_a_flood_of_messages_is_counted_and_not_written() -> None:
     for i in range(1000):
         logger.warning("bad request from %s", i)
     logger.error("something else")
-    assert seen == ["bad request from 0", "bad request from 1", "bad request from 2", "something else"]
+    assert seen == [
+        "bad request from 0",
+        "bad request from 1",
+        "bad request from 2",
+        "something else",
+    ]
     sparse.seconds = 0.0
     logger.warning("bad request from %s", 1000)
     assert seen[-1] == "bad request from 1000 (997 like it were left out)"

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.timeout(120)
 
 def post(url: str, body: dict[str, Any]) -> tuple[int, Any]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/score", json.dumps(body).encode()), timeout=30) as reply:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{url}/score", json.dumps(body).encode()), timeout=30
+        ) as reply:
             return reply.status, json.load(reply)
     except HTTPError as error:
         return error.code, json.load(error)
@@ -42,19 +44,37 @@ def test_scores(tiny_dir: str, tmp_path: Path) -> None:
     scorer = load_scorer(str(path), options)
     texts = ["4", "five", "no idea", "4 4 4 4"]
     expected = model_reward({"path": str(path)}, "here").load("cpu")(["2+2?"] * 4, texts)
-    with serving(make_app(None, scorer, limits=Limits(), api_key=None, local=True), listen(options)) as url:
+    with serving(
+        make_app(None, scorer, limits=Limits(), api_key=None, local=True), listen(options)
+    ) as url:
         status, found = post(url, {"model": "judge", "prompts": ["2+2?"] * 4, "completions": texts})
-        assert status == 200 and found == {"object": "list", "model": "judge", "scores": expected} and len(set(expected)) == 4
-        talks = [[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": text}] for text in texts]
+        assert (
+            status == 200
+            and found == {"object": "list", "model": "judge", "scores": expected}
+            and len(set(expected)) == 4
+        )
+        talks = [
+            [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": text}]
+            for text in texts
+        ]
         assert post(url, {"messages": talks})[1]["scores"] == expected
         wrong: list[dict[str, Any]] = [
-            {}, {"prompts": ["a"]}, {"prompts": ["a"], "completions": []}, {"prompts": [], "completions": []}, {"messages": [talks[0][:1]]},
-            {"messages": talks, "prompts": ["a"], "completions": ["b"]}, {"messages": [[{"role": "wizard", "content": "x"}] * 2]},
-            {"prompts": ["a"], "completions": ["b" * 500]}, {"prompts": ["a"], "completions": ["b"], "extra": 1},
-        ]  # fmt: skip
+            {},
+            {"prompts": ["a"]},
+            {"prompts": ["a"], "completions": []},
+            {"prompts": [], "completions": []},
+            {"messages": [talks[0][:1]]},
+            {"messages": talks, "prompts": ["a"], "completions": ["b"]},
+            {"messages": [[{"role": "wizard", "content": "x"}] * 2]},
+            {"prompts": ["a"], "completions": ["b" * 500]},
+            {"prompts": ["a"], "completions": ["b"], "extra": 1},
+        ]
         for body in wrong:
             status, reply = post(url, body)
-            assert status == 400 and reply["error"]["type"] == "invalid_request_error", (body, reply)
+            assert status == 400 and reply["error"]["type"] == "invalid_request_error", (
+                body,
+                reply,
+            )
         assert post(url, {"model": "other", "prompts": ["a"], "completions": ["b"]})[0] == 404
     scorer.close()
 
@@ -65,13 +85,16 @@ def test_a_run_serves_what_it_exports(tmp_path: Path) -> None:
     launch(cfg, PAIRS)
     exported = ModelReward(str(export(Path(cfg.run.dir), tmp_path / "model"))).load("cpu")
     scorer = load_scorer(cfg.run.dir, ServeOptions())
-    prompts, texts = [row["prompt"] for row in PAIRS], [row["chosen"] for row in PAIRS]
+    prompts = [row["prompt"] for row in PAIRS]
+    texts = [row["chosen"] for row in PAIRS]
     assert (
         scorer.reward(prompts, texts) == pytest.approx(exported(prompts, texts), abs=1e-6)
         and max(map(abs, exported(prompts, texts))) > 0.01
     )
     assert scorer.name == "run"
     scorer.close()
-    (tmp_path / "run" / "config.json").write_text((tmp_path / "run" / "config.json").read_text().replace("bradley_terry", "sft"))
+    (tmp_path / "run" / "config.json").write_text(
+        (tmp_path / "run" / "config.json").read_text().replace("bradley_terry", "sft")
+    )
     with pytest.raises(InputError, match="trained sft, not a reward model"):
         load_scorer(cfg.run.dir, ServeOptions())

@@ -17,7 +17,9 @@ TOKENIZER = tiny_tokenizer()
 
 
 def decode(tokens: Sequence[int]) -> str:
-    return str(TOKENIZER.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return str(
+        TOKENIZER.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -29,14 +31,22 @@ def test_any_bytes_decode_as_a_whole(tokens: list[int]) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text("abé日🙂", max_size=30), st.lists(st.text("abé日🙂", min_size=1, max_size=3), max_size=3))
+@given(
+    st.text("abé日🙂", max_size=30),
+    st.lists(st.text("abé日🙂", min_size=1, max_size=3), max_size=3),
+)
 def test_stop_strings(text: str, stops: list[str]) -> None:
     ids = TOKENIZER(text, add_special_tokens=False).input_ids
     out = Text(decode, stops)
     pieces = [out.push(t) for t in ids]
-    cuts = sorted((text.index(s) + len(s), text.index(s)) for s in stops if s in text)  # the first to be complete ends it
+    # the first to be complete ends it
+    cuts = sorted((text.index(s) + len(s), text.index(s)) for s in stops if s in text)
     expected = text[: cuts[0][1]] if cuts else text
-    assert "".join([*pieces, out.close()]) == expected and out.stopped == bool(cuts) and out.length == len(expected)
+    assert (
+        "".join([*pieces, out.close()]) == expected
+        and out.stopped == bool(cuts)
+        and out.length == len(expected)
+    )
 
 
 def test_whole_characters_leave_at_once() -> None:
@@ -58,11 +68,27 @@ def test_whole_characters_leave_at_once() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<tool", " ", "\n", "a", '{"name": "f", "arguments": {}}']), max_size=8))
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                "<tool",
+                " ",
+                "\n",
+                "a",
+                '{"name": "f", "arguments": {}}',
+            ]
+        ),
+        max_size=8,
+    )
+)
 def test_tool_text_loses_nothing(parts: list[str]) -> None:
     """Content and calls together are all that was said, whatever the pieces."""
     text = "".join(parts)
-    whole, single = ToolText(), ToolText()
+    whole = ToolText()
+    single = ToolText()
     first = whole.push(text)
     ends = whole.close()
     pieces = "".join(single.push(ch) for ch in text)
@@ -75,13 +101,17 @@ def test_tool_text_loses_nothing(parts: list[str]) -> None:
 
 def test_calls() -> None:
     assert doctest.testmod(serve_text).failed == 0
-    nested = parse_calls('<tool_call>{"name": "f", "arguments": {"x": {"y": [1, "</tool_call>"]}}}</tool_call>')
+    nested = parse_calls(
+        '<tool_call>{"name": "f", "arguments": {"x": {"y": [1, "</tool_call>"]}}}</tool_call>'
+    )
     assert nested is not None and nested[0].arguments == '{"x": {"y": [1, "</tool_call>"]}}'
     assert parse_calls("<tool_call>" + "[" * 100_000) is None and parse_calls("") == []
 
 
 def test_the_engine_sees_stop_strings_of_many_bytes() -> None:
-    """A token may be one byte: as many tokens as the string has characters are not enough to look at."""
+    """A token may be one byte: as many tokens as the string has characters are not enough to look
+    at.
+    """
     from reinforge.core.engine import Sampling
     from reinforge.engines.native import NativeEngine
 
@@ -100,7 +130,9 @@ def test_loopback(host: str) -> None:
     assert is_loopback(host) and key_of(ServeOptions(host=host)) is None
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.evil.example"])
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.evil.example"]
+)
 def test_the_network_needs_a_key(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from reinforge.app.serve import KEY, ServeOptions, key_of
     from reinforge.core.errors import InputError

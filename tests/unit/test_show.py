@@ -19,7 +19,13 @@ from reinforge.watch.recorder import Recorder
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """A terminal of 80 columns, and what is on it."""
     out = io.StringIO()
-    monkeypatch.setattr(show, "console", lambda: Console(file=out, force_terminal=True, color_system=None, width=80, highlight=False))
+    monkeypatch.setattr(
+        show,
+        "console",
+        lambda: Console(
+            file=out, force_terminal=True, color_system=None, width=80, highlight=False
+        ),
+    )
     return out
 
 
@@ -40,27 +46,63 @@ def test_algorithms_break_no_word(terminal: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "a-rather-long-name-of-a-run-in-a-directory-of-its-own"])
-def test_lists_of_runs_break_no_word(terminal: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_lists_of_runs_break_no_word(
+    terminal: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     for algorithm in ("reinforce_pp", "rejection_sampling"):
         recorder = Recorder(
-            tmp_path / "runs" / name / algorithm, {"algorithm": {"name": algorithm}, "model": {"path": "org/some-model-of-7b"}}, steps=5000
+            tmp_path / "runs" / name / algorithm,
+            {"algorithm": {"name": algorithm}, "model": {"path": "org/some-model-of-7b"}},
+            steps=5000,
         )
-        recorder.log(4999, {"reward/mean": 0.123456, "eval/accuracy": 0.9876, "train/skipped": 0.0, "train/grad_norm": 0.0})
+        recorder.log(
+            4999,
+            {
+                "reward/mean": 0.123456,
+                "eval/accuracy": 0.9876,
+                "train/skipped": 0.0,
+                "train/grad_norm": 0.0,
+            },
+        )
         recorder.event("terminated")
         recorder.close()
     assert main(["runs", "list", "runs"]) == 0
-    check(terminal, [f"runs/{name}/reinforce_pp", "terminated", "1 trouble", "4999/5000", "rejection_sampling", "accuracy 0.9876"])
+    check(
+        terminal,
+        [
+            f"runs/{name}/reinforce_pp",
+            "terminated",
+            "1 trouble",
+            "4999/5000",
+            "rejection_sampling",
+            "accuracy 0.9876",
+        ],
+    )
     terminal.seek(0)
     terminal.truncate()
     assert main(["runs", "show", f"runs/{name}/reinforce_pp"]) == 0
-    check(terminal, ["4999 of 5000 steps", "warning:", "taught nothing", "reinforce_pp", "grad_norm 0", "terminated"])
+    check(
+        terminal,
+        [
+            "4999 of 5000 steps",
+            "warning:",
+            "taught nothing",
+            "reinforce_pp",
+            "grad_norm 0",
+            "terminated",
+        ],
+    )
 
 
 def test_a_long_value_goes_on_under_itself(terminal: io.StringIO) -> None:
     show.print_mapping({"key": " ".join(["word"] * 30), "path": "/" + "x" * 100, "none": None})
     rows = terminal.getvalue().splitlines()
-    assert rows[0].startswith("key   word word") and rows[1].startswith("      word") and max(map(len, rows[:2])) <= 80
+    assert (
+        rows[0].startswith("key   word word")
+        and rows[1].startswith("      word")
+        and max(map(len, rows[:2])) <= 80
+    )
     assert rows[-1] == "path  /" + "x" * 100, "a path is not cut by us"
 
 

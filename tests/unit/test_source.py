@@ -1,4 +1,6 @@
-"""The source with its policies together: first-complete rounds, their journal, replay in a step, and exact resume at every boundary."""
+"""The source with its policies together: first-complete rounds, their journal, replay in a step,
+and exact resume at every boundary.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,21 @@ ROWS = [Row(f"r{i}", f"p{i}") for i in range(10)]
 
 
 def group_of(row: Row, name: str, rewards: Sequence[float | None] = (0, 1)) -> Group:
-    samples = [Sample.from_tokens(f"{name}#{i}", [1, 5, 6], [False, True, True], group=name, reward=r) for i, r in enumerate(rewards)]
+    samples = [
+        Sample.from_tokens(f"{name}#{i}", [1, 5, 6], [False, True, True], group=name, reward=r)
+        for i, r in enumerate(rewards)
+    ]
     return Group(row, samples, [""] * len(samples))
 
 
 class Clock:
-    """A rollout whose groups are complete after a number of ticks of their own; row i teaches unless it is in `flat`."""
+    """A rollout whose groups are complete after a number of ticks of their own; row i teaches
+    unless it is in `flat`.
+    """
 
     def __init__(self, ticks: Callable[[int], int], flat: Sequence[int] = ()):
-        self.ticks, self.flat = ticks, flat
+        self.ticks = ticks
+        self.flat = flat
         self.started: list[str] = []
         self.cancelled: list[str] = []
 
@@ -75,7 +83,11 @@ def test_the_first_complete_groups_are_taken_in_the_order_of_submission() -> Non
     clock = Clock(lambda i: [3, 9, 2, 1, 8, 4][i])
     source = Source(ROWS, Cursor(10, 0, False), clock, 4, over_provision=1.5)
     harvest = run(source.harvest())
-    assert taken(harvest) == ["r0", "r2", "r3", "r5"] and clock.cancelled == ["1:r1", "4:r4"] and source.cursor.taken == 6
+    assert (
+        taken(harvest) == ["r0", "r2", "r3", "r5"]
+        and clock.cancelled == ["1:r1", "4:r4"]
+        and source.cursor.taken == 6
+    )
     assert harvest.cancelled == 2 and harvest_metrics(harvest, {})["groups/cancelled"] == 2
     assert harvest.sampled_tokens == 4 * 4 and harvest.discarded == []
 
@@ -83,9 +95,15 @@ def test_the_first_complete_groups_are_taken_in_the_order_of_submission() -> Non
 def test_groups_without_signal_do_not_count_as_first() -> None:
     """Dynamic: 0 and 2 come first and teach nothing, so 1, 3 and 4 are waited for; 5 is not."""
     clock = Clock(lambda i: [1, 5, 2, 6, 7, 8][i], flat=[0, 2])
-    source = Source(ROWS, Cursor(10, 0, False), clock, 3, dynamic=True, max_refills=2, over_provision=2.0)
+    source = Source(
+        ROWS, Cursor(10, 0, False), clock, 3, dynamic=True, max_refills=2, over_provision=2.0
+    )
     harvest = run(source.harvest())
-    assert taken(harvest) == ["r1", "r3", "r4"] and [g.row.id for g in harvest.discarded] == ["r0", "r2"] and clock.cancelled == ["5:r5"]
+    assert (
+        taken(harvest) == ["r1", "r3", "r4"]
+        and [g.row.id for g in harvest.discarded] == ["r0", "r2"]
+        and clock.cancelled == ["5:r5"]
+    )
     metrics = harvest_metrics(harvest, {})
     assert (
         harvest.rounds == 1
@@ -96,29 +114,45 @@ def test_groups_without_signal_do_not_count_as_first() -> None:
 
 
 def test_rewards_of_turns_are_signal_too() -> None:
-    """Equal last words, other turns on the way: such a group can teach. Equal sums cannot, whichever turn was paid."""
+    """Equal last words, other turns on the way: such a group can teach.
+
+    Equal sums cannot, whichever turn was paid.
+    """
 
     def episode(i: int, turns: list[float]) -> Sample:
-        sample = Sample.from_tokens(f"g#{i}", [1, 5, 6, 7], [False, True, True, True], group="g", reward=1.0)
+        sample = Sample.from_tokens(
+            f"g#{i}", [1, 5, 6, 7], [False, True, True, True], group="g", reward=1.0
+        )
         return sample.with_(token_rewards=torch.tensor([0.0, *turns, 0.0]))
 
     def group(*turns: list[float]) -> Group:
         return Group(ROWS[0], [episode(i, t) for i, t in enumerate(turns)], [""] * len(turns))
 
     assert has_signal(group([0.5, 0.0], [0.0, 0.0]))
-    assert not has_signal(group([0.5, 0.0], [0.0, 0.5])) and not has_signal(group([0.0, 0.0], [0.0, 0.0]))
+    assert not has_signal(group([0.5, 0.0], [0.0, 0.5])) and not has_signal(
+        group([0.0, 0.0], [0.0, 0.0])
+    )
 
 
 @pytest.mark.parametrize("name", ["gdpo", "grpo"])
 def test_components_that_differ_are_signal_where_each_is_compared(name: str) -> None:
-    """Totals tie (right and long, wrong and short), components do not: gdpo learns from such a group, grpo cannot."""
+    """Totals tie (right and long, wrong and short), components do not: gdpo learns from such a
+    group, grpo cannot.
+    """
     algorithm = build(name, weights={"right": 1.0, "short": 2.0, "idle": 0.0})
-    mixed = [({"right": 1.0, "short": 0.0, "idle": 0.0}, 1.0), ({"right": 0.0, "short": 0.5, "idle": 1.0}, 1.0)]
-    idle = [({"right": 1.0, "short": 0.0, "idle": 0.0}, 1.0), ({"right": 1.0, "short": 0.0, "idle": 1.0}, 1.0)]
+    mixed = [
+        ({"right": 1.0, "short": 0.0, "idle": 0.0}, 1.0),
+        ({"right": 0.0, "short": 0.5, "idle": 1.0}, 1.0),
+    ]
+    idle = [
+        ({"right": 1.0, "short": 0.0, "idle": 0.0}, 1.0),
+        ({"right": 1.0, "short": 0.0, "idle": 1.0}, 1.0),
+    ]
 
     def made(scores: list[tuple[dict[str, float], float]]) -> Group:
         samples = [
-            Sample.from_tokens(f"s{i}", [5, 6], [False, True], group="g", rewards=r, reward=total) for i, (r, total) in enumerate(scores)
+            Sample.from_tokens(f"s{i}", [5, 6], [False, True], group="g", rewards=r, reward=total)
+            for i, (r, total) in enumerate(scores)
         ]
         return Group(Row("r", "p"), samples)
 
@@ -128,26 +162,46 @@ def test_components_that_differ_are_signal_where_each_is_compared(name: str) -> 
     learns = bool(batch.streams["advantages"].abs().max() > 1e-3)
     assert has_signal(found, algorithm.compared) == learns == (name == "gdpo")
     assert not has_signal(made(idle), algorithm.compared)  # what has no weight says nothing
-    assert harvest_metrics(Harvest([found]), {}, algorithm.compared)["groups/zero_variance"] == float(not learns)
+    assert harvest_metrics(Harvest([found]), {}, algorithm.compared)[
+        "groups/zero_variance"
+    ] == float(not learns)
 
 
 def test_dynamic_sampling_keeps_what_gdpo_can_learn_from(make: Callable[..., Config]) -> None:
-    """Two rewards that always add up to the same total: no group is replaced, and the weights move."""
-    rewards = [{"name": f"{odd_reward.__file__}:odd_length", "weight": 2.0}, {"name": f"{odd_reward.__file__}:even_length"}]
+    """Two rewards that always add up to the same total: no group is replaced, and the
+    weights move.
+    """
+    rewards = [
+        {"name": f"{odd_reward.__file__}:odd_length", "weight": 2.0},
+        {"name": f"{odd_reward.__file__}:even_length"},
+    ]
     cfg = make("run", "gdpo", "algorithm.dynamic_sampling=true", "train.steps=1", rewards=rewards)
     train_config(cfg, Given(data=DATA), SilentView())
     (step,) = lines(cfg)
-    assert step["reward/mean"] == 2.0 and step["reward/std"] == 0.0 and step["groups/zero_variance"] < 1
+    assert (
+        step["reward/mean"] == 2.0
+        and step["reward/std"] == 0.0
+        and step["groups/zero_variance"] < 1
+    )
     assert step["groups/trained"] > 0 and step["train/empty"] == 0
 
 
 def test_a_row_that_is_solved_retires_although_dynamic_sampling_discards_its_groups() -> None:
-    """Row 0 is always solved, so none of its groups is trained; it is met once in each epoch and sampled in the first only."""
+    """Row 0 is always solved, so none of its groups is trained; it is met once in each epoch and
+    sampled in the first only.
+    """
     clock = Clock(lambda i: 1, flat=[0])
     rates = PassRates([row.id for row in ROWS], bands=Bands(min_attempts=2))
     cursor = Cursor(10, 0, False)
     source = Source(
-        ROWS, cursor, clock, 3, dynamic=True, max_refills=3, chooser=Chooser(cursor, 0, [Teachable(rates, 0.0)]), passrates=rates
+        ROWS,
+        cursor,
+        clock,
+        3,
+        dynamic=True,
+        max_refills=3,
+        chooser=Chooser(cursor, 0, [Teachable(rates, 0.0)]),
+        passrates=rates,
     )
     for step in range(9):
         run(source.harvest(step, step))
@@ -157,25 +211,43 @@ def test_a_row_that_is_solved_retires_although_dynamic_sampling_discards_its_gro
 
 def test_a_refill_round_is_over_provisioned_too() -> None:
     clock = Clock(lambda i: 1 + i, flat=[0, 1, 2])
-    source = Source(ROWS, Cursor(10, 0, False), clock, 2, dynamic=True, max_refills=2, over_provision=2.0)
-    harvest = run(source.harvest())  # round 1: 0..3, of which 3 teaches; round 2: 4 and 5 for one more
-    assert taken(harvest) == ["r3", "r4"] and harvest.rounds == 2 and clock.cancelled == ["5:r5"] and harvest.cancelled == 1
+    source = Source(
+        ROWS, Cursor(10, 0, False), clock, 2, dynamic=True, max_refills=2, over_provision=2.0
+    )
+    # round 1: 0..3, of which 3 teaches; round 2: 4 and 5 for one more
+    harvest = run(source.harvest())
+    assert (
+        taken(harvest) == ["r3", "r4"]
+        and harvest.rounds == 2
+        and clock.cancelled == ["5:r5"]
+        and harvest.cancelled == 1
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_redone_step_takes_the_journalled_groups_whatever_is_first_now(tmp_path: Path, dynamic: bool) -> None:
-    """The order of completion is turned around; a new process with the journal takes the same groups, one without takes others.
-    Everything is submitted again: the engine must see the same requests."""
+def test_a_redone_step_takes_the_journalled_groups_whatever_is_first_now(
+    tmp_path: Path, dynamic: bool
+) -> None:
+    """The order of completion is turned around; a new process with the journal takes the same
+    groups, one without takes others. Everything is submitted again: the engine must see the same
+    requests.
+    """
     flat = [2] if dynamic else []
     kw: dict[str, Any] = {"over_provision": 2.0, "dynamic": dynamic, "max_refills": 2}
     path = tmp_path / "journal.jsonl"
-    harvest = lambda clock, journal: run(Source(ROWS, Cursor(10, 0, False), clock, 3, journal=journal, **kw).harvest())  # noqa: E731
+
+    def harvest(clock: Clock, journal: Journal) -> Any:
+        return run(Source(ROWS, Cursor(10, 0, False), clock, 3, journal=journal, **kw).harvest())
+
     first = harvest(Clock(lambda i: 1 + i, flat), Journal(path))
     assert taken(first) == (["r0", "r1", "r3"] if dynamic else ["r0", "r1", "r2"])
     backwards = Clock(lambda i: 10 - i, flat)
     again = harvest(backwards, Journal(path))
-    assert taken(again) == taken(first) and [g.row.id for g in again.discarded] == [g.row.id for g in first.discarded]
-    assert backwards.started == [f"{i}:r{i}" for i in range(6)] and backwards.cancelled == []  # the slowest was one of the taken
+    assert taken(again) == taken(first) and [g.row.id for g in again.discarded] == [
+        g.row.id for g in first.discarded
+    ]
+    # the slowest was one of the taken
+    assert backwards.started == [f"{i}:r{i}" for i in range(6)] and backwards.cancelled == []
     assert taken(harvest(Clock(lambda i: 10 - i, flat), None)) == ["r3", "r4", "r5"]
     journal = Journal(path)
     journal.clear()
@@ -196,8 +268,16 @@ def test_a_choice_of_other_groups_is_not_used(tmp_path: Path) -> None:
 
 def test_without_spare_prompts_nothing_is_journalled(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    harvest = run(Source(ROWS, Cursor(10, 0, False), Clock(lambda i: 5 - i), 4, journal=Journal(path)).harvest())
-    assert taken(harvest) == ["r0", "r1", "r2", "r3"] and not path.exists() and "groups/cancelled" not in harvest_metrics(harvest, {})
+    harvest = run(
+        Source(
+            ROWS, Cursor(10, 0, False), Clock(lambda i: 5 - i), 4, journal=Journal(path)
+        ).harvest()
+    )
+    assert (
+        taken(harvest) == ["r0", "r1", "r2", "r3"]
+        and not path.exists()
+        and "groups/cancelled" not in harvest_metrics(harvest, {})
+    )
 
 
 def test_race_raises_the_first_failure_and_leaves_nothing_running() -> None:
@@ -224,34 +304,66 @@ def test_race_raises_the_first_failure_and_leaves_nothing_running() -> None:
 
 
 def test_replayed_groups_take_the_place_of_fresh_ones() -> None:
-    """Four prompts, a quarter of them replayed: from step 1 on three are sampled and one trained again, and the books balance."""
+    """Four prompts, a quarter of them replayed: from step 1 on three are sampled and one trained
+    again, and the books balance.
+    """
     source = Source(
-        ROWS, Cursor(10, 0, False), Clock(lambda i: 1, flat=[0]), 4, replay=Replay(ROWS, size=4, share=0.25, max_staleness=4, max_uses=1)
+        ROWS,
+        Cursor(10, 0, False),
+        Clock(lambda i: 1, flat=[0]),
+        4,
+        replay=Replay(ROWS, size=4, share=0.25, max_staleness=4, max_uses=1),
     )
-    first, second = run(source.harvest(0, 0)), run(source.harvest(1, 1))
-    assert taken(first) == ["r0", "r1", "r2", "r3"] and first.replayed == [] and len(first.trained) == 4
-    assert taken(second) == ["r4", "r5", "r6"] and [g.samples[0].group for g in second.replayed] == ["1:r1"] and len(second.trained) == 4
+    first = run(source.harvest(0, 0))
+    second = run(source.harvest(1, 1))
+    assert (
+        taken(first) == ["r0", "r1", "r2", "r3"]
+        and first.replayed == []
+        and len(first.trained) == 4
+    )
+    assert (
+        taken(second) == ["r4", "r5", "r6"]
+        and [g.samples[0].group for g in second.replayed] == ["1:r1"]
+        and len(second.trained) == 4
+    )
     metrics = harvest_metrics(second, {})
-    assert metrics["tokens/sampled"] == 12 and metrics["tokens/replayed"] == 4 and metrics["groups/trained"] == 4
-    assert metrics["replay/groups"] == 1 and metrics["replay/staleness"] == 2  # samples made here carry version -1
+    assert (
+        metrics["tokens/sampled"] == 12
+        and metrics["tokens/replayed"] == 4
+        and metrics["groups/trained"] == 4
+    )
+    # samples made here carry version -1
+    assert metrics["replay/groups"] == 1 and metrics["replay/staleness"] == 2
 
 
 # everything at once: exact at every boundary
 
 
 def workshop(journal: Journal | None = None) -> tuple[Source, dict[str, Any], FakeEngine]:
-    """Pass rates, a teachable preference, a learned curriculum, dynamic sampling, spare prompts and replay, on rows of known odds."""
+    """Pass rates, a teachable preference, a learned curriculum, dynamic sampling, spare prompts and
+    replay, on rows of known odds.
+    """
     rows = [Row(f"r{i}", f"p{i}", {"p": (i % 5) / 4}) for i in range(15)]
 
     def passes(completions: list[str], p: list[float]) -> list[float]:
         return [float(ord(c[0]) < 64 * q) for c, q in zip(completions, p, strict=True)]
 
     engine = FakeEngine(vocabulary=64)
-    rollout = SingleTurn(engine, lambda row: [5], engine.decode, [FunctionReward("passes", passes, pure=True)], Sampling(3), n=4, seed=0)
+    rollout = SingleTurn(
+        engine,
+        lambda row: [5],
+        engine.decode,
+        [FunctionReward("passes", passes, pure=True)],
+        Sampling(3),
+        n=4,
+        seed=0,
+    )
     rates = PassRates([row.id for row in rows], bands=Bands(min_attempts=4))
     replay = Replay(rows, size=5, share=0.34, max_staleness=3, max_uses=2)
     cursor = Cursor(15, 0, True)
-    chooser = Chooser(cursor, 0, [Learned(rates, Ramp(0.3, 1.0, 6, least=6)), Teachable(rates, 0.2)])
+    chooser = Chooser(
+        cursor, 0, [Learned(rates, Ramp(0.3, 1.0, 6, least=6)), Teachable(rates, 0.2)]
+    )
     source = Source(
         rows,
         cursor,
@@ -269,8 +381,18 @@ def workshop(journal: Journal | None = None) -> tuple[Source, dict[str, Any], Fa
 
 
 def described(harvest: Harvest) -> Any:
-    samples = [(s.uid, s.tokens.tolist(), s.logprobs.tolist(), s.versions.tolist(), s.reward) for g in harvest.trained for s in g.samples]
-    return samples, [g.row.id for g in harvest.discarded], harvest.rounds, harvest.cancelled, harvest_metrics(harvest, {})
+    samples = [
+        (s.uid, s.tokens.tolist(), s.logprobs.tolist(), s.versions.tolist(), s.reward)
+        for g in harvest.trained
+        for s in g.samples
+    ]
+    return (
+        samples,
+        [g.row.id for g in harvest.discarded],
+        harvest.rounds,
+        harvest.cancelled,
+        harvest_metrics(harvest, {}),
+    )
 
 
 def snapshot(parts: dict[str, Any]) -> dict[str, Any]:
@@ -286,9 +408,16 @@ def snapshot(parts: dict[str, Any]) -> dict[str, Any]:
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     tensors = all(
-        (x.tensors[k] == t).all() for name in ("passrates", "replay") for x, y in [(a[name], b[name])] for k, t in y.tensors.items()
+        (x.tensors[k] == t).all()
+        for name in ("passrates", "replay")
+        for x, y in [(a[name], b[name])]
+        for k, t in y.tensors.items()
     )
-    return a["cursor"] == b["cursor"] and tensors and all(a[name].meta == b[name].meta for name in ("passrates", "replay"))
+    return (
+        a["cursor"] == b["cursor"]
+        and tensors
+        and all(a[name].meta == b[name].meta for name in ("passrates", "replay"))
+    )
 
 
 def test_every_boundary_resumes_exactly_even_after_a_harvest_that_was_cut() -> None:
@@ -296,13 +425,19 @@ def test_every_boundary_resumes_exactly_even_after_a_harvest_that_was_cut() -> N
 
     async def go() -> None:
         source, parts, engine = workshop()
-        saved, whole = [], []
+        saved = []
+        whole = []
         for step in range(steps):
             saved.append(snapshot(parts))
             engine.version = step
             whole.append(described(await source.harvest(step, step)))
-        assert any(w[4]["replay/groups"] for w in whole) and any(w[4]["sampling/skipped"] for w in whole) and any(w[1] for w in whole)
-        assert any(w[3] for w in whole) and any(w[2] > 1 for w in whole)  # every feature was at work
+        assert (
+            any(w[4]["replay/groups"] for w in whole)
+            and any(w[4]["sampling/skipped"] for w in whole)
+            and any(w[1] for w in whole)
+        )
+        # every feature was at work
+        assert any(w[3] for w in whole) and any(w[2] > 1 for w in whole)
         for start in range(steps):
             source, parts, engine = workshop()
             for name, part in parts.items():

@@ -27,28 +27,48 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_numbers_in_a_template_are_rounded() -> None:
     assert fill("{q} [{s:.0f},{t:.2f}]", {"q": "hm", "s": 3.6, "t": 2}, "row") == "hm [4,2.00]"
     for template, record, message in (
-        ("{s:.0f}", {"s": "4"}, "needs a number"), ("{s:>10}", {"s": 4}, "not a"), ("{s!r}", {"s": 4}, "not a"),
+        ("{s:.0f}", {"s": "4"}, "needs a number"),
+        ("{s:>10}", {"s": 4}, "not a"),
+        ("{s!r}", {"s": 4}, "not a"),
         ("{s:.1f}", {"s": float("nan")}, "needs a number"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=message):
             fill(template, record, "row")
 
 
 def test_fixed_columns_count_more_than_the_rows_own() -> None:
-    rows = rows_from([{"prompt": "a", "quality": 1}, {"prompt": "b"}], template="{prompt}<{quality}>", fixed={"quality": 4})
+    rows = rows_from(
+        [{"prompt": "a", "quality": 1}, {"prompt": "b"}],
+        template="{prompt}<{quality}>",
+        fixed={"quality": 4},
+    )
     assert [row.prompt for row in rows] == ["a<4>", "b<4>"] and rows[0].columns["quality"] == 4
 
 
 def test_evaluation_asks_for_its_own_attributes(tmp_path: Path) -> None:
-    cfg = DataConfig(source="arithmetic:chain", options={"size": 3, "compare": True, "sloppy": 0.5}, template="{prompt}[{score:.0f}]",
-                     eval={"size": 2, "fixed": {"score": 1}})  # type: ignore[arg-type]  # fmt: skip
+    cfg = DataConfig(
+        source="arithmetic:chain",
+        options={"size": 3, "compare": True, "sloppy": 0.5},
+        template="{prompt}[{score:.0f}]",
+        eval={"size": 2, "fixed": {"score": 1}},
+    )  # type: ignore[arg-type]
     train, held = train_and_eval_rows(cfg)
-    assert {str(row.prompt)[-3:] for row in train} <= {"[0]", "[1]"} and [str(row.prompt)[-3:] for row in held] == ["[1]", "[1]"]
+    assert {str(row.prompt)[-3:] for row in train} <= {"[0]", "[1]"} and [
+        str(row.prompt)[-3:] for row in held
+    ] == ["[1]", "[1]"]
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "s": 1}\n{"prompt": "y", "s": 2}\n')
     with pytest.raises(InputError, match=r"data.eval.source"):
-        train_and_eval_rows(DataConfig(source=str(tmp_path / "a.jsonl"), template="{prompt}{s}", eval={"size": 1, "fixed": {"s": 3}}))  # type: ignore[arg-type]
+        train_and_eval_rows(
+            DataConfig(
+                source=str(tmp_path / "a.jsonl"),
+                template="{prompt}{s}",
+                eval={"size": 1, "fixed": {"s": 3}},
+            )
+        )  # type: ignore[arg-type]
     other = DataConfig(
-        source=str(tmp_path / "a.jsonl"), template="{prompt}{s}", eval={"source": str(tmp_path / "a.jsonl"), "fixed": {"s": 3}}
+        source=str(tmp_path / "a.jsonl"),
+        template="{prompt}{s}",
+        eval={"source": str(tmp_path / "a.jsonl"), "fixed": {"s": 3}},
     )  # type: ignore[arg-type]
     assert [row.prompt for row in train_and_eval_rows(other)[1]] == ["x3", "y3"]
 
@@ -58,16 +78,33 @@ def polite(completions: list[str], **_: Any) -> list[float]:
 
 
 def test_a_steered_model_does_what_it_is_asked(model: str, tmp_path: Path) -> None:
-    """Good and bad answers are both trained on, each with its grade in the prompt: asked for good ones it writes good ones."""
-    graded = [{"prompt": w, "completion": "please" if good else "no", "quality": 3.9 * good} for w in WORDS for good in (0, 1)]
+    """Good and bad answers are both trained on, each with its grade in the prompt: asked for good
+    ones it writes good ones.
+    """
+    graded = [
+        {"prompt": w, "completion": "please" if good else "no", "quality": 3.9 * good}
+        for w in WORDS
+        for good in (0, 1)
+    ]
     held = [{"prompt": f"{w} {w}", "completion": "please"} for w in WORDS]
     scores = {}
     for asked in (4, 0):
         cfg = config(
-            model, tmp_path / str(asked), "sft", steps=40, lr=2e-2, train={"prompts_per_step": 24}, rewards=[{"name": "polite"}],
-            data={"source": "python", "template": "{prompt} {quality:.0f}:", "eval": {"fixed": {"quality": asked}}},
-            rollout={"max_new_tokens": 8, "kv_gib": 0.01}, eval={"at_start": False},
-        )  # fmt: skip
+            model,
+            tmp_path / str(asked),
+            "sft",
+            steps=40,
+            lr=2e-2,
+            train={"prompts_per_step": 24},
+            rewards=[{"name": "polite"}],
+            data={
+                "source": "python",
+                "template": "{prompt} {quality:.0f}:",
+                "eval": {"fixed": {"quality": asked}},
+            },
+            rollout={"max_new_tokens": 8, "kv_gib": 0.01},
+            eval={"at_start": False},
+        )
         train_config(cfg, Given(data=graded, eval_data=held, rewards=[polite]), SilentView())
         scores[asked] = lines(cfg)[-1]["eval/reward"]
     assert scores[4] > 0.8 and scores[0] < 0.2, scores
@@ -79,9 +116,13 @@ LONG = [{"prompt": f"{i}:", "completion": "x" * (1 + i)} for i in range(24)]
 
 
 def test_short_rows_come_first(model: str, tmp_path: Path) -> None:
-    """Six of 24 rows a step: first the six shortest, and in the end all; a resumed run meets the same rows."""
+    """Six of 24 rows a step: first the six shortest, and in the end all; a resumed run meets the
+    same rows.
+    """
     curriculum: dict[str, Any] = {"sampling": {"curriculum": {"length": True, "steps": 4}}}
-    whole, cut = (config(model, tmp_path / run, "sft", steps=8, **curriculum) for run in ("whole", "cut"))
+    whole, cut = (
+        config(model, tmp_path / run, "sft", steps=8, **curriculum) for run in ("whole", "cut")
+    )
     launch(whole, LONG)
     launch(cut.model_copy(update={"train": cut.train.model_copy(update={"steps": 3})}), LONG)
     launch(cut, LONG)
@@ -94,8 +135,9 @@ def test_short_rows_come_first(model: str, tmp_path: Path) -> None:
 
 def test_what_a_curriculum_cannot_be(model: str, tmp_path: Path) -> None:
     for section, message in (
-        ({"curriculum": {"steps": 4}}, "curriculum by column or length"), ({"pass_rates": True}, "samples nothing"),
+        ({"curriculum": {"steps": 4}}, "curriculum by column or length"),
+        ({"pass_rates": True}, "samples nothing"),
         ({"curriculum": {"steps": 4, "length": True, "column": "d"}}, "not both"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=message):
             config(model, tmp_path / "run", "sft", sampling=section)

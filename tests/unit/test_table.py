@@ -1,4 +1,6 @@
-"""Every algorithm by name: its parts and defaults written out once more, settings that reach the functions, functions of a user's, refusals."""
+"""Every algorithm by name: its parts and defaults written out once more, settings that reach the
+functions, functions of a user's, refusals.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ from reinforge.algorithms.selections import SELECTIONS
 from reinforge.algorithms.surrogates import SURROGATES
 from reinforge.algorithms.table import build
 from reinforge.app.cli import main
-from reinforge.config.algorithm import SINGLE_SAMPLE_ADVANTAGES, SINGLE_SAMPLE_ALGORITHMS, AlgorithmConfig
+from reinforge.config.algorithm import (
+    SINGLE_SAMPLE_ADVANTAGES,
+    SINGLE_SAMPLE_ALGORITHMS,
+    AlgorithmConfig,
+)
 from reinforge.config.families import FAMILIES, family_of
 from reinforge.config.schema import Config
 from reinforge.core.backend import Loss
@@ -62,29 +68,66 @@ PARTS = {  # advantage, surrogate, reduce, paper
 DEFAULTS: dict[str, dict[str, Any]] = {  # where they are not everybody's
     "dr_grpo": {"scale": "none"},
     "dapo": {"clip_low": 0.2, "clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer": 20},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4}, "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4}, "luspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "luspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
-    "vespo": {"old": "engine"}, "dppo_tv": {"old": "engine"}, "dppo_kl": {"old": "engine"},
-    "clip_cov": {"selection": "clip_cov"}, "kl_cov": {"selection": "kl_cov", "clip_low": 1.0, "clip_high": 1e9},
+    "vespo": {"old": "engine"},
+    "dppo_tv": {"old": "engine"},
+    "dppo_kl": {"old": "engine"},
+    "clip_cov": {"selection": "clip_cov"},
+    "kl_cov": {"selection": "kl_cov", "clip_low": 1.0, "clip_high": 1e9},
     "reinforce_pp": {"kl_placement": "reward", "kl_coefficient": 0.01, "kl_estimator": "k1"},
     "vapo": {"clip_high": 0.28, "nll": 0.1},
-}  # fmt: skip
-NEEDS = {"ppo": {"values"}, "vapo": {"values"}, "remax": {"baseline"}, "reinforce_pp": {"reference"}}
+}
+NEEDS = {
+    "ppo": {"values"},
+    "vapo": {"values"},
+    "remax": {"baseline"},
+    "reinforce_pp": {"reference"},
+}
 CLIPLESS = ("vespo", "cispo", "sapo", "dppo_tv", "dppo_kl", "reinforce")
-SHARED = {"scale": "group", "std": "sample", "eps": 1e-4, "clip_low": 0.2, "clip_high": 0.2, "correction": "none", "selection": None, "old": "auto",
-          "kl_coefficient": 0.0, "kl_placement": "loss", "kl_estimator": "k3", "entropy": 0.0, "nll": 0.0, "dynamic_sampling": False,
-          "overlong": "keep", "overlong_buffer": 0, "advantage_clip": None}  # fmt: skip
+SHARED = {
+    "scale": "group",
+    "std": "sample",
+    "eps": 1e-4,
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "correction": "none",
+    "selection": None,
+    "old": "auto",
+    "kl_coefficient": 0.0,
+    "kl_placement": "loss",
+    "kl_estimator": "k3",
+    "entropy": 0.0,
+    "nll": 0.0,
+    "dynamic_sampling": False,
+    "overlong": "keep",
+    "overlong_buffer": 0,
+    "advantage_clip": None,
+}
 
 
 def test_the_table_is_complete() -> None:
-    assert [name for name, row in TABLE.items() if row.family == "policy_gradient"] == list(PARTS) and list(TABLE) == list(names.NAMES)
-    assert {e["name"]: e["paper"] for e in describe() if e["name"] in PARTS} == {name: paper for name, (*_, paper) in PARTS.items()}
+    assert [name for name, row in TABLE.items() if row.family == "policy_gradient"] == list(
+        PARTS
+    ) and list(TABLE) == list(names.NAMES)
+    assert {e["name"]: e["paper"] for e in describe() if e["name"] in PARTS} == {
+        name: paper for name, (*_, paper) in PARTS.items()
+    }
     assert {e["name"]: e["family"] for e in describe()} == {
-        **{name: family for family, listed in FAMILIES.items() for name in listed}, **dict.fromkeys(PARTS, "policy_gradient")
-    }  # fmt: skip
+        **{name: family for family, listed in FAMILIES.items() for name in listed},
+        **dict.fromkeys(PARTS, "policy_gradient"),
+    }
     assert all(family_of(name) == row.family for name, row in TABLE.items())
-    for tuple_, functions in ((names.ADVANTAGES, ADVANTAGES), (names.SURROGATES, SURROGATES), (names.CORRECTIONS, CORRECTIONS),
-                              (names.SELECTIONS, SELECTIONS), (names.REDUCERS, REDUCERS), (names.ESTIMATORS, ESTIMATORS)):  # fmt: skip
+    for tuple_, functions in (
+        (names.ADVANTAGES, ADVANTAGES),
+        (names.SURROGATES, SURROGATES),
+        (names.CORRECTIONS, CORRECTIONS),
+        (names.SELECTIONS, SELECTIONS),
+        (names.REDUCERS, REDUCERS),
+        (names.ESTIMATORS, ESTIMATORS),
+    ):
         assert tuple_ == tuple(functions)
 
 
@@ -100,15 +143,26 @@ def test_parts_and_defaults(name: str) -> None:
         **{k: v for k, v in DEFAULTS.get(name, {}).items() if k in SHARED},
     }
     assert {key: getattr(o, key) for key in DEFAULTS.get(name, {})} == DEFAULTS.get(name, {})
-    assert algorithm.needs == NEEDS.get(name, set()) and isinstance(algorithm.loss, Loss) and algorithm.family == "policy_gradient"
+    assert (
+        algorithm.needs == NEEDS.get(name, set())
+        and isinstance(algorithm.loss, Loss)
+        and algorithm.family == "policy_gradient"
+    )
     entry = next(e for e in describe() if e["name"] == name)
-    assert (entry["parts"]["advantage"], entry["parts"]["surrogate"], entry["parts"]["reduce"]) == PARTS[name][:3]
+    assert (
+        entry["parts"]["advantage"],
+        entry["parts"]["surrogate"],
+        entry["parts"]["reduce"],
+    ) == PARTS[name][:3]
     assert entry["parts"].get("selection") == o.selection
 
 
 def test_settings_of_rows_reach_the_advantage() -> None:
     vapo, ppo = (build(name).advantage.args[1] for name in ("vapo", "ppo"))  # type: ignore[union-attr]
-    assert (vapo.lam_critic, vapo.length_alpha, vapo.lam) == (1.0, 0.05, 0.95) and (ppo.lam_critic, ppo.length_alpha) == (None, None)
+    assert (vapo.lam_critic, vapo.length_alpha, vapo.lam) == (1.0, 0.05, 0.95) and (
+        ppo.lam_critic,
+        ppo.length_alpha,
+    ) == (None, None)
     assert build("vapo", settings={"length_alpha": 0.1}).advantage.args[1].length_alpha == 0.1  # type: ignore[union-attr]
     other = build("vapo", advantage="leave_one_out", settings={"whiten": True}).advantage.args[1]  # type: ignore[union-attr]
     assert other.length_alpha is None and other.whiten is True
@@ -128,19 +182,32 @@ def test_settings_of_rows_reach_the_advantage() -> None:
         ("grpo", {"kl_estimator": "k4"}, r"algorithm\.kl\.estimator.*k3"),
         ("grpo", {"clip_dual": 0.5}, "dual clip must be above 1"),
         ("dapo", {"max_new_tokens": 10, "overlong_buffer": 11}, "more than max_new_tokens"),
-        ("ppo", {"settings": {"gama": 0.9}}, r"algorithm\.options\.gama: no part .* Did you mean gamma\?"),
-        ("grpo", {"settings": {"gamma": 0.9}}, r"algorithm\.options\.gamma"),  # group_relative would ignore it
+        (
+            "ppo",
+            {"settings": {"gama": 0.9}},
+            r"algorithm\.options\.gama: no part .* Did you mean gamma\?",
+        ),
+        # group_relative would ignore it
+        ("grpo", {"settings": {"gamma": 0.9}}, r"algorithm\.options\.gamma"),
         ("sft", {"settings": {"gamma": 0.9}}, r"algorithm\.options\.gamma"),
         ("rloo", {"clip_high": 0.3}, r"algorithm\.clip\.high: reinforce has no setting 'high'"),
         ("cispo", {"clip_dual": 3.0}, r"algorithm\.clip\.dual: cispo .* It takes: cap"),
         ("grpo", {"cap": 2.0}, r"algorithm\.correction\.cap: none has no setting"),
-        ("rloo", {"scale": "batch"}, r"algorithm\.scale: the advantage leave_one_out is not scaled"),
-        ("grpo", {"old": "engine", "correction": "tis"}, r"algorithm\.correction\.name: .* no mismatch to correct"),
+        (
+            "rloo",
+            {"scale": "batch"},
+            r"algorithm\.scale: the advantage leave_one_out is not scaled",
+        ),
+        (
+            "grpo",
+            {"old": "engine", "correction": "tis"},
+            r"algorithm\.correction\.name: .* no mismatch to correct",
+        ),
         ("grpo", {"kl_target": 0.1}, r"algorithm\.kl\.target: a coefficient of 0 cannot adapt"),
         ("grpo", {"selected": "drop"}, r"algorithm\.selected: there is no selection"),
         ("grpo", {"advantage": lambda r, o, *, must: r}, r"algorithm\.options: .* needs must"),
     ],
-)  # fmt: skip
+)
 def test_refusals(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         build(name, **options)
@@ -149,23 +216,38 @@ def test_refusals(name: str, options: dict[str, Any], said: str) -> None:
 def test_notes() -> None:
     assert "zero expected gradient" in build("grpo", kl_coefficient=0.1, kl_estimator="k1").notes[0]
     assert "forward KL" in build("grpo", kl_coefficient=0.1).notes[0]
-    assert build("grpo", kl_coefficient=0.1, kl_estimator="k2").notes == () == build("grpo", kl_estimator="k1").notes
+    assert (
+        build("grpo", kl_coefficient=0.1, kl_estimator="k2").notes
+        == ()
+        == build("grpo", kl_estimator="k1").notes
+    )
     in_reward = {"kl_coefficient": 0.1, "kl_placement": "reward"}
     assert build("reinforce_pp").notes == () == build("dr_grpo", **in_reward).notes
     assert "Use k1 there" in build("dr_grpo", kl_estimator="k3", **in_reward).notes[0]
     assert "scale none" in build("grpo", **in_reward).notes[0]
-    assert "is 0 in the only update" in build("kl_cov").notes[0] and build("kl_cov", updates=2).notes == ()
+    assert (
+        "is 0 in the only update" in build("kl_cov").notes[0]
+        and build("kl_cov", updates=2).notes == ()
+    )
     assert "has no ratio" in build("rloo", updates=2).notes[0] and build("rloo").notes == ()
-    assert "meant against the policy that sampled" in build("grpo", surrogate="dppo_tv").notes[0] and build("dppo_tv").notes == ()
+    assert (
+        "meant against the policy that sampled" in build("grpo", surrogate="dppo_tv").notes[0]
+        and build("dppo_tv").notes == ()
+    )
 
 
 # groups of one
 
 
 def test_one_sample_per_prompt() -> None:
-    """Refused where the advantage compares samples of a prompt, and only there; the list is in step with the table."""
+    """Refused where the advantage compares samples of a prompt, and only there; the list is in step
+    with the table.
+    """
     single = {name for name in PARTS if TABLE[name].parts["advantage"] in SINGLE_SAMPLE_ADVANTAGES}
-    assert single == set(SINGLE_SAMPLE_ALGORITHMS) and {"reinforce", "ppo", "reinforce_pp", "remax"} <= single
+    assert (
+        single == set(SINGLE_SAMPLE_ALGORITHMS)
+        and {"reinforce", "ppo", "reinforce_pp", "remax"} <= single
+    )
     raw: dict[str, Any] = {
         "model": {"path": "m"},
         "data": {"source": "d.jsonl"},
@@ -174,7 +256,9 @@ def test_one_sample_per_prompt() -> None:
         "run": {"dir": "r"},
     }
     for name in PARTS:
-        critic = {"critic": {}} if name in ("ppo", "vapo") and "critic" in Config.model_fields else {}
+        critic = (
+            {"critic": {}} if name in ("ppo", "vapo") and "critic" in Config.model_fields else {}
+        )
         alone = {**raw, "algorithm": {"name": name, "group_size": 1}, **critic}
         if name in single:
             Config.model_validate(alone)
@@ -189,7 +273,9 @@ def test_one_sample_per_prompt() -> None:
 
 
 def test_advantages_that_work_with_one_sample_do() -> None:
-    """Four prompts, one sample each: an advantage on the list gives a signal, another gives none."""
+    """Four prompts, one sample each: an advantage on the list gives a signal, another
+    gives none.
+    """
     samples = [
         Sample.from_tokens(f"s{i}", [1, 1, 1], [False, True, True], reward=float(i)).with_(
             baseline=0.5, rewards={"r": float(i)}, streams={"values": torch.zeros(3)}
@@ -199,7 +285,9 @@ def test_advantages_that_work_with_one_sample_do() -> None:
     for name in ADVANTAGES:
         batch = Batch.pack(samples)
         build("grpo", advantage=name).advantages([batch])
-        assert bool(batch.streams["advantages"].abs().max() > 1e-3) == (name in SINGLE_SAMPLE_ADVANTAGES), name
+        assert bool(batch.streams["advantages"].abs().max() > 1e-3) == (
+            name in SINGLE_SAMPLE_ADVANTAGES
+        ), name
 
 
 # the command
@@ -210,8 +298,15 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found == describe() and {"name", "family", "parts", "paper", "defaults"} == set(found[0])
     gspo = next(e for e in found if e["name"] == "gspo")
-    assert gspo["parts"] == {"advantage": "group_relative", "surrogate": "gspo", "correction": "none", "reduce": "sequence_mean"}
-    assert gspo["defaults"] == {"clip_low": 3e-4, "clip_high": 4e-4} and gspo["paper"] == "2507.18071"
+    assert gspo["parts"] == {
+        "advantage": "group_relative",
+        "surrogate": "gspo",
+        "correction": "none",
+        "reduce": "sequence_mean",
+    }
+    assert (
+        gspo["defaults"] == {"clip_low": 3e-4, "clip_high": 4e-4} and gspo["paper"] == "2507.18071"
+    )
     assert main(["algorithms"]) == 0
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == len(TABLE) + 1 and list(printed()[0]) == lines[0]
@@ -224,12 +319,17 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_names_need_no_torch() -> None:
     source = str(Path(reinforge.__file__).parents[1])
-    code = f"import sys; sys.path.insert(0, {source!r}); import reinforge.algorithms.names; sys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys; sys.path.insert(0, {source!r}); import reinforge.algorithms.names;"
+        " sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_whether_the_kl_term_is_weighted_reaches_the_loss() -> None:
-    weighted, plain = (build("grpo", kl_coefficient=0.1, kl_importance=flag).loss for flag in (True, False))
+    weighted, plain = (
+        build("grpo", kl_coefficient=0.1, kl_importance=flag).loss for flag in (True, False)
+    )
     assert weighted.kl_importance is True and plain.kl_importance is False  # type: ignore[attr-defined]
 
 
@@ -241,7 +341,13 @@ def test_an_error_in_a_users_advantage_is_theirs_and_says_which_line(tmp_path: P
         pass
 
     line = wrong.__code__.co_firstlineno + 1
-    with pytest.raises(InputError, match=rf"algorithm.advantage: wrong raised AttributeError: .*'reward' \(test_table.py:{line}\)"):
+    with pytest.raises(
+        InputError,
+        match=(
+            r"algorithm.advantage: wrong raised AttributeError: .*'reward'"
+            rf" \(test_table.py:{line}\)"
+        ),
+    ):
         build("grpo", advantage=wrong).advantage(Empty())  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"raised TypeError: .*called with \(rollouts, options\)"):
         build("grpo", advantage=lambda rollouts: rollouts).advantage(Empty())  # type: ignore[arg-type]

@@ -1,6 +1,9 @@
-"""The trackers, each with the real package: what it holds afterwards, whose settings win, and what is said when one fails.
+"""The trackers, each with the real package: what it holds afterwards, whose settings win, and what
+is said when one fails.
 
-A tracker keeps much in its process (settings read at import, a service): each case is a process of its own."""
+A tracker keeps much in its process (settings read at import, a service): each case is a process of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +43,43 @@ from reinforge.watch.recorder import Recorder
 
 sinks.CLOSE_SECONDS = 240.0  # the machine may be busy
 folder, config = Path(sys.argv[2]), {"model": {"path": "org/name"}, "train": {"steps": 3}}
-made = sinks.make_sinks([sys.argv[1]], sinks.Target(folder, config, sys.argv[3], named=sys.argv[3] != "reinforge"))
+target = sinks.Target(folder, config, sys.argv[3], named=sys.argv[3] != "reinforge")
+made = sinks.make_sinks([sys.argv[1]], target)
 recorder = Recorder(folder, config, made, steps=3)
 for step in (1, 2, 3):
     recorder.log(step, {"reward/mean": step / 4, "eval/pass@4": 0.5})
 sample = Sample.from_tokens("u", [1, 2], [False, True], reward=0.5)
 recorder.samples(3, [Group(Row("r", "2|2=`"), [sample], ["four\\nor 4"])], 1)
-recorder.finish({"status": "finished", "steps": 3, "metrics": {"reward/mean": 0.75}, "troubles": []})
+end = {"status": "finished", "steps": 3, "metrics": {"reward/mean": 0.75}, "troubles": []}
+recorder.finish(end)
 recorder.close()
 """
 
 
 def tracked(name: str, folder: Path, project: str = "reinforge", **environment: str) -> list[str]:
-    """Logs a run of three steps to the tracker, in its own process; what it says of failed trackers."""
-    outside = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))}
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "WANDB_ERROR_REPORTING": "false", "PYTHONPATH": SRC}
+    """Logs a run of three steps to the tracker, in its own process; what it says of failed
+    trackers.
+    """
+    outside = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))
+    }
+    quiet = {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "WANDB_ERROR_REPORTING": "false",
+        "PYTHONPATH": SRC,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, name, str(folder), project],
-        cwd=folder, env={**outside, **quiet, **environment}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        cwd=folder,
+        env={**outside, **quiet, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event["error"] for event in events if event["kind"] == "sink_failed"]
@@ -72,7 +92,11 @@ def test_tensorboard_holds_numbers_config_summary_and_samples(tmp_path: Path) ->
     assert tracked("tensorboard", tmp_path) == []
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
-    assert [(e.step, e.value) for e in read.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [(e.step, e.value) for e in read.Scalars("reward/mean")] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+    ]
 
     def text(name: str) -> str:
         return read.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode()
@@ -91,7 +115,8 @@ def wandb_records(folder: Path) -> list[Any]:
     from wandb.sdk.internal.datastore import DataStore
 
     [file] = folder.glob("wandb/offline-run-*/run-*.wandb")
-    store, found = DataStore(), []
+    store = DataStore()
+    found = []
     store.open_for_scan(str(file))
     while (data := store.scan_data()) is not None:
         record = wandb_internal_pb2.Record()
@@ -106,17 +131,29 @@ def test_wandb_holds_numbers_config_summary_and_samples(tmp_path: Path) -> None:
     records = wandb_records(tmp_path / "first")
     [run] = [r.run for r in records if r.WhichOneof("record_type") == "run"]
     assert (run.project, run.display_name) == ("reinforge", "first")
-    assert {item.key: json.loads(item.value_json) for item in run.config.update}["model"] == {"path": "org/name"}
+    assert {item.key: json.loads(item.value_json) for item in run.config.update}["model"] == {
+        "path": "org/name"
+    }
     history = [
-        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item} for r in records if r.HasField("history")
+        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
+        for r in records
+        if r.HasField("history")
     ]
-    assert [(h["_step"], h["reward/mean"]) for h in history if "reward/mean" in h] == [(1, 0.25), (2, 0.5), (3, 0.75)]
-    [table] = list((tmp_path / "first").glob("wandb/offline-run-*/files/media/table/samples_*.table.json"))
+    assert [(h["_step"], h["reward/mean"]) for h in history if "reward/mean" in h] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+    ]
+    [table] = list(
+        (tmp_path / "first").glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    )
     assert json.loads(table.read_text())["data"] == [[3, "2|2=`", "four\nor 4", 0.5, "eos", 1]]
     assert b"finished" in b"".join(r.SerializeToString() for r in records if r.HasField("summary"))
 
 
-def test_the_environment_of_wandb_wins_over_our_defaults_and_not_over_the_config(tmp_path: Path) -> None:
+def test_the_environment_of_wandb_wins_over_our_defaults_and_not_over_the_config(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("wandb")
     theirs = {
         "WANDB_MODE": "offline",
@@ -127,11 +164,21 @@ def test_the_environment_of_wandb_wins_over_our_defaults_and_not_over_the_config
     }
     (tmp_path / "there").mkdir()
     assert tracked("wandb", tmp_path / "run", **theirs) == []
-    assert not (tmp_path / "run" / "wandb").exists() and (tmp_path / "run" / "wandb.id").read_text() == "abc123"
-    [run] = [r.run for r in wandb_records(tmp_path / "there") if r.WhichOneof("record_type") == "run"]
+    assert (
+        not (tmp_path / "run" / "wandb").exists()
+        and (tmp_path / "run" / "wandb.id").read_text() == "abc123"
+    )
+    [run] = [
+        r.run for r in wandb_records(tmp_path / "there") if r.WhichOneof("record_type") == "run"
+    ]
     assert (run.project, run.display_name, run.run_id) == ("theirs", "named", "abc123")
-    assert tracked("wandb", tmp_path / "chosen", "ours", WANDB_MODE="offline", WANDB_PROJECT="theirs") == []
-    [run] = [r.run for r in wandb_records(tmp_path / "chosen") if r.WhichOneof("record_type") == "run"]
+    assert (
+        tracked("wandb", tmp_path / "chosen", "ours", WANDB_MODE="offline", WANDB_PROJECT="theirs")
+        == []
+    )
+    [run] = [
+        r.run for r in wandb_records(tmp_path / "chosen") if r.WhichOneof("record_type") == "run"
+    ]
     assert run.project == "ours", "run.log.project was set: it is not a default"
 
 
@@ -146,12 +193,19 @@ def mlflow_run(uri: str, project: str, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 @pytest.mark.parametrize("store", ["sqlite", "file"])
-def test_mlflow_holds_numbers_config_summary_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str) -> None:
+def test_mlflow_holds_numbers_config_summary_and_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
     """With a database, MLflow's default, and with files, which it wants to be allowed."""
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     uri = f"sqlite:///{tmp_path / 'ml.db'}" if store == "sqlite" else (tmp_path / "mlruns").as_uri()
-    assert tracked("mlflow", tmp_path / "first", MLFLOW_TRACKING_URI=uri, MLFLOW_ALLOW_FILE_STORE="true") == []
+    assert (
+        tracked(
+            "mlflow", tmp_path / "first", MLFLOW_TRACKING_URI=uri, MLFLOW_ALLOW_FILE_STORE="true"
+        )
+        == []
+    )
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     client, run = mlflow_run(uri, "reinforge", monkeypatch)
     assert run.info.run_name == "first" and run.info.status == "FINISHED"
@@ -159,15 +213,26 @@ def test_mlflow_holds_numbers_config_summary_and_samples(tmp_path: Path, monkeyp
     assert [(m.step, m.value) for m in values] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert run.data.metrics["eval/pass_4"] == 0.5, "MLflow allows no @ in a name"
     monkeypatch.chdir(tmp_path / "first")
-    assert sorted(file.path for file in client.list_artifacts(run.info.run_id)) == ["config.json", "samples.json", "summary.json"]
+    assert sorted(file.path for file in client.list_artifacts(run.info.run_id)) == [
+        "config.json",
+        "samples.json",
+        "summary.json",
+    ]
     samples = Path(client.download_artifacts(run.info.run_id, "samples.json", str(tmp_path)))
     assert json.loads(samples.read_text())["data"] == [[3, "2|2=`", "four\nor 4", 0.5, "eos", 1]]
 
 
-def test_the_environment_of_mlflow_wins_over_our_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_mlflow_wins_over_our_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     uri = (tmp_path / "mlruns").as_uri()
-    theirs = {"MLFLOW_EXPERIMENT_NAME": "theirs", "MLFLOW_RUN_NAME": "named", "MLFLOW_TRACKING_URI": uri, "MLFLOW_ALLOW_FILE_STORE": "true"}
+    theirs = {
+        "MLFLOW_EXPERIMENT_NAME": "theirs",
+        "MLFLOW_RUN_NAME": "named",
+        "MLFLOW_TRACKING_URI": uri,
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }
     assert tracked("mlflow", tmp_path / "run", **theirs) == []
     assert mlflow_run(uri, "theirs", monkeypatch)[1].info.run_name == "named"
 
@@ -176,11 +241,20 @@ def test_trackio_holds_numbers_config_summary_and_samples(tmp_path: Path) -> Non
     pytest.importorskip("trackio")
     assert tracked("trackio", tmp_path / "first", TRACKIO_DIR=str(tmp_path / "there")) == []
     database = sqlite3.connect(tmp_path / "there" / "reinforge.db")
-    logged = [(step, json.loads(text)) for step, text in database.execute("select step, metrics from metrics order by id")]
+    logged = [
+        (step, json.loads(text))
+        for step, text in database.execute("select step, metrics from metrics order by id")
+    ]
     database.close()
-    assert [(step, m["reward/mean"]) for step, m in logged if "reward/mean" in m] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [(step, m["reward/mean"]) for step, m in logged if "reward/mean" in m] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+    ]
     others = {name for _, m in logged for name in m}
-    assert {"samples", "summary"} <= others and "four" in json.dumps([m for _, m in logged if "samples" in m])
+    assert {"samples", "summary"} <= others and "four" in json.dumps(
+        [m for _, m in logged if "samples" in m]
+    )
 
 
 # one that fails
@@ -206,20 +280,30 @@ def test_a_tracker_that_fails_is_told_on_the_screen_and_in_the_summary_and_the_r
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sinks.SINKS, "tensorboard", Down)
-    cfg, view = make("run", "grpo", "run.log.sinks=[tensorboard]"), SilentView()
+    cfg = make("run", "grpo", "run.log.sinks=[tensorboard]")
+    view = SilentView()
     result = train_config(cfg, Given(data=DATA, rewards=[odd]), view)
     words = "down takes no metrics any more: ConnectionError: no route to the tracker"
-    assert result.steps == 3 and [t.what for t in view.found] == [words] and f"warning: {words}" in view.messages[-1]
+    assert (
+        result.steps == 3
+        and [t.what for t in view.found] == [words]
+        and f"warning: {words}" in view.messages[-1]
+    )
     summary = json.loads((result.run_dir / "summary.json").read_text())
     assert [t["what"] for t in summary["troubles"]] == [words]
-    assert words in show_run(result.run_dir)["troubles"][0] and words in write_report(result.run_dir).read_text()
+    assert (
+        words in show_run(result.run_dir)["troubles"][0]
+        and words in write_report(result.run_dir).read_text()
+    )
     assert [e["sink"] for e in lines(cfg, "events.jsonl") if e["kind"] == "sink_failed"] == ["down"]
 
 
 def test_a_tracker_that_hangs_holds_up_neither_the_summary_nor_a_run_that_was_asked_to_end(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asks a run to end may kill it soon: what it tells is on disk before any tracker is waited for."""
+    """Who asks a run to end may kill it soon: what it tells is on disk before any tracker is waited
+    for.
+    """
     before: list[tuple[str, bool]] = []
     given: list[float | None] = []
     release = threading.Event()
@@ -249,7 +333,10 @@ def test_a_tracker_that_hangs_holds_up_neither_the_summary_nor_a_run_that_was_as
     monkeypatch.setattr(Recorder, "close", closing)
     monkeypatch.setattr(Session, "end_step", asked)
     words = ["hanging takes no metrics any more: it did not close in time"]
-    for name, status, seconds in (("whole", "finished", None), ("cut", "terminated", sinks.HURRIED_SECONDS)):
+    for name, status, seconds in (
+        ("whole", "finished", None),
+        ("cut", "terminated", sinks.HURRIED_SECONDS),
+    ):
         cfg = make(name, "grpo", "run.log.sinks=[tensorboard]")
         try:
             train_config(cfg, Given(data=DATA, rewards=[odd]), SilentView())
@@ -257,12 +344,16 @@ def test_a_tracker_that_hangs_holds_up_neither_the_summary_nor_a_run_that_was_as
             assert name == "cut"
         assert (before.pop(), given.pop()) == ((status, True), seconds)
         summary = json.loads((Path(cfg.run.dir) / "summary.json").read_text())
-        assert [trouble["what"] for trouble in summary["troubles"]] == words and sinks.HURRIED_SECONDS < 30
+        assert [
+            trouble["what"] for trouble in summary["troubles"]
+        ] == words and sinks.HURRIED_SECONDS < 30
         assert words[0] in (Path(cfg.run.dir) / "report.html").read_text()
     release.set()
 
 
-def test_trackers_get_the_config_without_its_secrets(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_get_the_config_without_its_secrets(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
 
     class Seeing(Down):
@@ -278,4 +369,8 @@ def test_trackers_get_the_config_without_its_secrets(make: Callable[..., Config]
     train_config(cfg, Given(data=DATA, functions={"tiny_runs:odd": odd}), SilentView())
     assert "sk-secret" not in json.dumps(seen[0]) and seen[0]["model"]["path"] == cfg.model.path
     summary, samples = seen[1]
-    assert summary["status"] == "finished" and summary["metrics"]["train/grad_norm"] > 0 and samples[0]["completion"] is not None
+    assert (
+        summary["status"] == "finished"
+        and summary["metrics"]["train/grad_norm"] > 0
+        and samples[0]["completion"] is not None
+    )

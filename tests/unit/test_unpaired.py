@@ -1,4 +1,6 @@
-"""Unpaired preference losses by hand, their batch-wide constants, and that cutting the batch changes nothing."""
+"""Unpaired preference losses by hand, their batch-wide constants, and that cutting the batch
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,23 @@ from torch import Tensor
 
 from pairs import LENGTHS, assert_cut_does_not_matter, rows, run, slope
 from reinforge.algorithms.preference import with_stream
-from reinforge.algorithms.unpaired import UNPAIRED, UnpairedLoss, apo_zero_unpaired, bco, kto, kto_baseline, mismatched
+from reinforge.algorithms.unpaired import (
+    UNPAIRED,
+    UnpairedLoss,
+    apo_zero_unpaired,
+    bco,
+    kto,
+    kto_baseline,
+    mismatched,
+)
 from reinforge.core.backend import Prepares, State
 from reinforge.core.batch import Batch, pack
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 
-POLICY, REFERENCE, GOOD = [-3.0, -5.0, -2.0, -9.0], [-4.0, -4.5, -2.5, -6.0], [1, 0, 0, 1]
+POLICY = [-3.0, -5.0, -2.0, -9.0]
+REFERENCE = [-4.0, -4.5, -2.5, -6.0]
+GOOD = [1, 0, 0, 1]
 LABELS = [1, 0, 0, 1, 1, 1, 0, 1]
 B = 0.3
 
@@ -44,13 +56,23 @@ def golden(name: str, constant: float) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize(("name", "constant"), [("kto", 0.8), ("bco", 0.25), ("apo_zero_unpaired", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "constant"), [("kto", 0.8), ("bco", 0.25), ("apo_zero_unpaired", 0.0)]
+)
 def test_golden_and_slope(name: str, constant: float) -> None:
     row = UNPAIRED[name]
     given = {row.constant: constant} if row.constant else {}
 
     def loss_of(policy: Tensor) -> Tensor:
-        return row.function(policy, f64(REFERENCE), f64(GOOD), beta=B, desirable_weight=1.5, undesirable_weight=0.5, **given)[0]
+        return row.function(
+            policy,
+            f64(REFERENCE),
+            f64(GOOD),
+            beta=B,
+            desirable_weight=1.5,
+            undesirable_weight=0.5,
+            **given,
+        )[0]
 
     policy = f64(POLICY).requires_grad_()
     loss = loss_of(policy)
@@ -62,7 +84,8 @@ def test_golden_and_slope(name: str, constant: float) -> None:
 
 
 def test_where_policy_is_reference() -> None:
-    x, good = f64(POLICY), f64(GOOD)
+    x = f64(POLICY)
+    good = f64(GOOD)
     assert kto(x, x, good, baseline=0.0)[0].tolist() == [0.5] * 4
     assert apo_zero_unpaired(x, x, good)[0].tolist() == [0.5] * 4
     assert bco(x, x, good)[0].tolist() == pytest.approx([math.log(2)] * 4)
@@ -90,29 +113,49 @@ def annotated(samples: list[Sample], shift: float = 0.3) -> list[Batch]:
 @pytest.mark.parametrize("name", UNPAIRED)
 def test_cutting_the_batch_changes_nothing(name: str) -> None:
     samples = rows(label=LABELS)
-    assert_cut_does_not_matter(lambda: UnpairedLoss(name, beta=B), samples, companions=annotated(samples))
+    assert_cut_does_not_matter(
+        lambda: UnpairedLoss(name, beta=B), samples, companions=annotated(samples)
+    )
 
 
 def test_kto_over_packs() -> None:
     samples = rows(label=LABELS)
     companions = annotated(samples)
-    value, gradients, metrics = run(UnpairedLoss("kto", beta=B, undesirable_weight=2.0), samples, 12, companions=companions)
+    value, gradients, metrics = run(
+        UnpairedLoss("kto", beta=B, undesirable_weight=2.0), samples, 12, companions=companions
+    )
     z = 0.3 * sum(LENGTHS) / len(LENGTHS)  # every row is 0.3 nats per token from the reference
-    ratio = [float((x.streams["policy"] - x.streams["reference"])[2:].double().sum()) for x in samples]
-    want = [1 - s(B * (a - z)) if good else 2 * (1 - s(B * (z - a))) for a, good in zip(ratio, LABELS, strict=True)]
+    ratio = [
+        float((x.streams["policy"] - x.streams["reference"])[2:].double().sum()) for x in samples
+    ]
+    want = [
+        1 - s(B * (a - z)) if good else 2 * (1 - s(B * (z - a)))
+        for a, good in zip(ratio, LABELS, strict=True)
+    ]
     assert metrics["preference/baseline"] == pytest.approx(z, abs=1e-5)
     assert value == pytest.approx(sum(want) / 8, abs=1e-5)
-    assert metrics["rewards/chosen"] == pytest.approx(B * sum(a for a, g in zip(ratio, LABELS, strict=True) if g) / 5, abs=1e-5)
-    assert metrics["rewards/rejected"] == pytest.approx(B * sum(a for a, g in zip(ratio, LABELS, strict=True) if not g) / 3, abs=1e-5)
+    assert metrics["rewards/chosen"] == pytest.approx(
+        B * sum(a for a, g in zip(ratio, LABELS, strict=True) if g) / 5, abs=1e-5
+    )
+    assert metrics["rewards/rejected"] == pytest.approx(
+        B * sum(a for a, g in zip(ratio, LABELS, strict=True) if not g) / 3, abs=1e-5
+    )
     slope_0 = -B * s(B * (ratio[0] - z)) * (1 - s(B * (ratio[0] - z))) / 8
-    assert gradients["r0"].tolist() == pytest.approx([slope_0] * 3, abs=1e-6)  # nothing through the baseline
+    # nothing through the baseline
+    assert gradients["r0"].tolist() == pytest.approx([slope_0] * 3, abs=1e-6)
 
 
 def test_bco_delta_runs_over_batches_and_survives_a_resume() -> None:
-    first, second = rows(label=LABELS), rows(label=LABELS, seed=1)
+    first = rows(label=LABELS)
+    second = rows(label=LABELS, seed=1)
     loss = UnpairedLoss("bco", beta=B)
     assert loss.needs == {"reference", "old"}
-    means = [B * sum(float((x.streams["old"] - x.streams["reference"])[2:].double().sum()) for x in part) / 8 for part in (first, second)]
+    means = [
+        B
+        * sum(float((x.streams["old"] - x.streams["reference"])[2:].double().sum()) for x in part)
+        / 8
+        for part in (first, second)
+    ]
     assert run(loss, first, 12)[2]["preference/delta"] == pytest.approx(means[0], abs=1e-6)
     saved = json.loads(json.dumps(loss.state().meta))
     value = run(loss, second, 12)[0]
@@ -124,9 +167,13 @@ def test_bco_delta_runs_over_batches_and_survives_a_resume() -> None:
 
 @pytest.mark.parametrize("name", UNPAIRED)
 def test_an_answer_without_tokens_does_not_lose_its_label(name: str) -> None:
-    """Without a trained token there is no label to read, and a good answer would count as a bad one: an error."""
+    """Without a trained token there is no label to read, and a good answer would count as a bad
+    one: an error.
+    """
     samples = rows([3, 0, 2], label=[0, 1, 1])
-    with pytest.raises(InputError, match="row 2 of a micro-batch has no trained token, so its label is lost"):
+    with pytest.raises(
+        InputError, match="row 2 of a micro-batch has no trained token, so its label is lost"
+    ):
         run(UnpairedLoss(name), samples, 1000, companions=annotated(samples))
 
 
@@ -137,11 +184,16 @@ def test_mismatched_rows() -> None:
         Sample.from_tokens("c", [7, 8, 9, 6], [False, True, False, True], group="y"),
     ]
     found = mismatched(samples)
-    assert [x.tokens.tolist() for x in found] == [[1, 2, 8, 9, 6], [1, 2, 8, 9, 6], [7, 3, 4]]  # never an answer to the same prompt
-    assert [x.trained.tolist() for x in found] == [[False, False, True, False, True]] * 2 + [[False, True, True]]
+    # never an answer to the same prompt
+    assert [x.tokens.tolist() for x in found] == [[1, 2, 8, 9, 6], [1, 2, 8, 9, 6], [7, 3, 4]]
+    assert [x.trained.tolist() for x in found] == [[False, False, True, False, True]] * 2 + [
+        [False, True, True]
+    ]
     assert len({x.uid for x in found} | {x.uid for x in samples}) == 6
     assert [len(x.tokens) for x in mismatched(samples, limit=4)] == [4, 4, 3]
-    assert isinstance(UnpairedLoss("kto"), Prepares) and UnpairedLoss("bco").companions(samples) == []
+    assert (
+        isinstance(UnpairedLoss("kto"), Prepares) and UnpairedLoss("bco").companions(samples) == []
+    )
 
 
 def test_errors() -> None:

@@ -32,10 +32,18 @@ from reinforge.watch.troubles import Trouble
 from reinforge.watch.view import View, notebook_console, visible
 
 
-def group(name: str, texts: list[str], rewards: list[float | None], prompt: str | list = "2+2=") -> Group:
+def group(
+    name: str, texts: list[str], rewards: list[float | None], prompt: str | list = "2+2="
+) -> Group:
     samples = [
         Sample.from_tokens(
-            f"{name}/{i}", [5, 6, 7, 8], [False, False, True, True], group=name, reward=r, rewards={"exact": r}, stop=Stop.LENGTH
+            f"{name}/{i}",
+            [5, 6, 7, 8],
+            [False, False, True, True],
+            group=name,
+            reward=r,
+            rewards={"exact": r},
+            stop=Stop.LENGTH,
         )
         for i, r in enumerate(rewards)
     ]
@@ -51,17 +59,33 @@ def lines(path: Path) -> list[dict]:
 
 def test_metrics_are_strict_json_and_nonfinite_values_are_named(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, {"train": {"steps": 3}})
-    recorder.log(1, {"reward/mean": 0.25, "train/loss": math.nan, "policy/kl": math.inf, "tensor": torch.tensor(2.5)})
+    recorder.log(
+        1,
+        {
+            "reward/mean": 0.25,
+            "train/loss": math.nan,
+            "policy/kl": math.inf,
+            "tensor": torch.tensor(2.5),
+        },
+    )
     first = lines(tmp_path / "metrics.jsonl")[0]  # readable at once, without close
     assert first["step"] == 1 and first["reward/mean"] == 0.25 and first["tensor"] == 2.5
-    assert first["train/loss"] is None and first["policy/kl"] is None and first["nonfinite"] == ["train/loss", "policy/kl"]
+    assert (
+        first["train/loss"] is None
+        and first["policy/kl"] is None
+        and first["nonfinite"] == ["train/loss", "policy/kl"]
+    )
     recorder.log(2, {"reward/mean": 0.5})
     assert "nonfinite" not in lines(tmp_path / "metrics.jsonl")[1]
     recorder.event("skipped_step", step=2, grad_norm=math.nan)
     events = lines(tmp_path / "events.jsonl")
-    assert [e["kind"] for e in events] == ["started", "skipped_step"] and events[1]["grad_norm"] == "nan"
+    assert [e["kind"] for e in events] == ["started", "skipped_step"] and events[1][
+        "grad_norm"
+    ] == "nan"
     assert json.loads((tmp_path / "config.json").read_text()) == {"train": {"steps": 3}}
-    assert json.loads((tmp_path / "versions.json").read_text())["torch"] == importlib.metadata.version("torch")
+    assert json.loads((tmp_path / "versions.json").read_text())[
+        "torch"
+    ] == importlib.metadata.version("torch")
     recorder.close()
 
 
@@ -82,15 +106,29 @@ def test_resume_cuts_the_logs_back_so_that_redone_steps_are_not_doubled(tmp_path
     for step in (3, 4):
         resumed.log(step, {"reward/mean": float(step)})
     resumed.close()
-    assert [(x["step"], x["reward/mean"]) for x in lines(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert [(x["step"], x["reward/mean"]) for x in lines(tmp_path / "metrics.jsonl")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 4.0),
+    ]
     assert [x["step"] for x in lines(tmp_path / "samples.jsonl")] == [1, 2]
     events = lines(tmp_path / "events.jsonl")
-    assert [e["kind"] for e in events] == ["started", "resumed"] and events[1]["dropped_bytes"]["metrics.jsonl"] > 0
+    assert [e["kind"] for e in events] == ["started", "resumed"] and events[1]["dropped_bytes"][
+        "metrics.jsonl"
+    ] > 0
 
 
-def test_events_and_metrics_reach_pythons_logging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A program around ours can follow a run without reading its files; on the terminal nothing of it is shown."""
-    assert not logging.getLogger("reinforge").handlers and logging.getLogger("reinforge.events").getEffectiveLevel() >= logging.WARNING
+def test_events_and_metrics_reach_pythons_logging(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program around ours can follow a run without reading its files; on the terminal nothing of
+    it is shown.
+    """
+    assert (
+        not logging.getLogger("reinforge").handlers
+        and logging.getLogger("reinforge.events").getEffectiveLevel() >= logging.WARNING
+    )
     with caplog.at_level(logging.DEBUG, logger="reinforge"):
         recorder = Recorder(tmp_path, {})
         recorder.log(3, {"a": 1.5})
@@ -101,14 +139,21 @@ def test_events_and_metrics_reach_pythons_logging(tmp_path: Path, caplog: pytest
     assert [(r.levelno, r.step, r.metrics) for r in metrics] == [(logging.DEBUG, 3, {"a": 1.5})]
     assert [r.kind for r in events] == [line["kind"] for line in lines(tmp_path / "events.jsonl")]
     last = events[-1]
-    assert (last.levelno, last.run_dir, last.fields) == (logging.INFO, str(tmp_path), {"step": 3, "url": "http://(hidden)@host"})
+    assert (last.levelno, last.run_dir, last.fields) == (
+        logging.INFO,
+        str(tmp_path),
+        {"step": 3, "url": "http://(hidden)@host"},
+    )
 
 
 def test_offsets_cover_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint promises that its logs reach to these offsets, also after a power cut: they are synced before they are told."""
+    """A checkpoint promises that its logs reach to these offsets, also after a power cut: they are
+    synced before they are told.
+    """
     recorder = Recorder(tmp_path, {})
     recorder.log(1, {"a": 1.0})
-    fsync, synced = os.fsync, dict[str, int]()
+    fsync = os.fsync
+    synced = dict[str, int]()
 
     def listening(handle: int) -> None:
         fsync(handle)
@@ -145,7 +190,10 @@ def test_a_new_run_sets_logs_of_an_attempt_without_checkpoint_aside(tmp_path: Pa
 
 def test_samples_take_one_of_each_group_first_and_survive_odd_text(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
-    groups = [group("a", ["a0", "a1"], [1.0, 0.0]), group("b", ["\ud800\n</script>", "b1"], [None, 0.5], chat)]
+    groups = [
+        group("a", ["a0", "a1"], [1.0, 0.0]),
+        group("b", ["\ud800\n</script>", "b1"], [None, 0.5], chat),
+    ]
     assert [s.uid for _, s, _ in pick(groups, 3)] == ["a/0", "b/0", "a/1"]
     recorder = Recorder(tmp_path, {})
     recorder.samples(7, groups, 3)
@@ -153,9 +201,16 @@ def test_samples_take_one_of_each_group_first_and_survive_odd_text(tmp_path: Pat
     rows = lines(tmp_path / "samples.jsonl")
     assert [r["completion"] for r in rows] == ["a0", "\ud800\n</script>", "a1"]
     assert rows[1] | {"completion": ""} == {
-        "step": 7, "row": "b", "uid": "b/0", "prompt": "user: hi", "completion": "", "reward": None,
-        "components": {"exact": None}, "stop": "length", "length": 2,
-    }  # fmt: skip
+        "step": 7,
+        "row": "b",
+        "uid": "b/0",
+        "prompt": "user: hi",
+        "completion": "",
+        "reward": None,
+        "components": {"exact": None},
+        "stop": "length",
+        "length": 2,
+    }
 
 
 def test_secrets_are_hidden_and_other_tokens_are_not() -> None:
@@ -165,13 +220,16 @@ def test_secrets_are_hidden_and_other_tokens_are_not() -> None:
         "judge": [{"api_key": "sk-1", "hf_token": "hf_2", "token": "t"}],
     }
     assert redact(config) == {
-        "rollout": {"max_new_tokens": 64}, "model": {"tokenizer": "x"},
+        "rollout": {"max_new_tokens": 64},
+        "model": {"tokenizer": "x"},
         "judge": [{"api_key": "(hidden)", "hf_token": "(hidden)", "token": "(hidden)"}],
-    }  # fmt: skip
+    }
 
 
 def test_no_secret_is_in_any_file_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In keys, inside URLs, behind options: what a configuration, a command line, an event or the report of them holds."""
+    """In keys, inside URLs, behind options: what a configuration, a command line, an event or the
+    report of them holds.
+    """
     url = "http://user:PW-1@host:8000/v1?model=m&api_key=PW-2&X-Amz-Signature=PW-3"
     argv = [
         "reinforge",
@@ -186,10 +244,16 @@ def test_no_secret_is_in_any_file_of_a_run(tmp_path: Path, monkeypatch: pytest.M
     ]
     monkeypatch.setattr(sys, "argv", argv)
     recorder = Recorder(
-        tmp_path, {"judge": {"url": url, "headers": {"Authorization": "Bearer PW-8-longer"}}, "rollout": {"max_new_tokens": 64}}
+        tmp_path,
+        {
+            "judge": {"url": url, "headers": {"Authorization": "Bearer PW-8-longer"}},
+            "rollout": {"max_new_tokens": 64},
+        },
     )
     recorder.log(1, {"a": 1.0})
-    recorder.event("config_changed", changes={"judge.url": [url, None], "judge.api_key": ["PW-9", "PW-10"]})
+    recorder.event(
+        "config_changed", changes={"judge.url": [url, None], "judge.api_key": ["PW-9", "PW-10"]}
+    )
     recorder.event("failed", error=f"ConnectionError('{url} refused')")
     recorder.document("prediction.json", {"server": url})
     recorder.close()
@@ -214,7 +278,11 @@ PROSE = [
 def test_prose_in_a_configuration_stays_as_it_is(tmp_path: Path) -> None:
     """Later commands read config.json back: what a prompt says of passwords is no secret."""
     settings = {
-        "data": {"system": PROSE[0], "fixed": {"few": PROSE}, "url": "db://me:PW@host/x?api_key=PW"},
+        "data": {
+            "system": PROSE[0],
+            "fixed": {"few": PROSE},
+            "url": "db://me:PW@host/x?api_key=PW",
+        },
         "engine": ["--api-key=PW", "--n=3"],
     }
     Recorder(tmp_path, settings).close()
@@ -226,7 +294,12 @@ def test_prose_in_a_configuration_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_scheme_is_hidden_in_a_header_and_not_in_a_sentence() -> None:
-    for header in ("Authorization: Bearer PW-1.a", "{'Authorization': 'Basic PW-1='}", '{"authorization": "Bearer PW-1"}', "'Bearer PW-1'"):
+    for header in (
+        "Authorization: Bearer PW-1.a",
+        "{'Authorization': 'Basic PW-1='}",
+        '{"authorization": "Bearer PW-1"}',
+        "'Bearer PW-1'",
+    ):
         assert "PW-1" not in redact(f"401 for {header}"), header
     assert redact(PROSE[0]) == PROSE[0]
 
@@ -235,7 +308,10 @@ class Collecting:
     name = "collecting"
 
     def __init__(self, fail_at: int | None = None, block: threading.Event | None = None):
-        self.fail_at, self.block, self.seen, self.closed = fail_at, block, [], False
+        self.fail_at = fail_at
+        self.block = block
+        self.seen = []
+        self.closed = False
 
     def open(self) -> None:
         if self.block:
@@ -251,7 +327,8 @@ class Collecting:
 
 
 def test_a_sink_that_raises_is_switched_off_with_one_event(tmp_path: Path) -> None:
-    good, bad = Collecting(), Collecting(fail_at=2)
+    good = Collecting()
+    bad = Collecting(fail_at=2)
     recorder = Recorder(tmp_path, {}, sinks=[good, bad])
     for step in (1, 2, 3, 4):
         recorder.log(step, {"a": float(step), "b": math.nan})
@@ -260,11 +337,17 @@ def test_a_sink_that_raises_is_switched_off_with_one_event(tmp_path: Path) -> No
     assert good.seen == [(s, {"a": float(s)}) for s in (1, 2, 3, 4)] and good.closed
     assert bad.seen == [(1, {"a": 1.0})]
     failed = [e for e in lines(tmp_path / "events.jsonl") if e["kind"] == "sink_failed"]
-    assert len(failed) == 1 and failed[0]["sink"] == "collecting" and "tracker is down" in failed[0]["error"]
+    assert (
+        len(failed) == 1
+        and failed[0]["sink"] == "collecting"
+        and "tracker is down" in failed[0]["error"]
+    )
     assert [x["step"] for x in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_a_sink_that_hangs_neither_delays_training_nor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_hangs_neither_delays_training_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.2)
     release = threading.Event()
     recorder = Recorder(tmp_path, {}, sinks=[Collecting(block=release)])
@@ -277,10 +360,14 @@ def test_a_sink_that_hangs_neither_delays_training_nor_the_end(tmp_path: Path, m
     assert sum(e["kind"] == "sink_failed" for e in lines(tmp_path / "events.jsonl")) == 1
 
 
-def test_missing_tracker_packages_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_packages_name_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = sinks.Target(tmp_path, {}, "p")
     for name in sinks.SINKS:
-        monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
+        monkeypatch.setitem(
+            sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None
+        )
         with pytest.raises(InputError, match=rf"pip install 'reinforge\[{name}\]'"):
             sinks.make_sinks([name], target)
     with pytest.raises(InputError, match="tensorboard, wandb, mlflow, trackio"):
@@ -293,7 +380,10 @@ def test_tensorboard_holds_the_numbers_and_a_resume_purges_redone_steps(tmp_path
 
     for resume, steps, value in ((None, (1, 2, 3), 1.0), (1, (2, 3), 5.0)):
         recorder = Recorder(
-            tmp_path, {}, sinks.make_sinks(["tensorboard"], sinks.Target(tmp_path, {}, "p", resume)), None if resume is None else {}
+            tmp_path,
+            {},
+            sinks.make_sinks(["tensorboard"], sinks.Target(tmp_path, {}, "p", resume)),
+            None if resume is None else {},
         )
         for step in steps:
             recorder.log(step, {"reward/mean": value * step})
@@ -301,10 +391,16 @@ def test_tensorboard_holds_the_numbers_and_a_resume_purges_redone_steps(tmp_path
         time.sleep(1.1)  # event files are named by the second
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
-    assert [(e.step, e.value) for e in read.Scalars("reward/mean")] == [(1, 1.0), (2, 10.0), (3, 15.0)]
+    assert [(e.step, e.value) for e in read.Scalars("reward/mean")] == [
+        (1, 1.0),
+        (2, 10.0),
+        (3, 15.0),
+    ]
 
 
-def test_wandb_style_runs_keep_their_identity_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_style_runs_keep_their_identity_over_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[dict] = []
 
     class Run:
@@ -328,7 +424,11 @@ def test_wandb_style_runs_keep_their_identity_over_a_resume(tmp_path: Path, monk
         sink.close()
     ids = [c["id"] for c in calls if "id" in c]
     assert ids[0] == ids[1] != ids[2]
-    assert calls[0]["project"] == "proj" and calls[0]["config"] == {"a": 1} and calls[1:3] == [{"step": 5, "x": 1.0}, {"finish": True}]
+    assert (
+        calls[0]["project"] == "proj"
+        and calls[0]["config"] == {"a": 1}
+        and calls[1:3] == [{"step": 5, "x": 1.0}, {"finish": True}]
+    )
 
 
 def test_phases_add_up_and_inner_ones_are_not_counted_twice() -> None:
@@ -350,17 +450,30 @@ def test_phases_add_up_and_inner_ones_are_not_counted_twice() -> None:
         passing(1.0)
     taken = phases.take()
     assert taken == {
-        "time/reward": 1.0, "time/generate": 6.0, "time/train": 2.0, "time/other": 1.0,
-        "share/reward": 0.1, "share/generate": 0.6, "share/train": 0.2, "share/other": 0.1,
-    }  # fmt: skip
+        "time/reward": 1.0,
+        "time/generate": 6.0,
+        "time/train": 2.0,
+        "time/other": 1.0,
+        "share/reward": 0.1,
+        "share/generate": 0.6,
+        "share/train": 0.2,
+        "share/other": 0.1,
+    }
     with pytest.raises(RuntimeError), phases("train"):
         passing(4.0)
         raise RuntimeError
-    assert phases.take() == {"time/train": 4.0, "time/other": 0.0, "share/train": 1.0, "share/other": 0.0}
+    assert phases.take() == {
+        "time/train": 4.0,
+        "time/other": 0.0,
+        "share/train": 1.0,
+        "share/other": 0.0,
+    }
 
 
 def test_peaks_of_memory_belong_to_their_phase() -> None:
-    """The gauge is the highest value since it was read; what happened inside an inner phase is not the outer one's."""
+    """The gauge is the highest value since it was read; what happened inside an inner phase is not
+    the outer one's.
+    """
     level = [0.0]
 
     def gauge() -> float:
@@ -380,7 +493,9 @@ def test_peaks_of_memory_belong_to_their_phase() -> None:
     with phases("train"):
         level[0] = 3.0
     assert phases.take()["memory/peak_gib"] == 3.0
-    assert 0.01 < process_peak() < 1000 and (device_peak() is None) == (not torch.cuda.is_initialized())
+    assert 0.01 < process_peak() < 1000 and (device_peak() is None) == (
+        not torch.cuda.is_initialized()
+    )
 
 
 EVIL = "\x1b[2J[bold red]x[/bold red]\x07\u202e\r\n\ud800[link=http://x]"
@@ -393,17 +508,27 @@ def test_visible_shows_what_a_terminal_would_obey() -> None:
 
 
 def test_plain_view_prints_first_last_evaluations_and_every_few_seconds() -> None:
-    now, out = [0.0], io.StringIO()
+    now = [0.0]
+    out = io.StringIO()
     view = View(Console(file=out, width=400), plain_seconds=2.0, clock=lambda: now[0])
     view.start(10, "demo")
     for step in range(1, 11):
         now[0] += 0.5
-        view.update(step, {"reward/mean": step / 10, "response/length": 12.0} | ({"eval/accuracy": 0.5} if step == 3 else {}))
+        view.update(
+            step,
+            {"reward/mean": step / 10, "response/length": 12.0}
+            | ({"eval/accuracy": 0.5} if step == 3 else {}),
+        )
     view.table([group("a", [EVIL], [0.25])])
     view.message(f"done {EVIL}")
     view.stop()
     text = out.getvalue().splitlines()
-    assert [line.split()[1] for line in text if line.startswith("step ")] == ["1/10", "3/10", "7/10", "10/10"]
+    assert [line.split()[1] for line in text if line.startswith("step ")] == [
+        "1/10",
+        "3/10",
+        "7/10",
+        "10/10",
+    ]
     assert text[0] == "demo: 10 steps"
     assert text[1] == "step 1/10  reward 0.100  length 12  eta 0:00:04"
     assert "eval 50.0%" in text[2]
@@ -412,7 +537,8 @@ def test_plain_view_prints_first_last_evaluations_and_every_few_seconds() -> Non
 
 
 def test_a_resumed_view_does_not_tell_the_evaluation_of_before_as_news() -> None:
-    now, out = [0.0], io.StringIO()
+    now = [0.0]
+    out = io.StringIO()
     view = View(Console(file=out, width=400), plain_seconds=2.0, clock=lambda: now[0])
     view.start(80, "demo", 12)
     for step in (13, 14, 15):
@@ -430,16 +556,33 @@ def test_live_view_shows_numbers_and_keeps_model_text_as_text() -> None:
     out = io.StringIO()
     view = View(Console(file=out, width=240, force_terminal=True, color_system=None))
     view.start(10, "demo [red]title", first_step=4)
-    view.update(5, {"reward/mean": 0.125, "tokens_per_second": 12345.0, "share/generate": 0.6, "share/train": 0.4, "share/other": 0.0})
+    view.update(
+        5,
+        {
+            "reward/mean": 0.125,
+            "tokens_per_second": 12345.0,
+            "share/generate": 0.6,
+            "share/train": 0.4,
+            "share/other": 0.0,
+        },
+    )
     view.table([group("a", [EVIL, "fine"], [0.25, None])], limit=2)
     view.stop()
     text = out.getvalue()
-    assert "demo [red]title" in text and "5/10" in text and "0.125" in text and "12,345" in text and "generate 60%  train 40%" in text
+    assert (
+        "demo [red]title" in text
+        and "5/10" in text
+        and "0.125" in text
+        and "12,345" in text
+        and "generate 60%  train 40%" in text
+    )
     assert "other" not in text
     assert "\\x1b[2J[bold red]x[/bold red]" in text and "\x1b[2J" not in text and "\x07" not in text
 
 
-def make_run(path: Path, rate: float, rewards: list[float], ending: str | None = "finished") -> Path:
+def make_run(
+    path: Path, rate: float, rewards: list[float], ending: str | None = "finished"
+) -> Path:
     config = {
         "model": {"path": "m"},
         "algorithm": {"name": "grpo"},
@@ -451,7 +594,14 @@ def make_run(path: Path, rate: float, rewards: list[float], ending: str | None =
     for step, reward in enumerate(rewards, start=1):
         recorder.log(step, {"reward/mean": reward})
         if step % 2 == 0:
-            recorder.log(step, {"eval/accuracy": reward, "eval/accuracy_low": reward - 0.1, "eval/accuracy_high": reward + 0.1})
+            recorder.log(
+                step,
+                {
+                    "eval/accuracy": reward,
+                    "eval/accuracy_low": reward - 0.1,
+                    "eval/accuracy_high": reward + 0.1,
+                },
+            )
     if ending:
         recorder.event(ending)
     recorder.close()
@@ -463,7 +613,11 @@ def test_runs_are_listed_shown_and_compared(tmp_path: Path) -> None:
     b = make_run(tmp_path / "deep" / "b", 2e-5, [0.3], ending=None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")  # a model, not a run
-    for name, manifest in (("step-00000002", True), ("step-00000004", False), (".tmp-step-00000005-1", True)):
+    for name, manifest in (
+        ("step-00000002", True),
+        ("step-00000004", False),
+        (".tmp-step-00000005-1", True),
+    ):
         (a / "checkpoints" / name).mkdir(parents=True)
         (a / "checkpoints" / name / "model.safetensors").write_bytes(b"x" * 10)
         if manifest:
@@ -473,15 +627,24 @@ def test_runs_are_listed_shown_and_compared(tmp_path: Path) -> None:
     os.utime(a / "metrics.jsonl", (1, 1))
     listed = list_runs(tmp_path)
     assert [(r["dir"], r["status"], r["step"], r["steps"], r["reward"]) for r in listed] == [
-        (str(b), "interrupted", 1, 3, 0.3), (str(a), "finished", 4, 3, 0.4),
-    ]  # fmt: skip
+        (str(b), "interrupted", 1, 3, 0.3),
+        (str(a), "finished", 4, 3, 0.4),
+    ]
     shown = show_run(a)
-    assert shown["best_eval"] == {"metric": "eval/accuracy", "value": 0.6, "step": 2, "low": 0.5, "high": 0.7}
+    assert shown["best_eval"] == {
+        "metric": "eval/accuracy",
+        "value": 0.6,
+        "step": 2,
+        "low": 0.5,
+        "high": 0.7,
+    }
     assert shown["last"]["eval/accuracy"] == 0.4 and shown["config"]["train.learning_rate"] == 1e-5
     assert [(c["step"], c["bytes"]) for c in shown["checkpoints"]] == [(2, 12)]
     compared = compare_runs([a, b])
     assert compared["config"] == {"train.learning_rate": [1e-5, 2e-5]}
-    assert compared["metrics"]["reward/mean"] == [0.4, 0.3] and compared["metrics"]["eval/accuracy"] == [0.4, None]
+    assert compared["metrics"]["reward/mean"] == [0.4, 0.3] and compared["metrics"][
+        "eval/accuracy"
+    ] == [0.4, None]
     with pytest.raises(InputError, match="not a run directory"):
         show_run(tmp_path / "model")
 
@@ -500,13 +663,27 @@ def test_a_run_is_running_while_its_owner_lives(tmp_path: Path) -> None:
 
 
 def test_flatten_counts_sections_and_keeps_plain_lists() -> None:
-    assert flatten({"a": {"b": 1}, "c": [{"d": 2}], "e": [1, 2], "f": {}, "g": []}) == {"a.b": 1, "c.0.d": 2, "e": [1, 2], "f": {}, "g": []}
+    assert flatten({"a": {"b": 1}, "c": [{"d": 2}], "e": [1, 2], "f": {}, "g": []}) == {
+        "a.b": 1,
+        "c.0.d": 2,
+        "e": [1, 2],
+        "f": {},
+        "g": [],
+    }
 
 
 def test_looking_at_runs_imports_no_torch() -> None:
-    code = "import sys, reinforge.watch.runs, reinforge.watch.report, reinforge.watch.view, reinforge.checkpoint.lock; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, reinforge.watch.runs, reinforge.watch.report, reinforge.watch.view,"
+        " reinforge.checkpoint.lock; sys.exit('torch' in sys.modules)"
+    )
     src = str(Path(__file__).resolve().parents[2] / "src")
-    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": src}, timeout=60).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": src}, timeout=60
+        ).returncode
+        == 0
+    )
 
 
 def test_an_evaluation_is_printed_once_not_with_every_step_after_it() -> None:
@@ -518,10 +695,12 @@ def test_an_evaluation_is_printed_once_not_with_every_step_after_it() -> None:
     view.update(6, {"reward/mean": 0.5, "eval/accuracy": 0.5})
     steps = [line.split()[1] for line in out.getvalue().splitlines() if line.startswith("step")]
     assert steps == ["1/10", "3/10", "6/10"]
-    view.update(10, {"reward/mean": 0.5, "eval/accuracy": 0.5})  # the last step, then its evaluation, which found the same
+    # the last step, then its evaluation, which found the same
+    view.update(10, {"reward/mean": 0.5, "eval/accuracy": 0.5})
     view.update(10, {"reward/mean": 0.5, "eval/accuracy": 0.5})
     last = [line for line in out.getvalue().splitlines() if line.startswith("step 10/10")]
-    assert last == ["step 10/10  reward 0.500", "step 10/10  reward 0.500  eval 50.0%"]  # an old evaluation is not this step's
+    # an old evaluation is not this step's
+    assert last == ["step 10/10  reward 0.500", "step 10/10  reward 0.500  eval 50.0%"]
 
 
 # a notebook
@@ -547,7 +726,11 @@ def test_a_notebook_gets_one_output_that_grows() -> None:
     view.message("two\nlines")
     view.stop()
     assert shown[-1].count("<pre") == 1 and "<b>" not in shown[-1]
-    assert [line for line in shown[-1].splitlines() if "reward 0.500" in line or line == "two" or "&lt;b&gt;" in line] != []
+    assert [
+        line
+        for line in shown[-1].splitlines()
+        if "reward 0.500" in line or line == "two" or "&lt;b&gt;" in line
+    ] != []
     assert (
         shown[-1].index("loading the model")
         < shown[-1].index("first: 3 steps")
@@ -569,7 +752,12 @@ def test_a_view_in_a_notebook_writes_into_one_output(monkeypatch: pytest.MonkeyP
 def test_a_long_notebook_output_keeps_its_beginning_and_its_end() -> None:
     text = "".join(f"line {i}\n" for i in range(1000))
     kept = shortened(text).splitlines()
-    assert kept[0] == "line 0" and kept[-1] == "line 999" and len(kept) == 221 and kept[20] == "... (780 lines)"
+    assert (
+        kept[0] == "line 0"
+        and kept[-1] == "line 999"
+        and len(kept) == 221
+        and kept[20] == "... (780 lines)"
+    )
     assert shortened("a\nb\n") == "a\nb\n"
 
 
@@ -586,13 +774,21 @@ def test_a_plain_view_says_what_it_does_until_the_first_step_is_over() -> None:
     view.doing("step 1: generating 64 answers")
     view.update(1, {"reward/mean": 0.1})
     view.doing("step 2: generating 64 answers")
-    assert out.getvalue().splitlines()[:4] == ["loading the model", "run: 3 steps", "step 0/3  eval 50.0%", "step 1: generating 64 answers"]
+    assert out.getvalue().splitlines()[:4] == [
+        "loading the model",
+        "run: 3 steps",
+        "step 0/3  eval 50.0%",
+        "step 1: generating 64 answers",
+    ]
     assert "step 2: generating" not in out.getvalue()
 
 
 def test_a_live_view_says_what_it_does_from_the_beginning_to_the_end() -> None:
-    now, out = [0.0], io.StringIO()
-    view = View(Console(file=out, width=120, force_terminal=True, color_system=None), clock=lambda: now[0])
+    now = [0.0]
+    out = io.StringIO()
+    view = View(
+        Console(file=out, width=120, force_terminal=True, color_system=None), clock=lambda: now[0]
+    )
     view.doing("loading the model [red]")
     now[0] = 7.0
     view._show()
@@ -600,10 +796,15 @@ def test_a_live_view_says_what_it_does_from_the_beginning_to_the_end() -> None:
     view.start(3, "run")
     view.doing("step 1: generating 64 answers")
     view._live.refresh()  # type: ignore[union-attr]
-    assert "loading the model [red]  7 s" in out.getvalue() and "step 1: generating 64 answers" in out.getvalue()
+    assert (
+        "loading the model [red]  7 s" in out.getvalue()
+        and "step 1: generating 64 answers" in out.getvalue()
+    )
     shown = len(out.getvalue())
     view.stop()
-    assert "generating" not in out.getvalue()[shown:].splitlines()[-1], "what is over is not left on the screen"
+    assert "generating" not in out.getvalue()[shown:].splitlines()[-1], (
+        "what is over is not left on the screen"
+    )
 
 
 def test_troubles_are_printed_once_and_stay_while_they_hold() -> None:
@@ -612,7 +813,9 @@ def test_troubles_are_printed_once_and_stay_while_they_hold() -> None:
     plain = View(Console(file=out, width=400))
     plain.troubles([trouble])
     plain.troubles([trouble])
-    assert out.getvalue().splitlines() == ["warning: 19 of 20 steps taught nothing. Take easier prompts."]
+    assert out.getvalue().splitlines() == [
+        "warning: 19 of 20 steps taught nothing. Take easier prompts."
+    ]
     live = View(Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None))
     live.start(20, "run")
     live.troubles([trouble])
@@ -628,5 +831,8 @@ def test_shares_of_an_older_step_are_not_added_to_those_of_the_newest() -> None:
     view.start(3, "run")
     view.update(1, {"share/eval": 0.6, "share/train": 0.4})
     view.update(2, {"share/generate": 0.5, "share/train": 0.5})
-    assert {key: value for key, value in view._latest.items() if key.startswith("share/")} == {"share/generate": 0.5, "share/train": 0.5}
+    assert {key: value for key, value in view._latest.items() if key.startswith("share/")} == {
+        "share/generate": 0.5,
+        "share/train": 0.5,
+    }
     view.stop()

@@ -1,4 +1,6 @@
-"""Floor 0: algorithms as pure functions on tensors. An algorithm is (advantage, surrogate, correction, reduce) and a row of `table.py`.
+"""Floor 0: algorithms as pure functions on tensors.
+
+An algorithm is (advantage, surrogate, correction, reduce) and a row of `table.py`.
 
 Nothing is imported here, so that `reinforge.algorithms.names` can be read without torch.
 """

@@ -1,4 +1,7 @@
-"""What an algorithm is to a training loop, and everything that can be set about one. `table.py` builds it."""
+"""What an algorithm is to a training loop, and everything that can be set about one.
+
+`table.py` builds it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,18 @@ from reinforge.core.sample import Group, Sample
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that can be set about an algorithm. A row replaces some defaults, the user the rest."""
+    """Everything that can be set about an algorithm.
+
+    A row replaces some defaults, the user the rest.
+    """
 
     advantage: str | Advantage = "group_relative"
     surrogate: str | Surrogate = "ppo_clip"
     correction: str | Correction = "none"
     selection: str | Callable[..., Tensor] | None = None
     reduce: str | Reduce = "token_mean"
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of whichever part takes them by name
+    # of whichever part takes them by name
+    settings: Mapping[str, Any] = field(default_factory=dict)
     scale: Scale = "group"
     std: Literal["sample", "population"] = "sample"
     eps: float = 1e-4
@@ -57,34 +64,47 @@ class Options:
     nll: float = 0.0
     old: Literal["auto", "engine", "recompute"] = "auto"
     overlong: Literal["keep", "mask"] = "keep"
-    overlong_buffer: int | None = None  # None: a fifth of max_new_tokens in a row with `shaped`, otherwise 0
+    # None: a fifth of max_new_tokens in a row with `shaped`, otherwise 0
+    overlong_buffer: int | None = None
     dynamic_sampling: bool = False
     max_new_tokens: int = 0  # the limit of a response
     updates: int = 1  # optimizer steps per rollout batch
     beta: float | None = None  # of a preference loss; None: its own
     label_smoothing: float | None = None
-    losses: Mapping[str, float] = field(default_factory=dict)  # several preference losses with weights
-    reference: Mapping[str, Any] = field(default_factory=dict)  # how the reference moves, where the row says so
+    # several preference losses with weights
+    losses: Mapping[str, float] = field(default_factory=dict)
+    # how the reference moves, where the row says so
+    reference: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a training loop needs of an algorithm. It never asks for the name. As a part of a run it keeps what adapts."""
+    """What a training loop needs of an algorithm.
+
+    It never asks for the name. As a part of a run it keeps what adapts.
+    """
 
     name: str
     family: str
     paper: str
     loss: Loss
     options: Options
-    advantage: Callable[[Rollouts], Any] | None = None  # Rollouts -> {stream: [M]}; None: the loss needs no advantages
+    # Rollouts -> {stream: [M]}; None: the loss needs no advantages
+    advantage: Callable[[Rollouts], Any] | None = None
     selection: Callable[[Rollouts], Tensor] | None = None
     kl_in_reward: KL | None = None
     terms: Terms = field(default_factory=Terms)
-    needs: frozenset[str] = frozenset()  # streams that must be there before `advantages`: old, reference, values, entropy; and "baseline"
+    # streams that must be there before `advantages`: old, reference, values, entropy; and
+    # "baseline"
+    needs: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()  # what a user should know about these settings
-    pick: Callable[[Group], list[Sample]] | None = None  # what is trained of a group's answers, unit after unit; None: all of them
-    opponent: float | None = None  # half of the answers are sampled from pi^(1-c) reference^c with this c; None: there is no opponent
-    given: bool = False  # the data's answer is wanted beside the sampled ones, which are all the opponent's (self-play)
+    # what is trained of a group's answers, unit after unit; None: all of them
+    pick: Callable[[Group], list[Sample]] | None = None
+    # half of the answers are sampled from pi^(1-c) reference^c with this c; None: there is no
+    # opponent
+    opponent: float | None = None
+    # the data's answer is wanted beside the sampled ones, which are all the opponent's (self-play)
+    given: bool = False
 
     @property
     def dynamic_sampling(self) -> bool:
@@ -93,10 +113,15 @@ class Algorithm:
 
     @property
     def compared(self) -> list[str]:
-        """Reward components that the advantage compares each by itself; none where it compares totals. A function of a user's says
-        that it does in an attribute `components`."""
+        """Reward components that the advantage compares each by itself; none where it compares
+        totals. A function of a user's says that it does in an attribute `components`.
+        """
         part = self.options.advantage
-        apart = "weights" in READS.get(part, ()) if isinstance(part, str) else bool(getattr(part, "components", False))
+        apart = (
+            "weights" in READS.get(part, ())
+            if isinstance(part, str)
+            else bool(getattr(part, "components", False))
+        )
         return [name for name, weight in self.options.weights.items() if weight] if apart else []
 
     @property
@@ -115,24 +140,31 @@ class Algorithm:
         return getattr(self.loss, "idle", False)
 
     def advantages(self, batches: Sequence[Batch]) -> Metrics:
-        """Fills the streams that come from the whole optimizer batch (float32): advantages (0 for unscored rows), returns of a
-        critic, selected, positive."""
+        """Fills the streams that come from the whole optimizer batch (float32): advantages (0 for
+        unscored rows), returns of a critic, selected, positive.
+        """
         if self.advantage is None or not batches:
             return {}
         rollouts = Rollouts.of(batches)
         metrics = {"batch/samples": float((rollouts.lengths > 0).sum())}
         if self.kl_in_reward is not None:
             streams = rollouts.streams
-            kl = self.kl_in_reward(streams["old"] if "old" in streams else streams["behaviour"], streams["reference"])
+            kl = self.kl_in_reward(
+                streams["old"] if "old" in streams else streams["behaviour"], streams["reference"]
+            )
             rollouts = rollouts.with_token_rewards(-self.terms.kl * kl)
             metrics |= {"policy/kl": float(kl.double().mean())} if len(kl) else {}
         found = self.advantage(rollouts)
         if self.selection is not None:
-            found["selected"] = self.selection(replace(rollouts, streams={**rollouts.streams, **found}))
+            found["selected"] = self.selection(
+                replace(rollouts, streams={**rollouts.streams, **found})
+            )
         if self.terms.nll > 0:
             found["positive"] = positive_weights(rollouts.rewards, rollouts.sequence)
         for name, values in found.items():
-            for batch, part in zip(batches, values.float().split([b.n_trained for b in batches]), strict=True):
+            for batch, part in zip(
+                batches, values.float().split([b.n_trained for b in batches]), strict=True
+            ):
                 batch.streams[name] = part.to(batch.targets.device)
         return metrics
 

@@ -1,4 +1,6 @@
-"""A user's own part of an algorithm: what it raises and what it returns wrongly is told as theirs, with the key, the file and the line."""
+"""A user's own part of an algorithm: what it raises and what it returns wrongly is told as theirs,
+with the key, the file and the line.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,20 @@ def is_ours(function: Any) -> bool:
 
 
 def blamed(function: Any, error: Exception, where: str, call: str, ours: str) -> InputError | None:
-    """The error of a user's own function: which line raised what. None: it is ours, and stays as it is. `call`: what it is called
-    with; `ours`: the file that called it, whose lines say nothing."""
+    """The error of a user's own function: which line raised what.
+
+    None: it is ours, and stays as it is. `call`: what it is called with; `ours`: the file that
+    called it, whose lines say nothing.
+    """
     if isinstance(error, InputError) or is_ours(function):
         return None
     at = traceback.extract_tb(error.__traceback__)[-1]
     place = f" ({Path(at.filename).name}:{at.lineno})" if at.filename != ours else ""
-    return InputError(f"{name_of(function)} raised {type(error).__name__}: {error}{place}.", where=where,
-                      fix=f"It is called with {call}. Repair it; --debug shows the traceback.")  # fmt: skip
+    return InputError(
+        f"{name_of(function)} raised {type(error).__name__}: {error}{place}.",
+        where=where,
+        fix=f"It is called with {call}. Repair it; --debug shows the traceback.",
+    )
 
 
 @dataclass(frozen=True)
@@ -36,19 +44,44 @@ class OwnSurrogate:
 
     func: Callable[..., Any]
 
-    def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, sequence: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, logprobs: Tensor, old: Tensor, advantages: Tensor, sequence: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         try:
             found = self.func(logprobs, old, advantages, sequence)
         except Exception as error:
-            if (told := blamed(self.func, error, "algorithm.surrogate", "(logprobs, old, advantages, sequence)", __file__)) is None:
+            if (
+                told := blamed(
+                    self.func,
+                    error,
+                    "algorithm.surrogate",
+                    "(logprobs, old, advantages, sequence)",
+                    __file__,
+                )
+            ) is None:
                 raise
             raise told from error
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor) and isinstance(found[1], Mapping)):
-            raise self._wrong(f"a {type(found).__name__}" if not isinstance(found, tuple) else f"a tuple of {len(found)}")
+        if not (
+            isinstance(found, tuple)
+            and len(found) == 2
+            and isinstance(found[0], Tensor)
+            and isinstance(found[1], Mapping)
+        ):
+            raise self._wrong(
+                f"a {type(found).__name__}"
+                if not isinstance(found, tuple)
+                else f"a tuple of {len(found)}"
+            )
         if found[0].shape != logprobs.shape:
             raise self._wrong(f"losses of shape {tuple(found[0].shape)} for {len(logprobs)} tokens")
         return found[0], dict(found[1])
 
     def _wrong(self, what: str) -> InputError:
-        return InputError(f"{name_of(self.func)} returned {what}.", where="algorithm.surrogate",
-                          fix="Return (losses, metrics): one loss per token, not their sum or mean, and a dict of tensors per token, which may be empty.")  # fmt: skip
+        return InputError(
+            f"{name_of(self.func)} returned {what}.",
+            where="algorithm.surrogate",
+            fix=(
+                "Return (losses, metrics): one loss per token, not their sum or mean, and a dict of"
+                " tensors per token, which may be empty."
+            ),
+        )

@@ -1,4 +1,6 @@
-"""Every algorithm as a row: which functions it names, its defaults, its papers. No torch: `reinforge algorithms` only prints it.
+"""Every algorithm as a row: which functions it names, its defaults, its papers.
+
+No torch: `reinforge algorithms` only prints it.
 
 A row of another family has other parts; `table.py` has a builder per family.
 """
@@ -15,23 +17,50 @@ class Row:
     family: str  # "policy_gradient", "supervised", "preference", "reward", "distillation"
     parts: Mapping[str, str]  # part: name of its function
     paper: str = ""  # arXiv numbers
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # fields of `Options`, where they are not everybody's
-    options: Mapping[str, Any] = field(default_factory=dict)  # defaults of settings that go to the parts by name (`algorithm.options`)
+    # fields of `Options`, where they are not everybody's
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # defaults of settings that go to the parts by name (`algorithm.options`)
+    options: Mapping[str, Any] = field(default_factory=dict)
     shaped: bool = False  # has a soft length penalty unless told otherwise
-    builder: str = ""  # which function of `table.BUILDERS` puts the parts together; default: the family's
+    # which function of `table.BUILDERS` puts the parts together; default: the family's
+    builder: str = ""
 
 
-def _pg(advantage: str, surrogate: str, reduce: str, paper: str, *, selection: str | None = None, options: Mapping[str, Any] | None = None,
-        shaped: bool = False, **defaults: Any) -> Row:  # fmt: skip
+def _pg(
+    advantage: str,
+    surrogate: str,
+    reduce: str,
+    paper: str,
+    *,
+    selection: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    shaped: bool = False,
+    **defaults: Any,
+) -> Row:
     parts = {"advantage": advantage, "surrogate": surrogate, "correction": "none", "reduce": reduce}
-    return Row("policy_gradient", parts | ({"selection": selection} if selection else {}), paper, defaults, options or {}, shaped)
+    return Row(
+        "policy_gradient",
+        parts | ({"selection": selection} if selection else {}),
+        paper,
+        defaults,
+        options or {},
+        shaped,
+    )
 
 
 def _pair(
-    loss: str, paper: str, *, losses: Mapping[str, float] | None = None, reference: Mapping[str, Any] | None = None, **options: Any
+    loss: str,
+    paper: str,
+    *,
+    losses: Mapping[str, float] | None = None,
+    reference: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Row:
     """A loss over pairs of answers; `losses`: several with weights."""
-    defaults: dict[str, Any] = {**({"losses": losses} if losses else {}), **({"reference": reference} if reference else {})}
+    defaults: dict[str, Any] = {
+        **({"losses": losses} if losses else {}),
+        **({"reference": reference} if reference else {}),
+    }
     return Row("preference", {"loss": loss}, paper, defaults, options)
 
 
@@ -39,16 +68,31 @@ def _other(family: str, loss: str, paper: str, builder: str = "", **options: Any
     return Row(family, {"loss": loss}, paper, {}, options, builder=builder)
 
 
-def _online(loss: str, pick: str, paper: str, *, reference: Mapping[str, Any] | None = None, **options: Any) -> Row:
-    """A loss over answers that the policy (or an opponent) samples; `pick` says which of a prompt's answers are trained, and how."""
-    return Row("preference", {"loss": loss, "pick": pick}, paper, {"reference": reference} if reference else {}, options, builder="online")
+def _online(
+    loss: str, pick: str, paper: str, *, reference: Mapping[str, Any] | None = None, **options: Any
+) -> Row:
+    """A loss over answers that the policy (or an opponent) samples; `pick` says which of a prompt's
+    answers are trained, and how.
+    """
+    return Row(
+        "preference",
+        {"loss": loss, "pick": pick},
+        paper,
+        {"reference": reference} if reference else {},
+        options,
+        builder="online",
+    )
 
 
 MPO: dict[str, float] = {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}  # the paper's weights
-MOVING: dict[str, Any] = {"kind": "ema", "decay": 0.4, "every": 512}  # TR-DPO's alpha 0.6, as TRL does it
-SPIN: dict[str, Any] = {"kind": "sync", "every": 100}  # an iteration of self-play; the opponent is the policy at its start
-GSPO_CLIP: dict[str, Any] = {"clip_low": 3e-4, "clip_high": 4e-4}  # at 0.2 the mean ratio of a sequence practically never clips
-NO_CLIP: dict[str, Any] = {"clip_low": 1.0, "clip_high": 1e9}  # kl_cov: the penalty is the trust region
+# TR-DPO's alpha 0.6, as TRL does it
+MOVING: dict[str, Any] = {"kind": "ema", "decay": 0.4, "every": 512}
+# an iteration of self-play; the opponent is the policy at its start
+SPIN: dict[str, Any] = {"kind": "sync", "every": 100}
+# at 0.2 the mean ratio of a sequence practically never clips
+GSPO_CLIP: dict[str, Any] = {"clip_low": 3e-4, "clip_high": 4e-4}
+# kl_cov: the penalty is the trust region
+NO_CLIP: dict[str, Any] = {"clip_low": 1.0, "clip_high": 1e9}
 SAMPLER: dict[str, Any] = {"old": "engine"}  # ratios are meant against the policy that sampled
 
 TABLE: dict[str, Row] = {
@@ -57,12 +101,22 @@ TABLE: dict[str, Row] = {
     # group baselines, a clipped ratio per token
     "grpo": _pg("group_relative", "ppo_clip", "sequence_mean", "2402.03300"),
     "dr_grpo": _pg("group_relative", "ppo_clip", "fixed_length", "2503.20783", scale="none"),
-    "dapo": _pg("group_relative", "ppo_clip", "token_mean", "2503.14476", clip_high=0.28, dynamic_sampling=True, shaped=True),
+    "dapo": _pg(
+        "group_relative",
+        "ppo_clip",
+        "token_mean",
+        "2503.14476",
+        clip_high=0.28,
+        dynamic_sampling=True,
+        shaped=True,
+    ),
     # the ratio of a whole sequence
     "gspo": _pg("group_relative", "gspo", "sequence_mean", "2507.18071", **GSPO_CLIP),
     "gspo_token": _pg("group_relative", "gspo_token", "sequence_mean", "2507.18071", **GSPO_CLIP),
     "luspo": _pg("group_relative", "gspo", "sequence_sum", "2602.05261", **GSPO_CLIP),
-    "gmpo": _pg("group_relative", "gmpo", "sequence_mean", "2507.20673", clip_low=0.4, clip_high=0.4),
+    "gmpo": _pg(
+        "group_relative", "gmpo", "sequence_mean", "2507.20673", clip_low=0.4, clip_high=0.4
+    ),
     "vespo": _pg("group_relative", "vespo", "sequence_mean", "2602.10693", **SAMPLER),
     # other trust regions
     "cispo": _pg("group_relative", "cispo", "token_mean", "2506.13585"),
@@ -70,7 +124,9 @@ TABLE: dict[str, Row] = {
     "dppo_tv": _pg("group_relative", "dppo_tv", "token_mean", "2602.04879", **SAMPLER),
     "dppo_kl": _pg("group_relative", "dppo_kl", "token_mean", "2602.04879", **SAMPLER),
     "clip_cov": _pg("group_relative", "ppo_clip", "token_mean", "2505.22617", selection="clip_cov"),
-    "kl_cov": _pg("group_relative", "ppo_clip", "token_mean", "2505.22617", selection="kl_cov", **NO_CLIP),
+    "kl_cov": _pg(
+        "group_relative", "ppo_clip", "token_mean", "2505.22617", selection="kl_cov", **NO_CLIP
+    ),
     # the plain policy gradient
     "reinforce": _pg("batch_baseline", "reinforce", "token_mean", "Williams 1992"),
     "gpg": _pg("gpg", "reinforce", "token_mean", "2504.02546"),
@@ -78,7 +134,14 @@ TABLE: dict[str, Row] = {
     "remax": _pg("greedy_baseline", "reinforce", "token_mean", "2310.10505"),
     "opo": _pg("optimal_baseline", "reinforce", "token_mean", "2505.23585"),
     # whitened over the batch
-    "reinforce_pp": _pg("return_to_go", "ppo_clip", "token_mean", "2501.03262", kl_placement="reward", kl_coefficient=0.01),
+    "reinforce_pp": _pg(
+        "return_to_go",
+        "ppo_clip",
+        "token_mean",
+        "2501.03262",
+        kl_placement="reward",
+        kl_coefficient=0.01,
+    ),
     "reinforce_pp_baseline": _pg("group_whitened", "ppo_clip", "token_mean", "2501.03262"),
     # other uses of a group's rewards
     "maxrl": _pg("maxrl", "ppo_clip", "token_mean", "2602.02710"),
@@ -86,7 +149,15 @@ TABLE: dict[str, Row] = {
     "gdpo": _pg("decoupled", "ppo_clip", "sequence_mean", "2601.05242"),
     # with a critic
     "ppo": _pg("gae", "ppo_clip", "token_mean", "1707.06347, 2403.17031"),
-    "vapo": _pg("gae", "ppo_clip", "token_mean", "2504.05118", clip_high=0.28, nll=0.1, options={"lam_critic": 1.0, "length_alpha": 0.05}),
+    "vapo": _pg(
+        "gae",
+        "ppo_clip",
+        "token_mean",
+        "2504.05118",
+        clip_high=0.28,
+        nll=0.1,
+        options={"lam_critic": 1.0, "length_alpha": 0.05},
+    ),
     # pairs of answers, against a reference
     "dpo": _pair("sigmoid", "2305.18290"),
     "sigmoid": _pair("sigmoid", "2305.18290"),
@@ -149,7 +220,12 @@ TABLE: dict[str, Row] = {
     "uld": _other("distillation", "uld", "2402.12030"),
     # and on what the student samples
     "gkd": _other("distillation", "jsd", "2306.13649", "gkd", share=0.5),
-    "opd": Row("distillation", _pg("teacher_ratio", "ppo_clip", "token_mean", "").parts, "2306.13649", builder="on_policy"),
+    "opd": Row(
+        "distillation",
+        _pg("teacher_ratio", "ppo_clip", "token_mean", "").parts,
+        "2306.13649",
+        builder="on_policy",
+    ),
     "minillm": Row(
         "distillation",
         {**_pg("teacher_returns", "ppo_clip", "token_mean", "").parts, "loss": "reverse_kl"},
@@ -160,21 +236,41 @@ TABLE: dict[str, Row] = {
 
 
 def describe() -> list[dict[str, Any]]:
-    """One entry per algorithm: name, family, parts, defaults where they are not everybody's, paper."""
+    """One entry per algorithm: name, family, parts, defaults where they are not
+    everybody's, paper.
+    """
     return [
-        {"name": name, "family": row.family, "parts": dict(row.parts), "paper": row.paper,
-         "defaults": {**row.defaults, **row.options, **({"overlong_buffer": "max_new_tokens/5"} if row.shaped else {})}}
+        {
+            "name": name,
+            "family": row.family,
+            "parts": dict(row.parts),
+            "paper": row.paper,
+            "defaults": {
+                **row.defaults,
+                **row.options,
+                **({"overlong_buffer": "max_new_tokens/5"} if row.shaped else {}),
+            },
+        }
         for name, row in TABLE.items()
-    ]  # fmt: skip
+    ]
 
 
 def printed() -> list[dict[str, str]]:
-    """The same for people: a column per part that is not the same everywhere, "-" where an algorithm has no such part."""
+    """The same for people: a column per part that is not the same everywhere, "-" where an
+    algorithm has no such part.
+    """
     entries = describe()
-    used = {part: {e["parts"].get(part, "-") for e in entries} for e in entries for part in e["parts"]}
+    used = {
+        part: {e["parts"].get(part, "-") for e in entries} for e in entries for part in e["parts"]
+    }
     columns = [part for part, names in used.items() if names - {"-", "none"}]
     return [
-        {"name": e["name"], "family": e["family"], **{c: e["parts"].get(c, "-") for c in columns},
-         "defaults": ", ".join(f"{k}={v}" for k, v in e["defaults"].items()), "paper": e["paper"]}
+        {
+            "name": e["name"],
+            "family": e["family"],
+            **{c: e["parts"].get(c, "-") for c in columns},
+            "defaults": ", ".join(f"{k}={v}" for k, v in e["defaults"].items()),
+            "paper": e["paper"],
+        }
         for e in entries
-    ]  # fmt: skip
+    ]

@@ -1,9 +1,12 @@
-"""Corrections for the gap between the policy that sampled (behaviour) and the trainer's view of the same weights.
+"""Corrections for the gap between the policy that sampled (behaviour) and the trainer's view of the
+same weights.
 
-A correction is `fn(trainer, behaviour, sequence) -> (weights [M], metrics {name: [M]})` with w from rho = exp(trainer - behaviour),
-where `trainer` is the old log-probs (without an old pass: the current ones, detached). Weights carry no gradient.
-Token corrections use each token's rho, sequence corrections R = the product of rho over its row. Published as TIS
-(fengyao.notion.site/off-policy-rl), MIS and the sequence variants (richardli.xyz/rl-collapse) and IcePop (2510.18855).
+A correction is `fn(trainer, behaviour, sequence) -> (weights [M], metrics {name: [M]})` with w from
+rho = exp(trainer - behaviour), where `trainer` is the old log-probs (without an old pass: the
+current ones, detached). Weights carry no gradient. Token corrections use each token's rho, sequence
+corrections R = the product of rho over its row. Published as TIS
+(fengyao.notion.site/off-policy-rl), MIS and the sequence variants (richardli.xyz/rl-collapse) and
+IcePop (2510.18855).
 
 Legend: M trained tokens.
 """
@@ -22,46 +25,88 @@ Correction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]
 QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 
 
-def none(trainer: Tensor, behaviour: Tensor, sequence: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def none(
+    trainer: Tensor, behaviour: Tensor, sequence: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """w = 1."""
     return torch.ones_like(trainer), {}
 
 
 def tis(
-    trainer: Tensor, behaviour: Tensor, sequence: Tensor | None = None, *, cap: float = 2.0, floor: float = 0.0
+    trainer: Tensor,
+    behaviour: Tensor,
+    sequence: Tensor | None = None,
+    *,
+    cap: float = 2.0,
+    floor: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Truncated importance sampling per token: w = min(rho, cap), and not below floor (TRL: token_truncate)."""
+    """Truncated importance sampling per token: w = min(rho, cap), and not below floor (TRL:
+    token_truncate).
+    """
     return _truncate(safe_ratio(trainer, behaviour), cap, floor)
 
 
 def mis(
-    trainer: Tensor, behaviour: Tensor, sequence: Tensor | None = None, *, cap: float = 2.0, floor: float = 0.0
+    trainer: Tensor,
+    behaviour: Tensor,
+    sequence: Tensor | None = None,
+    *,
+    cap: float = 2.0,
+    floor: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Masked importance sampling per token: w = rho if floor <= rho <= cap, else the token is dropped (w = 0; TRL: token_mask)."""
+    """Masked importance sampling per token: w = rho if floor <= rho <= cap, else the token is
+    dropped (w = 0; TRL: token_mask).
+    """
     return _mask(safe_ratio(trainer, behaviour), cap, floor)
 
 
 def icepop(
-    trainer: Tensor, behaviour: Tensor, sequence: Tensor | None = None, *, cap: float = 5.0, floor: float = 0.5
+    trainer: Tensor,
+    behaviour: Tensor,
+    sequence: Tensor | None = None,
+    *,
+    cap: float = 5.0,
+    floor: float = 0.5,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """IcePop (2510.18855): as `mis`, two-sided, with the paper's range: w = rho if 0.5 <= rho <= 5, else 0."""
+    """IcePop (2510.18855): as `mis`, two-sided, with the paper's range: w = rho if 0.5 <= rho <= 5,
+    else 0.
+    """
     return _mask(safe_ratio(trainer, behaviour), cap, floor)
 
 
 def seq_tis(
-    trainer: Tensor, behaviour: Tensor, sequence: Tensor, *, cap: float = 2.0, floor: float = 0.0, geometric: bool = False
+    trainer: Tensor,
+    behaviour: Tensor,
+    sequence: Tensor,
+    *,
+    cap: float = 2.0,
+    floor: float = 0.0,
+    geometric: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """w = min(R, cap), not below floor, for all tokens of the row (TRL: sequence_truncate). R = product of rho.
+    """w = min(R, cap), not below floor, for all tokens of the row (TRL: sequence_truncate).
 
-    `geometric`: R = exp(mean log rho) instead, which does not drift to 0 or infinity with length, but is biased.
+    R = product of rho.
+
+    `geometric`: R = exp(mean log rho) instead, which does not drift to 0 or infinity with length,
+    but is biased.
     """
-    return _truncate(sequence_log_ratio(trainer, behaviour, sequence, mean=geometric).exp(), cap, floor)
+    return _truncate(
+        sequence_log_ratio(trainer, behaviour, sequence, mean=geometric).exp(), cap, floor
+    )
 
 
 def seq_mask(
-    trainer: Tensor, behaviour: Tensor, sequence: Tensor, *, cap: float = 2.0, floor: float = 0.0, geometric: bool = False
+    trainer: Tensor,
+    behaviour: Tensor,
+    sequence: Tensor,
+    *,
+    cap: float = 2.0,
+    floor: float = 0.0,
+    geometric: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """w = R for all tokens of the row if floor <= R <= cap, else the row is dropped (TRL: sequence_mask). R as in `seq_tis`."""
+    """w = R for all tokens of the row if floor <= R <= cap, else the row is dropped (TRL:
+    sequence_mask). R as in `seq_tis`.
+    """
     return _mask(sequence_log_ratio(trainer, behaviour, sequence, mean=geometric).exp(), cap, floor)
 
 
@@ -82,15 +127,22 @@ def _mask(ratio: Tensor, cap: float, floor: float) -> tuple[Tensor, dict[str, Te
 
 
 def _with_moments(weights: Tensor, name: str, touched: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weights, the share of tokens touched, and the moments from which `finish` makes their effective sample size."""
-    return weights, {name: touched.to(weights.dtype), "weight": weights, "weight_squared": weights.square()}
+    """The weights, the share of tokens touched, and the moments from which `finish` makes their
+    effective sample size.
+    """
+    return weights, {
+        name: touched.to(weights.dtype),
+        "weight": weights,
+        "weight_squared": weights.square(),
+    }
 
 
 def mismatch(trainer: Tensor, behaviour: Tensor, n_tokens: int) -> dict[str, Tensor]:
-    """Statistics of rho for one micro-batch, as shares of `n_tokens` (the whole batch's), so that they add up.
+    """Statistics of rho for one micro-batch, as shares of `n_tokens` (the whole batch's), so that
+    they add up.
 
-    mean and max of |trainer - behaviour|, mean, mean square, min and max of rho, share of tokens with rho outside [1/2, 2].
-    Empty for M = 0.
+    mean and max of |trainer - behaviour|, mean, mean square, min and max of rho, share of tokens
+    with rho outside [1/2, 2]. Empty for M = 0.
     """
     if not len(trainer):
         return {}
@@ -108,13 +160,18 @@ def mismatch(trainer: Tensor, behaviour: Tensor, n_tokens: int) -> dict[str, Ten
 
 
 def finish(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics summed over a whole batch, with moments turned into effective sample sizes (as a share):
+    """Metrics summed over a whole batch, with moments turned into effective sample sizes (as a
+    share):
 
-    ess = (sum rho)^2 / (n sum rho^2); 1 without mismatch, towards 0 when few tokens carry all the weight. `mismatch/ess` is of
-    rho as it is, `mismatch/weight_ess` of the weights that the correction made of it.
+    ess = (sum rho)^2 / (n sum rho^2); 1 without mismatch, towards 0 when few tokens carry all the
+    weight. `mismatch/ess` is of rho as it is, `mismatch/weight_ess` of the weights that the
+    correction made of it.
     """
     done = dict(metrics)
-    for mean, ess in (("mismatch/ratio", "mismatch/ess"), ("mismatch/weight", "mismatch/weight_ess")):
+    for mean, ess in (
+        ("mismatch/ratio", "mismatch/ess"),
+        ("mismatch/weight", "mismatch/weight_ess"),
+    ):
         square = done.pop(f"{mean}_squared", 0.0)
         if square > 0:
             done[ess] = done[mean] ** 2 / square
@@ -122,16 +179,24 @@ def finish(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def statistics(
-    trainer: Tensor, behaviour: Tensor, sequence: Tensor | None = None, correction: Correction | None = None
+    trainer: Tensor,
+    behaviour: Tensor,
+    sequence: Tensor | None = None,
+    correction: Correction | None = None,
 ) -> dict[str, float]:
-    """All of it for whole vectors of an optimizer batch, with quantiles (which do not add up over micro-batches). Empty for M = 0.
+    """All of it for whole vectors of an optimizer batch, with quantiles (which do not add up over
+    micro-batches). Empty for M = 0.
 
-    With `sequence` also the sequence ratios R (each row once), with `correction` its weights and the share it touched.
+    With `sequence` also the sequence ratios R (each row once), with `correction` its weights and
+    the share it touched.
     """
     if not len(trainer):
         return {}
-    trainer, behaviour = trainer.detach().double().cpu(), behaviour.detach().double().cpu()
-    found = {name: float(value) for name, value in mismatch(trainer, behaviour, len(trainer)).items()}
+    trainer = trainer.detach().double().cpu()
+    behaviour = behaviour.detach().double().cpu()
+    found = {
+        name: float(value) for name, value in mismatch(trainer, behaviour, len(trainer)).items()
+    }
     found |= _quantiles("mismatch/ratio", safe_ratio(trainer, behaviour))
     if sequence is not None:
         sequence = sequence.cpu()
@@ -149,9 +214,14 @@ def statistics(
 
 
 def _quantiles(name: str, values: Tensor) -> dict[str, float]:
-    """Linear interpolation between order statistics; `torch.quantile` refuses more than 16 million values."""
+    """Linear interpolation between order statistics; `torch.quantile` refuses more than 16 million
+    values.
+    """
     ordered = values.sort().values
     place = torch.tensor(QUANTILES, dtype=torch.float64) * (len(values) - 1)
-    below, above = place.floor().long(), place.ceil().long()
+    below = place.floor().long()
+    above = place.ceil().long()
     found = torch.lerp(ordered[below], ordered[above], place - below)
-    return {f"{name}/p{round(100 * q):02d}": float(v) for q, v in zip(QUANTILES, found, strict=True)}
+    return {
+        f"{name}/p{round(100 * q):02d}": float(v) for q, v in zip(QUANTILES, found, strict=True)
+    }

@@ -1,8 +1,10 @@
-"""Distillation: divergences between the next-token distributions of a student and a teacher, per token.
+"""Distillation: divergences between the next-token distributions of a student and a teacher, per
+token.
 
-A divergence is `fn(student, teacher, *, temperature, ...) -> [R]` from logits [R, V] of a chunk of rows; whole batches go through
-`models.divergence`, which never holds [M, V]. p is the teacher's softmax, q the student's, both at the temperature. The gradient with
-respect to logits falls with the temperature T; multiply the loss by T^2 (`DistillationLoss` does) to keep its size.
+A divergence is `fn(student, teacher, *, temperature, ...) -> [R]` from logits [R, V] of a chunk of
+rows; whole batches go through `models.divergence`, which never holds [M, V]. p is the teacher's
+softmax, q the student's, both at the temperature. The gradient with respect to logits falls with
+the temperature T; multiply the loss by T^2 (`DistillationLoss` does) to keep its size.
 
 | name       | divergence                                     | paper      |
 |------------|------------------------------------------------|------------|
@@ -34,7 +36,9 @@ from reinforge.core.batch import Totals
 
 def _log_softmax(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """(log q, log p)."""
-    assert student.shape == teacher.shape and student.ndim == 2, "teacher and student must share a vocabulary; uld is for those that do not"
+    assert student.shape == teacher.shape and student.ndim == 2, (
+        "teacher and student must share a vocabulary; uld is for those that do not"
+    )
     return (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
 
 
@@ -56,7 +60,10 @@ def forward_kl(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) ->
 
 
 def reverse_kl(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """KL(q, p): the student must do nothing that the teacher does not. MiniLLM's single-step term."""
+    """KL(q, p): the student must do nothing that the teacher does not.
+
+    MiniLLM's single-step term.
+    """
     q, p = _log_softmax(student, teacher, temperature)
     return _kl(q, p)
 
@@ -64,7 +71,8 @@ def reverse_kl(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) ->
 def jsd(student: Tensor, teacher: Tensor, *, beta: float = 0.5, temperature: float = 1.0) -> Tensor:
     """beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q (GKD, 2306.13649 eq. 1).
 
-    At the ends this is 0; as everywhere, beta 0 means forward_kl and 1 reverse_kl, which are its limits divided by beta and 1 - beta.
+    At the ends this is 0; as everywhere, beta 0 means forward_kl and 1 reverse_kl, which are its
+    limits divided by beta and 1 - beta.
     """
     q, p = _log_softmax(student, teacher, temperature)
     if beta in (0, 1):
@@ -73,53 +81,80 @@ def jsd(student: Tensor, teacher: Tensor, *, beta: float = 0.5, temperature: flo
     return beta * _kl(p, m) + (1 - beta) * _kl(q, m)
 
 
-def skew_kl(student: Tensor, teacher: Tensor, *, alpha: float = 0.1, temperature: float = 1.0) -> Tensor:
+def skew_kl(
+    student: Tensor, teacher: Tensor, *, alpha: float = 0.1, temperature: float = 1.0
+) -> Tensor:
     """KL(p, alpha p + (1 - alpha) q): bounded by -log alpha (DistiLLM, 2402.03898)."""
     q, p = _log_softmax(student, teacher, temperature)
     return _kl(p, _mix(p, q, alpha) if alpha else q)
 
 
-def skew_rkl(student: Tensor, teacher: Tensor, *, alpha: float = 0.1, temperature: float = 1.0) -> Tensor:
+def skew_rkl(
+    student: Tensor, teacher: Tensor, *, alpha: float = 0.1, temperature: float = 1.0
+) -> Tensor:
     """KL(q, (1 - alpha) p + alpha q) (DistiLLM, 2402.03898)."""
     q, p = _log_softmax(student, teacher, temperature)
     return _kl(q, _mix(q, p, alpha) if alpha else p)
 
 
-def topk_kl(student: Tensor, teacher: Tensor, *, k: int = 32, reverse: bool = False, temperature: float = 1.0) -> Tensor:
-    """KL over k + 1 outcomes: the teacher's k likeliest tokens, and everything else as one. A lower bound of the full KL."""
+def topk_kl(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    k: int = 32,
+    reverse: bool = False,
+    temperature: float = 1.0,
+) -> Tensor:
+    """KL over k + 1 outcomes: the teacher's k likeliest tokens, and everything else as one.
+
+    A lower bound of the full KL.
+    """
     q, p = _log_softmax(student, teacher, temperature)
     best = p.topk(min(k, p.shape[-1]), -1)
     return support_kl(q.gather(-1, best.indices), best.values, reverse=reverse)
 
 
 def support_kl(student: Tensor, teacher: Tensor, *, reverse: bool = False) -> Tensor:
-    """[R] the same from log-probs [R, k] of both on any common support, such as what a teacher behind an API returns."""
+    """[R] the same from log-probs [R, k] of both on any common support, such as what a teacher
+    behind an API returns.
+    """
     assert student.shape == teacher.shape
-    q, p = _with_rest(student), _with_rest(teacher)
+    q = _with_rest(student)
+    p = _with_rest(teacher)
     return _kl(q, p) if reverse else _kl(p, q)
 
 
-def given_topk(student: Tensor, given: Tensor, *, reverse: bool = False, temperature: float = 1.0) -> Tensor:
-    """[R] `topk_kl` where the teacher's k best tokens and their log-probs at the temperature were computed before: `given` [R, 2k]
-    holds the ids, then the log-probs."""
+def given_topk(
+    student: Tensor, given: Tensor, *, reverse: bool = False, temperature: float = 1.0
+) -> Tensor:
+    """[R] `topk_kl` where the teacher's k best tokens and their log-probs at the temperature were
+    computed before: `given` [R, 2k] holds the ids, then the log-probs.
+    """
     ids, p = given.chunk(2, -1)
     q = (student / temperature).log_softmax(-1).gather(-1, ids.long())
     return support_kl(q, p.to(q.dtype), reverse=reverse)
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """[R, k+1]: the log-probability of all other tokens appended. It is at least e^-16: float32 cannot tell less from 0."""
+    """[R, k+1]: the log-probability of all other tokens appended.
+
+    It is at least e^-16: float32 cannot tell less from 0.
+    """
     inside = logprobs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
     return torch.cat((logprobs, torch.log(-torch.expm1(inside))), -1)
 
 
 def uld(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """[R] sum_i |p_(i) - q_(i)|, probabilities sorted from large to small and padded with 0 (2402.12030).
+    """[R] sum_i |p_(i) - q_(i)|, probabilities sorted from large to small and padded with 0
+    (2402.12030).
 
-    For tokenizers that differ: which token is which does not matter. The caller aligns rows, by position or by text.
+    For tokenizers that differ: which token is which does not matter. The caller aligns rows, by
+    position or by text.
     """
     assert student.ndim == teacher.ndim == 2 and len(student) == len(teacher)
-    q, p = ((x / temperature).softmax(-1).sort(-1, descending=True).values for x in (student, teacher))
+    q, p = (
+        (x / temperature).softmax(-1).sort(-1, descending=True).values for x in (student, teacher)
+    )
     width = max(q.shape[-1], p.shape[-1])
     q, p = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, p))
     return (q - p).abs().sum(-1)
@@ -127,14 +162,16 @@ def uld(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) -> Tensor
 
 DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     f.__name__: f for f in (forward_kl, reverse_kl, jsd, skew_kl, skew_rkl, topk_kl, uld)
-}  # fmt: skip
+}
 
 
 class DistillationLoss:
-    """weight · T^2 · divergence + (1 - weight) · NLL of the text, per token (1503.02531), by default averaged over all trained tokens.
+    """weight · T^2 · divergence + (1 - weight) · NLL of the text, per token (1503.02531), by
+    default averaged over all trained tokens.
 
-    A backend with a teacher gives `TrainedTokens.divergence`, computed by `divergence` (a function of logits) in chunks, or by `given`
-    from the teacher's best tokens, where those were computed beforehand (`k` of them).
+    A backend with a teacher gives `TrainedTokens.divergence`, computed by `divergence` (a function
+    of logits) in chunks, or by `given` from the teacher's best tokens, where those were computed
+    beforehand (`k` of them).
     """
 
     unit = 1
@@ -143,12 +180,24 @@ class DistillationLoss:
     needs: frozenset[str] = frozenset()
 
     def __init__(
-        self, name: str = "forward_kl", *, weight: float = 1.0, temperature: float = 1.0, reduce: Reduce = token_mean, **settings: Any
+        self,
+        name: str = "forward_kl",
+        *,
+        weight: float = 1.0,
+        temperature: float = 1.0,
+        reduce: Reduce = token_mean,
+        **settings: Any,
     ):
         function = pick(DIVERGENCES, name, "algorithm.name")
-        self.divergence: Callable[[Tensor, Tensor], Tensor] = lambda s, t: function(s, t, temperature=temperature, **settings)
-        self.weight, self.scale, self.reduce = weight, temperature**2 if name != "uld" else 1.0, reduce
-        self.temperature, self.k, self.by_rank = temperature, settings.get("k", 32) if name == "topk_kl" else None, name == "uld"
+        self.divergence: Callable[[Tensor, Tensor], Tensor] = lambda s, t: function(
+            s, t, temperature=temperature, **settings
+        )
+        self.weight = weight
+        self.scale = temperature**2 if name != "uld" else 1.0
+        self.reduce = reduce
+        self.temperature = temperature
+        self.k = settings.get("k", 32) if name == "topk_kl" else None
+        self.by_rank = name == "uld"
         self.given: Callable[[Tensor, Tensor], Tensor] = lambda s, t: given_topk(
             s, t, temperature=temperature, reverse=settings.get("reverse", False)
         )
@@ -161,19 +210,25 @@ class DistillationLoss:
         loss = (self.reduce(tokens, totals) * parts).sum()
         watched = {"divergence": tokens.divergence, "nll": -tokens.logprobs}
         return loss, {"distillation/loss": loss.detach()} | {
-            f"distillation/{name}": value.detach().sum() / max(totals.tokens, 1) for name, value in watched.items()
+            f"distillation/{name}": value.detach().sum() / max(totals.tokens, 1)
+            for name, value in watched.items()
         }
 
 
 def opd_reward(student: Tensor, teacher: Tensor, *, clip: float | None = None) -> Tensor:
-    """[M] log p - log q at the tokens the student sampled, no gradient: a per-token reward whose expectation is -KL(q, p)."""
+    """[M] log p - log q at the tokens the student sampled, no gradient: a per-token reward whose
+    expectation is -KL(q, p).
+    """
     assert student.shape == teacher.shape
     reward = (teacher - student).detach()
     return reward if clip is None else reward.clamp(-clip, clip)
 
 
-def minillm_returns(student: Tensor, teacher: Tensor, sequence: Tensor, *, normalise: bool = True) -> Tensor:
-    """[M] R_{t+1} = sum over later tokens t' > t of its sequence of log p - log q; normalised: divided by their number (2306.08543).
+def minillm_returns(
+    student: Tensor, teacher: Tensor, sequence: Tensor, *, normalise: bool = True
+) -> Tensor:
+    """[M] R_{t+1} = sum over later tokens t' > t of its sequence of log p - log q; normalised:
+    divided by their number (2306.08543).
 
     Tokens of a sequence lie together, in order. 0 at the last one.
     """
@@ -184,14 +239,18 @@ def minillm_returns(student: Tensor, teacher: Tensor, sequence: Tensor, *, norma
     until = reward.cumsum(0)
     counts = torch.bincount(sequence)
     end = counts.cumsum(0)[sequence] - 1
-    returns, later = until[end] - until, (end - torch.arange(len(sequence), device=sequence.device))
+    returns = until[end] - until
+    later = end - torch.arange(len(sequence), device=sequence.device)
     return (returns / later.clamp(min=1) if normalise else returns).to(student.dtype)
 
 
 def minillm_long(logprobs: Tensor, returns: Tensor, *, weights: Tensor | None = None) -> Tensor:
-    """[M] -w sg(R_{t+1}) log q(y_t): how a token changes what comes after it. The rest of the gradient of KL(q, p) over sequences is
-    `reverse_kl` of each step, computed exactly instead of by sampling (2306.08543). `weights` w = q / (a p + (1 - a) q)
-    of the sampled token where a teacher took part in sampling."""
+    """[M] -w sg(R_{t+1}) log q(y_t): how a token changes what comes after it.
+
+    The rest of the gradient of KL(q, p) over sequences is `reverse_kl` of each step, computed
+    exactly instead of by sampling (2306.08543). `weights` w = q / (a p + (1 - a) q) of the sampled
+    token where a teacher took part in sampling.
+    """
     assert logprobs.shape == returns.shape
     loss = -returns.detach() * logprobs
     return loss if weights is None else weights.detach() * loss

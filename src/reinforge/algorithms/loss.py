@@ -1,8 +1,9 @@
 """Losses as a backend calls them: the parts of an algorithm put together over one micro-batch.
 
-loss = sum_t weight_t * (w_t * s_t + beta * w_t * rho_t * kl_t - alpha * entropy_t - mu * positive_t * logp_t): weight from the reducer, w
-from the correction, s the surrogate after the selection. Every term is a sum over tokens with weights fixed by the whole batch, so
-micro-batches add up to it exactly.
+loss = sum_t weight_t * (w_t * s_t + beta * w_t * rho_t * kl_t - alpha * entropy_t - mu * positive_t
+* logp_t): weight from the reducer, w from the correction, s the surrogate after the selection.
+Every term is a sum over tokens with weights fixed by the whole batch, so micro-batches add up to it
+exactly.
 
 Legend: M trained tokens of the micro-batch.
 """
@@ -28,48 +29,83 @@ Selected = Literal["keep", "drop", "penalise"]
 class PolicyLoss:
     """A policy-gradient loss.
 
-    `old` is the stream of that name if there is one, else the current log-probs without gradient: with a single update per
-    rollout both are equal and no extra pass is needed. `off_policy` says that several updates follow, and asks for the pass.
-    `engine_old` takes the engine's log-probs (the stream `behaviour`) for old: the ratio then also holds the mismatch of engine and
-    trainer, and there is nothing left to correct.
+    `old` is the stream of that name if there is one, else the current log-probs without gradient:
+    with a single update per rollout both are equal and no extra pass is needed. `off_policy` says
+    that several updates follow, and asks for the pass. `engine_old` takes the engine's log-probs
+    (the stream `behaviour`) for old: the ratio then also holds the mismatch of engine and trainer,
+    and there is nothing left to correct.
 
-    The stream `selected` (1 or 0 per token), if there, changes the surrogate, and neither the denominators nor the other terms:
-    `keep`: only selected tokens have one; `drop`: selected tokens have none; `penalise`: selected tokens get `penalty` * |logp - old| more.
+    The stream `selected` (1 or 0 per token), if there, changes the surrogate, and neither the
+    denominators nor the other terms: `keep`: only selected tokens have one; `drop`: selected tokens
+    have none; `penalise`: selected tokens get `penalty` * |logp - old| more.
 
-    The KL term is weighted by rho = exp(logp - old) (no gradient), without which it is biased once the policy has moved;
-    `kl_importance=False` leaves that out. `kl_in_reward`: the advantages have it already, so it is no term here.
+    The KL term is weighted by rho = exp(logp - old) (no gradient), without which it is biased once
+    the policy has moved; `kl_importance=False` leaves that out. `kl_in_reward`: the advantages have
+    it already, so it is no term here.
     """
 
     unit = 1
     entropy = True  # for the metrics
 
     def __init__(
-        self, surrogate: Surrogate, reduce: Reduce, *, correction: Correction = none, kl: KL = k3, kl_coefficient: float = 0.0,
-        kl_importance: bool = True, kl_in_reward: bool = False, entropy_coefficient: float = 0.0, off_policy: bool = False,
-        engine_old: bool = False, selected: Selected = "keep", penalty: float = 1.0, terms: Terms | None = None,
-    ):  # fmt: skip
-        self.surrogate, self.reduce, self.correction, self.kl = surrogate, reduce, correction, kl
+        self,
+        surrogate: Surrogate,
+        reduce: Reduce,
+        *,
+        correction: Correction = none,
+        kl: KL = k3,
+        kl_coefficient: float = 0.0,
+        kl_importance: bool = True,
+        kl_in_reward: bool = False,
+        entropy_coefficient: float = 0.0,
+        off_policy: bool = False,
+        engine_old: bool = False,
+        selected: Selected = "keep",
+        penalty: float = 1.0,
+        terms: Terms | None = None,
+    ):
+        self.surrogate = surrogate
+        self.reduce = reduce
+        self.correction = correction
+        self.kl = kl
         self.terms = terms or Terms(kl=kl_coefficient, entropy=entropy_coefficient)
-        self.kl_importance, self.kl_in_loss = kl_importance, self.terms.kl > 0 and not kl_in_reward
+        self.kl_importance = kl_importance
+        self.kl_in_loss = self.terms.kl > 0 and not kl_in_reward
         self.entropy_gradient = self.terms.bonus
-        self.engine_old, self.selected, self.penalty = engine_old, selected, penalty
-        self.needs = frozenset({"old"} if off_policy else ()) | frozenset({"reference"} if self.kl_in_loss else ())
+        self.engine_old = engine_old
+        self.selected = selected
+        self.penalty = penalty
+        self.needs = frozenset({"old"} if off_policy else ()) | frozenset(
+            {"reference"} if self.kl_in_loss else ()
+        )
 
     @property
     def idle(self) -> bool:
-        """Whether a token with advantage 0 has no gradient, so that rows of such tokens need not be computed. A surrogate of a
-        user's may do anything, so it is not asked."""
-        own = getattr(getattr(self.surrogate, "func", self.surrogate), "__module__", "").startswith("reinforge.")
-        return own and not self.kl_in_loss and not self.entropy_gradient and not self.terms.nll and self.selected != "penalise"
+        """Whether a token with advantage 0 has no gradient, so that rows of such tokens need not be
+        computed. A surrogate of a user's may do anything, so it is not asked.
+        """
+        own = getattr(getattr(self.surrogate, "func", self.surrogate), "__module__", "").startswith(
+            "reinforge."
+        )
+        return (
+            own
+            and not self.kl_in_loss
+            and not self.entropy_gradient
+            and not self.terms.nll
+            and self.selected != "penalise"
+        )
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs, streams = tokens.logprobs, tokens.streams
+        logprobs = tokens.logprobs
+        streams = tokens.streams
         if not len(logprobs):
             return logprobs.sum(), {"policy/loss": logprobs.detach().sum()}
         now = logprobs.detach()
         old = streams["behaviour"] if self.engine_old else streams.get("old", now)
         parts, metrics = self.surrogate(logprobs, old, streams["advantages"], tokens.sequence)
-        assert parts.shape == logprobs.shape, f"a surrogate must give one loss per token, not {tuple(parts.shape)}"
+        assert parts.shape == logprobs.shape, (
+            f"a surrogate must give one loss per token, not {tuple(parts.shape)}"
+        )
         averages = {f"policy/{name}": value for name, value in metrics.items()}
         if "selected" in streams:
             averages["policy/selected"] = streams["selected"]
@@ -78,7 +114,8 @@ class PolicyLoss:
         if "behaviour" in streams and not self.engine_old:
             weights, metrics = self.correction(old, streams["behaviour"], tokens.sequence)
             averages |= {f"mismatch/{name}": value for name, value in metrics.items()}
-            parts, importance = weights * parts, weights * importance
+            parts = weights * parts
+            importance = weights * importance
         parts = parts + self._terms(tokens, importance, averages)
         loss = (self.reduce(tokens, totals) * parts).sum()
 
@@ -95,9 +132,12 @@ class PolicyLoss:
             return parts + torch.where(selected, self.penalty * distance, 0.0)
         return torch.where(selected if self.selected == "keep" else ~selected, parts, 0.0)
 
-    def _terms(self, tokens: TrainedTokens, importance: Tensor, averages: dict[str, Tensor]) -> Tensor:
+    def _terms(
+        self, tokens: TrainedTokens, importance: Tensor, averages: dict[str, Tensor]
+    ) -> Tensor:
         """[M]: what is added to the surrogate. Values worth a metric go into `averages`."""
-        logprobs, streams = tokens.logprobs, tokens.streams
+        logprobs = tokens.logprobs
+        streams = tokens.streams
         extra = torch.zeros_like(logprobs)
         if self.kl_in_loss:
             kl = self.kl(logprobs, streams["reference"])
@@ -116,15 +156,19 @@ class PolicyLoss:
 
 
 def positive_weights(rewards: Tensor, sequence: Tensor) -> Tensor:
-    """[M]: N / N+ at tokens of rows with positive reward and 0 at the others, N trained tokens of the batch and N+ of such rows.
+    """[M]: N / N+ at tokens of rows with positive reward and 0 at the others, N trained tokens of
+    the batch and N+ of such rows.
 
-    With weights 1 / N the term is the mean NLL over the tokens of positive rows (VAPO, 2504.05118)."""
+    With weights 1 / N the term is the mean NLL over the tokens of positive rows (VAPO, 2504.05118).
+    """
     positive = (rewards > 0)[sequence].double()  # nan (unscored) is not
     return positive * (len(positive) / positive.sum().clamp(min=1))
 
 
 class NLLLoss:
-    """Supervised fine-tuning: L = -logp of each trained token, by default averaged over all trained tokens of the batch."""
+    """Supervised fine-tuning: L = -logp of each trained token, by default averaged over all trained
+    tokens of the batch.
+    """
 
     unit = 1
     entropy = False
@@ -136,4 +180,7 @@ class NLLLoss:
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -(self.reduce(tokens, totals) * tokens.logprobs).sum()
-        return loss, {"sft/loss": loss.detach(), "sft/nll": -tokens.logprobs.detach().sum() / max(totals.tokens, 1)}
+        return loss, {
+            "sft/loss": loss.detach(),
+            "sft/nll": -tokens.logprobs.detach().sum() / max(totals.tokens, 1),
+        }

@@ -1,4 +1,5 @@
-"""Distillation on what the student itself samples, as a policy gradient: the teacher's opinion of each token is the advantage.
+"""Distillation on what the student itself samples, as a policy gradient: the teacher's opinion of
+each token is the advantage.
 
 Legend: M trained tokens.
 """
@@ -21,18 +22,37 @@ def _students(rollouts: Rollouts) -> Tensor:
     return streams["old"] if "old" in streams else streams["behaviour"]
 
 
-def teacher_ratio(rollouts: Rollouts, options: AdvantageOptions, *, bound: float | None = None, centre: bool = True) -> Tensor:
-    """A_t = log p(y_t) - log q(y_t), p the teacher: its expectation is -KL(q, p) of the step, so the policy gradient lowers it.
+def teacher_ratio(
+    rollouts: Rollouts,
+    options: AdvantageOptions,
+    *,
+    bound: float | None = None,
+    centre: bool = True,
+) -> Tensor:
+    """A_t = log p(y_t) - log q(y_t), p the teacher: its expectation is -KL(q, p) of the step, so
+    the policy gradient lowers it.
 
-    Only the token itself counts, not what comes after it (on-policy distillation; `bound` cuts |A|). `minillm` has the rest.
-    `centre` takes off the mean over the batch: a baseline, which changes the noise and not the expectation.
+    Only the token itself counts, not what comes after it (on-policy distillation; `bound` cuts
+    |A|). `minillm` has the rest. `centre` takes off the mean over the batch: a baseline, which
+    changes the noise and not the expectation.
     """
-    return _centred(opd_reward(_students(rollouts), rollouts.streams["teacher"], clip=bound), centre)
+    return _centred(
+        opd_reward(_students(rollouts), rollouts.streams["teacher"], clip=bound), centre
+    )
 
 
-def teacher_returns(rollouts: Rollouts, options: AdvantageOptions, *, normalise: bool = True, centre: bool = True) -> Tensor:
-    """A_t = R_{t+1}, the mean (or, not normalised, the sum) of log p - log q over later tokens: MiniLLM's long term (2306.08543)."""
-    return _centred(minillm_returns(_students(rollouts), rollouts.streams["teacher"], rollouts.sequence, normalise=normalise), centre)
+def teacher_returns(
+    rollouts: Rollouts, options: AdvantageOptions, *, normalise: bool = True, centre: bool = True
+) -> Tensor:
+    """A_t = R_{t+1}, the mean (or, not normalised, the sum) of log p - log q over later tokens:
+    MiniLLM's long term (2306.08543).
+    """
+    return _centred(
+        minillm_returns(
+            _students(rollouts), rollouts.streams["teacher"], rollouts.sequence, normalise=normalise
+        ),
+        centre,
+    )
 
 
 def _centred(values: Tensor, on: bool) -> Tensor:
@@ -45,13 +65,20 @@ for _function in ADVANTAGES.values():
 
 
 class WithDivergence:
-    """L = L_policy + L_distillation over the same tokens: MiniLLM's long term and its single-step term, which is exact."""
+    """L = L_policy + L_distillation over the same tokens: MiniLLM's long term and its single-step
+    term, which is exact.
+    """
 
     def __init__(self, policy: Loss, distillation: DistillationLoss):
-        self.policy, self.distillation = policy, distillation
-        self.unit, self.entropy, self.entropy_gradient = policy.unit, policy.entropy, policy.entropy_gradient
+        self.policy = policy
+        self.distillation = distillation
+        self.unit = policy.unit
+        self.entropy = policy.entropy
+        self.entropy_gradient = policy.entropy_gradient
         self.needs = policy.needs | distillation.needs
-        self.divergence, self.given, self.by_rank = distillation.divergence, distillation.given, distillation.by_rank
+        self.divergence = distillation.divergence
+        self.given = distillation.given
+        self.by_rank = distillation.by_rank
         self.idle = False  # the second term has a gradient where advantages are 0
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:

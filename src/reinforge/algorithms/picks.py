@@ -1,7 +1,9 @@
-"""From the answers to one prompt to what is trained of them: pairs, contests against an opponent, or the best.
+"""From the answers to one prompt to what is trained of them: pairs, contests against an opponent,
+or the best.
 
-A pick is `fn(group, **settings) -> samples`; neighbours are units of the loss (chosen, rejected). Answers that could not be scored, failed
-or are not to be trained take no part. What a loss must know of a whole answer is a stream that is constant over its tokens.
+A pick is `fn(group, **settings) -> samples`; neighbours are units of the loss (chosen, rejected).
+Answers that could not be scored, failed or are not to be trained take no part. What a loss must
+know of a whole answer is a stream that is constant over its tokens.
 """
 
 from __future__ import annotations
@@ -21,33 +23,51 @@ OPPONENT = "by_reference"  # stream: 1 on answers of the opponent, 0 on the poli
 
 
 def best_and_worst(group: Group, *, margin: float = 0.0) -> list[Sample]:
-    """The answer with the highest reward against that with the lowest, if they differ by more than `margin` (online DPO, 2402.04792)."""
+    """The answer with the highest reward against that with the lowest, if they differ by more than
+    `margin` (online DPO, 2402.04792).
+    """
     usable = _whole(_usable(group.samples))
     if not usable:
         return []
-    best, worst = max(usable, key=_reward), min(usable, key=_reward)
+    best = max(usable, key=_reward)
+    worst = min(usable, key=_reward)
     return _pair(best, worst, margin)
 
 
 def contest(group: Group, *, margin: float = 0.0) -> list[Sample]:
-    """The i-th answer of the policy against the i-th of the opponent; the better one is chosen, a tie is no pair (xpo, 2405.21046)."""
-    ordered = [(one, other) if _reward(one) >= _reward(other) else (other, one) for one, other in _matches(group)]
+    """The i-th answer of the policy against the i-th of the opponent; the better one is chosen, a
+    tie is no pair (xpo, 2405.21046).
+    """
+    ordered = [
+        (one, other) if _reward(one) >= _reward(other) else (other, one)
+        for one, other in _matches(group)
+    ]
     return [s for better, worse in ordered for s in _pair(better, worse, margin)]
 
 
 def self_play(group: Group) -> list[Sample]:
-    """The data's answer is chosen, every sampled one rejected (SPIN, 2401.01335); one that is the data's answer teaches nothing."""
+    """The data's answer is chosen, every sampled one rejected (SPIN, 2401.01335); one that is the
+    data's answer teaches nothing.
+    """
     given = group.given
     assert given is not None, f"group {group.row.id} has no answer of the data's"
-    others = _whole([s for s in group.samples if s.n_trained and not torch.equal(s.tokens, given.tokens)])
+    others = _whole(
+        [s for s in group.samples if s.n_trained and not torch.equal(s.tokens, given.tokens)]
+    )
     return [s for other in others for s in (given, other)]
 
 
 def win_rates(group: Group, *, wins: Literal["sigmoid", "hard"] = "sigmoid") -> list[Sample]:
-    """The policy's answers, each with the probability that it beats the opponent's as stream `wins` (Nash-MD, 2312.00886): sigma of the
-    difference of rewards, which a Bradley-Terry reward model means; or, hard, 1, 1/2 or 0."""
+    """The policy's answers, each with the probability that it beats the opponent's as stream `wins`
+    (Nash-MD, 2312.00886): sigma of the difference of rewards, which a Bradley-Terry reward model
+    means; or, hard, 1, 1/2 or 0.
+    """
     if wins not in ("sigmoid", "hard"):
-        raise InputError(f"{wins!r} is no way to count wins.", where="algorithm.options.wins", fix="There are: sigmoid, hard.")
+        raise InputError(
+            f"{wins!r} is no way to count wins.",
+            where="algorithm.options.wins",
+            fix="There are: sigmoid, hard.",
+        )
     found = []
     for own, other in _matches(group):
         gap = _reward(own) - _reward(other)
@@ -56,9 +76,15 @@ def win_rates(group: Group, *, wins: Literal["sigmoid", "hard"] = "sigmoid") -> 
     return found
 
 
-def keep_best(group: Group, *, keep: int | None = 1, threshold: float | None = 0.0, distinct: bool = True) -> list[Sample]:
-    """The `keep` best answers (None: all) whose reward is above `threshold` (None: any). `distinct`: equal answers count once."""
-    ranked = sorted(_usable(group.samples), key=_reward, reverse=True)  # stable: of equal rewards the first
+def keep_best(
+    group: Group, *, keep: int | None = 1, threshold: float | None = 0.0, distinct: bool = True
+) -> list[Sample]:
+    """The `keep` best answers (None: all) whose reward is above `threshold` (None: any).
+
+    `distinct`: equal answers count once.
+    """
+    # stable: of equal rewards the first
+    ranked = sorted(_usable(group.samples), key=_reward, reverse=True)
     passed = [s for s in ranked if threshold is None or _reward(s) > threshold]
     if distinct:
         first: dict[bytes, Sample] = {}
@@ -70,8 +96,12 @@ def keep_best(group: Group, *, keep: int | None = 1, threshold: float | None = 0
 
 
 PICKS: dict[str, Callable[..., list[Sample]]] = {
-    "best_and_worst": best_and_worst, "contest": contest, "self_play": self_play, "win_rates": win_rates, "keep_best": keep_best,
-}  # fmt: skip
+    "best_and_worst": best_and_worst,
+    "contest": contest,
+    "self_play": self_play,
+    "win_rates": win_rates,
+    "keep_best": keep_best,
+}
 
 
 def _reward(sample: Sample) -> float:
@@ -86,15 +116,24 @@ def _usable(samples: Sequence[Sample]) -> list[Sample]:
 def _whole(samples: list[Sample]) -> list[Sample]:
     """One side of a pair is one row."""
     if len({s.episode for s in samples}) < len(samples):
-        raise InputError("an answer that became several rows cannot be one side of a pair.", where="env",
-                         fix="Use an environment whose episodes stay one conversation, or best_of_n.")  # fmt: skip
+        raise InputError(
+            "an answer that became several rows cannot be one side of a pair.",
+            where="env",
+            fix="Use an environment whose episodes stay one conversation, or best_of_n.",
+        )
     return samples
 
 
 def _matches(group: Group) -> list[tuple[Sample, Sample]]:
-    """(policy, opponent): the i-th answer of one and the i-th of the other, where both can be used."""
-    own, theirs = ([s for s in group.samples if float(s.streams[OPPONENT][-1]) == side] for side in (0.0, 1.0))
-    assert len(own) == len(theirs), "a contest needs as many answers of the opponent as of the policy"
+    """(policy, opponent): the i-th answer of one and the i-th of the other, where both
+    can be used.
+    """
+    own, theirs = (
+        [s for s in group.samples if float(s.streams[OPPONENT][-1]) == side] for side in (0.0, 1.0)
+    )
+    assert len(own) == len(theirs), (
+        "a contest needs as many answers of the opponent as of the policy"
+    )
     return [(a, b) for a, b in zip(own, theirs, strict=True) if _usable([a]) and _usable([b])]
 
 

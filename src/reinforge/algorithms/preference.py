@@ -1,6 +1,7 @@
 """Every preference loss as a row, and the loss over pairs as a backend calls it.
 
-Legend: M trained tokens of the micro-batch, S = 2P rows of it, P pairs (row 2i chosen, row 2i+1 rejected).
+Legend: M trained tokens of the micro-batch, S = 2P rows of it, P pairs (row 2i chosen, row 2i+1
+rejected).
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ class PreferenceRow:
     needs_reference: bool = True
     averaged: bool = False  # log-probs per token instead of per answer
     unit: int = 2
-    takes: Literal["nll", "gap", "explore"] | None = None  # a further tensor [P]: see `PairLoss._term`
+    # a further tensor [P]: see `PairLoss._term`
+    takes: Literal["nll", "gap", "explore"] | None = None
     nll: Norm = "token"  # over the chosen tokens of the batch, per answer and token, or per answer
-    ranked: bool = False  # pairs answers by rank in the whole batch: `PairLoss.prepare` must see it before it is cut
+    # pairs answers by rank in the whole batch: `PairLoss.prepare` must see it before it is cut
+    ranked: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 PREFERENCE: dict[str, PreferenceRow] = {
     "sigmoid": PreferenceRow(losses.sigmoid, "2305.18290"),
     "cdpo": PreferenceRow(losses.sigmoid, "2305.18290", defaults={"label_smoothing": 0.1}),
-    "sigmoid_norm": PreferenceRow(losses.sigmoid, "2411.15124", averaged=True, defaults={"beta": 5.0}),
+    "sigmoid_norm": PreferenceRow(
+        losses.sigmoid, "2411.15124", averaged=True, defaults={"beta": 5.0}
+    ),
     "hinge": PreferenceRow(losses.hinge, "2305.10425"),
     "ipo": PreferenceRow(losses.ipo, "2310.12036", averaged=True),
     "robust": PreferenceRow(losses.robust, "2403.00409"),
@@ -63,7 +68,9 @@ PREFERENCE: dict[str, PreferenceRow] = {
     "rpo": PreferenceRow(free.rpo, "2404.19733", takes="nll", nll="sequence"),
     "sft": PreferenceRow(free.sft, "2411.10442", needs_reference=False, takes="nll"),
     "cpo": PreferenceRow(free.cpo, "2401.08417", needs_reference=False, takes="nll"),
-    "orpo": PreferenceRow(free.orpo, "2403.07691", needs_reference=False, averaged=True, takes="nll"),
+    "orpo": PreferenceRow(
+        free.orpo, "2403.07691", needs_reference=False, averaged=True, takes="nll"
+    ),
     "simpo": PreferenceRow(free.simpo, "2405.14734", needs_reference=False, averaged=True),
     "alphapo": PreferenceRow(free.alphapo, "2501.03884", needs_reference=False, averaged=True),
     "online_dpo": PreferenceRow(losses.sigmoid, "2402.04792"),
@@ -73,60 +80,96 @@ PREFERENCE: dict[str, PreferenceRow] = {
 
 
 class PairLoss:
-    """A preference loss, or a weighted sum of several (MPO): sum over terms of weight · mean over the pairs of the whole batch.
+    """A preference loss, or a weighted sum of several (MPO): sum over terms of weight · mean over
+    the pairs of the whole batch.
 
     >>> PairLoss("sigmoid", beta=0.1), PairLoss({"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0})
 
-    A setting goes to every term that has one of that name. Streams, besides `reference`: `score` where a term compares given
-    rewards (the same number on all tokens of an answer), `collision` for `wpo` (log sum_v pi(v)^2 of each token's distribution),
-    `by_reference` for xpo (1 on answers that the reference sampled, else 0), `old` for terms that rank the batch.
+    A setting goes to every term that has one of that name. Streams, besides `reference`: `score`
+    where a term compares given rewards (the same number on all tokens of an answer), `collision`
+    for `wpo` (log sum_v pi(v)^2 of each token's distribution), `by_reference` for xpo (1 on answers
+    that the reference sampled, else 0), `old` for terms that rank the batch.
 
-    `wpo` weighs a pair by how likely the policy is to have written it: w = prod over both answers of
-    exp(mean_t(log pi(y_t) - log sum_v pi(v)^2)), no gradient (2406.11827 eq. 2, "sampled alignment").
-    `ld_alpha` counts log-probs beyond the shorter answer's length only by this factor (LD-DPO, 2409.06411).
-    `divergence` replaces the reverse KL in terms of the sigmoid kind: forward_kl, js, alpha (with `divergence_alpha`).
+    `wpo` weighs a pair by how likely the policy is to have written it: w = prod over both answers
+    of exp(mean_t(log pi(y_t) - log sum_v pi(v)^2)), no gradient (2406.11827 eq. 2, "sampled
+    alignment"). `ld_alpha` counts log-probs beyond the shorter answer's length only by this factor
+    (LD-DPO, 2409.06411). `divergence` replaces the reverse KL in terms of the sigmoid kind:
+    forward_kl, js, alpha (with `divergence_alpha`).
 
-    Terms that rank (`aot`, `aot_unpaired`) need every pair of the batch at once. `prepare` ranks by the stream `old`, the
-    policy's log-probs from before the update, and leaves each answer its partner as a stream; gradients flow through the current
-    log-probs. With one update per batch both are of the same weights and the gradient is that of the uncut loss.
+    Terms that rank (`aot`, `aot_unpaired`) need every pair of the batch at once. `prepare` ranks by
+    the stream `old`, the policy's log-probs from before the update, and leaves each answer its
+    partner as a stream; gradients flow through the current log-probs. With one update per batch
+    both are of the same weights and the gradient is that of the uncut loss.
     """
 
     unit = 2
     entropy = False
     entropy_gradient = False
 
-    def __init__(self, names: str | Mapping[str, float] = "sigmoid", *, wpo: bool = False, ld_alpha: float | None = None,
-                 divergence: str = "reverse_kl", divergence_alpha: float = 0.5, nll: Norm | None = None, **settings: Any):  # fmt: skip
+    def __init__(
+        self,
+        names: str | Mapping[str, float] = "sigmoid",
+        *,
+        wpo: bool = False,
+        ld_alpha: float | None = None,
+        divergence: str = "reverse_kl",
+        divergence_alpha: float = 0.5,
+        nll: Norm | None = None,
+        **settings: Any,
+    ):
         self.weights = {names: 1.0} if isinstance(names, str) else dict(names)
         self.rows = {name: pick(PREFERENCE, name, "algorithm.name") for name in self.weights}
-        self.wpo, self.ld_alpha, self.nll = wpo, ld_alpha, nll
+        self.wpo = wpo
+        self.ld_alpha = ld_alpha
+        self.nll = nll
         bend = pick(losses.DIVERGENCES, divergence, "algorithm.options.divergence")
         if divergence != "reverse_kl":
-            settings["divergence"] = partial(bend, alpha=divergence_alpha) if divergence == "alpha" else bend
+            settings["divergence"] = (
+                partial(bend, alpha=divergence_alpha) if divergence == "alpha" else bend
+            )
         takes = {name: settings_of(row.function).keys() - GIVEN for name, row in self.rows.items()}
         for key in settings:
             if not any(key in parameters for parameters in takes.values()):
-                raise InputError(f"{', '.join(self.rows)} has no setting {key!r}.", where="algorithm.options",
-                                 fix=f"There are: {', '.join(sorted(set().union(*takes.values())))}.")  # fmt: skip
+                raise InputError(
+                    f"{', '.join(self.rows)} has no setting {key!r}.",
+                    where="algorithm.options",
+                    fix=f"There are: {', '.join(sorted(set().union(*takes.values())))}.",
+                )
         self.settings = {
-            name: {**row.defaults, **{k: v for k, v in settings.items() if k in takes[name]}} for name, row in self.rows.items()
+            name: {**row.defaults, **{k: v for k, v in settings.items() if k in takes[name]}}
+            for name, row in self.rows.items()
         }
         self.ranked = [name for name, row in self.rows.items() if row.ranked]
         if self.ranked and wpo:
-            raise InputError(f"{self.ranked[0]} pairs answers across the batch, so pairs have no weight of their own.", where="wpo",
-                             fix="Leave wpo out, or use a loss that keeps its pairs.")  # fmt: skip
+            raise InputError(
+                f"{self.ranked[0]} pairs answers across the batch, so pairs have no weight of their"
+                " own.",
+                where="wpo",
+                fix="Leave wpo out, or use a loss that keeps its pairs.",
+            )
         reference = any(row.needs_reference for row in self.rows.values())
-        self.needs = frozenset(n for n, on in (("reference", reference), ("old", self.ranked), ("collision", wpo)) if on)
+        self.needs = frozenset(
+            n
+            for n, on in (("reference", reference), ("old", self.ranked), ("collision", wpo))
+            if on
+        )
 
     def companions(self, samples: Sequence[Sample]) -> list[Sample]:
         return []
 
     def prepare(self, batches: Sequence[Batch], companions: Sequence[Batch] = ()) -> None:
-        """Fills the streams `partner_<name>` of ranking terms, from `old` and `reference` of the whole optimizer batch."""
+        """Fills the streams `partner_<name>` of ranking terms, from `old` and `reference` of the
+        whole optimizer batch.
+        """
         if not self.ranked or not batches:
             return
         old, reference = (
-            torch.cat([self._per_row(b.streams[name].double(), b.sequence, b.trained_lengths()) for b in batches])
+            torch.cat(
+                [
+                    self._per_row(b.streams[name].double(), b.sequence, b.trained_lengths())
+                    for b in batches
+                ]
+            )
             for name in ("old", "reference")
         )
         (old_w, old_l), (ref_w, ref_l) = sides(old), sides(reference)
@@ -134,9 +177,12 @@ class PairLoss:
             if name == "aot":
                 partner_w = partner_l = _by_rank(old_w - old_l, ref_w - ref_l)
             else:
-                partner_w, partner_l = _by_rank(old_w - ref_w, old_l - ref_l), _by_rank(old_l - ref_l, old_w - ref_w)
+                partner_w = _by_rank(old_w - ref_w, old_l - ref_l)
+                partner_l = _by_rank(old_l - ref_l, old_w - ref_w)
             rows = torch.stack((partner_w, partner_l), 1).flatten().float()
-            for batch, part in zip(batches, rows.split([len(b.samples) for b in batches]), strict=True):
+            for batch, part in zip(
+                batches, rows.split([len(b.samples) for b in batches]), strict=True
+            ):
                 batch.streams[f"partner_{name}"] = part[batch.sequence]
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
@@ -146,7 +192,9 @@ class PairLoss:
         policy = self._per_row(tokens.logprobs, tokens.sequence, tokens.lengths)
         reference = torch.zeros_like(policy)
         if "reference" in self.needs:
-            reference = self._per_row(tokens.streams["reference"].to(policy.dtype), tokens.sequence, tokens.lengths)
+            reference = self._per_row(
+                tokens.streams["reference"].to(policy.dtype), tokens.sequence, tokens.lengths
+            )
         weight_P = self._wpo_weights(tokens) if self.wpo else None
 
         loss = policy.sum() * 0.0
@@ -154,7 +202,9 @@ class PairLoss:
         for name, row in self.rows.items():
             scale = 1 / lengths.to(policy.dtype) if row.averaged else torch.ones_like(policy)
             against = reference if row.needs_reference else torch.zeros_like(reference)
-            part, watched = self._term(name, row, (*sides(policy * scale), *sides(against * scale)), tokens, totals)
+            part, watched = self._term(
+                name, row, (*sides(policy * scale), *sides(against * scale)), tokens, totals
+            )
             part = part if weight_P is None else weight_P * part
             term = part.sum() / pairs
             loss = loss + self.weights[name] * term
@@ -169,32 +219,55 @@ class PairLoss:
         return loss, {"preference/loss": loss.detach(), **metrics}
 
     def _term(
-        self, name: str, row: PreferenceRow, numbers: tuple[Tensor, Tensor, Tensor, Tensor], tokens: TrainedTokens, totals: Totals
+        self,
+        name: str,
+        row: PreferenceRow,
+        numbers: tuple[Tensor, Tensor, Tensor, Tensor],
+        tokens: TrainedTokens,
+        totals: Totals,
     ) -> Result:
         settings = dict(self.settings[name])
         if row.takes == "nll":
             settings["nll"] = self._nll(tokens, totals, self.nll or row.nll)
         elif row.takes == "gap":
-            chosen, rejected = sides(constant(tokens.streams, "score", tokens.lengths).to(numbers[0].dtype))
+            chosen, rejected = sides(
+                constant(tokens.streams, "score", tokens.lengths).to(numbers[0].dtype)
+            )
             settings["gap"] = chosen - rejected
         elif row.takes == "explore":
-            by_reference = constant(tokens.streams, "by_reference", tokens.lengths).to(numbers[0].dtype)
+            by_reference = constant(tokens.streams, "by_reference", tokens.lengths).to(
+                numbers[0].dtype
+            )
             w, l = sides(sums(tokens.logprobs, tokens.sequence, len(tokens.lengths)) * by_reference)
             settings["explore"] = w + l
         if not row.ranked:
             return row.function(*numbers, **settings)
         policy_w, policy_l, ref_w, ref_l = numbers
-        beta, smoothing = settings.get("beta", 0.1), settings.get("label_smoothing", 0.0)
-        partner_w, partner_l = sides(constant(tokens.streams, f"partner_{name}", tokens.lengths).to(policy_w.dtype))
-        a, b = policy_w - ref_w, policy_l - ref_l
+        beta = settings.get("beta", 0.1)
+        smoothing = settings.get("label_smoothing", 0.0)
+        partner_w, partner_l = sides(
+            constant(tokens.streams, f"partner_{name}", tokens.lengths).to(policy_w.dtype)
+        )
+        a = policy_w - ref_w
+        b = policy_l - ref_l
         if name == "aot":
-            return result(smoothed(beta * (policy_w - policy_l - partner_w), smoothing), beta * a, beta * b)
-        # Both partners have a gradient, and each may be in another micro-batch: an answer gives its own whole gradient and half the value
-        halves = smoothed(beta * (a - partner_w), smoothing), smoothed(beta * (partner_l - b), smoothing)
-        return result(halves[0] + halves[1] - (halves[0] + halves[1]).detach() / 2, beta * a, beta * b)
+            return result(
+                smoothed(beta * (policy_w - policy_l - partner_w), smoothing), beta * a, beta * b
+            )
+        # Both partners have a gradient, and each may be in another micro-batch: an answer gives its
+        # own whole gradient and half the value
+        halves = (
+            smoothed(beta * (a - partner_w), smoothing),
+            smoothed(beta * (partner_l - b), smoothing),
+        )
+        return result(
+            halves[0] + halves[1] - (halves[0] + halves[1]).detach() / 2, beta * a, beta * b
+        )
 
     def _per_row(self, logprobs: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
-        """[S] summed log-probs; with ld_alpha those beyond the length that both answers of a pair share count by that factor."""
+        """[S] summed log-probs; with ld_alpha those beyond the length that both answers of a pair
+        share count by that factor.
+        """
         if self.ld_alpha is not None:
             shared = torch.minimum(*sides(lengths)).repeat_interleave(2)
             beyond = places(sequence, lengths) >= shared[sequence]
@@ -202,7 +275,9 @@ class PairLoss:
         return sums(logprobs, sequence, len(lengths))
 
     def _nll(self, tokens: TrainedTokens, totals: Totals, norm: Norm) -> Tensor:
-        """[P] whose sum over the batch, divided by its pairs, is the mean negative log-likelihood of the chosen answers."""
+        """[P] whose sum over the batch, divided by its pairs, is the mean negative log-likelihood
+        of the chosen answers.
+        """
         nll = -sides(sums(tokens.logprobs, tokens.sequence, len(tokens.lengths)))[0]
         if norm == "token":
             return nll * (totals.samples / 2 / max(totals.chosen_tokens, 1))
@@ -223,5 +298,9 @@ def _by_rank(mine: Tensor, others: Tensor) -> Tensor:
 
 
 def with_stream(sample: Sample, name: str, value: float) -> Sample:
-    """The sample with a stream that is `value` at every token: how a score or a label of a whole answer reaches a loss."""
-    return sample.with_(streams={**sample.streams, name: torch.full((len(sample.tokens),), float(value))})
+    """The sample with a stream that is `value` at every token: how a score or a label of a whole
+    answer reaches a loss.
+    """
+    return sample.with_(
+        streams={**sample.streams, name: torch.full((len(sample.tokens),), float(value))}
+    )

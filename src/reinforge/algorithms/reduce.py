@@ -1,8 +1,9 @@
 """Reducers: how token losses become one number.
 
-A reducer gives each token a weight, and the loss is sum(weight * token_loss). The weights come from counts of the whole
-optimizer batch, so the gradient is the same however the batch is cut. N tokens and n sequences (episodes) in the batch,
-L_s trained tokens in the token's episode, L_max the configured limit:
+A reducer gives each token a weight, and the loss is sum(weight * token_loss). The weights come from
+counts of the whole optimizer batch, so the gradient is the same however the batch is cut. N tokens
+and n sequences (episodes) in the batch, L_s trained tokens in the token's episode, L_max the
+configured limit:
 
 | name          | weight        | a token of a long answer counts ...  |
 |---------------|---------------|--------------------------------------|
@@ -45,7 +46,11 @@ def sequence_sum(tokens: TrainedTokens, totals: Totals) -> Tensor:
 
 def fixed_length(tokens: TrainedTokens, totals: Totals) -> Tensor:
     """1 / (L_max n): a constant, so that length does not matter (Dr. GRPO, 2503.20783)."""
-    return torch.full_like(tokens.logprobs.detach(), 1 / (totals.max_length * max(totals.sequences, 1)))
+    return torch.full_like(
+        tokens.logprobs.detach(), 1 / (totals.max_length * max(totals.sequences, 1))
+    )
 
 
-REDUCERS: dict[str, Reduce] = {f.__name__: f for f in (token_mean, sequence_mean, sequence_sum, fixed_length)}
+REDUCERS: dict[str, Reduce] = {
+    f.__name__: f for f in (token_mean, sequence_mean, sequence_sum, fixed_length)
+}

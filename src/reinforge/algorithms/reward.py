@@ -1,4 +1,5 @@
-"""Losses of reward models: from scores of answers, or of steps, to one number each; and the loss as a backend calls it.
+"""Losses of reward models: from scores of answers, or of steps, to one number each; and the loss as
+a backend calls it.
 
 Legend: M trained tokens of the micro-batch, S answers, P pairs (row 2i chosen, row 2i+1 rejected).
 """
@@ -25,7 +26,9 @@ def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def margin(chosen: Tensor, rejected: Tensor, gap: Tensor) -> Tensor:
-    """[P] -log sigma(r_w - r_l - m): clearly better answers must win by more (Llama 2, 2307.09288 eq. 2)."""
+    """[P] -log sigma(r_w - r_l - m): clearly better answers must win by more (Llama 2, 2307.09288
+    eq. 2).
+    """
     return -logsigmoid(chosen - rejected - gap)
 
 
@@ -35,7 +38,9 @@ def scaled(chosen: Tensor, rejected: Tensor, gap: Tensor) -> Tensor:
 
 
 def logexp(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """[P] log(1 + exp(r_l - r_w)) (2204.05862): the same function as `bradley_terry`, written as others name it."""
+    """[P] log(1 + exp(r_l - r_w)) (2204.05862): the same function as `bradley_terry`, written as
+    others name it.
+    """
     return softplus(rejected - chosen)
 
 
@@ -45,12 +50,15 @@ def regression(scores: Tensor, target: Tensor) -> Tensor:
 
 
 def centred(chosen: Tensor, rejected: Tensor, *, coefficient: float = 0.01) -> Tensor:
-    """[P] coefficient (r_w + r_l)^2: scores of comparisons are only known up to a constant; this makes it 0 (2312.09244)."""
+    """[P] coefficient (r_w + r_l)^2: scores of comparisons are only known up to a constant; this
+    makes it 0 (2312.09244).
+    """
     return coefficient * (chosen + rejected) ** 2
 
 
 def process(scores: Tensor, label: Tensor) -> Tensor:
-    """[M] cross-entropy of "this step is right" with probability sigma(r) (2211.14275); labels 0, 1 or a probability between.
+    """[M] cross-entropy of "this step is right" with probability sigma(r) (2211.14275); labels 0, 1
+    or a probability between.
 
     With two classes of logits u (wrong) and v (right) the score is v - u.
     """
@@ -76,11 +84,14 @@ REWARD: dict[str, RewardRow] = {
 
 
 class RewardLoss:
-    """A loss over `TrainedTokens.values`. The score of an answer is the value at its last trained token.
+    """A loss over `TrainedTokens.values`.
 
-    Values must be read *at* the token (the hidden state that has seen it, rows `Batch.targets`), not before it as a critic's are:
-    `reads` says so. What is compared with comes as streams that are constant over a row: `gap` (on the chosen row), `target`.
-    A process reward model trains the last token of every step and nothing else; the stream `label` holds each step's verdict there.
+    The score of an answer is the value at its last trained token.
+
+    Values must be read *at* the token (the hidden state that has seen it, rows `Batch.targets`),
+    not before it as a critic's are: `reads` says so. What is compared with comes as streams that
+    are constant over a row: `gap` (on the chosen row), `target`. A process reward model trains the
+    last token of every step and nothing else; the stream `label` holds each step's verdict there.
     `centre` adds `centred` for pairs.
     """
 
@@ -102,7 +113,10 @@ class RewardLoss:
             assert stream is not None
             loss = self.row.function(values, stream).sum() / max(totals.tokens, 1)
             right = ((values.detach() > 0) == (stream > 0.5)).to(values.dtype)
-            return loss, {"reward/loss": loss.detach(), "reward/accuracy": right.sum() / max(totals.tokens, 1)}
+            return loss, {
+                "reward/loss": loss.detach(),
+                "reward/accuracy": right.sum() / max(totals.tokens, 1),
+            }
         scores = constant({"score": values}, "score", tokens.lengths)  # at the last token
         given = None if stream is None else last(stream, tokens.lengths)
         watched = {
@@ -121,15 +135,27 @@ class RewardLoss:
             parts = parts + centred(chosen, rejected, coefficient=self.centre)
         loss = parts.sum() / pairs
         won = (chosen > rejected).to(values.dtype).detach()
-        return loss, {"reward/loss": loss.detach(), "reward/accuracy": won.sum() / pairs,
-                      "reward/margin": (chosen - rejected).detach().sum() / pairs, **watched}  # fmt: skip
+        return loss, {
+            "reward/loss": loss.detach(),
+            "reward/accuracy": won.sum() / pairs,
+            "reward/margin": (chosen - rejected).detach().sum() / pairs,
+            **watched,
+        }
 
 
-def step_scores(values: Tensor, sequence: Tensor, rows: int, how: Literal["last", "min", "product"] = "min") -> Tensor:
-    """[S] the score of an answer from the scores of its steps: probabilities sigma(r) joined by their minimum or product, or the last."""
+def step_scores(
+    values: Tensor, sequence: Tensor, rows: int, how: Literal["last", "min", "product"] = "min"
+) -> Tensor:
+    """[S] the score of an answer from the scores of its steps: probabilities sigma(r) joined by
+    their minimum or product, or the last.
+    """
     logp = logsigmoid(values)
     if how == "product":
-        return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, sequence, logp).exp()
+        return (
+            torch.zeros(rows, dtype=values.dtype, device=values.device)
+            .index_add(0, sequence, logp)
+            .exp()
+        )
     if how == "last":
         return last(logp.exp(), torch.bincount(sequence, minlength=rows))
     worst = torch.ones(rows, dtype=values.dtype, device=values.device)

@@ -28,12 +28,16 @@ class Rollouts:
     episode: Tensor  # [S] int64: rows forked from one episode share it and count once in statistics
     sequence: Tensor  # [M] int64: which row a trained token belongs to
     lengths: Tensor  # [S] int64: trained tokens of each row
-    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [M] each: behaviour, old, reference, values, ...
+    # [M] each: behaviour, old, reference, values, ...
+    streams: Mapping[str, Tensor] = field(default_factory=dict)
     token_rewards: Tensor | None = None  # [M]: per turn, per step, distillation, KL in the reward
     truncated: Tensor | None = None  # [S] bool: cut off by the token limit
-    components: Mapping[str, Tensor] = field(default_factory=dict)  # [S] float64 each: the parts of the reward; nan = not scored
-    baseline: Tensor | None = None  # [S] float64: reward of the greedy rollout of the row's prompt; nan = none
-    bootstrap: Tensor | None = None  # [S]: value of the state after the last token of a truncated row; 0 where it ended by itself
+    # [S] float64 each: the parts of the reward; nan = not scored
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    # [S] float64: reward of the greedy rollout of the row's prompt; nan = none
+    baseline: Tensor | None = None
+    # [S]: value of the state after the last token of a truncated row; 0 where it ended by itself
+    bootstrap: Tensor | None = None
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> Rollouts:
@@ -49,37 +53,60 @@ class Rollouts:
             episode=torch.tensor([episodes[s.episode] for s in samples], dtype=torch.int64),
             sequence=torch.cat([b.sequence.cpu() + n for b, n in zip(batches, first, strict=True)]),
             lengths=torch.cat([b.trained_lengths().cpu() for b in batches]),
-            streams={name: torch.cat([b.streams[name].cpu() for b in batches]) for name in batches[0].streams},
+            streams={
+                name: torch.cat([b.streams[name].cpu() for b in batches])
+                for name in batches[0].streams
+            },
             token_rewards=_token_rewards(samples),
             truncated=torch.tensor([s.stop is Stop.LENGTH for s in samples], dtype=torch.bool),
-            components={n: _numbers([s.rewards.get(n) for s in samples]) for n in sorted({n for s in samples for n in s.rewards})},
-            baseline=_numbers([s.baseline for s in samples]) if any(s.baseline is not None for s in samples) else None,
+            components={
+                n: _numbers([s.rewards.get(n) for s in samples])
+                for n in sorted({n for s in samples for n in s.rewards})
+            },
+            baseline=(
+                _numbers([s.baseline for s in samples])
+                if any(s.baseline is not None for s in samples)
+                else None
+            ),
             bootstrap=torch.cat(bootstrap) if len(bootstrap) == len(batches) else None,
         )
 
     @cached_property
     def totals(self) -> Tensor:
-        """[S] float64: the reward plus all token rewards of the row's episode, so that KL in the reward and rewards of single
-        turns count in group statistics. nan = unscored. Rows in another order give the same bits."""
+        """[S] float64: the reward plus all token rewards of the row's episode, so that KL in the
+        reward and rewards of single turns count in group statistics. nan = unscored. Rows in
+        another order give the same bits.
+        """
         rewards_S = self.rewards.double()
         if self.token_rewards is None:
             return rewards_S
         assert self.token_rewards.shape == self.sequence.shape
-        sum_S = torch.zeros_like(rewards_S).index_add_(0, self.sequence, self.token_rewards.double())
+        sum_S = torch.zeros_like(rewards_S).index_add_(
+            0, self.sequence, self.token_rewards.double()
+        )
         episodes, index = self.episode.unique(return_inverse=True)
         order = sum_S.argsort(stable=True)
-        sum_E = torch.zeros(len(episodes), dtype=torch.float64).index_add_(0, index[order], sum_S[order])
+        sum_E = torch.zeros(len(episodes), dtype=torch.float64).index_add_(
+            0, index[order], sum_S[order]
+        )
         return rewards_S + sum_E[index]
 
     def with_token_rewards(self, extra: Tensor) -> Rollouts:
         """The same rollouts with `extra` [M] added to the reward of each token."""
-        assert extra.shape == self.sequence.shape, f"one number per trained token, not {tuple(extra.shape)}"
-        return replace(self, token_rewards=extra if self.token_rewards is None else self.token_rewards + extra)
+        assert extra.shape == self.sequence.shape, (
+            f"one number per trained token, not {tuple(extra.shape)}"
+        )
+        return replace(
+            self, token_rewards=extra if self.token_rewards is None else self.token_rewards + extra
+        )
 
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """The settings of an advantage. `READS` in algorithms/advantages.py says which function reads which."""
+    """The settings of an advantage.
+
+    `READS` in algorithms/advantages.py says which function reads which.
+    """
 
     scale: Scale = "group"  # divide by the std of the group, of the batch, or not at all
     std: Literal["sample", "population"] = "sample"  # ddof 1 or 0
@@ -87,11 +114,13 @@ class AdvantageOptions:
     gamma: float = 1.0  # discount per token
     lam: float = 0.95  # of GAE
     lam_critic: float | None = None  # of the critic's targets; None = that of the advantages
-    length_alpha: float | None = None  # lam = 1 - 1 / (alpha * length of the row), for the advantages (VAPO); None = `lam`
+    # lam = 1 - 1 / (alpha * length of the row), for the advantages (VAPO); None = `lam`
+    length_alpha: float | None = None
     whiten: bool | None = None  # mean 0 and std 1 over the batch; None = the function's own default
     clip: float | None = None  # bound of |A|, applied last and by whoever calls the function
     k: int = 4  # of pass_at_k
-    weights: Mapping[str, float] = field(default_factory=dict)  # of reward components; one that is not named counts 1
+    # of reward components; one that is not named counts 1
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 def _numbers(values: Sequence[float | None]) -> Tensor:
@@ -101,4 +130,9 @@ def _numbers(values: Sequence[float | None]) -> Tensor:
 def _token_rewards(samples: Sequence[Sample]) -> Tensor | None:
     if all(s.token_rewards is None for s in samples):
         return None
-    return torch.cat([(torch.zeros(len(s.tokens)) if s.token_rewards is None else s.token_rewards)[s.trained] for s in samples])
+    return torch.cat(
+        [
+            (torch.zeros(len(s.tokens)) if s.token_rewards is None else s.token_rewards)[s.trained]
+            for s in samples
+        ]
+    )

@@ -1,6 +1,7 @@
 """From tokens to rows: one number per sequence out of the flat [M] vectors that a loss sees.
 
-Legend: M trained tokens of the micro-batch in the order of their sequences, S sequences, P pairs (rows 2i and 2i+1).
+Legend: M trained tokens of the micro-batch in the order of their sequences, S sequences, P pairs
+(rows 2i and 2i+1).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from reinforge.core.errors import InputError
 def sums(values: Tensor, sequence: Tensor, rows: int) -> Tensor:
     """[S] the sum of `values` [M] over each sequence; 0 where a sequence has no trained token."""
     assert values.shape == sequence.shape and values.ndim == 1
-    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, sequence, values)
+    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(
+        0, sequence, values
+    )
 
 
 def last(values: Tensor, lengths: Tensor) -> Tensor:
@@ -31,22 +34,34 @@ def last(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def constant(streams: Mapping[str, Tensor], name: str, lengths: Tensor) -> Tensor:
-    """[S] the number of each whole answer (a label, a score), which every trained token of it carries.
+    """[S] the number of each whole answer (a label, a score), which every trained token of it
+    carries.
 
-    An answer without a trained token has none left. Taking 0 for it would be another label, or another score: an error.
+    An answer without a trained token has none left. Taking 0 for it would be another label, or
+    another score: an error.
     """
     if bool((lengths == 0).any()):
-        what = f"row {int((lengths == 0).nonzero()[0])} of a micro-batch has no trained token, so its {name} is lost."
-        raise InputError(what, where="data", fix="Leave answers without a token out, each with its pair.")
+        what = (
+            f"row {int((lengths == 0).nonzero()[0])} of a micro-batch has no trained token, so its"
+            f" {name} is lost."
+        )
+        raise InputError(
+            what, where="data", fix="Leave answers without a token out, each with its pair."
+        )
     return last(streams[name], lengths)
 
 
 def places(sequence: Tensor, lengths: Tensor) -> Tensor:
     """[M] which trained token of its sequence a token is, from 0."""
-    return torch.arange(len(sequence), device=sequence.device) - (lengths.cumsum(0) - lengths)[sequence]
+    return (
+        torch.arange(len(sequence), device=sequence.device)
+        - (lengths.cumsum(0) - lengths)[sequence]
+    )
 
 
 def sides(rows: Tensor) -> tuple[Tensor, Tensor]:
     """([P] chosen, [P] rejected) of numbers per row [2P]: row 2i is chosen, row 2i+1 rejected."""
-    assert rows.ndim == 1 and len(rows) % 2 == 0, f"{len(rows)} rows are not pairs: pack with unit=2"
+    assert rows.ndim == 1 and len(rows) % 2 == 0, (
+        f"{len(rows)} rows are not pairs: pack with unit=2"
+    )
     return rows[0::2], rows[1::2]

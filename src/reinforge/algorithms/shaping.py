@@ -1,10 +1,15 @@
-"""Changes to a reward that depend on the length of the response. No torch: plain numbers in, a plain number out."""
+"""Changes to a reward that depend on the length of the response.
+
+No torch: plain numbers in, a plain number out.
+"""
 
 from __future__ import annotations
 
 
 def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (2503.14476, eq. 13), to be added to the reward. With L = max_new_tokens, B = buffer:
+    """DAPO's soft overlong punishment (2503.14476, eq. 13), to be added to the reward.
+
+    With L = max_new_tokens, B = buffer:
 
         0                    if length <= L - B
         (L - B - length)/B   if L - B < length <= L

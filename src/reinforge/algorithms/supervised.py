@@ -10,7 +10,9 @@ from reinforge.core.batch import Totals
 
 
 def dft(logprobs: Tensor) -> Tensor:
-    """[M] -sg(p) log p: the likelihood's gradient without the 1/p that blows it up on unlikely tokens (2508.05629)."""
+    """[M] -sg(p) log p: the likelihood's gradient without the 1/p that blows it up on unlikely
+    tokens (2508.05629).
+    """
     return -logprobs.detach().exp() * logprobs
 
 
@@ -27,4 +29,7 @@ class DFTLoss:
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         loss = (self.reduce(tokens, totals) * dft(tokens.logprobs)).sum()
-        return loss, {"sft/loss": loss.detach(), "sft/nll": -tokens.logprobs.detach().sum() / max(totals.tokens, 1)}
+        return loss, {
+            "sft/loss": loss.detach(),
+            "sft/nll": -tokens.logprobs.detach().sum() / max(totals.tokens, 1),
+        }

@@ -1,4 +1,7 @@
-"""Puts the parts of a row of `catalogue.py` together. A further algorithm is a function and a row; a further family also a builder here."""
+"""Puts the parts of a row of `catalogue.py` together.
+
+A further algorithm is a function and a row; a further family also a builder here.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,13 @@ from reinforge.algorithms.surrogates import BEHAVIOUR, SURROGATES
 from reinforge.algorithms.terms import Terms
 from reinforge.core.errors import InputError
 
-# Streams that a part reads beside `behaviour`; "baseline" is no stream but one more, greedy, rollout per prompt.
-# A function of a user's says so in an attribute `needs`.
-NEEDS: dict[str, frozenset[str]] = {"gae": frozenset({"values"}), "greedy_baseline": frozenset({"baseline"}), **SELECTION_NEEDS}
+# Streams that a part reads beside `behaviour`; "baseline" is no stream but one more, greedy,
+# rollout per prompt. A function of a user's says so in an attribute `needs`.
+NEEDS: dict[str, frozenset[str]] = {
+    "gae": frozenset({"values"}),
+    "greedy_baseline": frozenset({"baseline"}),
+    **SELECTION_NEEDS,
+}
 
 
 def build(name: str, **options: Any) -> Algorithm:
@@ -37,8 +44,17 @@ def build(name: str, **options: Any) -> Algorithm:
     row = pick(TABLE, name, "algorithm.name")
     given = {k: v for k, v in options.items() if v is not None}
     known = {f.name for f in fields(Options)}
-    o = replace(Options(), **{**{k: v for k, v in row.parts.items() if k in known}, **row.defaults, **given})
-    buffer = o.overlong_buffer if o.overlong_buffer is not None else o.max_new_tokens // 5 if row.shaped else 0  # the paper: 4096 of 20480
+    o = replace(
+        Options(), **{**{k: v for k, v in row.parts.items() if k in known}, **row.defaults, **given}
+    )
+    # the paper: 4096 of 20480
+    buffer = (
+        o.overlong_buffer
+        if o.overlong_buffer is not None
+        else o.max_new_tokens // 5
+        if row.shaped
+        else 0
+    )
     o = replace(o, overlong_buffer=buffer)
     _check(o, given)
     return BUILDERS[row.builder or row.family](name, row, o, given)
@@ -50,15 +66,28 @@ def _policy_gradient(name: str, row: Row, o: Options, given: Mapping[str, Any]) 
         return {name: (given.get(key), f"algorithm.{KEYS[key]}") for name, key in keys.items()}
 
     binder = Binder(o.settings)
-    clip = {"low": row.defaults.get("clip_low"), "high": row.defaults.get("clip_high")} if o.surrogate == row.parts["surrogate"] else {}
-    surrogate = binder.part(SURROGATES, o.surrogate, "algorithm.surrogate", own(low="clip_low", high="clip_high", dual="clip_dual", delta="clip_delta"),
-                            {**row.options, **{k: v for k, v in clip.items() if v is not None}})  # fmt: skip
-    correction = binder.part(CORRECTIONS, o.correction, "algorithm.correction.name", own(cap="cap", floor="floor"))
+    clip = (
+        {"low": row.defaults.get("clip_low"), "high": row.defaults.get("clip_high")}
+        if o.surrogate == row.parts["surrogate"]
+        else {}
+    )
+    surrogate = binder.part(
+        SURROGATES,
+        o.surrogate,
+        "algorithm.surrogate",
+        own(low="clip_low", high="clip_high", dual="clip_dual", delta="clip_delta"),
+        {**row.options, **{k: v for k, v in clip.items() if v is not None}},
+    )
+    correction = binder.part(
+        CORRECTIONS, o.correction, "algorithm.correction.name", own(cap="cap", floor="floor")
+    )
     reduce = binder.part(REDUCERS, o.reduce, "algorithm.reduce")
     selection = (
         None
         if o.selection is None
-        else binder.part(SELECTIONS, o.selection, "algorithm.selection", _first(o.selection, binder), row.options)
+        else binder.part(
+            SELECTIONS, o.selection, "algorithm.selection", _first(o.selection, binder), row.options
+        )
     )
     in_reward = o.kl_placement == "reward"
     estimator = o.kl_estimator or ("k1" if in_reward else "k3")
@@ -68,24 +97,60 @@ def _policy_gradient(name: str, row: Row, o: Options, given: Mapping[str, Any]) 
 
     bound = settings_of(surrogate)
     o = replace(o, kl_estimator=estimator, clip_low=bound.get("low"), clip_high=bound.get("high"))
-    terms = Terms(o.kl_coefficient, o.entropy, o.nll, o.kl_target, o.kl_horizon, o.entropy_target, o.entropy_rate, o.entropy_max)
+    terms = Terms(
+        o.kl_coefficient,
+        o.entropy,
+        o.nll,
+        o.kl_target,
+        o.kl_horizon,
+        o.entropy_target,
+        o.entropy_rate,
+        o.entropy_max,
+    )
     loss = PolicyLoss(
-        surrogate if isinstance(o.surrogate, str) else OwnSurrogate(surrogate), reduce, correction=correction, kl=kl, kl_importance=o.kl_importance, kl_in_reward=in_reward, terms=terms, penalty=o.penalty, engine_old=o.old == "engine",
+        surrogate if isinstance(o.surrogate, str) else OwnSurrogate(surrogate),
+        reduce,
+        correction=correction,
+        kl=kl,
+        kl_importance=o.kl_importance,
+        kl_in_reward=in_reward,
+        terms=terms,
+        penalty=o.penalty,
+        engine_old=o.old == "engine",
         selected=o.selected or (SELECTED[o.selection] if isinstance(o.selection, str) else "keep"),
         off_policy=o.old == "recompute" or (o.old == "auto" and o.updates > 1),
-    )  # fmt: skip
-    needs = loss.needs.union(*(_needs(part) for part in (o.advantage, o.surrogate, o.selection) if part is not None))
+    )
+    needs = loss.needs.union(
+        *(_needs(part) for part in (o.advantage, o.surrogate, o.selection) if part is not None)
+    )
     used = in_reward and o.kl_coefficient > 0
-    return Algorithm(name, row.family, row.paper, loss, o, advantage, selection, kl if used else None, terms,
-                     needs | {"reference"} if used else needs, _notes(o, loss.selected))  # fmt: skip
+    return Algorithm(
+        name,
+        row.family,
+        row.paper,
+        loss,
+        o,
+        advantage,
+        selection,
+        kl if used else None,
+        terms,
+        needs | {"reference"} if used else needs,
+        _notes(o, loss.selected),
+    )
 
 
 def _on_policy(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algorithm:
     """Distillation as a policy gradient. A row with a loss beside its surrogate adds that."""
-    advantage = on_policy.ADVANTAGES.get(o.advantage, o.advantage) if isinstance(o.advantage, str) else o.advantage
+    advantage = (
+        on_policy.ADVANTAGES.get(o.advantage, o.advantage)
+        if isinstance(o.advantage, str)
+        else o.advantage
+    )
     made = _policy_gradient(name, row, replace(o, advantage=advantage), given)
     if "loss" in row.parts:
-        made = replace(made, loss=on_policy.WithDivergence(made.loss, DistillationLoss(row.parts["loss"])))
+        made = replace(
+            made, loss=on_policy.WithDivergence(made.loss, DistillationLoss(row.parts["loss"]))
+        )
     return made
 
 
@@ -103,9 +168,14 @@ BUILDERS: dict[str, Callable[[str, Row, Options, Mapping[str, Any]], Algorithm]]
 
 # The keys of the config behind fields of `Options` that parts take as settings.
 KEYS = {
-    "clip_low": "clip.low", "clip_high": "clip.high", "clip_dual": "clip.dual", "clip_delta": "clip.delta", "cap": "correction.cap",
-    "floor": "correction.floor", "kl_clamp": "kl.clamp",
-}  # fmt: skip
+    "clip_low": "clip.low",
+    "clip_high": "clip.high",
+    "clip_dual": "clip.dual",
+    "clip_delta": "clip.delta",
+    "cap": "correction.cap",
+    "floor": "correction.floor",
+    "kl_clamp": "kl.clamp",
+}
 
 
 def _first(selection: str | Callable[..., Tensor], binder: Binder) -> dict[str, tuple[Any, str]]:
@@ -113,21 +183,38 @@ def _first(selection: str | Callable[..., Tensor], binder: Binder) -> dict[str, 
     if not isinstance(selection, str) or selection not in binder.take([selection]):
         return {}
     function = pick(SELECTIONS, selection, "algorithm.selection")
-    return {next(iter(settings_of(function))): (binder.options[selection], f"algorithm.options.{selection}")}
+    return {
+        next(iter(settings_of(function))): (
+            binder.options[selection],
+            f"algorithm.options.{selection}",
+        )
+    }
 
 
 def _needs(part: Any) -> frozenset[str]:
-    return NEEDS.get(part, frozenset()) if isinstance(part, str) else frozenset(getattr(part, "needs", ()))
+    return (
+        NEEDS.get(part, frozenset())
+        if isinstance(part, str)
+        else frozenset(getattr(part, "needs", ()))
+    )
 
 
 def _advantage(o: Options, binder: Binder, row: Row) -> Callable[[Rollouts], dict[str, Tensor]]:
-    """The advantage with its `AdvantageOptions`: settings that it reads, and keyword-only parameters of a function of the user's."""
+    """The advantage with its `AdvantageOptions`: settings that it reads, and keyword-only
+    parameters of a function of the user's.
+    """
     function = binder.part(ADVANTAGES, o.advantage, "algorithm.advantage")
     elsewhere = {"scale", "std", "eps", "clip", "weights"}  # keys of their own
-    reads = set(READS[o.advantage]) if isinstance(o.advantage, str) else {f.name for f in fields(AdvantageOptions)}
+    reads = (
+        set(READS[o.advantage])
+        if isinstance(o.advantage, str)
+        else {f.name for f in fields(AdvantageOptions)}
+    )
     names = [f.name for f in fields(AdvantageOptions) if f.name in reads - elsewhere]
     settings = {**{k: v for k, v in row.options.items() if k in names}, **binder.take(names)}
-    options = AdvantageOptions(scale=o.scale, std=o.std, eps=o.eps, clip=o.advantage_clip, weights=o.weights, **settings)
+    options = AdvantageOptions(
+        scale=o.scale, std=o.std, eps=o.eps, clip=o.advantage_clip, weights=o.weights, **settings
+    )
     return partial(_call, function, options)
 
 
@@ -136,7 +223,9 @@ def _call(function: Advantage, options: AdvantageOptions, rollouts: Rollouts) ->
     try:
         values = function(rollouts, options)
     except Exception as error:
-        if (told := blamed(function, error, "algorithm.advantage", "(rollouts, options)", __file__)) is None:
+        if (
+            told := blamed(function, error, "algorithm.advantage", "(rollouts, options)", __file__)
+        ) is None:
             raise
         raise told from error
     found = dict(values) if isinstance(values, Mapping) else {"advantages": values}
@@ -149,12 +238,22 @@ def _call(function: Advantage, options: AdvantageOptions, rollouts: Rollouts) ->
 
 def _check_values(function: str, name: str, values: Any, want: tuple[int, ...]) -> None:
     if not isinstance(values, Tensor) or tuple(values.shape) != want:
-        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        raise InputError(f"{function} returned {got}, not a tensor of one value per trained token, {want}.", where="algorithm.advantage",
-                         fix="Compute one value per row and index it with rollouts.sequence.")  # fmt: skip
+        got = (
+            f"shape {tuple(values.shape)}"
+            if isinstance(values, Tensor)
+            else f"a {type(values).__name__}"
+        )
+        raise InputError(
+            f"{function} returned {got}, not a tensor of one value per trained token, {want}.",
+            where="algorithm.advantage",
+            fix="Compute one value per row and index it with rollouts.sequence.",
+        )
     if not bool(values.isfinite().all()):
-        raise InputError(f"{function} returned {name} that are not finite.", where="algorithm.advantage",
-                         fix="Rewards of unscored rows are nan: leave them out, and give their tokens 0.")  # fmt: skip
+        raise InputError(
+            f"{function} returned {name} that are not finite.",
+            where="algorithm.advantage",
+            fix="Rewards of unscored rows are nan: leave them out, and give their tokens 0.",
+        )
 
 
 def _notes(o: Options, selected: Selected) -> tuple[str, ...]:
@@ -162,34 +261,68 @@ def _notes(o: Options, selected: Selected) -> tuple[str, ...]:
     notes = []
     if o.kl_coefficient > 0 and isinstance(o.kl_estimator, str):
         notes.append((REWARD_NOTES if o.kl_placement == "reward" else NOTES).get(o.kl_estimator))
-        if o.kl_placement == "reward" and o.scale != "none" and isinstance(o.advantage, str) and "scale" in READS[o.advantage]:
+        if (
+            o.kl_placement == "reward"
+            and o.scale != "none"
+            and isinstance(o.advantage, str)
+            and "scale" in READS[o.advantage]
+        ):
             notes.append(SCALED_NOTE.format(scale=o.scale))
     if o.updates == 1 and o.selection is not None and selected == "penalise":
-        notes.append("algorithm.selection: the penalty |log p - old| is 0 in the only update of a batch. "
-                     "Set algorithm.epochs or algorithm.minibatches above 1.")  # fmt: skip
+        notes.append(
+            "algorithm.selection: the penalty |log p - old| is 0 in the only update of a batch. "
+            "Set algorithm.epochs or algorithm.minibatches above 1."
+        )
     if o.surrogate in BEHAVIOUR and o.old != "engine":
-        notes.append(f"algorithm.surrogate {o.surrogate} is meant against the policy that sampled. Set algorithm.old engine.")
+        notes.append(
+            f"algorithm.surrogate {o.surrogate} is meant against the policy that sampled. Set"
+            " algorithm.old engine."
+        )
     if o.updates > 1 and o.surrogate == "reinforce":
-        notes.append("algorithm.surrogate reinforce has no ratio: the second update of a batch is off-policy and not corrected. "
-                     "Use one update, or ppo_clip.")  # fmt: skip
+        notes.append(
+            "algorithm.surrogate reinforce has no ratio: the second update of a batch is off-policy"
+            " and not corrected. Use one update, or ppo_clip."
+        )
     return tuple(note for note in notes if note)
 
 
 def _check(o: Options, given: Mapping[str, Any]) -> None:
     buffer = o.overlong_buffer or 0
     if o.clip_dual is not None and o.clip_dual <= 1:
-        raise InputError(f"dual clip must be above 1, not {o.clip_dual}", where="algorithm.clip.dual", fix="3.0 is usual.")
+        raise InputError(
+            f"dual clip must be above 1, not {o.clip_dual}",
+            where="algorithm.clip.dual",
+            fix="3.0 is usual.",
+        )
     if o.max_new_tokens and buffer > o.max_new_tokens:
-        raise InputError(f"{buffer} is more than max_new_tokens ({o.max_new_tokens})", where="algorithm.overlong_buffer",
-                         fix="Give the number of last tokens that cost reward, e.g. a fifth of max_new_tokens.")  # fmt: skip
+        raise InputError(
+            f"{buffer} is more than max_new_tokens ({o.max_new_tokens})",
+            where="algorithm.overlong_buffer",
+            fix="Give the number of last tokens that cost reward, e.g. a fifth of max_new_tokens.",
+        )
     if o.old == "engine" and o.correction != "none":
-        raise InputError("old log-probs of the engine leave no mismatch to correct.", where="algorithm.correction.name",
-                         fix="Use algorithm.old recompute or auto with a correction, or correction none.")  # fmt: skip
+        raise InputError(
+            "old log-probs of the engine leave no mismatch to correct.",
+            where="algorithm.correction.name",
+            fix="Use algorithm.old recompute or auto with a correction, or correction none.",
+        )
     if o.kl_target is not None and o.kl_coefficient == 0:
         raise InputError(
-            "a coefficient of 0 cannot adapt.", where="algorithm.kl.target", fix="Start with e.g. algorithm.kl.coefficient 0.05."
+            "a coefficient of 0 cannot adapt.",
+            where="algorithm.kl.target",
+            fix="Start with e.g. algorithm.kl.coefficient 0.05.",
         )
-    if "scale" in given and isinstance(o.advantage, str) and "scale" not in READS.get(o.advantage, {"scale"}):
-        raise InputError(f"the advantage {o.advantage} is not scaled.", where="algorithm.scale", fix="Remove this key.")
+    if (
+        "scale" in given
+        and isinstance(o.advantage, str)
+        and "scale" not in READS.get(o.advantage, {"scale"})
+    ):
+        raise InputError(
+            f"the advantage {o.advantage} is not scaled.",
+            where="algorithm.scale",
+            fix="Remove this key.",
+        )
     if o.selected is not None and o.selection is None:
-        raise InputError("there is no selection.", where="algorithm.selected", fix="Set algorithm.selection too.")
+        raise InputError(
+            "there is no selection.", where="algorithm.selected", fix="Set algorithm.selection too."
+        )

@@ -1,7 +1,9 @@
-"""Preference losses for answers that were judged one by one: one number per answer, good (desirable) or bad.
+"""Preference losses for answers that were judged one by one: one number per answer, good
+(desirable) or bad.
 
-A loss is `fn(policy, reference, good, *, beta, ...) -> (loss [S], metrics {"reward": [S]})` with a = log pi - log ref summed over the
-answer, r = beta a. A loss over a batch divides by the number of its answers.
+A loss is `fn(policy, reference, good, *, beta, ...) -> (loss [S], metrics {"reward": [S]})` with a
+= log pi - log ref summed over the answer, r = beta a. A loss over a batch divides by the number of
+its answers.
 
 Legend: M trained tokens of the micro-batch, S answers.
 """
@@ -27,27 +29,66 @@ Result = tuple[Tensor, dict[str, Tensor]]
 MISMATCHED = "/mismatched"  # ends the uid of a companion
 
 
-def kto(policy: Tensor, reference: Tensor, good: Tensor, *, baseline: Tensor | float, beta: float = 0.1, desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0) -> Result:  # fmt: skip
-    """lambda (1 - sigma(+-(r - beta z))), + for good answers; z >= 0 is a KL of the policy to the reference (2402.01306).
+def kto(
+    policy: Tensor,
+    reference: Tensor,
+    good: Tensor,
+    *,
+    baseline: Tensor | float,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Result:
+    """lambda (1 - sigma(+-(r - beta z))), + for good answers; z >= 0 is a KL of the policy to the
+    reference (2402.01306).
 
-    z is a constant of the whole batch without gradient: `kto_baseline` of mismatched prompts and answers.
+    z is a constant of the whole batch without gradient: `kto_baseline` of mismatched prompts and
+    answers.
     """
     ratio, sign, weight = _parts(policy, reference, good, desirable_weight, undesirable_weight)
-    return weight * torch.sigmoid(-sign * beta * (ratio - baseline)), {"reward": (beta * ratio).detach()}
+    return weight * torch.sigmoid(-sign * beta * (ratio - baseline)), {
+        "reward": (beta * ratio).detach()
+    }
 
 
-def bco(policy: Tensor, reference: Tensor, good: Tensor, *, delta: Tensor | float = 0.0, beta: float = 0.1, desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0) -> Result:  # fmt: skip
-    """-lambda log sigma(+-(r - delta)): a binary classifier; delta is the running mean of rewards (2404.04656)."""
+def bco(
+    policy: Tensor,
+    reference: Tensor,
+    good: Tensor,
+    *,
+    delta: Tensor | float = 0.0,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Result:
+    """-lambda log sigma(+-(r - delta)): a binary classifier; delta is the running mean of rewards
+    (2404.04656).
+    """
     ratio, sign, weight = _parts(policy, reference, good, desirable_weight, undesirable_weight)
     return -weight * logsigmoid(sign * (beta * ratio - delta)), {"reward": (beta * ratio).detach()}
 
 
-def apo_zero_unpaired(policy: Tensor, reference: Tensor, good: Tensor, *, beta: float = 0.1, desirable_weight: float = 1.0,
-                      undesirable_weight: float = 1.0) -> Result:  # fmt: skip
-    """lambda (1 - sigma(+-r)): the two halves of apo_zero (2408.06266 eq. 7), or kto without a baseline."""
-    return kto(policy, reference, good, baseline=0.0, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+def apo_zero_unpaired(
+    policy: Tensor,
+    reference: Tensor,
+    good: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Result:
+    """lambda (1 - sigma(+-r)): the two halves of apo_zero (2408.06266 eq. 7), or kto without a
+    baseline.
+    """
+    return kto(
+        policy,
+        reference,
+        good,
+        baseline=0.0,
+        beta=beta,
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+    )
 
 
 def kto_baseline(policy: Tensor, reference: Tensor) -> Tensor:
@@ -56,11 +97,17 @@ def kto_baseline(policy: Tensor, reference: Tensor) -> Tensor:
     return (policy - reference).detach().mean().clamp(min=0)
 
 
-def _parts(policy: Tensor, reference: Tensor, good: Tensor, desirable: float, undesirable: float) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(
+    policy: Tensor, reference: Tensor, good: Tensor, desirable: float, undesirable: float
+) -> tuple[Tensor, Tensor, Tensor]:
     assert policy.shape == reference.shape == good.shape and policy.ndim == 1
     yes = good.bool()
     one = torch.ones_like(policy)
-    return policy - reference, torch.where(yes, one, -one), torch.where(yes, desirable * one, undesirable * one)
+    return (
+        policy - reference,
+        torch.where(yes, one, -one),
+        torch.where(yes, desirable * one, undesirable * one),
+    )
 
 
 @dataclass(frozen=True)
@@ -81,12 +128,15 @@ UNPAIRED: dict[str, UnpairedRow] = {
 
 
 class UnpairedLoss:
-    """A loss over single judged answers. The stream `label` holds 1 on all tokens of a good answer and 0 on those of a bad one
+    """A loss over single judged answers.
+
+    The stream `label` holds 1 on all tokens of a good answer and 0 on those of a bad one
     (`preference.with_stream`).
 
-    Constants of the whole batch are made by `prepare` from `old` log-probs (the policy's before the update, so the current ones
-    with one update per batch) and reach micro-batches as the stream `constant`: a KTO baseline from `companions`, prompts with
-    another prompt's answer; BCO's delta from the rewards of all batches so far, this one included. That mean is state, and saved.
+    Constants of the whole batch are made by `prepare` from `old` log-probs (the policy's before the
+    update, so the current ones with one update per batch) and reach micro-batches as the stream
+    `constant`: a KTO baseline from `companions`, prompts with another prompt's answer; BCO's delta
+    from the rewards of all batches so far, this one included. That mean is state, and saved.
     """
 
     unit = 1
@@ -98,41 +148,64 @@ class UnpairedLoss:
         known = settings_of(self.row.function).keys() - {"baseline", "delta"}
         if odd := settings.keys() - known:
             raise InputError(
-                f"{name} has no setting {sorted(odd)[0]!r}.", where="algorithm.options", fix=f"There are: {', '.join(sorted(known))}."
+                f"{name} has no setting {sorted(odd)[0]!r}.",
+                where="algorithm.options",
+                fix=f"There are: {', '.join(sorted(known))}.",
             )
         self.settings: Mapping[str, Any] = settings
         self.limit = limit
-        self.mean, self.count = 0.0, 0  # of rewards, for bco
-        self.fixed: Mapping[
-            str, Sample
-        ] = {}  # by uid: companions that were chosen before the first step, with what the reference says of them
-        self.needs = frozenset({"reference", "old"} if self.row.constant == "delta" else {"reference"})
+        # of rewards, for bco
+        self.mean = 0.0
+        self.count = 0
+        # by uid: companions that were chosen before the first step, with what the reference says of
+        # them
+        self.fixed: Mapping[str, Sample] = {}
+        self.needs = frozenset(
+            {"reference", "old"} if self.row.constant == "delta" else {"reference"}
+        )
 
     def companions(self, samples: Sequence[Sample]) -> list[Sample]:
         if self.row.constant != "baseline":
             return []
-        return [self.fixed[sample.uid] for sample in samples] if self.fixed else mismatched(samples, self.limit)
+        return (
+            [self.fixed[sample.uid] for sample in samples]
+            if self.fixed
+            else mismatched(samples, self.limit)
+        )
 
     def prepare(self, batches: Sequence[Batch], companions: Sequence[Batch] = ()) -> None:
-        """Fills `constant`, and `class_size` (answers of the batch with the token's label) for the metrics."""
-        labels = torch.cat([constant(b.streams, "label", b.trained_lengths()) for b in batches]).bool()
+        """Fills `constant`, and `class_size` (answers of the batch with the token's label) for the
+        metrics.
+        """
+        labels = torch.cat(
+            [constant(b.streams, "label", b.trained_lengths()) for b in batches]
+        ).bool()
         sizes = torch.where(labels, labels.sum(), (~labels).sum()).float()
         value = 0.0
         if self.row.constant == "baseline":
             if not companions:
-                raise ValueError("kto needs its companions: pack and annotate them, and pass them to prepare")
+                raise ValueError(
+                    "kto needs its companions: pack and annotate them, and pass them to prepare"
+                )
             value = float(kto_baseline(*_old_and_reference(companions)))
         elif self.row.constant == "delta":
             old, reference = _old_and_reference(batches)
             self.count += len(old)
-            self.mean += (float((old - reference).mean()) * self.settings.get("beta", 0.1) - self.mean) * len(old) / self.count
+            self.mean += (
+                (float((old - reference).mean()) * self.settings.get("beta", 0.1) - self.mean)
+                * len(old)
+                / self.count
+            )
             value = self.mean
-        for batch, size in zip(batches, sizes.split([len(b.samples) for b in batches]), strict=True):
+        for batch, size in zip(
+            batches, sizes.split([len(b.samples) for b in batches]), strict=True
+        ):
             batch.streams["constant"] = torch.full((batch.n_trained,), value)
             batch.streams["class_size"] = size[batch.sequence]
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        streams, rows = tokens.streams, len(tokens.lengths)
+        streams = tokens.streams
+        rows = len(tokens.lengths)
         policy = sums(tokens.logprobs, tokens.sequence, rows)
         reference = sums(streams["reference"].to(policy.dtype), tokens.sequence, rows)
         good = constant(streams, "label", tokens.lengths).bool()
@@ -142,8 +215,11 @@ class UnpairedLoss:
         assert totals.samples > 0, "Totals.samples counts the rows of the batch: use Totals.of"
         loss = part.sum() / totals.samples
 
-        share = watched["reward"] / constant(streams, "class_size", tokens.lengths).clamp(min=1).to(policy.dtype)
-        chosen, rejected = share[good].sum(), share[~good].sum()
+        share = watched["reward"] / constant(streams, "class_size", tokens.lengths).clamp(min=1).to(
+            policy.dtype
+        )
+        chosen = share[good].sum()
+        rejected = share[~good].sum()
         metrics = {
             "preference/loss": loss.detach(),
             "rewards/chosen": chosen,
@@ -158,16 +234,20 @@ class UnpairedLoss:
         return State(meta={"mean": self.mean, "count": self.count})
 
     def load(self, state: State) -> None:
-        self.mean, self.count = float(state.meta["mean"]), int(state.meta["count"])
+        self.mean = float(state.meta["mean"])
+        self.count = int(state.meta["count"])
 
 
 def mismatched(samples: Sequence[Sample], limit: int | None = None) -> list[Sample]:
-    """Each prompt with the answer of the next sample of another group: y' that has nothing to do with x. `limit` cuts long rows."""
+    """Each prompt with the answer of the next sample of another group: y' that has nothing to do
+    with x. `limit` cuts long rows.
+    """
     rows = []
     for i, sample in enumerate(samples):
         others = (samples[(i + k) % len(samples)] for k in range(1, len(samples)))
         other = next((o for o in others if o.group != sample.group and o.n_trained), sample)
-        cut, start = _first_trained(sample), _first_trained(other)
+        cut = _first_trained(sample)
+        start = _first_trained(other)
         tokens = torch.cat((sample.tokens[:cut], other.tokens[start:]))[:limit]
         trained = torch.cat((torch.zeros(cut, dtype=torch.bool), other.trained[start:]))[:limit]
         rows.append(Sample.from_tokens(sample.uid + MISMATCHED, tokens.tolist(), trained.tolist()))
@@ -180,5 +260,8 @@ def _first_trained(sample: Sample) -> int:
 
 
 def _old_and_reference(batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-    rows = [[sums(b.streams[name].double(), b.sequence, len(b.samples)) for b in batches] for name in ("old", "reference")]
+    rows = [
+        [sums(b.streams[name].double(), b.sequence, len(b.samples)) for b in batches]
+        for name in ("old", "reference")
+    ]
     return torch.cat(rows[0]), torch.cat(rows[1])

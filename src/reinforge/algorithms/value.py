@@ -1,6 +1,7 @@
 """The loss of a critic, and how it is added to a policy's where both share a trunk.
 
-Legend: M trained tokens of the micro-batch, N of the whole optimizer batch; v the value before a token, R its target (return).
+Legend: M trained tokens of the micro-batch, N of the whole optimizer batch; v the value before a
+token, R its target (return).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ MOMENTS = "critic/moments/"  # sums / N that `finish` turns into the explained v
 
 
 class ValueLoss:
-    """L = sum_t 1/2 max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / N (PPO as implemented, 2403.17031 detail 13).
+    """L = sum_t 1/2 max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / N (PPO as
+    implemented, 2403.17031 detail 13).
 
-    `clip` is eps, in units of reward; None: the plain squared error. v_old is the stream `values`, R the stream `returns`.
+    `clip` is eps, in units of reward; None: the plain squared error. v_old is the stream `values`,
+    R the stream `returns`.
     """
 
     unit = 1
@@ -34,10 +37,20 @@ class ValueLoss:
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         if "returns" not in tokens.streams:
-            raise InputError("the advantage gave the critic no returns to learn.", where="algorithm.advantage",
-                             fix="Return {'advantages': ..., 'returns': ...}, both with one value per trained token.")  # fmt: skip
-        values, old, returns = tokens.values, tokens.streams["values"], tokens.streams["returns"]
-        assert values is not None and values.shape == old.shape == returns.shape and values.ndim == 1
+            raise InputError(
+                "the advantage gave the critic no returns to learn.",
+                where="algorithm.advantage",
+                fix=(
+                    "Return {'advantages': ..., 'returns': ...}, both with one value per trained"
+                    " token."
+                ),
+            )
+        values = tokens.values
+        old = tokens.streams["values"]
+        returns = tokens.streams["returns"]
+        assert (
+            values is not None and values.shape == old.shape == returns.shape and values.ndim == 1
+        )
         error = (values - returns).square()
         clipped = torch.zeros_like(error, dtype=torch.bool)
         if self.clip is not None:
@@ -45,13 +58,20 @@ class ValueLoss:
             clipped = bounded > error
             error = torch.maximum(error, bounded)
         loss = 0.5 * error.sum() / max(totals.tokens, 1)
-        return loss, {"critic/loss": loss.detach(), "critic/clip_fraction": clipped.double().sum() / max(totals.tokens, 1),
-                      **moments(values.detach(), returns, totals.tokens)}  # fmt: skip
+        return loss, {
+            "critic/loss": loss.detach(),
+            "critic/clip_fraction": clipped.double().sum() / max(totals.tokens, 1),
+            **moments(values.detach(), returns, totals.tokens),
+        }
 
 
 def moments(values: Tensor, returns: Tensor, n_tokens: int) -> dict[str, Tensor]:
-    """What the explained variance needs of one micro-batch, in float64 and as shares of the whole batch, so that it adds up."""
-    v, r, n = values.double(), returns.double(), max(n_tokens, 1)
+    """What the explained variance needs of one micro-batch, in float64 and as shares of the whole
+    batch, so that it adds up.
+    """
+    v = values.double()
+    r = returns.double()
+    n = max(n_tokens, 1)
     return {
         "critic/value": v.sum() / n,
         "critic/return": r.sum() / n,
@@ -63,25 +83,36 @@ def moments(values: Tensor, returns: Tensor, n_tokens: int) -> dict[str, Tensor]
 def finish(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics summed over a whole batch, with the moments turned into
 
-        explained_variance = 1 - Var(R - v) / Var(R):   1 = perfect, 0 = no better than a constant, negative = worse.
+        explained_variance = 1 - Var(R - v) / Var(R)
 
-    There is none where all returns are equal. Metrics without these moments are left as they are."""
+    1 = perfect, 0 = no better than a constant, negative = worse. There is none where all returns
+    are equal. Metrics without these moments are left as they are.
+    """
     done = {name: value for name, value in metrics.items() if not name.startswith(MOMENTS)}
     if f"{MOMENTS}return_squared" not in metrics:
         return done
     spread = metrics[f"{MOMENTS}return_squared"] - metrics["critic/return"] ** 2
-    left = metrics[f"{MOMENTS}error_squared"] - (metrics["critic/return"] - metrics["critic/value"]) ** 2
+    left = (
+        metrics[f"{MOMENTS}error_squared"]
+        - (metrics["critic/return"] - metrics["critic/value"]) ** 2
+    )
     if spread > 1e-12 * max(metrics[f"{MOMENTS}return_squared"], 1e-300):  # below it is rounding
         done["critic/explained_variance"] = 1 - max(left, 0.0) / spread
     return done
 
 
 class WithValues:
-    """L = L_policy + coefficient * L_value, for a value head on the policy's own trunk: one forward gives both."""
+    """L = L_policy + coefficient * L_value, for a value head on the policy's own trunk: one forward
+    gives both.
+    """
 
     def __init__(self, policy: Loss, value: ValueLoss, coefficient: float):
-        self.policy, self.value, self.coefficient = policy, value, coefficient
-        self.unit, self.entropy, self.entropy_gradient = policy.unit, policy.entropy, policy.entropy_gradient
+        self.policy = policy
+        self.value = value
+        self.coefficient = coefficient
+        self.unit = policy.unit
+        self.entropy = policy.entropy
+        self.entropy_gradient = policy.entropy_gradient
         self.needs = policy.needs | value.needs
         self.reads: frozenset[str] = getattr(policy, "reads", frozenset({"logprobs"})) | value.reads
 

@@ -1,7 +1,10 @@
-"""What a finished stage leaves behind: artefact.json says what it is, where, made of what, and by hashes that it is still that.
+"""What a finished stage leaves behind: artefact.json says what it is, where, made of what, and by
+hashes that it is still that.
 
-inputs    what the stage was made of: its settings, the ids of its parents' artefacts, hashes of the local files that it names
-id        a hash of what came out. Two stages that made the same weights have one id, so their children need not be made again
+inputs    what the stage was made of: its settings, the ids of its parents' artefacts, hashes of the
+          local files that it names
+id        a hash of what came out. Two stages that made the same weights have one id, so their
+          children need not be made again
 clock     when, and how long; everything that two equal pipelines do not share
 """
 
@@ -23,11 +26,19 @@ from reinforge.core.redact import redact_settings
 from reinforge.watch.runs import flatten, read_json
 
 FORMAT = "reinforge-artefact-1"
-FILE, STARTED = "artefact.json", "stage.json"
-MODEL, ADAPTER, DATA, EVALUATION = "model", "adapter", "data.jsonl", "evaluation.json"
-WHOLE_BYTES, EDGE_BYTES = 64 << 20, 1 << 20  # larger files are known by their size, their first and their last bytes
-HARMLESS = ("run.dir", "run.resume", "run.log", "run.checkpoint.every", "run.checkpoint.keep")  # leave what comes out as it is
-CLOCKED = ("time/", "share/", "memory/", "tokens_per_second", "efficiency/", "time")  # metrics of the machine
+FILE = "artefact.json"
+STARTED = "stage.json"
+MODEL = "model"
+ADAPTER = "adapter"
+DATA = "data.jsonl"
+EVALUATION = "evaluation.json"
+# larger files are known by their size, their first and their last bytes
+WHOLE_BYTES = 64 << 20
+EDGE_BYTES = 1 << 20
+# leave what comes out as it is
+HARMLESS = ("run.dir", "run.resume", "run.log", "run.checkpoint.every", "run.checkpoint.keep")
+# metrics of the machine
+CLOCKED = ("time/", "share/", "memory/", "tokens_per_second", "efficiency/", "time")
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,9 @@ class Artefact:
     stage: str
     kind: str
     what: str  # model, reward model, data, evaluation
-    paths: dict[str, str]  # model, adapter, data, evaluation: where, relative to the stage's directory unless it was asked for elsewhere
+    # model, adapter, data, evaluation: where, relative to the stage's directory unless it was asked
+    # for elsewhere
+    paths: dict[str, str]
     id: str
     inputs: dict[str, Any]
     hashes: dict[str, Any] = field(default_factory=dict)  # config, data, weights, tokenizer
@@ -55,7 +68,11 @@ def read_artefact(folder: Path) -> Artefact | None:
     if not found:
         return None
     if found.get("format") != FORMAT:
-        raise InputError(f"written in another format ({found.get('format')!r}).", where=str(folder / FILE), fix="Use another run.dir.")
+        raise InputError(
+            f"written in another format ({found.get('format')!r}).",
+            where=str(folder / FILE),
+            fix="Use another run.dir.",
+        )
     return Artefact(**found)
 
 
@@ -89,7 +106,11 @@ def makes(stage: Stage, pipeline: Pipeline) -> dict[str, str]:
     if stage.kind == "export":
         source = pipeline[stage.references[0].stage]
         what = "reward model" if trains_scores(source) else "model"
-        return {what if stage.export.merge or not source.settings.get("adapter") else "adapter": stage.export.out or MODEL}
+        return {
+            what if stage.export.merge or not source.settings.get("adapter") else "adapter": (
+                stage.export.out or MODEL
+            )
+        }
     return (
         {"reward model": MODEL}
         if trains_scores(stage)
@@ -99,7 +120,10 @@ def makes(stage: Stage, pipeline: Pipeline) -> dict[str, str]:
 
 def trains_scores(stage: Stage) -> bool:
     """Whether a stage trains a model that gives a score instead of text."""
-    return stage.kind == "train" and family_of((stage.settings.get("algorithm") or {}).get("name", "")) == "reward"
+    return (
+        stage.kind == "train"
+        and family_of((stage.settings.get("algorithm") or {}).get("name", "")) == "reward"
+    )
 
 
 def wanted(reference: Reference) -> tuple[str, ...]:
@@ -114,31 +138,47 @@ def wanted(reference: Reference) -> tuple[str, ...]:
 
 
 def path_in(pipeline: Pipeline, reference: Reference, where: str) -> Path:
-    """Where the artefact is that a reference means; whether it is there already is another question."""
+    """Where the artefact is that a reference means; whether it is there already is another
+    question.
+    """
     parent = pipeline[reference.stage]
-    made, want = makes(parent, pipeline), wanted(reference)
+    made = makes(parent, pipeline)
+    want = wanted(reference)
     found = next((path for what, path in made.items() if what in want), None)
     if found is None:
-        raise InputError(f"{reference.key}: the stage {parent.name} makes {_a(made)}, and {_a(want)} is needed here.", where=where,
-                         fix="A stage with an `adapter` makes an adapter, `generate` makes data, a reward algorithm makes a reward model.")  # fmt: skip
+        raise InputError(
+            f"{reference.key}: the stage {parent.name} makes {_a(made)}, and {_a(want)} is needed"
+            " here.",
+            where=where,
+            fix=(
+                "A stage with an `adapter` makes an adapter, `generate` makes data, a reward"
+                " algorithm makes a reward model."
+            ),
+        )
     path = Path(found)
     return path if path.parent != Path(".") else parent.dir / found
 
 
 def _a(things: Any) -> str:
-    return " or ".join(f"{'an' if thing[0] in 'aeiou' else 'a'} {thing}" if thing != "data" else "data" for thing in things)
+    return " or ".join(
+        f"{'an' if thing[0] in 'aeiou' else 'a'} {thing}" if thing != "data" else "data"
+        for thing in things
+    )
 
 
 # ---- hashes ----
 
 
 def hash_of(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def hash_file(path: Path) -> str:
     """SHA-256 of a file, or of a large one's size and edges."""
-    size, total = path.stat().st_size, hashlib.sha256()
+    size = path.stat().st_size
+    total = hashlib.sha256()
     with path.open("rb") as file:
         if size <= WHOLE_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -152,35 +192,62 @@ def hash_path(path: Path) -> str:
     """Of a file, or of the files in a directory by their names."""
     if path.is_file():
         return hash_file(path)
-    return hash_of({p.name: hash_file(p) for p in sorted(path.iterdir()) if p.is_file() and p.name != "README.md"})
+    return hash_of(
+        {
+            p.name: hash_file(p)
+            for p in sorted(path.iterdir())
+            if p.is_file() and p.name != "README.md"
+        }
+    )
 
 
 def weights_of(folder: Path) -> dict[str, str]:
     """Hashes of an exported model: of every byte of its weights, and of its tokenizer."""
-    groups = {"weights": sorted(folder.glob("*.safetensors")), "tokenizer": [folder / n for n in ("tokenizer.json", "chat_template.jinja")]}
+    groups = {
+        "weights": sorted(folder.glob("*.safetensors")),
+        "tokenizer": [folder / n for n in ("tokenizer.json", "chat_template.jinja")],
+    }
     out = {}
     for name, files in groups.items():
         total = hashlib.sha256()
         for path in files:
             if path.is_file():
                 with path.open("rb") as file:
-                    total.update(f"{path.name}\0".encode() + hashlib.file_digest(file, "sha256").digest())
+                    total.update(
+                        f"{path.name}\0".encode() + hashlib.file_digest(file, "sha256").digest()
+                    )
         out[name] = total.hexdigest()
     return out
 
 
 def inputs_of(stage: Stage, config: Config | None, parents: Mapping[str, str]) -> dict[str, Any]:
-    """What a stage is made of. Settings that have their default value, and those that only say where and how watched, do not count."""
-    settings = {} if config is None else redact_settings(config.model_dump(mode="json", exclude_defaults=True))
+    """What a stage is made of.
+
+    Settings that have their default value, and those that only say where and how watched, do not
+    count.
+    """
+    settings = (
+        {}
+        if config is None
+        else redact_settings(config.model_dump(mode="json", exclude_defaults=True))
+    )
     for reference in stage.references:
         _put(settings, reference.place, f"from {reference.stage}")
     left_out = HARMLESS if stage.kind == "train" else (*HARMLESS, *FILL)
-    flat = {key: value for key, value in flatten(settings).items() if not any(f"{key}.".startswith(f"{name}.") for name in left_out)}
+    flat = {
+        key: value
+        for key, value in flatten(settings).items()
+        if not any(f"{key}.".startswith(f"{name}.") for name in left_out)
+    }
     for section in ("generate", "export"):
         given = getattr(stage, section).model_dump(mode="json", exclude_defaults=True)
         flat |= {f"{section}.{key}": value for key, value in given.items()}
     known = {reference.key for reference in stage.references}
-    files = {key: hash_path(path) for key, path in local_files(config).items() if key not in known} if config is not None else {}
+    files = (
+        {key: hash_path(path) for key, path in local_files(config).items() if key not in known}
+        if config is not None
+        else {}
+    )
     return {"kind": stage.kind, "settings": flat, "files": files, "parents": dict(parents)}
 
 
@@ -195,11 +262,19 @@ def _put(settings: Any, place: tuple[str | int, ...], value: str) -> None:
 
 def local_files(config: Config) -> dict[str, Path]:
     """The files and directories on this machine that a configuration names, by key."""
-    named = {key: value for key, value in flatten(config.model_dump(mode="json")).items() if isinstance(value, str) and value}
+    named = {
+        key: value
+        for key, value in flatten(config.model_dump(mode="json")).items()
+        if isinstance(value, str) and value
+    }
     found = {}
     for key, value in named.items():
         text = value.rpartition(":")[0] if ".py:" in value else value
-        reads = key in ("data.source", "data.eval.source") or key.endswith((".path", ".tokenizer", ".chat_template")) or ".py:" in value
+        reads = (
+            key in ("data.source", "data.eval.source")
+            or key.endswith((".path", ".tokenizer", ".chat_template"))
+            or ".py:" in value
+        )
         if reads and len(text) < 1000 and (path := Path(text).expanduser()).exists():
             found[key] = path
     return found
@@ -208,14 +283,22 @@ def local_files(config: Config) -> dict[str, Path]:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """In words, what is not as it was when the stage was made."""
     out = []
-    before, after = old.get("settings", {}), new.get("settings", {})
+    before = old.get("settings", {})
+    after = new.get("settings", {})
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) != after.get(key):
             out.append(f"{key} was {_shown(before, key)} and is {_shown(after, key)}")
-    out += [f"the contents of {key} are other ones" for key in {**old.get("files", {}), **new.get("files", {})}
-            if old.get("files", {}).get(key) != new.get("files", {}).get(key) and key not in " ".join(out)]  # fmt: skip
-    out += [f"the stage {name} made something else" for name in {**old.get("parents", {}), **new.get("parents", {})}
-            if old.get("parents", {}).get(name) != new.get("parents", {}).get(name)]  # fmt: skip
+    out += [
+        f"the contents of {key} are other ones"
+        for key in {**old.get("files", {}), **new.get("files", {})}
+        if old.get("files", {}).get(key) != new.get("files", {}).get(key)
+        and key not in " ".join(out)
+    ]
+    out += [
+        f"the stage {name} made something else"
+        for name in {**old.get("parents", {}), **new.get("parents", {})}
+        if old.get("parents", {}).get(name) != new.get("parents", {}).get(name)
+    ]
     return out
 
 

@@ -1,5 +1,7 @@
-"""The only place where names in a config become objects. Everything below it receives what it needs and knows no config keys
-but its own section's."""
+"""The only place where names in a config become objects.
+
+Everything below it receives what it needs and knows no config keys but its own section's.
+"""
 
 from __future__ import annotations
 
@@ -30,30 +32,68 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
     cfg = shop.cfg
     new_tokens = cfg.rollout.max_new_tokens
     prompts = shop.prompts(shop.train_rows, new_tokens)
-    rows, encoded = [row for row, _ in prompts], {row.id: ids for row, ids in prompts}
+    rows = [row for row, _ in prompts]
+    encoded = {row.id: ids for row, ids in prompts}
     steps = total_steps(cfg, len(rows))
-    per_step, warmup = cfg.algorithm.epochs * cfg.algorithm.minibatches, cfg.critic.warmup if cfg.critic else 0
-    shop.algorithm, critic = make_critic(cfg, shop.algorithm, shop.policy, steps * per_step)  # first: what is left then is for the policy
+    per_step = cfg.algorithm.epochs * cfg.algorithm.minibatches
+    warmup = cfg.critic.warmup if cfg.critic else 0
+    # first: what is left then is for the policy
+    shop.algorithm, critic = make_critic(cfg, shop.algorithm, shop.policy, steps * per_step)
     backend = shop.backend(
-        max(1, steps - warmup) * per_step, cfg.rollout.temperature, paired=critic is not None, teachers=make_teachers(shop)
+        max(1, steps - warmup) * per_step,
+        cfg.rollout.temperature,
+        paired=critic is not None,
+        teachers=make_teachers(shop),
     )
     cursor = shop.cursor(rows, rows)
     played: list[Group] = []
-    evaluate = shop.heldout(played.extend)  # before the engine is made: its prompts count for the size of the cache
+    # before the engine is made: its prompts count for the size of the cache
+    evaluate = shop.heldout(played.extend)
     journal = Journal(Path(cfg.run.dir) / "journal.jsonl")
     rollout = training_rollout(shop, encoded, journal)
     running = rollout.scorer.running = Running.of(shop.rewards)
     everybody, engine = joined(shop, rows, rollout, backend)
-    carry, lengths = carrying(cfg, shop.engine, rollout), [len(encoded[row.id]) for row in rows]
-    source, parts = make_source(cfg, shop.algorithm, rows, cursor, everybody, journal, shop.best, lengths, carry)
+    carry = carrying(cfg, shop.engine, rollout)
+    lengths = [len(encoded[row.id]) for row in rows]
+    source, parts = make_source(
+        cfg, shop.algorithm, rows, cursor, everybody, journal, shop.best, lengths, carry
+    )
     ahead, begun = make_ahead(cfg, source, steps)
-    parts |= begun | ({"rewards": running} if running.rules else {}) | ({"critic": critic} if critic is not None else {})
-    session = Session(cfg, backend, cursor, steps, view, averaged(evaluate, backend, shop.engine, None if ahead.drain else ahead.settle), journal.clear,
-                      {"algorithm": shop.algorithm, **backend.parts(), **parts}, played)  # fmt: skip
+    parts |= (
+        begun
+        | ({"rewards": running} if running.rules else {})
+        | ({"critic": critic} if critic is not None else {})
+    )
+    session = Session(
+        cfg,
+        backend,
+        cursor,
+        steps,
+        view,
+        averaged(evaluate, backend, shop.engine, None if ahead.drain else ahead.settle),
+        journal.clear,
+        {"algorithm": shop.algorithm, **backend.parts(), **parts},
+        played,
+    )
     session.uncontained = shop.uncontained
-    session.prediction = predict_run(cfg, backend, [len(ids) for ids in encoded.values()], shop.algorithm.needs)
-    return RLTrainer(session, source, backend, engine, shop.algorithm, response_tokens(cfg, shop.context), shop.weights,
-                     cfg.algorithm.epochs, cfg.algorithm.minibatches, critic, running, cfg.train.skip_idle, ahead)  # fmt: skip
+    session.prediction = predict_run(
+        cfg, backend, [len(ids) for ids in encoded.values()], shop.algorithm.needs
+    )
+    return RLTrainer(
+        session,
+        source,
+        backend,
+        engine,
+        shop.algorithm,
+        response_tokens(cfg, shop.context),
+        shop.weights,
+        cfg.algorithm.epochs,
+        cfg.algorithm.minibatches,
+        critic,
+        running,
+        cfg.train.skip_idle,
+        ahead,
+    )
 
 
 def build(cfg: Config, view: ViewLike, given: Given | None = None) -> RLTrainer | SupervisedTrainer:

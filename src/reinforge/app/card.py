@@ -1,4 +1,6 @@
-"""The model card of an export: from what, how, on which data, with which result, and how to load it. The licence is for you to choose."""
+"""The model card of an export: from what, how, on which data, with which result, and how to load
+it. The licence is for you to choose.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +20,75 @@ Form = Literal["model", "adapter", "reward model"]
 ARXIV = re.compile(r"\d{4}\.\d{4,5}")
 SHOWN = ("eval/", "reward/", "train/loss")
 LOAD = {
-    "model": """from transformers import AutoModelForCausalLM, AutoTokenizer
+    "model": (
+        """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")
-tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")""",
-    "adapter": """from peft import PeftModel
+tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")"""
+    ),
+    "adapter": (
+        """from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained(BASE)
 model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")
-tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")""",
-    "reward model": """from transformers import AutoModelForSequenceClassification, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")"""
+    ),
+    "reward model": (
+        """from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-model = AutoModelForSequenceClassification.from_pretrained("THIS_DIRECTORY")  # one label: the score at the last token
-tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")""",
+# one label: the score at the last token
+model = AutoModelForSequenceClassification.from_pretrained("THIS_DIRECTORY")
+tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")"""
+    ),
 }
-TASK = {"model": "text-generation", "adapter": "text-generation", "reward model": "text-classification"}
+TASK = {
+    "model": "text-generation",
+    "adapter": "text-generation",
+    "reward model": "text-classification",
+}
 
 
-def card(run: Path, config: Config, form: Form, checkpoint: str, *, averaged: bool = False, lineage: Sequence[str] = ()) -> str:
-    """README.md of an export. `lineage`: the steps up to this one, oldest first, where a pipeline knows them."""
-    name, base = config.algorithm.name, config.model.path
+def card(
+    run: Path,
+    config: Config,
+    form: Form,
+    checkpoint: str,
+    *,
+    averaged: bool = False,
+    lineage: Sequence[str] = (),
+) -> str:
+    """README.md of an export.
+
+    `lineage`: the steps up to this one, oldest first, where a pipeline knows them.
+    """
+    name = config.algorithm.name
+    base = config.model.path
     metrics = ungrouped(read_json(run / SUMMARY).get("metrics", {}))
-    rows = "\n".join(f"| {key} | {value:.4g} |" for key, value in sorted(metrics.items()) if key.startswith(SHOWN))
+    rows = "\n".join(
+        f"| {key} | {value:.4g} |"
+        for key, value in sorted(metrics.items())
+        if key.startswith(SHOWN)
+    )
     tags = ["reinforge", name, *(["lora", "peft"] if form == "adapter" else [])]
-    on_hub = [] if lineage or Path(base).expanduser().exists() else [f"base_model: {json.dumps(base)}"]  # a path means nothing there
+    # a path means nothing there
+    on_hub = (
+        [] if lineage or Path(base).expanduser().exists() else [f"base_model: {json.dumps(base)}"]
+    )
     front = [
-        "---", *on_hub, f"library_name: {'peft' if form == 'adapter' else 'transformers'}", f"pipeline_tag: {TASK[form]}",
-        f"tags: [{', '.join(tags)}]", "# license: choose one before you publish; the base model and the data may decide it", "---",
-    ]  # fmt: skip
-    adapter = f", LoRA of rank {config.adapter.rank}{' (merged)' if form != 'adapter' else ''}" if config.adapter else ""
+        "---",
+        *on_hub,
+        f"library_name: {'peft' if form == 'adapter' else 'transformers'}",
+        f"pipeline_tag: {TASK[form]}",
+        f"tags: [{', '.join(tags)}]",
+        "# license: choose one before you publish; the base model and the data may decide it",
+        "---",
+    ]
+    adapter = (
+        f", LoRA of rank {config.adapter.rank}{' (merged)' if form != 'adapter' else ''}"
+        if config.adapter
+        else ""
+    )
     parts = [
         *front,
         f"# {run.resolve().name}: {name} from {base}",
@@ -58,16 +99,22 @@ def card(run: Path, config: Config, form: Form, checkpoint: str, *, averaged: bo
         "",
         *(f"{i}. {step}" for i, step in enumerate(lineage, 1)),
         *([""] if lineage else []),
-        f"- parent: `{base}`" + (f", revision `{config.model.revision}`" if config.model.revision else ""),
+        f"- parent: `{base}`"
+        + (f", revision `{config.model.revision}`" if config.model.revision else ""),
         f"- method: {name}{adapter}{cited(name)}",
-        f"- data: `{config.data.source}`" + (f" with {json.dumps(config.data.options)}" if config.data.options else ""),
+        f"- data: `{config.data.source}`"
+        + (f" with {json.dumps(config.data.options)}" if config.data.options else ""),
         *(f"- reward: `{reward.name}`, weight {reward.weight:g}" for reward in config.rewards),
         *(
-            f"- **uncontained**: {name} ran the model's programs without a sandbox (allow_unsafe); they could change their rewards"
+            f"- **uncontained**: {name} ran the model's programs without a sandbox (allow_unsafe);"
+            " they could change their rewards"
             for name in uncontained(run)
         ),
-        f"- weights: {checkpoint}{', the moving average of the weights' if averaged else ''}; seed {config.run.seed}, "
-        f"learning rate {config.train.learning_rate:g}, {config.train.prompts_per_step} rows per step",
+        (
+            f"- weights: {checkpoint}{', the moving average of the weights' if averaged else ''};"
+            f" seed {config.run.seed}, learning rate {config.train.learning_rate:g},"
+            f" {config.train.prompts_per_step} rows per step"
+        ),
         "",
         "## Results",
         "",
@@ -87,4 +134,8 @@ def cited(algorithm: str) -> str:
     ' ([arXiv:2402.03300](https://arxiv.org/abs/2402.03300))'
     """
     paper = TABLE[algorithm].paper if algorithm in TABLE else ""
-    return f" ({ARXIV.sub(lambda m: f'[arXiv:{m[0]}](https://arxiv.org/abs/{m[0]})', paper)})" if paper else ""
+    return (
+        f" ({ARXIV.sub(lambda m: f'[arXiv:{m[0]}](https://arxiv.org/abs/{m[0]})', paper)})"
+        if paper
+        else ""
+    )

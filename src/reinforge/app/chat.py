@@ -17,13 +17,21 @@ from reinforge.watch.view import visible
 
 
 def chat(
-    model_name: str, *, temperature: float = 0.7, top_p: float = 0.95, max_new_tokens: int = 512, system: str | None = None, seed: int = 0
+    model_name: str,
+    *,
+    temperature: float = 0.7,
+    top_p: float = 0.95,
+    max_new_tokens: int = 512,
+    system: str | None = None,
+    seed: int = 0,
 ) -> None:
     """Reads lines until end of input, /reset forgets the conversation, /quit ends it."""
     model, config = open_model(model_name)
     data = config.data if config else DataConfig(source="chat")
     renderer = Renderer(model.tokenizer, data)
-    engine = NativeEngine(model, stop_tokens={*stop_tokens(model), *renderer.stop_tokens}, context=model.context)
+    engine = NativeEngine(
+        model, stop_tokens={*stop_tokens(model), *renderer.stop_tokens}, context=model.context
+    )
     context = engine.context or 1 << 20
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -47,11 +55,16 @@ def chat(
         prompt = renderer.prompt(row)
         room = context - len(prompt)
         if room < 1:
-            print(f"(the conversation has {len(prompt)} tokens, the model can hold {context}: /reset starts over)")
+            print(
+                f"(the conversation has {len(prompt)} tokens, the model can hold {context}: /reset"
+                " starts over)"
+            )
             messages.pop()
             continue
         sampling = Sampling(min(max_new_tokens, room), temperature, top_p=top_p)
-        completion = asyncio.run(engine.generate(prompt, sampling, key=seed_of(seed, "chat", turn)))[0]
+        completion = asyncio.run(
+            engine.generate(prompt, sampling, key=seed_of(seed, "chat", turn))
+        )[0]
         answer = renderer.decode(completion.tokens)
         print("\n".join(visible(part) for part in answer.splitlines()))
         messages.append({"role": "assistant", "content": answer})

@@ -1,7 +1,9 @@
-"""`reinforge check`: can this pipeline learn anything at all? A trivial reward, a few steps, a pass or a fail.
+"""`reinforge check`: can this pipeline learn anything at all?
 
-A model that cannot learn to prefer half of the letters and digits will not learn mathematics; what fails here is plumbing (masks, signs, shifts,
-learning rate, sampling), and it fails in a minute.
+A trivial reward, a few steps, a pass or a fail.
+
+A model that cannot learn to prefer half of the letters and digits will not learn mathematics; what
+fails here is plumbing (masks, signs, shifts, learning rate, sampling), and it fails in a minute.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 
 STEPS = 40
-RISE, SHARE = 0.3, 0.6  # how much the reward must rise; a model that begins high need only make this share of the way to 1
+RISE = 0.3  # how much the reward must rise
+SHARE = 0.6  # a model that begins high need only make this share of the way to 1
 
 
 def share_of_even(prompts: list[Any], completions: list[str], **columns: Any) -> list[float | None]:
-    """The trivial reward: how much of the text are characters with an even code (0, 2, 4 ..., b, d, f ..., the blank). Whatever a
-    model writes, it has some of both, also one that was taught to answer in digits."""
+    """The trivial reward: how much of the text are characters with an even code (0, 2, 4 ..., b, d,
+    f ..., the blank). Whatever a model writes, it has some of both, also one that was taught to
+    answer in digits.
+    """
     return [sum(ord(ch) % 2 == 0 for ch in c) / max(1, len(c)) for c in completions]
 
 
@@ -36,16 +41,23 @@ def rise_from(before: float) -> float:
 
 
 def check(config: Config | None = None) -> dict[str, Any]:
-    """Trains with the trivial reward and compares the first step, before any update, with the last ones. With a config: its model, algorithm and
-    sampling on its own prompts, with short completions; without: a tiny model made for it."""
+    """Trains with the trivial reward and compares the first step, before any update, with the last
+    ones. With a config: its model, algorithm and sampling on its own prompts, with short
+    completions; without: a tiny model made for it.
+    """
     with tempfile.TemporaryDirectory(prefix="reinforge-check-") as folder:
         data = None
         if config is None:
             from reinforge.app.tiny import make_tiny_model
 
             model = make_tiny_model(Path(folder) / "model", width=64, layers=2, heads=4)
-            raw: dict[str, Any] = {"model": {"path": str(model)}, "algorithm": {"name": "grpo"}, "data": {"source": "python"},
-                                   "train": {"steps": STEPS, "learning_rate": 3e-3}, "run": {"dir": folder}}  # fmt: skip
+            raw: dict[str, Any] = {
+                "model": {"path": str(model)},
+                "algorithm": {"name": "grpo"},
+                "data": {"source": "python"},
+                "train": {"steps": STEPS, "learning_rate": 3e-3},
+                "run": {"dir": folder},
+            }
             data = [{"prompt": f"{i}: "} for i in range(64)]
         else:
             raw = config.model_dump(mode="json")
@@ -56,15 +68,27 @@ def check(config: Config | None = None) -> dict[str, Any]:
         raw["rewards"] = [{"name": "reinforge.app.check:share_of_even"}]
         raw["rollout"] = {**raw.get("rollout", {}), "max_new_tokens": 12, "stop": []}
         raw["train"]["prompts_per_step"] = 8
-        raw["run"] = {"dir": str(Path(folder) / "run"), "checkpoint": {"every": 0}, "log": {"samples_every": 0}}
+        raw["run"] = {
+            "dir": str(Path(folder) / "run"),
+            "checkpoint": {"every": 0},
+            "log": {"samples_every": 0},
+        }
         raw["eval"] = {}
         raw["env"] = None  # single turns: what is proved is that the reward rises
         before, after = _first_and_last(config_from_dict(raw, where="check"), Given(data=data))
     wanted = rise_from(before)
-    result = {"reward_before": before, "reward_after": after, "steps": STEPS, "learned": after >= before + wanted and after > before}
+    result = {
+        "reward_before": before,
+        "reward_after": after,
+        "steps": STEPS,
+        "learned": after >= before + wanted and after > before,
+    }
     if not result["learned"]:
-        raise StoppedByPolicy(f"the reward went from {before:.2f} to {after:.2f} in {STEPS} steps; it should rise by {wanted:.2f}. The pipeline does not learn: "
-                              "try a larger train.learning_rate, and look at train/grad_norm, policy/clip_fraction and groups/zero_variance.")  # fmt: skip
+        raise StoppedByPolicy(
+            f"the reward went from {before:.2f} to {after:.2f} in {STEPS} steps; it should rise by"
+            f" {wanted:.2f}. The pipeline does not learn: try a larger train.learning_rate, and"
+            " look at train/grad_norm, policy/clip_fraction and groups/zero_variance."
+        )
     return result
 
 
@@ -72,5 +96,9 @@ def _first_and_last(config: Config, given: Given) -> tuple[float, float]:
     from reinforge.watch.runs import read_lines
 
     result = train_config(config, given)
-    rewards = [line["reward/mean"] for line in read_lines(result.run_dir / "metrics.jsonl") if line.get("reward/mean") is not None]
+    rewards = [
+        line["reward/mean"]
+        for line in read_lines(result.run_dir / "metrics.jsonl")
+        if line.get("reward/mean") is not None
+    ]
     return rewards[0], sum(rewards[-3:]) / 3

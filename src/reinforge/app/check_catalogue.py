@@ -1,5 +1,7 @@
-"""What the algorithm's row of the catalogue brings along, against the rest of the config. It asks for properties, never for names:
-a row that is like another one is treated like it. No torch: `plan` looks here first.
+"""What the algorithm's row of the catalogue brings along, against the rest of the config.
+
+It asks for properties, never for names: a row that is like another one is treated like it. No
+torch: `plan` looks here first.
 """
 
 from __future__ import annotations
@@ -19,17 +21,27 @@ def conflicts(config: Config) -> Iterator[Told]:
     if config.rollout.partial and dynamic(config):
         yield (
             "rollout.partial",
-            f"{config.algorithm.name} has dynamic sampling, which replaces groups by their rewards.",
+            (
+                f"{config.algorithm.name} has dynamic sampling, which replaces groups by their"
+                " rewards."
+            ),
             "Set algorithm.dynamic_sampling=false, or leave rollout.partial out.",
         )
     if not moving(config):
         return
     if config.train.precompute_reference:
-        yield "train.precompute_reference", f"{config.algorithm.name} has no frozen reference.", "Remove it."
+        yield (
+            "train.precompute_reference",
+            f"{config.algorithm.name} has no frozen reference.",
+            "Remove it.",
+        )
     if config.train.backend in ("deepspeed", "megatron"):
         yield (
             "algorithm.kl.reference",
-            f"the reference of {config.algorithm.name} follows the weights, and the backend {config.train.backend} has a frozen one only.",
+            (
+                f"the reference of {config.algorithm.name} follows the weights, and the backend"
+                f" {config.train.backend} has a frozen one only."
+            ),
             "Set train.backend=fsdp or local.",
         )
 
@@ -43,34 +55,51 @@ def warnings(config: Config) -> Iterator[Told]:
     """What will work and may not be meant."""
     if not config.rollout.staleness:
         return
-    algorithm, surrogate = config.algorithm, config.algorithm.surrogate or _row(config).parts.get("surrogate")
+    algorithm = config.algorithm
+    surrogate = config.algorithm.surrogate or _row(config).parts.get("surrogate")
     plain = surrogate == "reinforce"
     if algorithm.correction.name == "none" and (plain or algorithm.old == "recompute"):
-        why = "the surrogate reinforce has no ratio" if plain else "algorithm.old: recompute leaves out who sampled"
+        why = (
+            "the surrogate reinforce has no ratio"
+            if plain
+            else "algorithm.old: recompute leaves out who sampled"
+        )
         yield (
             "rollout.staleness",
-            f"samples are up to {config.rollout.staleness} steps old, and {why}: the gradient is that of another policy.",
+            (
+                f"samples are up to {config.rollout.staleness} steps old, and {why}: the gradient"
+                " is that of another policy."
+            ),
             "Set algorithm.correction.name, e.g. to tis, or rollout.staleness=0.",
         )
     if (dynamic(config) or config.sampling.over_provision > 1) and not config.rollout.partial:
         yield (
             "algorithm.dynamic_sampling" if dynamic(config) else "sampling.over_provision",
-            "what is generated next depends on rewards or on who is first: staleness then hides nothing.",
+            (
+                "what is generated next depends on rewards or on who is first: staleness then hides"
+                " nothing."
+            ),
             "Leave one of them out.",
         )
 
 
 def dynamic(config: Config) -> bool:
-    """Whether groups without signal are replaced, as the config says or else as the algorithm does."""
+    """Whether groups without signal are replaced, as the config says or else as the
+    algorithm does.
+    """
     asked = config.algorithm.dynamic_sampling
     return bool(_row(config).defaults.get("dynamic_sampling")) if asked is None else asked
 
 
 def moving(config: Config) -> bool:
-    """Whether the reference follows the weights, as the config says or else as the algorithm does."""
+    """Whether the reference follows the weights, as the config says or else as the
+    algorithm does.
+    """
     asked = config.algorithm.kl.reference
     own = _row(config).defaults.get("reference")
-    return (ReferenceConfig(**own) if own and asked == ReferenceConfig() else asked).kind != "frozen"
+    return (
+        ReferenceConfig(**own) if own and asked == ReferenceConfig() else asked
+    ).kind != "frozen"
 
 
 def _row(config: Config) -> Row:

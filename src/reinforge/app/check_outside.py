@@ -1,5 +1,7 @@
-"""What `plan` asks of others, without weights: that every environment begins an episode that the model can answer, that the Python of an
-engine's server has the engine, and that this machine can start the ranks."""
+"""What `plan` asks of others, without weights: that every environment begins an episode that the
+model can answer, that the Python of an engine's server has the engine, and that this machine can
+start the ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ from reinforge.core.seeds import seed_of
 
 IMPORT_SECONDS = 20.0
 CPU_HEAD = 32
-NO_ENGINE = "Use another engine (rollout.engine), another model, or an algorithm that learns from given texts."
+NO_ENGINE = (
+    "Use another engine (rollout.engine), another model, or an algorithm that learns from given"
+    " texts."
+)
 
 
 def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
-    """Makes each environment with its options and begins one episode: its first prompt must leave room for an answer."""
+    """Makes each environment with its options and begins one episode: its first prompt must leave
+    room for an answer.
+    """
     if config.env is None:
         return
     from reinforge.app.envs import episode_tokens, mixture_of
@@ -32,7 +39,8 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
     from reinforge.rollout.world import Failed, World
 
     mixture = mixture_of(config.env, config.run.seed)
-    renderer, most = Renderer(load_tokenizer(config.model), config.data), episode_tokens(config, context_length(config.model))
+    renderer = Renderer(load_tokenizer(config.model), config.data)
+    most = episode_tokens(config, context_length(config.model))
     talk = talk_of(config.env.calls, renderer)
     firsts: dict[str, Row] = {}  # a row for each environment
     for row in rows:
@@ -41,7 +49,9 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
             break
 
     async def begin(row: Row, seconds: float | None) -> int:
-        world = World(mixture, row, seed_of(config.run.seed, "plan", row.id, "env"), turn_seconds=seconds)
+        world = World(
+            mixture, row, seed_of(config.run.seed, "plan", row.id, "env"), turn_seconds=seconds
+        )
         try:
             return len(await opening(Dialogue(renderer, f"row {row.id}"), talk, world))
         finally:
@@ -58,28 +68,46 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
             )
             continue
         if tokens >= most:
-            report.refuse("env", f"the first prompt of {name} has {tokens} tokens with its tools and leaves no room for an answer below {most}.",
-                          "Use a model with a longer context, fewer tools or shorter descriptions, or raise env.max_tokens.")  # fmt: skip
+            report.refuse(
+                "env",
+                f"the first prompt of {name} has {tokens} tokens with its tools and leaves no room"
+                f" for an answer below {most}.",
+                "Use a model with a longer context, fewer tools or shorter descriptions, or raise"
+                " env.max_tokens.",
+            )
 
 
 def check_engine(config: Config, report: Report) -> None:
     """`engine.python` must find what it is to run."""
-    kind, engine = config.rollout.engine, config.engine
+    kind = config.rollout.engine
+    engine = config.engine
     if kind == "native" or engine.address or engine.python is None:
         return
     ask = f"import importlib.util as u, sys; sys.exit(0 if u.find_spec({kind!r}) else 3)"
     command = [os.path.expanduser(engine.python), "-c", ask]
     try:
-        code = subprocess.run(command, env={**os.environ, **engine.env}, capture_output=True, timeout=IMPORT_SECONDS).returncode
+        code = subprocess.run(
+            command, env={**os.environ, **engine.env}, capture_output=True, timeout=IMPORT_SECONDS
+        ).returncode
     except (OSError, subprocess.TimeoutExpired) as error:
-        report.refuse("engine.python", f"{engine.python} does not run: {error}.", f"Give the path of a Python that has {kind}.")
+        report.refuse(
+            "engine.python",
+            f"{engine.python} does not run: {error}.",
+            f"Give the path of a Python that has {kind}.",
+        )
         return
     if code:
-        report.refuse("engine.python", f"{engine.python} has no {kind}.", f"Install it there, or name a Python that has {kind}.")
+        report.refuse(
+            "engine.python",
+            f"{engine.python} has no {kind}.",
+            f"Install it there, or name a Python that has {kind}.",
+        )
 
 
 def check_model(config: Config, report: Report) -> None:
-    """That the model's architecture can be trained, as far as its config.json tells, and generated with where the native engine does it."""
+    """That the model's architecture can be trained, as far as its config.json tells, and generated
+    with where the native engine does it.
+    """
     from reinforge.config.architectures import engine_refusal
     from reinforge.models import rope
     from reinforge.models.load import check_architecture, load_config
@@ -88,14 +116,20 @@ def check_model(config: Config, report: Report) -> None:
     check_architecture(shape, config.model.path, scores=config.algorithm.family == "reward")
     why = engine_refusal(shape.to_dict())
     if why and config.algorithm.rl and config.rollout.engine == "native":
-        report.refuse("rollout.engine", f"the native engine cannot generate with {config.model.path}: {why}.", NO_ENGINE)
+        report.refuse(
+            "rollout.engine",
+            f"the native engine cannot generate with {config.model.path}: {why}.",
+            NO_ENGINE,
+        )
     if note := rope.note(shape.get_text_config()):
         report.warn("model.path", note)
     rope.check(shape.get_text_config(), config.data.max_length)
 
 
 def check_heads(config: Config, report: Report) -> None:
-    """vLLM's attention on a CPU has no kernel for small heads: its server would end at the first token."""
+    """vLLM's attention on a CPU has no kernel for small heads: its server would end at the first
+    token.
+    """
     if config.rollout.engine != "vllm" or config.engine.address:
         return
     from reinforge.models.load import load_config, pick_device
@@ -106,8 +140,12 @@ def check_heads(config: Config, report: Report) -> None:
     heads = getattr(shape, "num_attention_heads", None)
     size = getattr(shape, "head_dim", None) or (shape.hidden_size // heads if heads else None)
     if size is not None and size < CPU_HEAD:
-        report.refuse("rollout.engine", f"the model's heads have size {size}, and vLLM on a CPU knows sizes from {CPU_HEAD} up.",
-                      "Use the native engine, or another model.")  # fmt: skip
+        report.refuse(
+            "rollout.engine",
+            f"the model's heads have size {size}, and vLLM on a CPU knows sizes from"
+            f" {CPU_HEAD} up.",
+            "Use the native engine, or another model.",
+        )
 
 
 def check_ranks(config: Config, report: Report) -> None:

@@ -1,4 +1,6 @@
-"""`reinforge check template`: what a model's chat template does to conversations, found by having some."""
+"""`reinforge check template`: what a model's chat template does to conversations, found by having
+some.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,18 @@ if TYPE_CHECKING:
 USER = {"role": "user", "content": "What is 12*34?"}
 CALL = Call("calculator", {"expression": "12*34"}, "abcdefghi")
 RESULT = {"role": "tool", "name": "calculator", "tool_call_id": "abcdefghi", "content": "408"}
-TOOL = {"type": "function", "function": {"name": "calculator", "description": "Works out an expression.", "parameters": {
-    "type": "object", "properties": {"expression": {"type": "string", "description": "The expression."}}, "required": ["expression"]}}}  # fmt: skip
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Works out an expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "The expression."}},
+            "required": ["expression"],
+        },
+    },
+}
 
 
 def check_template(model: str, chat_template: str | None = None) -> dict[str, Any]:
@@ -33,36 +45,67 @@ def check_template(model: str, chat_template: str | None = None) -> dict[str, An
 def template_facts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     found = check_prefix(tokenizer)
     if not found["chat"]:
-        return {"chat template": "none: prompts are plain text, one message a line", "bos": found["bos"]}
+        return {
+            "chat template": "none: prompts are plain text, one message a line",
+            "bos": found["bos"],
+        }
     renderer = Renderer(tokenizer, DataConfig(source="check.jsonl"))
-    native, format = takes_tools(renderer.template), detect(renderer.template.source())
+    native = takes_tools(renderer.template)
+    format = detect(renderer.template.source())
     ids = renderer.prompt(Row("check", [USER, {"role": "assistant", "content": "408."}, USER]))
     again = list(tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"])
     plain = [("408.", [USER]), ("It is 408.", [USER]), ("Yes.", [USER])]
-    thinking = [("<think>\nI multiply.\n</think>\n\n408.", [USER]), ("<think>\nAgain.\n</think>\n\n408.", [USER])]
+    thinking = [
+        ("<think>\nI multiply.\n</think>\n\n408.", [USER]),
+        ("<think>\nAgain.\n</think>\n\n408.", [USER]),
+    ]
     tools = rows_of(renderer, [None, None], tools=True)
-    calls = f"{format or 'none that we know'}{'' if native else '; no place for tools: they are told in words'}"
+    calls = format or "none that we know"
+    if not native:
+        calls += "; no place for tools: they are told in words"
     return {
-        "round trip": "decoding and encoding a conversation gives its ids back" if again == ids else "decoding and encoding gives OTHER ids (no harm: ids are never made from text again)",
+        "round trip": (
+            "decoding and encoding a conversation gives its ids back"
+            if again == ids
+            else (
+                "decoding and encoding gives OTHER ids (no harm: ids are never made from text"
+                " again)"
+            )
+        ),
         "bos": f"written by the {found['bos']}" if found["bos"] != "nobody" else "none",
-        "end of turn": ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in renderer.stop_tokens) or "NONE: answers end at the token limit",
-        "written by the template": found["turn_end"] or "NONE: the model is not taught by it to stop",
-        "generation markers": "yes: it says itself what the assistant wrote" if found["markers"] else "no: turns are found by prefixes",
-        "prefix property": "yes" if found["prefix"] else "NO: SFT on several turns needs data.loss_on: completion",
+        "end of turn": (
+            ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in renderer.stop_tokens)
+            or "NONE: answers end at the token limit"
+        ),
+        "written by the template": (
+            found["turn_end"] or "NONE: the model is not taught by it to stop"
+        ),
+        "generation markers": (
+            "yes: it says itself what the assistant wrote"
+            if found["markers"]
+            else "no: turns are found by prefixes"
+        ),
+        "prefix property": (
+            "yes" if found["prefix"] else "NO: SFT on several turns needs data.loss_on: completion"
+        ),
         "rows of a conversation of 3 turns": _rows(rows_of(renderer, plain)),
         "... whose turns think": _rows(rows_of(renderer, thinking)),
         "... with tool calls": _rows(tools),
         "system message": "yes" if found["system"] else "no place for it",
         "tool calls": calls,
         "content": "as it is" if found["keeps_space"] else "stripped of space at its ends",
-    }  # fmt: skip
+    }
 
 
 def rows_of(renderer: Renderer, turns: list[Any], *, tools: bool = False) -> int | str:
-    """Training rows that such a conversation becomes: 1 unless the template rewrites history. Text: why it could not be had."""
+    """Training rows that such a conversation becomes: 1 unless the template rewrites history.
+
+    Text: why it could not be had.
+    """
     talk = talk_of("auto", renderer)
     format = talk.format
-    dialogue, rows = Dialogue(renderer, "check"), 1
+    dialogue = Dialogue(renderer, "check")
+    rows = 1
     end = renderer.template.controls(list(renderer.stop_tokens))[-1:]
     if tools and format is None:
         return "the format of its calls is not known: name one with env.calls"
@@ -70,9 +113,17 @@ def rows_of(renderer: Renderer, turns: list[Any], *, tools: bool = False) -> int
         first = talk.opened(Observation([USER], [TOOL] if tools else None))
         dialogue.begin(first.messages, first.tools)
         for turn in turns:
-            text, new = (format.render([CALL]) if format else "", talk.heard([RESULT])) if turn is None else turn
-            action = Action(text, [], "" if turn is None else text, calls=[CALL] if turn is None else [])
-            rows += dialogue.go_on([*renderer.template.plain(text), *end], talk.said(text, action), new).fresh
+            text, new = (
+                (format.render([CALL]) if format else "", talk.heard([RESULT]))
+                if turn is None
+                else turn
+            )
+            action = Action(
+                text, [], "" if turn is None else text, calls=[CALL] if turn is None else []
+            )
+            rows += dialogue.go_on(
+                [*renderer.template.plain(text), *end], talk.said(text, action), new
+            ).fresh
     except (InputError, TypeError) as error:
         return str(error)
     return rows
@@ -81,4 +132,8 @@ def rows_of(renderer: Renderer, turns: list[Any], *, tools: bool = False) -> int
 def _rows(found: int | str) -> str:
     if isinstance(found, str):
         return f"cannot be rendered: {found}"
-    return "1" if found == 1 else f"{found}: the template REWRITES earlier turns; they share an episode and count once"
+    return (
+        "1"
+        if found == 1
+        else f"{found}: the template REWRITES earlier turns; they share an episode and count once"
+    )

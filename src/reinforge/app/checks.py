@@ -1,9 +1,11 @@
-"""Phase 2 of `plan`: reads the data, renders prompts and runs the rewards. Runs as a process of its own that can be killed.
+"""Phase 2 of `plan`: reads the data, renders prompts and runs the rewards.
+
+Runs as a process of its own that can be killed.
 
     python -m reinforge.app.checks CONFIG [key=value...] --json
 
-Standard output holds the report and nothing else; what libraries and rewards print goes to standard error, and so do the lines
-`stage: ...` that tell what was going on when the deadline came.
+Standard output holds the report and nothing else; what libraries and rewards print goes to standard
+error, and so do the lines `stage: ...` that tell what was going on when the deadline came.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reinforge.app.check_outside import check_engine, check_env, check_heads, check_model, check_ranks
+from reinforge.app.check_outside import (
+    check_engine,
+    check_env,
+    check_heads,
+    check_model,
+    check_ranks,
+)
 from reinforge.app.gold import check_rewards, named, sample
 from reinforge.app.hub import go_offline_if_unreachable, not_here
 from reinforge.app.predict import predict_plan
@@ -37,8 +45,13 @@ if TYPE_CHECKING:
 SAMPLE_ABOVE = 10_000
 UNUSUAL = {
     "special_text": "the text spells special tokens; it is kept as text",
-    "split_token": "a token would have spanned the end of the prompt; it is cut there, as in a rollout",
-    "template_reads_special_text": "the chat template would have treated special text in its own way; it does not get to see it",
+    "split_token": (
+        "a token would have spanned the end of the prompt; it is cut there, as in a rollout"
+    ),
+    "template_reads_special_text": (
+        "the chat template would have treated special text in its own way; it does not get to"
+        " see it"
+    ),
 }
 
 
@@ -96,7 +109,9 @@ def _stage(what: str) -> None:
 
 
 def _import(config: Config, *, tokenizer: bool) -> None:
-    """The large libraries that the checks will need, one after the other: their seconds are not those of the checks."""
+    """The large libraries that the checks will need, one after the other: their seconds are not
+    those of the checks.
+    """
     data = config.data
     sources = [data.source, data.eval.source, *(item.source for item in data.mixture)]
     kinds = {kind_of(source) for source in sources if source not in (None, MIXTURE, PYTHON)}
@@ -115,7 +130,11 @@ def _rows(config: Config, report: Report) -> tuple[list[Row], list[Row]]:
     train, held_out = train_and_eval_rows(config.data)
     report.summary["rows"] = {"train": len(train), "eval": len(held_out)}
     if not train:
-        report.refuse("data.source", f"{config.data.source} gives no training rows.", "Check data.where, data.limit and data.eval.size.")
+        report.refuse(
+            "data.source",
+            f"{config.data.source} gives no training rows.",
+            "Check data.where, data.limit and data.eval.size.",
+        )
     elif len(train) < config.train.prompts_per_step:
         report.warn(
             "train.prompts_per_step",
@@ -124,25 +143,40 @@ def _rows(config: Config, report: Report) -> tuple[list[Row], list[Row]]:
         )
     wants_eval = config.data.eval.source is not None or config.data.eval.size > 0
     if wants_eval and not held_out:
-        report.refuse("data.eval", "gives no evaluation rows.", "Check data.eval.source, data.eval.where and data.eval.size.")
+        report.refuse(
+            "data.eval",
+            "gives no evaluation rows.",
+            "Check data.eval.source, data.eval.where and data.eval.size.",
+        )
     if train and config.train.epochs is not None:
-        report.summary["steps"] = math.ceil(config.train.epochs * len(train) / config.train.prompts_per_step)
+        report.summary["steps"] = math.ceil(
+            config.train.epochs * len(train) / config.train.prompts_per_step
+        )
     return train, held_out
 
 
 def check_disjoint(train: Sequence[Row], held_out: Sequence[Row], report: Report) -> None:
-    """Refuses evaluation rows that ask what is trained on, whatever their ids: their scores would measure memory."""
+    """Refuses evaluation rows that ask what is trained on, whatever their ids: their scores would
+    measure memory.
+    """
     from reinforge.data.sources import overlap
 
     pairs = overlap(train, held_out)
     if pairs:
         twin, first = pairs[0]
-        report.refuse("data.eval", f"{len(pairs)} of {len(held_out)} evaluation rows ask the same as training rows, e.g. {named(first)} as training row {twin.id!r}.",
-                      "Remove the duplicates, use another source, or for generated tasks seeds further apart than the number of rows.")  # fmt: skip
+        report.refuse(
+            "data.eval",
+            f"{len(pairs)} of {len(held_out)} evaluation rows ask the same as training rows, e.g."
+            f" {named(first)} as training row {twin.id!r}.",
+            "Remove the duplicates, use another source, or for generated tasks seeds further apart"
+            " than the number of rows.",
+        )
 
 
 def _check_algorithm(config: Config, report: Report) -> None:
-    """Settings that no part takes, and parts that do not go together; what a user should know about the rest."""
+    """Settings that no part takes, and parts that do not go together; what a user should know about
+    the rest.
+    """
     from reinforge.app.algorithm import algorithm_of
 
     for note in algorithm_of(config.algorithm, config.rollout.max_new_tokens).notes:
@@ -172,7 +206,9 @@ def _check_labels(config: Config, train: Sequence[Row], report: Report) -> None:
     from reinforge.app.units import units_of
     from reinforge.data.units import BOTH_LABELS, judged, one_sided
 
-    if units_of(algorithm_of(config.algorithm, config.rollout.max_new_tokens)) is judged and (what := one_sided(train)):
+    if units_of(algorithm_of(config.algorithm, config.rollout.max_new_tokens)) is judged and (
+        what := one_sided(train)
+    ):
         report.warn("data", what, BOTH_LABELS)
 
 
@@ -183,7 +219,8 @@ def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report
     from reinforge.data.units import texts
     from reinforge.models.load import context_length, load_tokenizer
 
-    tokenizer, context = load_tokenizer(config.model), context_length(config.model)
+    tokenizer = load_tokenizer(config.model)
+    context = context_length(config.model)
     check_model(config, report)
     renderer = Renderer(tokenizer, config.data)
     given = not config.algorithm.rl  # rows are trained as they are
@@ -191,27 +228,41 @@ def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report
     limit = config.data.max_length or context - (0 if given else config.rollout.max_new_tokens)
     if limit < 1:
         report.refuse(
-            "rollout.max_new_tokens", f"{config.rollout.max_new_tokens} tokens leave no room for a prompt in a context of {context}."
+            "rollout.max_new_tokens",
+            f"{config.rollout.max_new_tokens} tokens leave no room for a prompt in a context of"
+            f" {context}.",
         )
         return
     for rows, kind in ((train, "training"), (held_out, "evaluation")):
-        whole = given and (kind == "training" or not config.rewards)  # with rewards, evaluation also generates
+        # with rewards, evaluation also generates
+        whole = given and (kind == "training" or not config.rewards)
         lengths = [_length(renderer, row, make if whole else None) for row in rows]
         if kind == "training":
-            report.summary["row_tokens" if given else "prompt_tokens"] = {**quantiles(lengths), "limit": limit, "checked": len(rows)}
+            report.summary["row_tokens" if given else "prompt_tokens"] = {
+                **quantiles(lengths),
+                "limit": limit,
+                "checked": len(rows),
+            }
         check_lengths(config, kind, rows, lengths, limit, report)
     if config.algorithm.name == "spin":  # it plays against the data's answers
         for row in train:
             _length(renderer, row, texts)
     for name, count in renderer.counts.items():
         if count:
-            report.warn("data", f"{count} of {len(train) + len(held_out)} checked rows: {UNUSUAL.get(name, name)}.")
+            report.warn(
+                "data",
+                f"{count} of {len(train) + len(held_out)} checked rows: {UNUSUAL.get(name, name)}.",
+            )
 
 
 def _length(renderer: Renderer, row: Row, make: Units | None) -> int:
     """Of the prompt, or of the longest text that the row becomes."""
     try:
-        return len(renderer.prompt(row)) if make is None else max(len(s.tokens) for unit in make(renderer, row) for s in unit)
+        return (
+            len(renderer.prompt(row))
+            if make is None
+            else max(len(s.tokens) for unit in make(renderer, row) for s in unit)
+        )
     except ReinforgeError:
         raise
     except Exception as error:  # jinja and tokenizers raise what they like; the row must be named
@@ -229,24 +280,42 @@ def quantiles(lengths: Sequence[int]) -> dict[str, int]:
     {'min': 1, 'median': 5, 'p90': 9, 'max': 9}
     """
     ordered = sorted(lengths)
-    return {name: ordered[round(q * (len(ordered) - 1))] for name, q in (("min", 0.0), ("median", 0.5), ("p90", 0.9), ("max", 1.0))}
+    return {
+        name: ordered[round(q * (len(ordered) - 1))]
+        for name, q in (("min", 0.0), ("median", 0.5), ("p90", 0.9), ("max", 1.0))
+    }
 
 
-def check_lengths(config: Config, kind: str, rows: Sequence[Row], lengths: Sequence[int], limit: int, report: Report) -> None:
+def check_lengths(
+    config: Config,
+    kind: str,
+    rows: Sequence[Row],
+    lengths: Sequence[int],
+    limit: int,
+    report: Report,
+) -> None:
     """What `data.length` does to the rows past the limit."""
     long = [(n, i) for i, n in enumerate(lengths) if n > limit]
     if not long:
         return
     longest, worst = max(long, key=lambda pair: pair[0])
-    what = f"{len(long)} of {len(rows)} checked {kind} rows are longer than {limit} tokens; the longest is {named(rows[worst])} with {longest}."
+    what = (
+        f"{len(long)} of {len(rows)} checked {kind} rows are longer than {limit} tokens; the"
+        f" longest is {named(rows[worst])} with {longest}."
+    )
     if config.data.length == "error":
         report.refuse(
             "data.length",
             what,
-            "Shorten them, raise data.max_length, lower rollout.max_new_tokens, or set data.length to drop or truncate.",
+            "Shorten them, raise data.max_length, lower rollout.max_new_tokens, or set data.length"
+            " to drop or truncate.",
         )
     elif config.data.length == "drop" and len(long) == len(rows):
-        report.refuse("data.length", what, "All of them would be dropped: raise data.max_length or lower rollout.max_new_tokens.")
+        report.refuse(
+            "data.length",
+            what,
+            "All of them would be dropped: raise data.max_length or lower rollout.max_new_tokens.",
+        )
     else:
         done = "dropped" if config.data.length == "drop" else "truncated"
         report.summary[done] = {**report.summary.get(done, {}), kind: len(long)}
@@ -265,7 +334,8 @@ def main(argv: list[str]) -> None:
     output.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if report.ok else 2)  # a thread or pool that a reward left behind must not keep the process
+    # a thread or pool that a reward left behind must not keep the process
+    os._exit(0 if report.ok else 2)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The command line. Commands parse and print; the work is elsewhere and is imported only by the command that needs it."""
+"""The command line.
+
+Commands parse and print; the work is elsewhere and is imported only by the command that needs it.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,44 @@ if TYPE_CHECKING:
     from reinforge.config.schema import Config
 
 EXIT_INTERRUPTED = 130
-SLOW = ("train", "sft", "plan", "demo", "eval", "generate", "chat", "serve", "export", "tiny", "check")  # they import torch, or read models
+# they import torch, or read models
+SLOW = (
+    "train",
+    "sft",
+    "plan",
+    "demo",
+    "eval",
+    "generate",
+    "chat",
+    "serve",
+    "export",
+    "tiny",
+    "check",
+)
 
 app = typer.Typer(
-    name="reinforge", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    name="reinforge",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Post-training for language models, from instruction tuning to reinforcement learning.",
-    epilog="Start with [bold]reinforge demo[/bold], then [bold]reinforge plan CONFIG[/bold] and [bold]reinforge train CONFIG[/bold].",
-)  # fmt: skip
+    epilog=(
+        "Start with [bold]reinforge demo[/bold], then [bold]reinforge plan CONFIG[/bold] and"
+        " [bold]reinforge train CONFIG[/bold]."
+    ),
+)
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, or recipe:NAME (`reinforge recipes`).")]
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="A YAML file, or recipe:NAME (`reinforge recipes`)."),
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file, e.g. train.steps=10.")
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Settings that replace those of the file, e.g. train.steps=10."
+    ),
 ]
 
 
@@ -45,8 +74,16 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. Works anywhere on the line.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show the traceback of an error. Works anywhere on the line."),
+    ] = False,
 ) -> None:
     """`--debug` is taken out of the line by `main`; it stands here for the help page."""
 
@@ -56,7 +93,10 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     force_stage: Annotated[
-        list[str] | None, typer.Option("--force-stage", metavar="NAME", help="Of a pipeline: run this finished stage again.")
+        list[str] | None,
+        typer.Option(
+            "--force-stage", metavar="NAME", help="Of a pipeline: run this finished stage again."
+        ),
     ] = None,
 ) -> None:
     """Run a configuration or a pipeline of several, or continue it from its newest checkpoint.
@@ -73,7 +113,8 @@ def train(
     """
     from reinforge.config.pipeline import Pipeline, load_any
 
-    if int(os.environ.get("RANK", "0")) > 0 and "MASTER_ADDR" in os.environ:  # torchrun: rank 0 drives
+    # torchrun: rank 0 drives
+    if int(os.environ.get("RANK", "0")) > 0 and "MASTER_ADDR" in os.environ:
         from reinforge.backends.ranks import serve
 
         serve()
@@ -82,7 +123,11 @@ def train(
         _train_pipeline(loaded, force_stage or [])
         return
     if force_stage:
-        raise InputError(f"{config} is one run and has no stages.", where="--force-stage", fix="Use another run.dir to run it again.")
+        raise InputError(
+            f"{config} is one run and has no stages.",
+            where="--force-stage",
+            fix="Use another run.dir to run it again.",
+        )
     _train_run(loaded)
 
 
@@ -104,17 +149,33 @@ def _train_run(loaded: Config) -> None:
 @app.command()
 def sft(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or directory.")],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="Your rows: a .jsonl, .json, .csv or .parquet file, or a hub data set id.")],
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA",
+            help="Your rows: a .jsonl, .json, .csv or .parquet file, or a hub data set id.",
+        ),
+    ],
     overrides: Overrides = None,
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="The run's directory; default: runs/sft-MODEL-DATA.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="The run's directory; default: runs/sft-MODEL-DATA."),
+    ] = None,
     epochs: Annotated[float, typer.Option(min=0.001, help="Passes over the rows.")] = 1.0,
-    lora: Annotated[int | None, typer.Option(min=1, metavar="RANK", help="Train an adapter of this rank instead of all weights.")] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="RANK", help="Train an adapter of this rank instead of all weights."
+        ),
+    ] = None,
 ) -> None:
-    """Fine-tune a model on rows of your own: {"prompt", "completion"}, {"messages"}, {"text"}, or Alpaca's or ShareGPT's columns.
+    """Fine-tune a model on rows of your own: {"prompt", "completion"}, {"messages"}, {"text"}, or
+    Alpaca's or ShareGPT's columns.
 
     No configuration needed.
 
-    A twentieth of the rows is held out (of 40 rows or more). The same command goes on after a stop. The run's config.json has all settings.
+    A twentieth of the rows is held out (of 40 rows or more). The same command goes on after a stop.
+    The run's config.json has all settings.
 
     [bold]Examples[/bold]
 
@@ -129,7 +190,11 @@ def sft(
     def say(text: str) -> None:
         _warn([text])
 
-    _train_run(sft_config(model, data, out=out, epochs=epochs, lora=lora, overrides=overrides or [], say=say))
+    _train_run(
+        sft_config(
+            model, data, out=out, epochs=epochs, lora=lora, overrides=overrides or [], say=say
+        )
+    )
 
 
 @app.command()
@@ -137,13 +202,33 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    deadline: Annotated[float, typer.Option(help="Seconds for the data and reward checks.", min=1)] = 30.0,
-    cluster: Annotated[bool, typer.Option("--cluster", help="Instead: step time and best layout on 8 to 1024 GPUs.")] = False,
-    gpus: Annotated[str, typer.Option(help="--cluster: how many GPUs, e.g. 8..1024 or 8,24.")] = "8..1024",
-    gpu: Annotated[str | None, typer.Option(help="--cluster: which, e.g. H100; default: the run's, or H100.")] = None,
-    run: Annotated[Path | None, typer.Option("--from", metavar="RUN", help="--cluster: a run on GPUs whose times are the measure.")] = None,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds for the data and reward checks.", min=1)
+    ] = 30.0,
+    cluster: Annotated[
+        bool,
+        typer.Option("--cluster", help="Instead: step time and best layout on 8 to 1024 GPUs."),
+    ] = False,
+    gpus: Annotated[
+        str, typer.Option(help="--cluster: how many GPUs, e.g. 8..1024 or 8,24.")
+    ] = "8..1024",
+    gpu: Annotated[
+        str | None, typer.Option(help="--cluster: which, e.g. H100; default: the run's, or H100.")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="RUN", help="--cluster: a run on GPUs whose times are the measure."
+        ),
+    ] = None,
     length: Annotated[
-        float | None, typer.Option(min=1, help="--cluster: mean tokens of a completion; default: the run's, or half of the limit.")
+        float | None,
+        typer.Option(
+            min=1,
+            help=(
+                "--cluster: mean tokens of a completion; default: the run's, or half of the limit."
+            ),
+        ),
     ] = None,
 ) -> None:
     """Find what is wrong with a configuration before a model is loaded.
@@ -178,14 +263,17 @@ def plan(
         for error in report.errors:
             print(f"error: {error}", file=sys.stderr)
         if report.ok:
-            console().print(f"[green]ok[/green]{f', {len(report.warnings)} warnings' if report.warnings else ''}")
+            warned = f", {len(report.warnings)} warnings" if report.warnings else ""
+            console().print(f"[green]ok[/green]{warned}")
     if not report.ok:
         raise typer.Exit(EXIT_BAD_INPUT)
 
 
 @app.command()
 def schema(
-    markdown: Annotated[bool, typer.Option("--markdown", help="The reference page instead of the JSON schema.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="The reference page instead of the JSON schema.")
+    ] = False,
 ) -> None:
     """Print the JSON schema of configurations, for editors, or their reference page.
 
@@ -201,7 +289,9 @@ def schema(
 
 
 @app.command()
-def algorithms(as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False) -> None:
+def algorithms(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
     """List the algorithms: the parts each is made of, its own defaults, its paper.
 
     [bold]Examples[/bold]
@@ -220,10 +310,16 @@ def algorithms(as_json: Annotated[bool, typer.Option("--json", help="Print the l
 
 @app.command()
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe instead of the list.")] = None,
-    copy: Annotated[Path | None, typer.Option(metavar="DIR", help="Copy all of them to a new directory.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Print this recipe instead of the list.")
+    ] = None,
+    copy: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Copy all of them to a new directory.")
+    ] = None,
 ) -> None:
-    """List the configurations that come with reinforge. Every command that takes CONFIG takes recipe:NAME.
+    """List the configurations that come with reinforge.
+
+    Every command that takes CONFIG takes recipe:NAME.
 
     [bold]Examples[/bold]
 
@@ -248,11 +344,16 @@ def recipes(
 
 @app.command()
 def demo(
-    dir: Annotated[Path, typer.Option(help="Where the demo's model and runs go.")] = Path("runs/demo"),
+    dir: Annotated[Path, typer.Option(help="Where the demo's model and runs go.")] = Path(
+        "runs/demo"
+    ),
     seed: Annotated[int, typer.Option(help="Seed of the demo.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A minute instead of several; learns less.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A minute instead of several; learns less.")
+    ] = False,
 ) -> None:
-    """Train a small model from nothing to answers, on the machine at hand, and show what it learned.
+    """Train a small model from nothing to answers, on the machine at hand, and show what it
+    learned.
 
     [bold]Examples[/bold]
 
@@ -285,12 +386,21 @@ def _train_pipeline(pipeline: Pipeline, force: Sequence[str]) -> None:
 
 
 def _plan_cluster(
-    config: Path, overrides: Sequence[str], as_json: bool, *, gpus: str, gpu: str | None, run: Path | None, length: float | None
+    config: Path,
+    overrides: Sequence[str],
+    as_json: bool,
+    *,
+    gpus: str,
+    gpu: str | None,
+    run: Path | None,
+    length: float | None,
 ) -> None:
     from reinforge.app.simulate import gpu_counts, plan_cluster
     from reinforge.config.load import load_config
 
-    found = plan_cluster(load_config(config, overrides), gpu_counts(gpus), gpu=gpu, run=run, length=length)
+    found = plan_cluster(
+        load_config(config, overrides), gpu_counts(gpus), gpu=gpu, run=run, length=length
+    )
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
         return
@@ -300,7 +410,9 @@ def _plan_cluster(
 
 def _refuse(errors: Sequence[str]) -> None:
     if errors:
-        raise InputError("\n  - ".join([f"{len(errors)} problems:", *errors]) if len(errors) > 1 else errors[0])
+        raise InputError(
+            "\n  - ".join([f"{len(errors)} problems:", *errors]) if len(errors) > 1 else errors[0]
+        )
 
 
 def _warn(warnings: Sequence[str]) -> None:
@@ -309,12 +421,16 @@ def _warn(warnings: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console entry point. Returns the exit code: 0 done, 2 bad input, 3 stopped itself, 130 Ctrl-C, 143 SIGTERM, 1 a bug."""
+    """The console entry point.
+
+    Returns the exit code: 0 done, 2 bad input, 3 stopped itself, 130 Ctrl-C, 143 SIGTERM, 1 a bug.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     greet(args)
     command = typer.main.get_command(app)
-    try:  # typer turns wrong usage, Ctrl-C and a closed pipe into SystemExit; the rest comes through
+    # typer turns wrong usage, Ctrl-C and a closed pipe into SystemExit; the rest comes through
+    try:
         command.main([a for a in args if a != "--debug"], prog_name="reinforge")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
@@ -327,8 +443,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(text: str) -> None:
-    """Says it on stderr. Where a terminal has closed nobody hears it, and the exit code must still be the error's:
-    what Python would flush at its end goes nowhere then."""
+    """Says it on stderr.
+
+    Where a terminal has closed nobody hears it, and the exit code must still be the error's: what
+    Python would flush at its end goes nowhere then.
+    """
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -342,7 +461,13 @@ def _tell(text: str) -> None:
 
 def greet(args: Sequence[str]) -> None:
     """A line at once, before anything is imported, for somebody who has just pressed Enter."""
-    if args and args[0] in SLOW and not {"-h", "--help"} & set(args) and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+    if (
+        args
+        and args[0] in SLOW
+        and not {"-h", "--help"} & set(args)
+        and sys.stderr.isatty()
+        and os.environ.get("RANK", "0") == "0"
+    ):
         print(f"reinforge {__version__}: {' '.join(args)}", file=sys.stderr, flush=True)
 
 
@@ -352,4 +477,7 @@ def _paragraph(error: Exception) -> str:
     if isinstance(error, ReinforgeError):
         return f"error: {error}"
     lines = str(error).strip().splitlines()
-    return f"unexpected {type(error).__name__}{': ' + lines[0] if lines else ''} (run again with --debug for the traceback)"
+    return (
+        f"unexpected {type(error).__name__}{': ' + lines[0] if lines else ''} (run again with"
+        " --debug for the traceback)"
+    )

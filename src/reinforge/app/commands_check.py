@@ -11,7 +11,10 @@ from typer.core import TyperGroup
 from reinforge.app.show import print_mapping, print_table
 
 DEFAULT = "learning"
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file."),
+]
 
 
 class WithDefault(TyperGroup):
@@ -25,8 +28,11 @@ class WithDefault(TyperGroup):
 app = typer.Typer(
     cls=WithDefault,
     rich_markup_mode="rich",
-    help="Prove that the pipeline can learn, and that rewards cannot be cheated; tell what a chat template does.\n\n[bold]Examples[/bold]\n\n  reinforge check\n\n"
-    "  reinforge check rewards recipe:chain_sum",
+    help=(
+        "Prove that the pipeline can learn, and that rewards cannot be cheated; tell what a chat"
+        " template does.\n\n[bold]Examples[/bold]\n\n  reinforge check\n\n  reinforge check rewards"
+        " recipe:chain_sum"
+    ),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -34,11 +40,16 @@ app = typer.Typer(
 @app.command(DEFAULT)
 def learning(
     config: Annotated[
-        Path | None, typer.Argument(help="Check with this configuration's model; default: a tiny one made on the spot.")
+        Path | None,
+        typer.Argument(
+            help="Check with this configuration's model; default: a tiny one made on the spot."
+        ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Prove that the pipeline can learn: train on a trivial reward and see it rise. Also: `reinforge check`.
+    """Prove that the pipeline can learn: train on a trivial reward and see it rise.
+
+    Also: `reinforge check`.
 
     [bold]Examples[/bold]
 
@@ -56,17 +67,32 @@ def learning(
 
 @app.command()
 def rewards(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Its rewards are tried on its rows.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="Its rewards are tried on its rows.")
+    ],
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(help="How many rows to try.", min=1)] = 16,
-    allow: Annotated[float, typer.Option(help="Share of rows on which a hostile answer may be right by chance.", min=0, max=1)] = 0.1,
+    allow: Annotated[
+        float,
+        typer.Option(
+            help="Share of rows on which a hostile answer may be right by chance.", min=0, max=1
+        ),
+    ] = 0.1,
     gold: Annotated[
-        str | None, typer.Option(help="How a right answer is written, with {answer} in it; default: several ways are tried.")
+        str | None,
+        typer.Option(
+            help=(
+                "How a right answer is written, with {answer} in it; default: several ways are"
+                " tried."
+            )
+        ),
     ] = None,
 ) -> None:
-    """Try the rewards on right answers and on hostile ones: nothing, the question, every choice, ten thousand braces, injections.
+    """Try the rewards on right answers and on hostile ones: nothing, the question, every choice,
+    ten thousand braces, injections.
 
-    Exit code 1: a hostile answer gets full reward, makes a reward raise, or a right answer does not get it.
+    Exit code 1: a hostile answer gets full reward, makes a reward raise, or a right answer does not
+    get it.
 
     [bold]Examples[/bold]
 
@@ -90,9 +116,12 @@ def rewards(
 @app.command()
 def template(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, directory or .gguf file.")],
-    chat_template: Annotated[str | None, typer.Option(help="A jinja file in place of the tokenizer's own template.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="A jinja file in place of the tokenizer's own template.")
+    ] = None,
 ) -> None:
-    """Tell what a chat template does: ends of turns, prefix property, history that it rewrites, tools.
+    """Tell what a chat template does: ends of turns, prefix property, history that it rewrites,
+    tools.
 
     [bold]Examples[/bold]
 

@@ -39,7 +39,8 @@ def _best(best: dict[str, Any] | None) -> str | None:
 
 @app.command("list")
 def list_command(
-    root: Annotated[Path, typer.Argument(help="Where to look for run directories.")] = Path("runs"), as_json: AsJson = False
+    root: Annotated[Path, typer.Argument(help="Where to look for run directories.")] = Path("runs"),
+    as_json: AsJson = False,
 ) -> None:
     """List the runs under a directory.
 
@@ -64,7 +65,11 @@ def _listed(run: Mapping[str, Any]) -> dict[str, Any]:
     reward = None if run["reward"] is None else f"reward {run['reward']:.4g}"
     return {
         "run": run["dir"],
-        "status": f"{run['status']}, {troubles} {'trouble' if troubles == 1 else 'troubles'}" if troubles else run["status"],
+        "status": (
+            f"{run['status']}, {troubles} {'trouble' if troubles == 1 else 'troubles'}"
+            if troubles
+            else run["status"]
+        ),
         "step": f"{run['step']}/{run['steps'] or '?'}",
         "algorithm": run["algorithm"],
         "best": _best(run["best_eval"]) or reward,
@@ -100,9 +105,12 @@ def show(run: RunDir, as_json: AsJson = False) -> None:
 
 @app.command()
 def report(run: RunDir) -> None:
-    """Write report.html for any run: one that has finished, failed, was killed, or is still going. Prints its path.
+    """Write report.html for any run: one that has finished, failed, was killed, or is still going.
 
-    One file that opens anywhere without network: curves, samples, settings, where the time went, what speaks against the run.
+    Prints its path.
+
+    One file that opens anywhere without network: curves, samples, settings, where the time went,
+    what speaks against the run.
 
     [bold]Example[/bold]
 
@@ -124,7 +132,10 @@ def report(run: RunDir) -> None:
 
 
 @app.command()
-def compare(runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")], as_json: AsJson = False) -> None:
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
+    as_json: AsJson = False,
+) -> None:
     """Compare runs: which settings differ, and how their metrics end.
 
     [bold]Example[/bold]
@@ -138,19 +149,28 @@ def compare(runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run 
         _json(found)
         return
     names = [str(run) for run in found["runs"]]
-    single = {key: values for key, values in found.items() if key != "runs" and isinstance(values, list)}
-    print_table([{"": key, **dict(zip(names, values, strict=True))} for key, values in single.items()])
+    single = {
+        key: values for key, values in found.items() if key != "runs" and isinstance(values, list)
+    }
+    print_table(
+        [{"": key, **dict(zip(names, values, strict=True))} for key, values in single.items()]
+    )
     for title, part in found.items():
         if isinstance(part, Mapping):
             print()
             print_table(
-                [{title: key, **dict(zip(names, values, strict=True))} for key, values in part.items()], empty=f"{title}: no difference"
+                [
+                    {title: key, **dict(zip(names, values, strict=True))}
+                    for key, values in part.items()
+                ],
+                empty=f"{title}: no difference",
             )
 
 
 @app.command()
 def digest(run: RunDir) -> None:
-    """Print one hash of everything a run's newest checkpoint holds: equal digests mean bit-identical runs.
+    """Print one hash of everything a run's newest checkpoint holds: equal digests mean
+    bit-identical runs.
 
     Of a pipeline: a line per stage, and on the last line the hash of them all.
 
@@ -172,7 +192,9 @@ def digest(run: RunDir) -> None:
 
 
 def _shown(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The rest of what `runs show` prints: the settings that matter, the last metrics by group, what there is and happened. --json has all."""
+    """The rest of what `runs show` prints: the settings that matter, the last metrics by group,
+    what there is and happened. --json has all.
+    """
     from reinforge.watch.ending import grouped
 
     return {

@@ -26,16 +26,37 @@ if TYPE_CHECKING:
     from reinforge.engines.replica import Setup
 
 
-def make_engine(cfg: Config, model: CausalModel, stops: Iterable[int], *, context: int, longest: int, saved: str | None) -> Engine:
-    """The engine of a run, made once its prompts are known. What is started here ends with the process, or with the engine. `saved`: where
-    the model was loaded from, if it was."""
+def make_engine(
+    cfg: Config,
+    model: CausalModel,
+    stops: Iterable[int],
+    *,
+    context: int,
+    longest: int,
+    saved: str | None,
+) -> Engine:
+    """The engine of a run, made once its prompts are known.
+
+    What is started here ends with the process, or with the engine. `saved`: where the model was
+    loaded from, if it was.
+    """
     rollout = cfg.rollout
     if rollout.engine == "native":
-        return NativeEngine(model, stop_tokens=stops, max_batch=rollout.max_batch, kv_gib=rollout.kv_gib, context=context, longest=longest,
-                            prefix_cache=rollout.prefix_cache)  # fmt: skip
+        return NativeEngine(
+            model,
+            stop_tokens=stops,
+            max_batch=rollout.max_batch,
+            kv_gib=rollout.kv_gib,
+            context=context,
+            longest=longest,
+            prefix_cache=rollout.prefix_cache,
+        )
     from reinforge.engines.make import make_served
 
-    return make_served(setup_of(cfg, model, stops, context=context, longest=longest, saved=saved), trainer_score(model))
+    return make_served(
+        setup_of(cfg, model, stops, context=context, longest=longest, saved=saved),
+        trainer_score(model),
+    )
 
 
 def close_servers(engine: Engine | None) -> None:
@@ -49,13 +70,24 @@ def close_servers(engine: Engine | None) -> None:
 
 @contextmanager
 def room_for_engine(cfg: Config) -> Iterator[None]:
-    """Inside, the share of the GPU that a colocated server will hold all the time is taken: whoever looks at what is free finds the rest."""
+    """Inside, the share of the GPU that a colocated server will hold all the time is taken: whoever
+    looks at what is free finds the rest.
+    """
     held = None
-    if cfg.rollout.engine != "native" and cfg.engine.sleep == "never" and not cfg.engine.devices and not cfg.engine.address:
+    if (
+        cfg.rollout.engine != "native"
+        and cfg.engine.sleep == "never"
+        and not cfg.engine.devices
+        and not cfg.engine.address
+    ):
         device = pick_device(cfg.model.device)
         if device.type == "cuda":
             free, whole = torch.cuda.mem_get_info(device)
-            held = torch.empty(min(int(free * 0.9), int(whole * cfg.engine.memory)), dtype=torch.uint8, device=device)
+            held = torch.empty(
+                min(int(free * 0.9), int(whole * cfg.engine.memory)),
+                dtype=torch.uint8,
+                device=device,
+            )
     try:
         yield
     finally:
@@ -64,22 +96,42 @@ def room_for_engine(cfg: Config) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def setup_of(cfg: Config, model: CausalModel, stops: Iterable[int], *, context: int, longest: int, saved: str | None) -> Setup:
+def setup_of(
+    cfg: Config,
+    model: CausalModel,
+    stops: Iterable[int],
+    *,
+    context: int,
+    longest: int,
+    saved: str | None,
+) -> Setup:
     """What the servers are told. Plain values: they may be started by another process."""
     from reinforge.engines.replica import Setup
 
     folder = Path(cfg.run.dir)
     device = pick_device(cfg.model.device).type if not cfg.engine.devices else "cuda"
     return Setup(
-        kind=cfg.rollout.engine, cfg=cfg.engine, model=served_model(model, folder, saved if cfg.model.tokenizer is None else None), folder=folder, dtype=str(model.dtype).removeprefix("torch."),
-        device=device, context=context, vocabulary=int(model.head.weight.shape[0]), stop_tokens=tuple(sorted(set(stops))), longest=longest,
-        max_batch=cfg.rollout.max_batch, kv_gib=cfg.rollout.kv_gib, seed=seed_of(cfg.run.seed, "engine"),
+        kind=cfg.rollout.engine,
+        cfg=cfg.engine,
+        model=served_model(model, folder, saved if cfg.model.tokenizer is None else None),
+        folder=folder,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device,
+        context=context,
+        vocabulary=int(model.head.weight.shape[0]),
+        stop_tokens=tuple(sorted(set(stops))),
+        longest=longest,
+        max_batch=cfg.rollout.max_batch,
+        kv_gib=cfg.rollout.kv_gib,
+        seed=seed_of(cfg.run.seed, "engine"),
         colocated=not cfg.engine.devices and not cfg.engine.address,
-    )  # fmt: skip
+    )
 
 
 def served_model(model: CausalModel, folder: Path, saved: str | None) -> str:
-    """Where a server finds the model: its own directory or hub id, or a copy of ours where it is neither (a GGUF file, an object)."""
+    """Where a server finds the model: its own directory or hub id, or a copy of ours where it is
+    neither (a GGUF file, an object).
+    """
     path = Path(saved or "").expanduser()
     if saved is not None and path.suffix != ".gguf":
         if not path.exists():
@@ -127,7 +179,9 @@ def trainer_score(model: CausalModel) -> Scorer:
 
     @torch.no_grad()
     def score(tokens: Sequence[int]) -> Tensor:
-        batch = Batch.pack([Sample.from_tokens("probe", list(tokens), [True] * len(tokens))]).to(model.device)
+        batch = Batch.pack([Sample.from_tokens("probe", list(tokens), [True] * len(tokens))]).to(
+            model.device
+        )
         out = torch.zeros(len(tokens))
         out[1:] = model.logprobs(batch, temperature=1.0)[0].float().cpu()
         return out

@@ -17,27 +17,55 @@ from reinforge.core.files import readable_as_usual
 from reinforge.data.chat import Renderer
 from reinforge.models.adapters import merged
 from reinforge.models.causal import CausalModel
-from reinforge.models.load import load_model, load_scalar, stop_tokens, without_quantization, writing
+from reinforge.models.load import (
+    load_model,
+    load_scalar,
+    stop_tokens,
+    without_quantization,
+    writing,
+)
 from reinforge.models.scalar import ScalarModel
 
 
 def export(
-    run: Path, out: Path, *, checkpoint: str = "latest", merge: bool = False, push: str | None = None, lineage: Sequence[str] = ()
+    run: Path,
+    out: Path,
+    *,
+    checkpoint: str = "latest",
+    merge: bool = False,
+    push: str | None = None,
+    lineage: Sequence[str] = (),
 ) -> Path:
-    """Writes model (or adapter, or reward model), tokenizer, chat template, generation config and a model card to `out`.
-    `merge` folds the adapter into the weights; where the run kept an average of the weights (train.ema), it is exported.
-    `push` is a hub id to upload the directory to."""
+    """Writes model (or adapter, or reward model), tokenizer, chat template, generation config and a
+    model card to `out`. `merge` folds the adapter into the weights; where the run kept an average
+    of the weights (train.ema), it is exported. `push` is a hub id to upload the directory to.
+    """
     if not is_run(run):
         raise InputError(
-            f"{run} is not a run directory.", where="export", fix="Give the run.dir of a training run, or of a pipeline's stage."
+            f"{run} is not a run directory.",
+            where="export",
+            fix="Give the run.dir of a training run, or of a pipeline's stage.",
         )
     if out.exists() and (out.is_file() or any(out.iterdir())):
-        raise InputError(f"{out} is not empty.", where="export", fix="Choose another directory, or empty it first.")
+        raise InputError(
+            f"{out} is not empty.",
+            where="export",
+            fix="Choose another directory, or empty it first.",
+        )
     token = hub_token() if push else None
-    config = config_from_dict(json.loads((run / "config.json").read_text()), where=str(run / "config.json"))
+    config = config_from_dict(
+        json.loads((run / "config.json").read_text()), where=str(run / "config.json")
+    )
     write = _write_scores if family_of(config.algorithm.name) == "reward" else _write_model
     form = write(config, run, out, checkpoint, merge)
-    text = card(run, config, form, checkpoint_of(run, checkpoint).name, averaged=config.train.ema is not None, lineage=lineage)
+    text = card(
+        run,
+        config,
+        form,
+        checkpoint_of(run, checkpoint).name,
+        averaged=config.train.ema is not None,
+        lineage=lineage,
+    )
     (out / "README.md").write_text(text, encoding="utf-8")
     if push is not None and token is not None:
         upload(out, push, token)
@@ -45,7 +73,9 @@ def export(
 
 
 def _write_model(config: Config, run: Path, out: Path, checkpoint: str, merge: bool) -> Form:
-    model = load_model(config.model.model_copy(update={"exact": False, "compile": False}), config.adapter)
+    model = load_model(
+        config.model.model_copy(update={"exact": False, "compile": False}), config.adapter
+    )
     load_weights(model, run, checkpoint)
     module: Any = model.module
     if merge and config.adapter is not None:
@@ -67,8 +97,12 @@ def _write_model(config: Config, run: Path, out: Path, checkpoint: str, merge: b
 
 
 def _write_scores(config: Config, run: Path, out: Path, checkpoint: str, merge: bool) -> Form:
-    """A reward model: a sequence-classification checkpoint with one label; its adapter is always merged."""
-    model = load_scalar(config.model.model_copy(update={"compile": False}), config.adapter, fresh=True)
+    """A reward model: a sequence-classification checkpoint with one label; its adapter is always
+    merged.
+    """
+    model = load_scalar(
+        config.model.model_copy(update={"compile": False}), config.adapter, fresh=True
+    )
     load_weights(model, run, checkpoint)
     if config.adapter is not None:
         model = ScalarModel(merged(model.module), model.tokenizer)
@@ -77,7 +111,9 @@ def _write_scores(config: Config, run: Path, out: Path, checkpoint: str, merge: 
 
 
 def _end_of_turn(model: CausalModel, config: Config) -> None:
-    """The generation config names every token that ended a completion here (that of the chat template too), or servers talk on."""
+    """The generation config names every token that ended a completion here (that of the chat
+    template too), or servers talk on.
+    """
     generation = model.causal.generation_config
     ends = sorted({*stop_tokens(model), *Renderer(model.tokenizer, config.data).stop_tokens})
     if ends:
@@ -87,9 +123,13 @@ def _end_of_turn(model: CausalModel, config: Config) -> None:
 
 
 def _known_base(module: Any, path: str) -> None:
-    """An adapter names its base by hub id, or by an absolute path: a relative one would mean something else elsewhere."""
+    """An adapter names its base by hub id, or by an absolute path: a relative one would mean
+    something else elsewhere.
+    """
     for adapter in module.peft_config.values():
-        adapter.base_model_name_or_path = str(Path(path).expanduser().resolve()) if Path(path).expanduser().exists() else path
+        adapter.base_model_name_or_path = (
+            str(Path(path).expanduser().resolve()) if Path(path).expanduser().exists() else path
+        )
 
 
 def hub_token() -> str:
@@ -99,7 +139,9 @@ def hub_token() -> str:
     token = get_token()
     if not token:
         raise InputError(
-            "there is no token for the hub.", where="--push", fix="Set HF_TOKEN, or run `hf auth login`, with a token that may write."
+            "there is no token for the hub.",
+            where="--push",
+            fix="Set HF_TOKEN, or run `hf auth login`, with a token that may write.",
         )
     return token
 
@@ -112,9 +154,13 @@ def upload(folder: Path, repo: str, token: str) -> None:
     api = HfApi(token=token)
     try:
         api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=str(folder), commit_message="Exported with reinforge")
+        api.upload_folder(
+            repo_id=repo, folder_path=str(folder), commit_message="Exported with reinforge"
+        )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"could not upload to {repo}: {first}", where="--push", fix=f"The export itself is complete in {folder}."
+            f"could not upload to {repo}: {first}",
+            where="--push",
+            fix=f"The export itself is complete in {folder}.",
         ) from error

@@ -1,5 +1,8 @@
-"""The output of `generate` while it is being made. Every answered prompt is written to a journal beside the file at once; the file
-itself appears, or changes, as a whole at the end. What either of them holds is not asked again."""
+"""The output of `generate` while it is being made.
+
+Every answered prompt is written to a journal beside the file at once; the file itself appears, or
+changes, as a whole at the end. What either of them holds is not asked again.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-REQUEST, LABELS = "_request", "_labels"  # bookkeeping columns: hashes of what was asked, and of what it was labelled with
+# bookkeeping columns: hashes of what was asked, and of what it was labelled with
+REQUEST = "_request"
+LABELS = "_labels"
 Line = dict[str, Any]
 
 
@@ -24,16 +29,23 @@ class Generated:
     """`known`: request -> the lines of its n completions."""
 
     def __init__(self, out: Path, n: int):
-        self.out, self.n = out, n
+        self.out = out
+        self.n = n
         self.journal = out.with_name(f".{out.name}.part")
         out.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(self.journal)
         self.known: dict[str, list[Line]] = {}
         self.known.update(_groups((line for line in _values(out) if _ours(line)), n))
-        self.known.update((g[0][REQUEST], g) for g in _values(self.journal) if isinstance(g, list) and len(g) == n and all(map(_ours, g)))
+        self.known.update(
+            (g[0][REQUEST], g)
+            for g in _values(self.journal)
+            if isinstance(g, list) and len(g) == n and all(map(_ours, g))
+        )
 
     def add(self, lines: list[Line]) -> None:
-        """The completions of one prompt: one line of the journal, so that a kill loses all of them or none."""
+        """The completions of one prompt: one line of the journal, so that a kill loses all of them
+        or none.
+        """
         assert len(lines) == self.n and len({line[REQUEST] for line in lines}) == 1
         self.known[lines[0][REQUEST]] = lines
         with self.journal.open("ab") as file:
@@ -48,7 +60,9 @@ class Generated:
 
 
 def _bytes(values: Iterable[Any]) -> bytes:
-    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values).encode("utf-8", "surrogatepass")
+    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values).encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 def write_whole(path: Path, lines: Iterable[Line]) -> None:
@@ -71,7 +85,10 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _values(path: Path) -> Iterator[Any]:
-    """What the lines of a file say. What else may be in a file of that name is going to be replaced."""
+    """What the lines of a file say.
+
+    What else may be in a file of that name is going to be replaced.
+    """
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -90,6 +107,10 @@ def _groups(lines: Iterator[Line], n: int) -> Iterator[tuple[str, list[Line]]]:
     """Runs of n lines of one request."""
     group: list[Line] = []
     for line in lines:
-        group = [*group, line] if group and group[0][REQUEST] == line[REQUEST] and len(group) < n else [line]
+        group = (
+            [*group, line]
+            if group and group[0][REQUEST] == line[REQUEST] and len(group) < n
+            else [line]
+        )
         if len(group) == n:
             yield line[REQUEST], group

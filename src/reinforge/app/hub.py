@@ -1,4 +1,6 @@
-"""What a configuration wants of the model hub, and whether it can be had, before anything large is imported or loaded."""
+"""What a configuration wants of the model hub, and whether it can be had, before anything large is
+imported or loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,26 @@ from reinforge.core.errors import InputError
 from reinforge.core.hub import offline, unavailable
 from reinforge.data.sources import MIXTURE, PYTHON
 
-FIX = "Check the path, the spelling and the network; without a network, give the directory of a model."
+FIX = (
+    "Check the path, the spelling and the network; without a network, give the directory of a"
+    " model."
+)
 
 
 def models_of(config: Config) -> list[tuple[str, str]]:
     """The models that a configuration names, each with its key."""
-    model, teacher = config.model, config.teacher
+    model = config.model
+    teacher = config.teacher
     places = [("model.path", model.path)]
     if model.tokenizer:
         places.append(("model.tokenizer", model.tokenizer))
     if config.critic and config.critic.path:
         places.append(("critic.path", config.critic.path))
     if teacher is not None:
-        places += [("teacher.path", teacher.path), *((f"teacher.also.{i}.path", t.path) for i, t in enumerate(teacher.also))]
+        places += [
+            ("teacher.path", teacher.path),
+            *((f"teacher.also.{i}.path", t.path) for i, t in enumerate(teacher.also)),
+        ]
     for i, reward in enumerate(config.rewards):
         path = reward.options.get("path")
         if reward.name in ("model", "process") and isinstance(path, str):
@@ -31,15 +40,25 @@ def models_of(config: Config) -> list[tuple[str, str]]:
 
 def not_here(config: Config) -> list[str]:
     """An error for each model that is neither on this machine nor to be had from the hub."""
-    wanted = [(key, name) for key, name in models_of(config) if not Path(name).expanduser().exists()]
+    wanted = [
+        (key, name) for key, name in models_of(config) if not Path(name).expanduser().exists()
+    ]
     found = [(key, unavailable(name)) for key, name in wanted]
     return [str(InputError(f"{why}.", where=key, fix=FIX)) for key, why in found if why is not None]
 
 
 def needs_hub(config: Config) -> bool:
     """Whether any name in the configuration is a hub id."""
-    sources = [config.data.source, config.data.eval.source, *(item.source for item in config.data.mixture)]
-    hosted = [source for source in sources if source and ":" not in source and source not in (MIXTURE, PYTHON)]
+    sources = [
+        config.data.source,
+        config.data.eval.source,
+        *(item.source for item in config.data.mixture),
+    ]
+    hosted = [
+        source
+        for source in sources
+        if source and ":" not in source and source not in (MIXTURE, PYTHON)
+    ]
     names = [name for _, name in models_of(config)] + hosted
     return any(not Path(name).expanduser().exists() for name in names)
 

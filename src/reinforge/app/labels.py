@@ -1,4 +1,6 @@
-"""What generated completions are worth: by the rewards of a configuration, by a judge, or both; and preference pairs from that."""
+"""What generated completions are worth: by the rewards of a configuration, by a judge, or both; and
+preference pairs from that.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,16 @@ class Labelling:
     def identity(self) -> str:
         """What the labels depend on, beside the completions."""
         judge = (
-            None if self.judge is None else [self.judge.url, self.judge.model, self.mode, self.template, self.temperature, self.max_tokens]
+            None
+            if self.judge is None
+            else [
+                self.judge.url,
+                self.judge.model,
+                self.mode,
+                self.template,
+                self.temperature,
+                self.max_tokens,
+            ]
         )
         return digest([r.model_dump(mode="json") for r in self.rewards], judge)
 
@@ -60,7 +71,11 @@ class Labeller:
     def __post_init__(self) -> None:
         self._rewards = build_rewards(self.how.rewards, device=self.device)
         self._gates, self._running = gates_of(self._rewards), Running.of(self._rewards)
-        self._judge = Judge(self._ask, mode=self.how.mode, template=self.how.template) if self.client is not None else None
+        self._judge = (
+            Judge(self._ask, mode=self.how.mode, template=self.how.template)
+            if self.client is not None
+            else None
+        )
 
     async def _ask(self, text: str) -> str:
         assert self.client is not None
@@ -71,8 +86,15 @@ class Labeller:
         texts = [line["completion"] for line in lines]
         labels: list[Line] = [{} for _ in lines]
         if self._rewards:
-            tokens = [line["tokens"] for line in lines] if all("tokens" in line for line in lines) else None
-            scores = {r.name: (await r.outcome([row] * len(texts), texts, tokens)).marked for r in self._rewards}
+            tokens = (
+                [line["tokens"] for line in lines]
+                if all("tokens" in line for line in lines)
+                else None
+            )
+            scores = {
+                r.name: (await r.outcome([row] * len(texts), texts, tokens)).marked
+                for r in self._rewards
+            }
             weights = {r.name: r.weight for r in self._rewards}
             for i, label in enumerate(labels):
                 given = {name: values[i] for name, values in scores.items()}
@@ -82,7 +104,10 @@ class Labeller:
             for label, score in zip(labels, await self._judge(row.prompt, texts), strict=True):
                 label["judge"] = score
         self.failed += sum(value_of(label) is None for label in labels)
-        return [{**line, **label, LABELS: self.how.identity} for line, label in zip(lines, labels, strict=True)]
+        return [
+            {**line, **label, LABELS: self.how.identity}
+            for line, label in zip(lines, labels, strict=True)
+        ]
 
 
 def value_of(line: Line) -> float | None:
@@ -91,17 +116,32 @@ def value_of(line: Line) -> float | None:
 
 
 def make_pairs(lines: Sequence[Line], rule: PairRule, margin: float = 0.0) -> list[Line]:
-    """Rows {id, prompt, chosen, rejected, margin} as preference training reads them. best-worst: one per prompt, its best against
-    its worst completion; all: every two that differ. Equal ones, unscored ones and equal texts make no pair."""
+    """Rows {id, prompt, chosen, rejected, margin} as preference training reads them. best-worst:
+    one per prompt, its best against its worst completion; all: every two that differ. Equal ones,
+    unscored ones and equal texts make no pair.
+    """
     made: list[Line] = []
     for _, group in groupby(lines, lambda line: line[REQUEST]):
-        ranked = sorted((line for line in group if value_of(line) is not None), key=_value, reverse=True)
-        candidates = [(ranked[0], ranked[-1])] if rule == "best-worst" and ranked else list(combinations(ranked, 2))
+        ranked = sorted(
+            (line for line in group if value_of(line) is not None), key=_value, reverse=True
+        )
+        candidates = (
+            [(ranked[0], ranked[-1])]
+            if rule == "best-worst" and ranked
+            else list(combinations(ranked, 2))
+        )
         for i, (better, worse) in enumerate(candidates):
             gap = _value(better) - _value(worse)
             if gap > margin and better["completion"] != worse["completion"]:
-                made.append({"id": better["id"] if rule == "best-worst" else f"{better['id']}-{i}", "prompt": better["prompt"],
-                             "chosen": better["completion"], "rejected": worse["completion"], "margin": gap})  # fmt: skip
+                made.append(
+                    {
+                        "id": better["id"] if rule == "best-worst" else f"{better['id']}-{i}",
+                        "prompt": better["prompt"],
+                        "chosen": better["completion"],
+                        "rejected": worse["completion"],
+                        "margin": gap,
+                    }
+                )
     return made
 
 

@@ -1,7 +1,10 @@
-"""Runs the stages of a pipeline one after the other, each to its artefact. The same command goes on wherever it was cut.
+"""Runs the stages of a pipeline one after the other, each to its artefact.
 
-A finished stage whose inputs are as they were is not run again. One whose inputs changed is an error before anything runs, unless
-it is forced: then the old one is set aside (`previous/`), and so are those after it that it changes.
+The same command goes on wherever it was cut.
+
+A finished stage whose inputs are as they were is not run again. One whose inputs changed is an
+error before anything runs, unless it is forced: then the old one is set aside (`previous/`), and so
+are those after it that it changes.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from reinforge.app.artefact import (
     replace_json,
     weights_of,
     write_started,
-)  # fmt: skip
+)
 from reinforge.checkpoint.faults import crash_point
 from reinforge.checkpoint.lock import RunLock
 from reinforge.config.pipeline import Pipeline, Reference, Stage
@@ -48,7 +51,12 @@ class PipelineResult:
     @property
     def metrics(self) -> dict[str, float]:
         """The headline numbers of every stage: `grpo/eval/accuracy`."""
-        return {f"{name}/{key}": value for name, made in self.artefacts.items() for key, value in made.metrics.items() if key in SHOWN}
+        return {
+            f"{name}/{key}": value
+            for name, made in self.artefacts.items()
+            for key, value in made.metrics.items()
+            if key in SHOWN
+        }
 
 
 def run_pipeline(pipeline: Pipeline, force: Sequence[str] = ()) -> PipelineResult:
@@ -60,7 +68,9 @@ def run_pipeline(pipeline: Pipeline, force: Sequence[str] = ()) -> PipelineResul
         done: dict[str, Artefact] = {}
         result = PipelineResult(pipeline.dir, done)
         for stage in pipeline.stages:
-            done[stage.name], ran = _stage(pipeline, stage, done, stage.name in force, stage.name in redo)
+            done[stage.name], ran = _stage(
+                pipeline, stage, done, stage.name in force, stage.name in redo
+            )
             result.ran += [stage.name] if ran else []
             result.report = write_pipeline_report(pipeline.dir)
     return result
@@ -71,7 +81,9 @@ def redone(pipeline: Pipeline, force: Sequence[str]) -> set[str]:
     unknown = [name for name in force if name not in {stage.name for stage in pipeline.stages}]
     if unknown:
         raise InputError(
-            f"there is no stage {unknown[0]!r}.", where="--force-stage", fix=f"There are: {', '.join(s.name for s in pipeline.stages)}."
+            f"there is no stage {unknown[0]!r}.",
+            where="--force-stage",
+            fix=f"There are: {', '.join(s.name for s in pipeline.stages)}.",
         )
     found = set(force)
     for stage in pipeline.stages:
@@ -84,17 +96,33 @@ def resolved(pipeline: Pipeline, stage: Stage) -> Config | None:
     """The stage's configuration with the paths of what it takes from others. An export has none."""
     for reference in stage.references:
         path_in(pipeline, reference, stage.where)  # of the right kind
-    return None if stage.kind == "export" else stage.config(lambda reference: str(path_in(pipeline, reference, stage.where)))
+    return (
+        None
+        if stage.kind == "export"
+        else stage.config(lambda reference: str(path_in(pipeline, reference, stage.where)))
+    )
 
 
-def check_finished(pipeline: Pipeline, redo: set[str] | frozenset[str] = frozenset()) -> dict[str, str]:
-    """What is done already, by stage: finished, unfinished, or missing. Raises if a finished one was made of something else."""
+def check_finished(
+    pipeline: Pipeline, redo: set[str] | frozenset[str] = frozenset()
+) -> dict[str, str]:
+    """What is done already, by stage: finished, unfinished, or missing.
+
+    Raises if a finished one was made of something else.
+    """
     done: dict[str, Artefact] = {}
     states: dict[str, str] = {}
     for stage in pipeline.stages:
-        config, artefact = resolved(pipeline, stage), read_artefact(stage.dir)
-        states[stage.name] = "finished" if artefact else "unfinished" if read_started(stage) else "missing"
-        if artefact is None or stage.name in redo or not all(parent in done for parent in stage.parents):
+        config = resolved(pipeline, stage)
+        artefact = read_artefact(stage.dir)
+        states[stage.name] = (
+            "finished" if artefact else "unfinished" if read_started(stage) else "missing"
+        )
+        if (
+            artefact is None
+            or stage.name in redo
+            or not all(parent in done for parent in stage.parents)
+        ):
             continue
         _compare(
             stage,
@@ -109,55 +137,97 @@ def check_finished(pipeline: Pipeline, redo: set[str] | frozenset[str] = frozens
 def _compare(stage: Stage, old: Mapping[str, Any], new: Mapping[str, Any], what: str) -> None:
     changed = differences(old, new)
     if changed:
-        raise InputError(f"the stage {stage.name} in {stage.dir} {what}: {'; '.join(changed)}.", where=stage.where,
-                         fix=f"Restore that, use another run.dir, or run it again with --force-stage {stage.name}.")  # fmt: skip
+        raise InputError(
+            f"the stage {stage.name} in {stage.dir} {what}: {'; '.join(changed)}.",
+            where=stage.where,
+            fix=(
+                "Restore that, use another run.dir, or run it again with --force-stage"
+                f" {stage.name}."
+            ),
+        )
 
 
-def _stage(pipeline: Pipeline, stage: Stage, done: Mapping[str, Artefact], forced: bool, redo: bool) -> tuple[Artefact, bool]:
+def _stage(
+    pipeline: Pipeline, stage: Stage, done: Mapping[str, Artefact], forced: bool, redo: bool
+) -> tuple[Artefact, bool]:
     """The stage's artefact, and whether anything had to be done for it."""
     config = resolved(pipeline, stage)
     inputs = inputs_of(stage, config, {name: done[name].id for name in stage.parents})
-    artefact, started = read_artefact(stage.dir), read_started(stage)
+    artefact = read_artefact(stage.dir)
+    started = read_started(stage)
     head = f"[{stage.number}/{len(pipeline.stages)}] {stage.name} ({stage.kind})"
-    changed = differences(artefact.inputs if artefact else started, inputs) if artefact or started else []
+    changed = (
+        differences(artefact.inputs if artefact else started, inputs) if artefact or started else []
+    )
     if (artefact and forced) or (redo and changed):
         print(f"{head}: the old one is now in {_set_aside(pipeline, stage)}")
-        artefact, started = None, {}
+        artefact = None
+        started = {}
     if artefact is not None:
         _compare(stage, artefact.inputs, inputs, "is finished, and was made of something else")
         print(f"{head}: finished before, nothing to do")
         return artefact, False
-    if started and stage.kind == "train":  # which settings may change on its way, a run says itself; the other kinds start afresh
-        _compare(stage, started, {**inputs, "settings": started["settings"]}, "is in the middle, and was begun with something else")
+    # which settings may change on its way, a run says itself; the other kinds start afresh
+    if started and stage.kind == "train":
+        _compare(
+            stage,
+            started,
+            {**inputs, "settings": started["settings"]},
+            "is in the middle, and was begun with something else",
+        )
     for reference in stage.references:
         _verify(pipeline, stage, reference, done[reference.stage])
     print(f"{head}: {'goes on' if started else 'starts'} in {stage.dir}")
     stage.dir.mkdir(parents=True, exist_ok=True)
     write_started(stage, inputs)
-    again = bool(started) and started["settings"].get("export.out") == inputs["settings"].get("export.out")
+    again = bool(started) and started["settings"].get("export.out") == inputs["settings"].get(
+        "export.out"
+    )
     return _run(pipeline, stage, config, inputs, again=again), True
 
 
-def _run(pipeline: Pipeline, stage: Stage, config: Config | None, inputs: dict[str, Any], *, again: bool) -> Artefact:
+def _run(
+    pipeline: Pipeline, stage: Stage, config: Config | None, inputs: dict[str, Any], *, again: bool
+) -> Artefact:
     from reinforge.app import stages
 
-    began, wall = time.monotonic(), time.time()
+    began = time.monotonic()
+    wall = time.time()
     history = lineage(pipeline, stage)
     if stage.kind == "export":
         made = stages.export_stage(
-            stage, pipeline[stage.references[0].stage], lineage(pipeline, pipeline[stage.references[0].stage]), again
+            stage,
+            pipeline[stage.references[0].stage],
+            lineage(pipeline, pipeline[stage.references[0].stage]),
+            again,
         )
     else:
         assert config is not None
-        work = {"train": lambda: stages.train_stage(stage, config, history), "eval": lambda: stages.eval_stage(stage, config),
-                "generate": lambda: stages.generate_stage(stage, config)}  # fmt: skip
+        work = {
+            "train": lambda: stages.train_stage(stage, config, history),
+            "eval": lambda: stages.eval_stage(stage, config),
+            "generate": lambda: stages.generate_stage(stage, config),
+        }
         made = work[stage.kind]()
     crash_point("stage:end")
     hashes = {"config": hash_of(inputs["settings"]), **made.hashes}
     artefact = Artefact(
-        stage.name, stage.kind, made.what, made.paths, made.id, inputs, hashes, inputs["parents"], made.metrics,
-        {"started": wall, "finished": time.time(), "seconds": time.monotonic() - began, **made.machine},
-    )  # fmt: skip
+        stage.name,
+        stage.kind,
+        made.what,
+        made.paths,
+        made.id,
+        inputs,
+        hashes,
+        inputs["parents"],
+        made.metrics,
+        {
+            "started": wall,
+            "finished": time.time(),
+            "seconds": time.monotonic() - began,
+            **made.machine,
+        },
+    )
     artefact.write(stage.dir)
     _free()
     return artefact
@@ -176,18 +246,28 @@ def _verify(pipeline: Pipeline, stage: Stage, reference: Reference, parent: Arte
     """A parent's files are those that it made."""
     path = path_in(pipeline, reference, stage.where)
     if not path.exists():
-        raise InputError(f"{path}, which the stage {parent.stage} made, is gone.", where=f"{stage.where}, {reference.key}",
-                         fix=f"Bring it back, or make it again with --force-stage {parent.stage}.")  # fmt: skip
+        raise InputError(
+            f"{path}, which the stage {parent.stage} made, is gone.",
+            where=f"{stage.where}, {reference.key}",
+            fix=f"Bring it back, or make it again with --force-stage {parent.stage}.",
+        )
     if path.is_dir() and "weights" in parent.hashes and path.name != "adapter":
         found = weights_of(path)
         if any(found[name] != parent.hashes[name] for name in found):
-            raise InputError(f"{path} is not what the stage {parent.stage} made: its files were changed.", where=f"{stage.where}, {reference.key}",
-                             fix=f"Restore them, or make them again with --force-stage {parent.stage}.")  # fmt: skip
+            raise InputError(
+                f"{path} is not what the stage {parent.stage} made: its files were changed.",
+                where=f"{stage.where}, {reference.key}",
+                fix=f"Restore them, or make them again with --force-stage {parent.stage}.",
+            )
 
 
 def _set_aside(pipeline: Pipeline, stage: Stage) -> Path:
     """Moves a stage's directory away; nothing is deleted."""
-    target = next(path for n in count(1) if not (path := pipeline.dir / "previous" / f"{stage.dir.name}-{n}").exists())
+    target = next(
+        path
+        for n in count(1)
+        if not (path := pipeline.dir / "previous" / f"{stage.dir.name}-{n}").exists()
+    )
     target.parent.mkdir(exist_ok=True)
     os.rename(stage.dir, target)
     return target
@@ -203,13 +283,27 @@ def lineage(pipeline: Pipeline, stage: Stage) -> list[str]:
 
 
 def _record(pipeline: Pipeline) -> None:
-    """pipeline.json: which stages there are and where, so that reports and digests need no configuration."""
-    stages = [{"name": s.name, "kind": s.kind, "dir": s.dir.name, "from": {r.key: r.stage for r in s.references}} for s in pipeline.stages]
-    replace_json(pipeline.dir / RECORD, {"seed": pipeline.seed, "source": pipeline.source, "stages": stages})
+    """pipeline.json: which stages there are and where, so that reports and digests need no
+    configuration.
+    """
+    stages = [
+        {
+            "name": s.name,
+            "kind": s.kind,
+            "dir": s.dir.name,
+            "from": {r.key: r.stage for r in s.references},
+        }
+        for s in pipeline.stages
+    ]
+    replace_json(
+        pipeline.dir / RECORD, {"seed": pipeline.seed, "source": pipeline.source, "stages": stages}
+    )
 
 
 def digest_pipeline(folder: Path) -> dict[str, str]:
-    """A hash per stage, of everything that does not depend on the clock: artefact and, of training, the last checkpoint. Unfinished: "-"."""
+    """A hash per stage, of everything that does not depend on the clock: artefact and, of training,
+    the last checkpoint. Unfinished: "-".
+    """
     from reinforge.checkpoint.store import digest_run
 
     found = {}
@@ -218,11 +312,20 @@ def digest_pipeline(folder: Path) -> dict[str, str]:
         if artefact is None:
             found[stage["name"]] = "-"
             continue
-        plain = [artefact.kind, artefact.what, artefact.id, artefact.parents, artefact.hashes, artefact.metrics]
+        plain = [
+            artefact.kind,
+            artefact.what,
+            artefact.id,
+            artefact.parents,
+            artefact.hashes,
+            artefact.metrics,
+        ]
         trained = digest_run(folder / stage["dir"]) if artefact.kind == "train" else ""
         found[stage["name"]] = hash_of([plain, trained])
     return found
 
 
 def whole_digest(stages: Mapping[str, str]) -> str:
-    return hashlib.sha256("\n".join(f"{name} {value}" for name, value in stages.items()).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join(f"{name} {value}" for name, value in stages.items()).encode()
+    ).hexdigest()

@@ -1,9 +1,12 @@
 """`reinforge plan` for a pipeline: all stages in one go, each message with its stage's name.
 
-A stage whose model does not exist yet is checked with the model that it will come from: tokenizer, context and architecture are
-the same. Rows that a stage will generate are not there to be checked, and that is said.
+A stage whose model does not exist yet is checked with the model that it will come from: tokenizer,
+context and architecture are the same. Rows that a stage will generate are not there to be checked,
+and that is said.
 
-    python -m reinforge.app.pipeline_plan STAGES.json --json       the second phase, in a process that can be killed
+The second phase, in a process that can be killed:
+
+    python -m reinforge.app.pipeline_plan STAGES.json --json
 """
 
 from __future__ import annotations
@@ -33,8 +36,17 @@ def plan_pipeline(pipeline: Pipeline, *, deadline: float = 30.0) -> Report:
     if report.ok and ready:
         with tempfile.TemporaryDirectory(prefix="reinforge-plan-") as folder:
             path = Path(folder) / "stages.json"
-            path.write_text(json.dumps([{"stage": name, "config": config.model_dump(mode="json")} for name, config in ready]))
-            found = worker_report(path, (), deadline * len(ready), module="reinforge.app.pipeline_plan")
+            path.write_text(
+                json.dumps(
+                    [
+                        {"stage": name, "config": config.model_dump(mode="json")}
+                        for name, config in ready
+                    ]
+                )
+            )
+            found = worker_report(
+                path, (), deadline * len(ready), module="reinforge.app.pipeline_plan"
+            )
         for stage in report.summary["stages"]:
             stage.update(found["summary"].get(stage["stage"], {}))
         report.errors += found["errors"]
@@ -42,25 +54,48 @@ def plan_pipeline(pipeline: Pipeline, *, deadline: float = 30.0) -> Report:
     return report
 
 
-def first_phase(pipeline: Pipeline, force: Sequence[str] = ()) -> tuple[Report, list[tuple[str, Config]]]:
-    """What can be told without torch, and the stages whose rows and rewards can be looked at, as configurations."""
-    report, again = Report(summary={"run_dir": str(pipeline.dir), "stages": []}), redone(pipeline, force)
+def first_phase(
+    pipeline: Pipeline, force: Sequence[str] = ()
+) -> tuple[Report, list[tuple[str, Config]]]:
+    """What can be told without torch, and the stages whose rows and rewards can be looked at, as
+    configurations.
+    """
+    report = Report(summary={"run_dir": str(pipeline.dir), "stages": []})
+    again = redone(pipeline, force)
     ready: list[tuple[str, Config]] = []
     for stage in pipeline.stages:
         try:
             config, missing = stand_in(pipeline, stage)
         except InputError as error:
-            report.errors.append(f"stage {stage.name}: {error.what if error.where == stage.where else error}")
+            report.errors.append(
+                f"stage {stage.name}: {error.what if error.where == stage.where else error}"
+            )
             continue
-        summary: dict[str, Any] = {"stage": stage.name, "kind": stage.kind, "run_dir": str(stage.dir)}
+        summary: dict[str, Any] = {
+            "stage": stage.name,
+            "kind": stage.kind,
+            "run_dir": str(stage.dir),
+        }
         if config is not None:
-            found = preflight(_elsewhere(config) if stage.name in again or read_artefact(stage.dir) else config)
+            found = preflight(
+                _elsewhere(config) if stage.name in again or read_artefact(stage.dir) else config
+            )
             gone = tuple(f"{reference.key}:" for reference in missing)
-            report.errors += [f"stage {stage.name}: {e}" for e in found.errors if not e.startswith(gone or ("\0",))]
-            report.warnings += [f"stage {stage.name}: {w}" for w in found.warnings if not w.startswith("run.dir:")]  # the stage's own files
+            report.errors += [
+                f"stage {stage.name}: {e}"
+                for e in found.errors
+                if not e.startswith(gone or ("\0",))
+            ]
+            # the stage's own files
+            report.warnings += [
+                f"stage {stage.name}: {w}" for w in found.warnings if not w.startswith("run.dir:")
+            ]
             summary = {**(found.summary if stage.kind == "train" else {}), **summary}
             if any(reference.place[0] == "data" for reference in missing):
-                report.warnings.append(f"stage {stage.name}: its rows are made by an earlier stage and could not be checked yet.")
+                report.warnings.append(
+                    f"stage {stage.name}: its rows are made by an earlier stage and could not be"
+                    " checked yet."
+                )
             elif stage.kind != "generate":
                 ready.append((stage.name, config))
         report.summary["stages"].append({**summary, "from": ", ".join(stage.parents) or None})
@@ -76,13 +111,20 @@ def first_phase(pipeline: Pipeline, force: Sequence[str] = ()) -> tuple[Report, 
 
 
 def _elsewhere(config: Config) -> Config:
-    """As if nothing were there yet: what a finished stage was made of is compared by its artefact, and a forced one steps aside."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": f"{config.run.dir}.new"})})
+    """As if nothing were there yet: what a finished stage was made of is compared by its artefact,
+    and a forced one steps aside.
+    """
+    return config.model_copy(
+        update={"run": config.run.model_copy(update={"dir": f"{config.run.dir}.new"})}
+    )
 
 
 def stand_in(pipeline: Pipeline, stage: Stage) -> tuple[Config | None, list[Reference]]:
-    """The stage's configuration, with what is not there yet replaced by what it will be made from; and which that is."""
-    assert all(section is not None for section in (stage.export, stage.generate))  # their sections are read, so they are checked
+    """The stage's configuration, with what is not there yet replaced by what it will be made from;
+    and which that is.
+    """
+    # their sections are read, so they are checked
+    assert all(section is not None for section in (stage.export, stage.generate))
     missing = [r for r in stage.references if not path_in(pipeline, r, stage.where).exists()]
     if stage.kind == "export":
         if pipeline[stage.references[0].stage].kind != "train":
@@ -100,16 +142,32 @@ def _likely(pipeline: Pipeline, stage: Stage, reference: Reference) -> str:
     if parent.kind == "export":
         parent = pipeline[parent.references[0].stage]
     before = next((r for r in parent.references if r.key == "model.path"), None)
-    return _likely(pipeline, parent, before) if before else str(parent.settings.get("model", {}).get("path"))
+    return (
+        _likely(pipeline, parent, before)
+        if before
+        else str(parent.settings.get("model", {}).get("path"))
+    )
 
 
 def describe_pipeline(report: Report) -> list[dict[str, Any]]:
     """The summary as table rows for people."""
     rows = []
     for stage in report.summary.get("stages", ()):
-        counted = f"{stage['rows']['train']:,} + {stage['rows']['eval']:,}" if "rows" in stage else None
-        rows.append({"stage": stage["stage"], "kind": stage["kind"], "state": stage.get("state"), "from": stage["from"], "algorithm": stage.get("algorithm"),
-                     "steps": stage.get("steps"), "rows": counted, "directory": stage["run_dir"]})  # fmt: skip
+        counted = (
+            f"{stage['rows']['train']:,} + {stage['rows']['eval']:,}" if "rows" in stage else None
+        )
+        rows.append(
+            {
+                "stage": stage["stage"],
+                "kind": stage["kind"],
+                "state": stage.get("state"),
+                "from": stage["from"],
+                "algorithm": stage.get("algorithm"),
+                "steps": stage.get("steps"),
+                "rows": counted,
+                "directory": stage["run_dir"],
+            }
+        )
     return rows
 
 
@@ -136,7 +194,8 @@ def main(argv: list[str]) -> None:
     output.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if report.ok else 2)  # a thread or pool that a reward left behind must not keep the process
+    # a thread or pool that a reward left behind must not keep the process
+    os._exit(0 if report.ok else 2)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ from reinforge.config.schema import Config
 from reinforge.data.readers import GENERATED, kind_of
 from reinforge.data.sources import held_out, load_rows
 
-MOST_HELD_OUT, SHARE, FEWEST = 200, 20, 40  # one row in SHARE is held out, of a file with at least FEWEST rows
+# one row in SHARE is held out, of a file with at least FEWEST rows
+MOST_HELD_OUT = 200
+SHARE = 20
+FEWEST = 40
 
 
 def sft_config(
@@ -25,9 +28,11 @@ def sft_config(
     overrides: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Config:
-    """SFT with settings that suit most: a twentieth of the rows (at most 200) held out, 16 rows per step, cosine with
-    warm-up, 1e-5 for all weights and 2e-4 for an adapter. `overrides` are those of `reinforge train`. `say` is told where
-    fewer rows are held out, because rows with the same prompt stay together."""
+    """SFT with settings that suit most: a twentieth of the rows (at most 200) held out, 16 rows per
+    step, cosine with warm-up, 1e-5 for all weights and 2e-4 for an adapter. `overrides` are those
+    of `reinforge train`. `say` is told where fewer rows are held out, because rows with the same
+    prompt stay together.
+    """
     tree: dict[str, Any] = {
         "model": {"path": model},
         "algorithm": {"name": "sft"},
@@ -48,9 +53,14 @@ def sft_config(
     rows = load_rows(cfg)
     size = min(MOST_HELD_OUT, len(rows) // SHARE) if len(rows) >= FEWEST else 0
     if kind_of(data) not in GENERATED:
-        wanted, size = size, len(held_out(rows, size, cfg.eval.where))
-        if size < wanted and cfg.eval.size == 0 and cfg.eval.source is None:  # else it was asked for
-            say(f"{size} rows are held out instead of {wanted}: rows with the same prompt stay together.")
+        wanted = size
+        size = len(held_out(rows, size, cfg.eval.where))
+        # else it was asked for
+        if size < wanted and cfg.eval.size == 0 and cfg.eval.source is None:
+            say(
+                f"{size} rows are held out instead of {wanted}: rows with the same prompt stay"
+                " together."
+            )
     tree["data"]["eval"] = {"size": size}
     tree["train"]["prompts_per_step"] = max(1, min(16, (len(rows) - size) // 4))
     return config_from_dict(tree, overrides=list(overrides))

@@ -1,7 +1,9 @@
-"""`cluster.kind: ray` becomes actors. The controller has rows, rewards, the loop and the log; models are where their actors are.
+"""`cluster.kind: ray` becomes actors.
 
-Inside an actor the same workshop is open, without rows and rewards: whatever `Workshop` can make there (a backend, an engine), it makes
-from the same config and in the same way as in one process.
+The controller has rows, rewards, the loop and the log; models are where their actors are.
+
+Inside an actor the same workshop is open, without rows and rewards: whatever `Workshop` can make
+there (a backend, an engine), it makes from the same config and in the same way as in one process.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.model import ModelReward
 from reinforge.train.session import Session, ViewLike
 
-SHOP, POLICY, CRITIC, ENGINE, REWARD = "shop", "policy", "critic", "engine", "reward"
+SHOP = "shop"
+POLICY = "policy"
+CRITIC = "critic"
+ENGINE = "engine"
+REWARD = "reward"
 
 
 # ---- the controller's side ----
@@ -66,14 +72,20 @@ class RemoteWorkshop(Workshop):
 
     def __post_init__(self) -> None:
         if self.given.model is not None:
-            raise InputError("an actor cannot load a model that was given as an object.", where="cluster.kind", fix="Give its path.")
+            raise InputError(
+                "an actor cannot load a model that was given as an object.",
+                where="cluster.kind",
+                fix="Give its path.",
+            )
         cluster = current()
         assert cluster is not None, "no cluster is open"
         self.cluster = cluster
         cluster.begin()
         super().__post_init__()
 
-    def _rewards(self, functions: Mapping[str, Callable[..., Any]], device: str) -> list[FunctionReward]:
+    def _rewards(
+        self, functions: Mapping[str, Callable[..., Any]], device: str
+    ) -> list[FunctionReward]:
         places = iter(range(len(self.cfg.rewards)))
 
         def there(reward: ModelReward) -> RemoteReward:
@@ -99,22 +111,45 @@ class RemoteWorkshop(Workshop):
 
     @cached_property
     def engine(self) -> Any:
-        crews = [partial(self.cluster.crew, POLICY)] if self.colocated else [
-            partial(self._engine_crew, i) for i in range(self.cfg.cluster.engines)
-        ]  # fmt: skip
-        return RemoteEngine(self.cluster, crews, ENGINE, station_engine, self.longest, shares=self.colocated)
+        crews = (
+            [partial(self.cluster.crew, POLICY)]
+            if self.colocated
+            else [partial(self._engine_crew, i) for i in range(self.cfg.cluster.engines)]
+        )
+        return RemoteEngine(
+            self.cluster, crews, ENGINE, station_engine, self.longest, shares=self.colocated
+        )
 
     def _engine_crew(self, i: int) -> Crew:
         crew = self.cluster.crew(ENGINE, i)
-        one = self.cfg.train.model_copy(update={"backend": "local", "ranks": None, "sequence_parallel": 1, "tensor_parallel": 1})
-        crew.make(SHOP, open_station, inner(self.cfg, train=one), self.weights)  # a whole copy of the model, in one process
+        one = self.cfg.train.model_copy(
+            update={"backend": "local", "ranks": None, "sequence_parallel": 1, "tensor_parallel": 1}
+        )
+        # a whole copy of the model, in one process
+        crew.make(SHOP, open_station, inner(self.cfg, train=one), self.weights)
         return crew
 
-    def backend(self, steps: int, temperature: float, *, paired: bool = False, teachers: Teachers | None = None,
-                compare: bool = True) -> Any:  # fmt: skip
+    def backend(
+        self,
+        steps: int,
+        temperature: float,
+        *,
+        paired: bool = False,
+        teachers: Teachers | None = None,
+        compare: bool = True,
+    ) -> Any:
         settings = {"paired": paired, "teachers": teachers, "compare": compare}
         head = self.model.value_head is not None
-        return RemoteBackend(self.cluster.crew(POLICY), POLICY, station_backend, head, steps, temperature, settings, shares=self.colocated)
+        return RemoteBackend(
+            self.cluster.crew(POLICY),
+            POLICY,
+            station_backend,
+            head,
+            steps,
+            temperature,
+            settings,
+            shares=self.colocated,
+        )
 
 
 def remote_critic(cfg: Config, train: TrainConfig, updates: int) -> Any:
@@ -128,7 +163,10 @@ def remote_critic(cfg: Config, train: TrainConfig, updates: int) -> Any:
 
 
 def inner(cfg: Config, **changes: Any) -> Config:
-    """The config as it is inside an actor. States travel whole, to the controller, who writes the checkpoint."""
+    """The config as it is inside an actor.
+
+    States travel whole, to the controller, who writes the checkpoint.
+    """
     checkpoint = cfg.run.checkpoint.model_copy(update={"sharded": False})
     run = cfg.run.model_copy(update={"checkpoint": checkpoint})
     return cfg.model_copy(update={"cluster": ClusterConfig(), "run": run, **changes})
@@ -153,13 +191,20 @@ class Station(Workshop):
     """The part of a workshop that computes: model, backend, engine."""
 
     def __init__(self, cfg: Config, weights: Mapping[str, float]):
-        self.cfg, self.given, self.view = cfg, Given(), Quiet()
-        self.train_rows, self.eval_rows, self.rewards, self.weights = [], [], [], dict(weights)
+        self.cfg = cfg
+        self.given = Given()
+        self.view = Quiet()
+        self.train_rows = []
+        self.eval_rows = []
+        self.rewards = []
+        self.weights = dict(weights)
         self.algorithm = algorithm_of(replayable(cfg), cfg.rollout.max_new_tokens, self.weights)
         self.ranks = ranks_of(cfg)
         self.model = self._load()
         self.renderer = Renderer(self.model.tokenizer, cfg.data)
-        self.context, self.longest, self.best = context_length(cfg.model), 0, 0.0
+        self.context = context_length(cfg.model)
+        self.longest = 0
+        self.best = 0.0
 
 
 def open_only(objects: dict[str, Any], cfg: Config) -> AbstractContextManager[Any]:
@@ -176,7 +221,9 @@ def open_station(objects: dict[str, Any], cfg: Config, weights: Mapping[str, flo
     return Station(cfg, weights)
 
 
-def station_backend(objects: dict[str, Any], head: bool, steps: int, temperature: float, settings: dict[str, Any]) -> Any:
+def station_backend(
+    objects: dict[str, Any], head: bool, steps: int, temperature: float, settings: dict[str, Any]
+) -> Any:
     shop: Station = objects[SHOP]
     if head:
         shop.policy.add_value_head()
@@ -203,28 +250,50 @@ class Attempt:
     session: Session | None = None
 
     def __init__(self, cluster: Cluster, memory: Memory | None, lost_at: float | None):
-        self.cluster, self.memory, self.lost_at = cluster, memory, lost_at
+        self.cluster = cluster
+        self.memory = memory
+        self.lost_at = lost_at
 
     def made(self, session: Session) -> None:
-        self.session, session.memory = session, self.memory
+        self.session = session
+        session.memory = self.memory
         session.passing = (Lost,)
 
     def opened(self, session: Session) -> None:
         """The log is open: what happened is written, unless it is there."""
-        there = {json.loads(line).get("fault") for line in (session.dir / "events.jsonl").read_text().splitlines()}
+        there = {
+            json.loads(line).get("fault")
+            for line in (session.dir / "events.jsonl").read_text().splitlines()
+        }
         self.cluster.tell = lambda event: session.recorder.event(**event)
         for event in self.cluster.events:
             if event["fault"] not in there:
                 session.recorder.event(**event)
         if self.lost_at is not None:
-            self.cluster.note("actor_restored", role=POLICY, seconds=time.monotonic() - self.lost_at, step=session.step)
+            self.cluster.note(
+                "actor_restored",
+                role=POLICY,
+                seconds=time.monotonic() - self.lost_at,
+                step=session.step,
+            )
 
 
-def on_ray(config: Config, given: Given, view: ViewLike, run: Callable[[Config, Given, ViewLike, Attempt], Session]) -> Session:
-    """The run, begun again from its newest checkpoint or snapshot when the trainer's actors are lost: a step that was cut is done again
-    on the same draws, so the run comes out as if nothing had happened."""
+def on_ray(
+    config: Config,
+    given: Given,
+    view: ViewLike,
+    run: Callable[[Config, Given, ViewLike, Attempt], Session],
+) -> Session:
+    """The run, begun again from its newest checkpoint or snapshot when the trainer's actors are
+    lost: a step that was cut is done again on the same draws, so the run comes out as if nothing
+    had happened.
+    """
     if launched():
-        raise InputError("Ray starts the ranks itself.", where="cluster.kind", fix="Start it without torchrun, or set cluster.kind=local.")
+        raise InputError(
+            "Ray starts the ranks itself.",
+            where="cluster.kind",
+            fix="Start it without torchrun, or set cluster.kind=local.",
+        )
     given = replace(given, data=_listed(given.data), eval_data=_listed(given.eval_data))
     models = sum(reward.name == "model" for reward in config.rewards)
     own_critic = config.critic is not None and not config.critic.shared
@@ -237,26 +306,37 @@ def on_ray(config: Config, given: Given, view: ViewLike, run: Callable[[Config, 
         rewards=models,
     ) as cluster:
         cluster.modules = (__name__, "transformers.modeling_utils")
-        failures, reached, lost_at = 0, -1, None
+        failures = 0
+        reached = -1
+        lost_at = None
         while True:
             attempt = Attempt(cluster, memory, lost_at)
             try:
                 return run(config, given, view, attempt)
             except Lost as lost:
-                lost_at, session = time.monotonic(), attempt.session
+                lost_at = time.monotonic()
+                session = attempt.session
                 cluster.tell = None
-                cluster.note("actor_lost", role=lost.role, how=lost.how, step=session.step if session else 0)
+                cluster.note(
+                    "actor_lost", role=lost.role, how=lost.how, step=session.step if session else 0
+                )
                 if session is not None and session.terminating:
                     raise session._terminated() from lost
                 if session is not None and session.step > reached:
-                    failures, reached = 0, session.step
+                    failures = 0
+                    reached = session.step
                 failures += 1
                 if failures > config.cluster.restarts:
-                    raise StoppedByPolicy(f"{lost}. It is gone for the {_nth(failures)} time at step {max(0, reached)} (cluster.restarts: {config.cluster.restarts}). "
-                                          "The newest checkpoint is intact: the same command continues from it.") from lost  # fmt: skip
+                    raise StoppedByPolicy(
+                        f"{lost}. It is gone for the {_nth(failures)} time at step"
+                        f" {max(0, reached)} (cluster.restarts: {config.cluster.restarts}). The"
+                        " newest checkpoint is intact: the same command continues from it."
+                    ) from lost
                 view.message(f"lost {lost}; its actors are made again")
                 cluster.reset()
-            config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+            config = config.model_copy(
+                update={"run": config.run.model_copy(update={"resume": "auto"})}
+            )
 
 
 def _listed(rows: Any) -> list[Any] | None:

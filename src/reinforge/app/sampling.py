@@ -1,4 +1,6 @@
-"""The section `sampling` becomes objects: what chooses rows, what remembers them, and the source that uses both."""
+"""The section `sampling` becomes objects: what chooses rows, what remembers them, and the source
+that uses both.
+"""
 
 from __future__ import annotations
 
@@ -27,69 +29,137 @@ from reinforge.rollout.source import Source
 
 
 def replayable(cfg: Config) -> AlgorithmConfig:
-    """The section `algorithm`; with replay or staleness and no correction, the ratio is taken to the policy that sampled (old: engine)."""
+    """The section `algorithm`; with replay or staleness and no correction, the ratio is taken to
+    the policy that sampled (old: engine).
+    """
     on_policy = cfg.sampling.replay is None and cfg.rollout.staleness == 0
-    if on_policy or cfg.algorithm.correction.name != "none" or not cfg.algorithm.rl or cfg.algorithm.old == "recompute":
+    if (
+        on_policy
+        or cfg.algorithm.correction.name != "none"
+        or not cfg.algorithm.rl
+        or cfg.algorithm.old == "recompute"
+    ):
         return cfg.algorithm
     return cfg.algorithm.model_copy(update={"old": "engine"})
 
 
-def make_source(cfg: Config, algorithm: Algorithm, rows: Sequence[Row], cursor: Cursor, rollout: Rollout, journal: Journal,
-                best: float, lengths: Sequence[int] = (), carry: Carry | None = None) -> tuple[Source, dict[str, Part]]:  # fmt: skip
-    """The source, and those of its parts that belong in a checkpoint. `best` is the largest possible total reward, `lengths` are of the rows.
-    With `carry`, which the rollout generates with, a source that carries over what a step does not wait for."""
-    sampling, parts = cfg.sampling, dict[str, Part]()
+def make_source(
+    cfg: Config,
+    algorithm: Algorithm,
+    rows: Sequence[Row],
+    cursor: Cursor,
+    rollout: Rollout,
+    journal: Journal,
+    best: float,
+    lengths: Sequence[int] = (),
+    carry: Carry | None = None,
+) -> tuple[Source, dict[str, Part]]:
+    """The source, and those of its parts that belong in a checkpoint.
+
+    `best` is the largest possible total reward, `lengths` are of the rows. With `carry`, which the
+    rollout generates with, a source that carries over what a step does not wait for.
+    """
+    sampling = cfg.sampling
+    parts = dict[str, Part]()
     rates = replay = None
     if sampling.tracks:
         bands = Bands(sampling.retire_above, sampling.hopeless_below, sampling.min_attempts)
-        rates = PassRates([row.id for row in rows], decay=sampling.decay, success_at=sampling.success_at, best=best, bands=bands)
+        rates = PassRates(
+            [row.id for row in rows],
+            decay=sampling.decay,
+            success_at=sampling.success_at,
+            best=best,
+            bands=bands,
+        )
         parts["passrates"] = rates
     if sampling.replay is not None:
         if cfg.algorithm.correction.name == "none" and algorithm.options.surrogate == "reinforce":
-            raise InputError(f"replayed groups are off-policy, and {algorithm.name} has no ratio.", where="sampling.replay",
-                             fix="Set algorithm.correction.name, e.g. to tis, or choose a surrogate with a ratio (ppo_clip).")  # fmt: skip
+            raise InputError(
+                f"replayed groups are off-policy, and {algorithm.name} has no ratio.",
+                where="sampling.replay",
+                fix=(
+                    "Set algorithm.correction.name, e.g. to tis, or choose a surrogate with a ratio"
+                    " (ppo_clip)."
+                ),
+            )
         r = sampling.replay
-        replay = Replay(rows, size=r.size, share=r.share, max_staleness=r.max_staleness, max_uses=r.max_uses)
+        replay = Replay(
+            rows, size=r.size, share=r.share, max_staleness=r.max_staleness, max_uses=r.max_uses
+        )
         parts["replay"] = replay
     shared: dict[str, Any] = {
-        "chooser": Chooser(cursor, cfg.run.seed, policies(cfg, rows, rates, lengths)), "over_provision": sampling.over_provision, "journal": journal,
-        "passrates": rates, "components": algorithm.compared,
-    }  # fmt: skip
+        "chooser": Chooser(cursor, cfg.run.seed, policies(cfg, rows, rates, lengths)),
+        "over_provision": sampling.over_provision,
+        "journal": journal,
+        "passrates": rates,
+        "components": algorithm.compared,
+    }
     if carry is not None:
-        carried = Partial(rows, cursor, rollout, cfg.train.prompts_per_step, **shared, carry=carry, staleness=cfg.rollout.staleness)
+        carried = Partial(
+            rows,
+            cursor,
+            rollout,
+            cfg.train.prompts_per_step,
+            **shared,
+            carry=carry,
+            staleness=cfg.rollout.staleness,
+        )
         return carried, {**parts, "partial": carried}
     source = Source(
-        rows, cursor, rollout, cfg.train.prompts_per_step, dynamic=algorithm.dynamic_sampling, max_refills=cfg.algorithm.max_refills, **shared,
+        rows,
+        cursor,
+        rollout,
+        cfg.train.prompts_per_step,
+        dynamic=algorithm.dynamic_sampling,
+        max_refills=cfg.algorithm.max_refills,
+        **shared,
         replay=replay,
-    )  # fmt: skip
+    )
     return source, parts
 
 
 def carrying(cfg: Config, engine: Engine, rollout: Any) -> Carry | None:
-    """With `rollout.partial`, the engine that remembers, in place of the one that the rollout (or its player) generates with."""
+    """With `rollout.partial`, the engine that remembers, in place of the one that the rollout (or
+    its player) generates with.
+    """
     if not cfg.rollout.partial:
         return None
     if "on_tokens" not in inspect.signature(engine.generate).parameters:
-        raise InputError("this engine does not tell tokens as they come, so what is cut would be lost.", where="rollout.partial",
-                         fix="Use the native engine in the trainer's process, or leave it out.")  # fmt: skip
+        raise InputError(
+            "this engine does not tell tokens as they come, so what is cut would be lost.",
+            where="rollout.partial",
+            fix="Use the native engine in the trainer's process, or leave it out.",
+        )
     carry = Carry(engine)
     getattr(rollout, "player", rollout).engine = carry
     return carry
 
 
 def make_ahead(cfg: Config, source: Source, steps: int) -> tuple[Ahead, dict[str, Part]]:
-    """What runs the source, ahead of training where it may, and its state. What is carried over uses the bound up by itself."""
+    """What runs the source, ahead of training where it may, and its state.
+
+    What is carried over uses the bound up by itself.
+    """
     staleness = 0 if cfg.rollout.partial else cfg.rollout.staleness
-    ahead = Ahead(source, staleness, steps, drain=cfg.rollout.engine == "native" and cfg.cluster.layout == "colocated")
+    ahead = Ahead(
+        source,
+        staleness,
+        steps,
+        drain=cfg.rollout.engine == "native" and cfg.cluster.layout == "colocated",
+    )
     return ahead, {"ahead": ahead} if staleness else {}
 
 
-def policies(cfg: Config, rows: Sequence[Row], rates: PassRates | None, lengths: Sequence[int] = ()) -> list[Policy]:
+def policies(
+    cfg: Config, rows: Sequence[Row], rates: PassRates | None, lengths: Sequence[int] = ()
+) -> list[Policy]:
     """What decides, besides the cursor, which rows a step takes. `lengths`: tokens of each."""
     found: list[Policy] = []
     curriculum = cfg.sampling.curriculum
     if curriculum is not None:
-        ramp = Ramp(curriculum.start, curriculum.end, curriculum.steps, least=cfg.train.prompts_per_step)
+        ramp = Ramp(
+            curriculum.start, curriculum.end, curriculum.steps, least=cfg.train.prompts_per_step
+        )
         if curriculum.length:
             found.append(Declared([float(n) for n in lengths], ramp))
         elif curriculum.column is not None:

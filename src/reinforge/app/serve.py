@@ -55,8 +55,11 @@ def key_of(options: ServeOptions) -> str | None:
     """The key that clients must show. Refuses to be open to the network without one."""
     key = options.api_key or os.environ.get(KEY) or None
     if key is None and not is_loopback(options.host):
-        raise InputError(f"{options.host} can be reached from other machines, and there is no API key.", where="--host",
-                         fix=f"Set {KEY} (or --api-key), or stay on 127.0.0.1.")  # fmt: skip
+        raise InputError(
+            f"{options.host} can be reached from other machines, and there is no API key.",
+            where="--host",
+            fix=f"Set {KEY} (or --api-key), or stay on 127.0.0.1.",
+        )
     return key
 
 
@@ -67,7 +70,9 @@ def listen(options: ServeOptions) -> socket.socket:
         return socket.create_server((options.host, options.port), family=family)
     except OSError as error:
         raise InputError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror}.", where="--port", fix="Give another port."
+            f"cannot listen on {options.host}:{options.port}: {error.strerror}.",
+            where="--port",
+            fix="Give another port.",
         ) from error
 
 
@@ -82,14 +87,30 @@ def load_service(source: str, options: ServeOptions) -> Service:
     model, _ = open_model(source, adapter=options.adapter, checkpoint=options.checkpoint)
     longest = model.context
     if options.context is not None and longest is not None and options.context > longest:
-        raise InputError(f"{source} was made for {longest} tokens.", where="--context", fix="Ask for fewer.")
-    stops = {*stop_tokens(model), *Renderer(model.tokenizer, DataConfig(source="serve")).stop_tokens}
+        raise InputError(
+            f"{source} was made for {longest} tokens.", where="--context", fix="Ask for fewer."
+        )
+    stops = {
+        *stop_tokens(model),
+        *Renderer(model.tokenizer, DataConfig(source="serve")).stop_tokens,
+    }
     context = options.context or longest
     engine = NativeEngine(
-        model, stop_tokens=stops, max_batch=options.max_batch, kv_gib=options.kv_gib, context=context, longest=context, prefix_cache=True
+        model,
+        stop_tokens=stops,
+        max_batch=options.max_batch,
+        kv_gib=options.kv_gib,
+        context=context,
+        longest=context,
+        prefix_cache=True,
     )
     name = options.name or name_of(source)
-    return Service(engine, name=name, max_new_tokens=options.max_new_tokens, max_completions=options.max_completions)
+    return Service(
+        engine,
+        name=name,
+        max_new_tokens=options.max_new_tokens,
+        max_completions=options.max_completions,
+    )
 
 
 def load_scorer(source: str, options: ServeOptions) -> Scorer:
@@ -102,26 +123,40 @@ def load_scorer(source: str, options: ServeOptions) -> Scorer:
 
     name = options.name or name_of(source)
     if not is_run(Path(source)):
-        return Scorer(ModelReward(source, where="MODEL").load("auto"), name=name, most=options.max_completions)
+        return Scorer(
+            ModelReward(source, where="MODEL").load("auto"), name=name, most=options.max_completions
+        )
     config, _ = config_of(Path(source))
     if family_of(config.algorithm.name) != "reward":
         raise InputError(
-            f"{source} trained {config.algorithm.name}, not a reward model.", where="MODEL", fix="Leave --reward out to serve its model."
+            f"{source} trained {config.algorithm.name}, not a reward model.",
+            where="MODEL",
+            fix="Leave --reward out to serve its model.",
         )
     model = load_scalar(config.model.model_copy(update={"compile": False}), fresh=True)
     load_weights(model, Path(source), options.checkpoint)
-    template = next(kind for kind, chat in CHAT.items() if chat == config.data.chat)  # as its rows were rendered
-    return Scorer(ModelReward(source, template=template, where="MODEL").use(model), name=name, most=options.max_completions)
+    # as its rows were rendered
+    template = next(kind for kind, chat in CHAT.items() if chat == config.data.chat)
+    return Scorer(
+        ModelReward(source, template=template, where="MODEL").use(model),
+        name=name,
+        most=options.max_completions,
+    )
 
 
 def serve(source: str, options: ServeOptions, *, reward: bool = False) -> None:
-    """Runs until Ctrl-C or SIGTERM. Everything that can be wrong with the options is said before the model is loaded."""
+    """Runs until Ctrl-C or SIGTERM.
+
+    Everything that can be wrong with the options is said before the model is loaded.
+    """
     key = key_of(options)
     try:
         from reinforge.app.serve_http import Limits, make_app, run
     except ModuleNotFoundError as error:
         raise InputError(
-            f"serving needs {error.name}, which is not installed.", where="serve", fix="pip install 'reinforge[serve]'"
+            f"serving needs {error.name}, which is not installed.",
+            where="serve",
+            fix="pip install 'reinforge[serve]'",
         ) from error
     with listen(options) as listener:
         served: Any = load_scorer(source, options) if reward else load_service(source, options)
@@ -132,9 +167,18 @@ def serve(source: str, options: ServeOptions, *, reward: bool = False) -> None:
             header_seconds=options.header_seconds,
             body_seconds=options.body_seconds,
         )
-        app = make_app(None if reward else served, served if reward else None, limits=limits, api_key=key, local=is_loopback(options.host))
+        app = make_app(
+            None if reward else served,
+            served if reward else None,
+            limits=limits,
+            api_key=key,
+            local=is_loopback(options.host),
+        )
         host = f"[{options.host}]" if ":" in options.host else options.host
-        print(f"{served.name}: http://{host}:{listener.getsockname()[1]}/v1  (Ctrl-C ends)", flush=True)
+        print(
+            f"{served.name}: http://{host}:{listener.getsockname()[1]}/v1  (Ctrl-C ends)",
+            flush=True,
+        )
         try:
             run(app, listener, limits)
         finally:

@@ -1,9 +1,11 @@
-"""How patient `serve` is with a connection: deadlines for headers and for readers, a cap on how many there are, a bound on the log.
+"""How patient `serve` is with a connection: deadlines for headers and for readers, a cap on how
+many there are, a bound on the log.
 
-uvicorn waits for ever: for the rest of a request's headers, and for a client to read what it was sent. Whoever opens a few
-hundred connections and says half a line in each would leave no file descriptor for anybody else, and every failed accept would
-be a traceback in the log. `Impatient` stands in front of uvicorn's own class for a connection and knows nothing else of it than
-asyncio's protocol and two of its fields.
+uvicorn waits for ever: for the rest of a request's headers, and for a client to read what it was
+sent. Whoever opens a few hundred connections and says half a line in each would leave no file
+descriptor for anybody else, and every failed accept would be a traceback in the log. `Impatient`
+stands in front of uvicorn's own class for a connection and knows nothing else of it than asyncio's
+protocol and two of its fields.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Limits:
 
     @property
     def backlog(self) -> int:
-        """Connections that are accepted in one go: each is an open file before anybody can refuse it."""
+        """Connections that are accepted in one go: each is an open file before anybody can refuse
+        it.
+        """
         return max(16, min(1024, _files() // 4))
 
     @property
@@ -51,8 +55,9 @@ def _files() -> int:
 class Impatient(asyncio.Protocol):
     """One connection. Stands before uvicorn's class (`connection_class`), which does the talking.
 
-    A connection waits while no request of it is being answered. At the cap one of those makes room for a newcomer: the oldest
-    whose headers are not complete, or else the oldest that was answered and is kept open.
+    A connection waits while no request of it is being answered. At the cap one of those makes room
+    for a newcomer: the oldest whose headers are not complete, or else the oldest that was answered
+    and is kept open.
     """
 
     limits: Limits
@@ -75,7 +80,9 @@ class Impatient(asyncio.Protocol):
         self.since = next(_WAITS)
         if len(self.connections) > self.limits.open_connections:
             waiting = (c for c in self.connections if c.waits)
-            min(waiting, key=lambda c: (c.cycle is not None and not c._heard, c.since), default=self).leave()
+            min(
+                waiting, key=lambda c: (c.cycle is not None and not c._heard, c.since), default=self
+            ).leave()
         if self in self.connections:
             self._watch()
 
@@ -86,10 +93,15 @@ class Impatient(asyncio.Protocol):
         self._watch()
         if not self.waits:
             self._heard = 0
-        elif self.cycle is None or not self.cycle.more_body:  # no rest of a body that was answered before it was read
+        elif self.cycle is None or not self.cycle.more_body:
+            # no rest of a body that was answered before it was read
             self._heard += len(data)
             if self._heard > HEADER_BYTES:
-                self._refuse(431, "Request Header Fields Too Large", f"the headers have more than {HEADER_BYTES} bytes")
+                self._refuse(
+                    431,
+                    "Request Header Fields Too Large",
+                    f"the headers have more than {HEADER_BYTES} bytes",
+                )
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -132,13 +144,20 @@ class Impatient(asyncio.Protocol):
     def _late(self) -> None:
         self._waiting = None
         if self.waits and not self.transport.is_closing():
-            self._refuse(408, "Request Timeout", f"the request did not begin within {self.limits.header_seconds:g} s")
+            self._refuse(
+                408,
+                "Request Timeout",
+                f"the request did not begin within {self.limits.header_seconds:g} s",
+            )
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
         """Written by hand: where no request was read there is none to answer."""
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = json.dumps({"error": error}).encode()
-        head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\ncontent-length:"
+            f" {len(body)}\r\nconnection: close\r\n\r\n"
+        )
         if self.cycle is None or not self.cycle.more_body:
             self.transport.write(head.encode() + body)
         self.transport.close()
@@ -162,20 +181,26 @@ def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
 
 
 class Sparse(logging.Filter):
-    """Lets a few messages of a kind through in a minute and counts the others: strangers decide how many there are."""
+    """Lets a few messages of a kind through in a minute and counts the others: strangers decide how
+    many there are.
+    """
 
     def __init__(self, most: int = 10, seconds: float = 60.0):
         super().__init__()
-        self.most, self.seconds = most, seconds
-        self._kinds: dict[tuple[int, str], tuple[float, int]] = {}  # (level, text) -> when its minute began, how many came in it
+        self.most = most
+        self.seconds = seconds
+        # (level, text) -> when its minute began, how many came in it
+        self._kinds: dict[tuple[int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        kind, now = (record.levelno, str(record.msg)[:200]), time.monotonic()
+        kind = (record.levelno, str(record.msg)[:200])
+        now = time.monotonic()
         begun, count = self._kinds.get(kind, (now, 0))
         if now - begun >= self.seconds:
             if count > self.most:
                 record.msg = f"{record.msg} ({count - self.most} like it were left out)"
-            begun, count = now, 0
+            begun = now
+            count = 0
         if len(self._kinds) >= 1000:
             self._kinds.clear()
         self._kinds[kind] = (begun, count + 1)

@@ -1,4 +1,6 @@
-"""The engine in a thread of its own: its rounds block their event loop, and HTTP must not wait for them."""
+"""The engine in a thread of its own: its rounds block their event loop, and HTTP must not wait for
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of one completion. `index` counts the completions of all prompts of a request, those of a prompt together."""
+    """New tokens of one completion.
+
+    `index` counts the completions of all prompts of a request, those of a prompt together.
+    """
 
     index: int
     tokens: list[int]
@@ -31,7 +36,9 @@ class Piece:
 
 
 class EngineThread:
-    """Requests come from any event loop; the engine, and everything that touches it, runs in this thread's."""
+    """Requests come from any event loop; the engine, and everything that touches it, runs in this
+    thread's.
+    """
 
     def __init__(self, engine: NativeEngine):
         self.engine = engine
@@ -41,7 +48,8 @@ class EngineThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        if self.engine.model.device.type == "cuda":  # a thread begins on the first GPU, whichever the model is on
+        # a thread begins on the first GPU, whichever the model is on
+        if self.engine.model.device.type == "cuda":
             torch.cuda.set_device(self.engine.model.device)
         self.loop.run_forever()
 
@@ -49,7 +57,10 @@ class EngineThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits work of the engine's thread from another loop. Cancelling the one cancels the other."""
+        """Awaits work of the engine's thread from another loop.
+
+        Cancelling the one cancels the other.
+        """
         return await asyncio.wrap_future(self.submit(work))
 
     def close(self) -> None:
@@ -57,12 +68,21 @@ class EngineThread:
         self.thread.join(timeout=10)
 
     async def stream(
-        self, prompts: Sequence[Sequence[int]], params: Sampling, *, keys: Sequence[int], n: int = 1, top: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sampling,
+        *,
+        keys: Sequence[int],
+        n: int = 1,
+        top: int = 0,
     ) -> AsyncGenerator[Piece, None]:
-        """Tokens as they come, of n completions of every prompt. Whoever stops listening cancels them, and their cache is free again.
+        """Tokens as they come, of n completions of every prompt.
 
-        `top`: with the likeliest tokens in the place of each. They take a forward of their own over the whole, so that a
-        completion then comes in one piece."""
+        Whoever stops listening cancels them, and their cache is free again.
+
+        `top`: with the likeliest tokens in the place of each. They take a forward of their own over
+        the whole, so that a completion then comes in one piece.
+        """
         here = asyncio.get_running_loop()
         queue: asyncio.Queue[Piece | Future[list[Completion]]] = asyncio.Queue()
 
@@ -70,11 +90,15 @@ class EngineThread:
             if not here.is_closed():
                 here.call_soon_threadsafe(queue.put_nowait, item)
 
-        def heard(prompt: int, i: int, tokens: list[int], logprobs: list[float], stop: Stop | None) -> None:
+        def heard(
+            prompt: int, i: int, tokens: list[int], logprobs: list[float], stop: Stop | None
+        ) -> None:
             put(Piece(prompt * n + i, tokens, logprobs, stop))
 
         futures = [
-            self.submit(self.engine.generate(ids, params, key=key, n=n, on_tokens=partial(heard, p)))
+            self.submit(
+                self.engine.generate(ids, params, key=key, n=n, on_tokens=partial(heard, p))
+            )
             for p, (ids, key) in enumerate(zip(prompts, keys, strict=True))
         ]
         whole: dict[int, Piece] = {}  # collected, where they are wanted in one piece
@@ -91,17 +115,31 @@ class EngineThread:
                     yield item
                 else:
                     before = whole.get(item.index, Piece(item.index, [], []))
-                    whole[item.index] = piece = Piece(item.index, before.tokens + item.tokens, before.logprobs + item.logprobs, item.stop)
+                    whole[item.index] = piece = Piece(
+                        item.index,
+                        before.tokens + item.tokens,
+                        before.logprobs + item.logprobs,
+                        item.stop,
+                    )
                     if piece.stop is not None:
-                        yield await self._with_top(piece, list(prompts[piece.index // n]), params, top)
+                        yield await self._with_top(
+                            piece, list(prompts[piece.index // n]), params, top
+                        )
         finally:
             for future in futures:
                 future.cancel()
 
     async def _with_top(self, piece: Piece, prompt: list[int], params: Sampling, top: int) -> Piece:
-        work = self.engine.likeliest(prompt + piece.tokens, len(prompt), k=top, temperature=params.temperature)
+        work = self.engine.likeliest(
+            prompt + piece.tokens, len(prompt), k=top, temperature=params.temperature
+        )
         _, found = await self.call(work)
-        own = zip(piece.tokens, piece.logprobs, found, strict=True)  # a token has one log-prob: the one it was sampled with
+        # a token has one log-prob: the one it was sampled with
+        own = zip(piece.tokens, piece.logprobs, found, strict=True)
         return Piece(
-            piece.index, piece.tokens, piece.logprobs, piece.stop, [[(i, p if i == t else q) for i, q in tops] for t, p, tops in own]
+            piece.index,
+            piece.tokens,
+            piece.logprobs,
+            piece.stop,
+            [[(i, p if i == t else q) for i, q in tops] for t, p, tops in own],
         )

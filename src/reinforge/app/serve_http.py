@@ -1,7 +1,10 @@
-"""The HTTP side of `serve`: routes, limits, errors, disconnects. The only file that knows starlette and uvicorn.
+"""The HTTP side of `serve`: routes, limits, errors, disconnects.
 
-Loopback is the default, and any other address needs a key. A web page in somebody's browser can reach loopback too: requests
-whose Host is no loopback name (DNS rebinding) or whose Origin is another site are refused.
+The only file that knows starlette and uvicorn.
+
+Loopback is the default, and any other address needs a key. A web page in somebody's browser can
+reach loopback too: requests whose Host is no loopback name (DNS rebinding) or whose Origin is
+another site are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from reinforge.app.serve import is_loopback
 from reinforge.app.serve_connections import Limits, bound_logs, connection_class
 from reinforge.app.serve_engine import Piece
 from reinforge.app.serve_replies import Replies
-from reinforge.app.serve_requests import CALLER, ApiError, ChatRequest, CompletionRequest, ScoreRequest, parsed
+from reinforge.app.serve_requests import (
+    CALLER,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    ScoreRequest,
+    parsed,
+)
 from reinforge.app.serve_reward import Scorer
 from reinforge.core.errors import InputError
 
@@ -47,14 +57,20 @@ class Answering(Protocol):
 
     async def chat(self, request: ChatRequest) -> tuple[Replies, AsyncGenerator[Piece, None]]: ...
 
-    async def complete(self, request: CompletionRequest) -> tuple[Replies, AsyncGenerator[Piece, None]]: ...
+    async def complete(
+        self, request: CompletionRequest
+    ) -> tuple[Replies, AsyncGenerator[Piece, None]]: ...
 
 
 class Guard:
-    """Host, Origin and key, before anything else is looked at. /health answers without a key and says nothing."""
+    """Host, Origin and key, before anything else is looked at. /health answers without a key and
+    says nothing.
+    """
 
     def __init__(self, app: ASGIApp, *, api_key: Key, local: bool):
-        self.app, self.api_key, self.local = app, api_key, local
+        self.app = app
+        self.api_key = api_key
+        self.local = local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -65,15 +81,25 @@ class Guard:
         await self.app(scope, receive, send)
 
     def _refused(self, request: Request) -> ApiError | None:
-        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        host = request.headers.get("host", "")
+        origin = request.headers.get("origin")
         if self.local and not is_loopback(_hostname(host)):
-            return ApiError(403, "this server answers on loopback names only", kind="permission_error")
+            return ApiError(
+                403, "this server answers on loopback names only", kind="permission_error"
+            )
         if origin is not None and origin.partition("://")[2] != host:
-            return ApiError(403, "this server does not answer other sites' pages", kind="permission_error")
+            return ApiError(
+                403, "this server does not answer other sites' pages", kind="permission_error"
+            )
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         CALLER.set(given)
         if self.api_key is not None and request.url.path != "/health" and not self._knows(given):
-            return ApiError(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")
+            return ApiError(
+                401,
+                "the API key is missing or wrong",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
         return None
 
     def _knows(self, given: str) -> bool:
@@ -95,14 +121,22 @@ class Door:
     """The endpoints. Counts who is inside, and watches for those who leave before their answer."""
 
     def __init__(self, service: Answering | None, scorer: Scorer | None, limits: Limits):
-        self.service, self.scorer, self.limits = service, scorer, limits
+        self.service = service
+        self.scorer = scorer
+        self.limits = limits
         self.inside = 0
 
     def routes(self) -> list[Route]:
-        routes = [Route("/health", self.health), Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.model)]
+        routes = [
+            Route("/health", self.health),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+        ]
         if self.service is not None:
-            routes += [Route("/v1/chat/completions", self._entered(self.chat), methods=["POST"]),
-                       Route("/v1/completions", self._entered(self.completions), methods=["POST"])]  # fmt: skip
+            routes += [
+                Route("/v1/chat/completions", self._entered(self.chat), methods=["POST"]),
+                Route("/v1/completions", self._entered(self.completions), methods=["POST"]),
+            ]
         if self.scorer is not None:
             routes.append(Route("/v1/score", self._entered(self.score), methods=["POST"]))
         return routes
@@ -128,14 +162,22 @@ class Door:
         asked = await asyncio.to_thread(parsed, ChatRequest, body)
         self._known(asked.model)
         replies, pieces = await self.service.chat(asked)
-        return Events(replies.chunks(pieces), self) if asked.stream else JSONResponse(await replies.whole(pieces))
+        return (
+            Events(replies.chunks(pieces), self)
+            if asked.stream
+            else JSONResponse(await replies.whole(pieces))
+        )
 
     async def completions(self, body: bytes) -> Response:
         assert self.service is not None
         asked = await asyncio.to_thread(parsed, CompletionRequest, body)
         self._known(asked.model)
         replies, pieces = await self.service.complete(asked)
-        return Events(replies.chunks(pieces), self) if asked.stream else JSONResponse(await replies.whole(pieces))
+        return (
+            Events(replies.chunks(pieces), self)
+            if asked.stream
+            else JSONResponse(await replies.whole(pieces))
+        )
 
     async def score(self, body: bytes) -> Response:
         assert self.scorer is not None
@@ -146,18 +188,37 @@ class Door:
     # help
 
     def _card(self) -> dict[str, Any]:
-        card: dict[str, Any] = {"id": self.name, "object": "model", "created": 0, "owned_by": "reinforge"}
+        card: dict[str, Any] = {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "reinforge",
+        }
         return {**card, "max_model_len": self.service.context} if self.service is not None else card
 
     def _known(self, name: str | None) -> None:
-        if name is not None and name != self.name and not (self.service is not None and self.service.any_name):
-            raise ApiError(404, f"there is no model {name!r} here, only {self.name!r}", param="model", code="model_not_found")
+        if (
+            name is not None
+            and name != self.name
+            and not (self.service is not None and self.service.any_name)
+        ):
+            raise ApiError(
+                404,
+                f"there is no model {name!r} here, only {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
 
     def _entered(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def limited(request: Request) -> Response:
             if self.inside >= self.limits.requests:
                 return error_response(
-                    ApiError(429, "too many requests at once; try again later", kind="rate_limit_error", code="rate_limit_exceeded")
+                    ApiError(
+                        429,
+                        "too many requests at once; try again later",
+                        kind="rate_limit_error",
+                        code="rate_limit_exceeded",
+                    )
                 )
             self.inside += 1
             response: Response | None = None
@@ -182,20 +243,30 @@ class Door:
                 async for part in request.stream():
                     parts += part
                     if len(parts) > self.limits.body:
-                        raise ApiError(413, f"the request has more than {self.limits.body} bytes", code="request_too_large")
+                        raise ApiError(
+                            413,
+                            f"the request has more than {self.limits.body} bytes",
+                            code="request_too_large",
+                        )
         except TimeoutError:
-            raise ApiError(408, f"the request did not arrive within {self.limits.body_seconds:g} s") from None
+            raise ApiError(
+                408, f"the request did not arrive within {self.limits.body_seconds:g} s"
+            ) from None
         return bytes(parts)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away. Its request has been read to the end."""
+    """The result of `work`, which is cancelled when the client goes away.
+
+    Its request has been read to the end.
+    """
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(gone())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -208,11 +279,15 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class Events(Response):
-    """Server-sent events. An error in the middle is the last event: the status line has left long ago."""
+    """Server-sent events.
+
+    An error in the middle is the last event: the status line has left long ago.
+    """
 
     def __init__(self, chunks: AsyncGenerator[dict[str, Any], None], door: Door):
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self.chunks, self.door = chunks, door
+        self.chunks = chunks
+        self.door = door
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -237,7 +312,9 @@ class Events(Response):
 
 
 async def _event(send: Send, data: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+    await send(
+        {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
+    )
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -252,7 +329,13 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_response(error: ApiError) -> Response:
-    headers = {"retry-after": "1"} if error.status == 429 else {"www-authenticate": "Bearer"} if error.status == 401 else None
+    headers = (
+        {"retry-after": "1"}
+        if error.status == 429
+        else {"www-authenticate": "Bearer"}
+        if error.status == 401
+        else None
+    )
     return JSONResponse(error.body, error.status, headers)
 
 
@@ -260,9 +343,13 @@ async def _failed(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
 
 
-def make_app(service: Answering | None, scorer: Scorer | None, *, limits: Limits, api_key: Key, local: bool) -> ASGIApp:
+def make_app(
+    service: Answering | None, scorer: Scorer | None, *, limits: Limits, api_key: Key, local: bool
+) -> ASGIApp:
     door = Door(service, scorer, limits)
-    app = Starlette(routes=door.routes(), exception_handlers={ApiError: _failed, HTTPException: _failed})
+    app = Starlette(
+        routes=door.routes(), exception_handlers={ApiError: _failed, HTTPException: _failed}
+    )
     return Guard(app, api_key=api_key, local=local)
 
 
@@ -271,7 +358,9 @@ def run(app: ASGIApp, listener: socket.socket, limits: Limits) -> None:
     server_of(app, limits).run(sockets=[listener])
 
 
-def server_of(app: ASGIApp, limits: Limits | None = None, http: type[asyncio.Protocol] = AutoHTTPProtocol) -> uvicorn.Server:
+def server_of(
+    app: ASGIApp, limits: Limits | None = None, http: type[asyncio.Protocol] = AutoHTTPProtocol
+) -> uvicorn.Server:
     """`http`: uvicorn's class for a connection, which gets our limits before it."""
     limits = limits or Limits()
     config = uvicorn.Config(

@@ -1,4 +1,7 @@
-"""Answers as OpenAI objects. A streamed answer and a whole one are built from the same pieces by the same code."""
+"""Answers as OpenAI objects.
+
+A streamed answer and a whole one are built from the same pieces by the same code.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ class Wanted:
     stops: Sequence[str] = ()
     hidden: frozenset[int] = frozenset()  # stop tokens: never part of the text
     tools: bool = False
-    echo: list[tuple[str, list[float], list[Top]]] | None = None  # each prompt's text, log-probs and likeliest tokens
+    # each prompt's text, log-probs and likeliest tokens
+    echo: list[tuple[str, list[float], list[Top]]] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -43,7 +47,8 @@ class Choice:
     """One completion on its way."""
 
     def __init__(self, decode: Decode, wanted: Wanted):
-        self.text, self.hidden = Text(decode, wanted.stops), wanted.hidden
+        self.text = Text(decode, wanted.stops)
+        self.hidden = wanted.hidden
         self.tool_text = ToolText() if wanted.tools else None
         self.content = ""
         self.calls: list[Call] = []
@@ -78,10 +83,14 @@ class Choice:
 
 
 class Replies:
-    """Formats the pieces of one request. `decode` gives visible text, `spell` that of one token, control tokens included."""
+    """Formats the pieces of one request.
+
+    `decode` gives visible text, `spell` that of one token, control tokens included.
+    """
 
     def __init__(self, wanted: Wanted, decode: Decode, spell: Decode):
-        self.wanted, self.spell = wanted, spell
+        self.wanted = wanted
+        self.spell = spell
         self.choices = [Choice(decode, wanted) for _ in range(len(wanted.prompts) * wanted.n)]
 
     async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Json:
@@ -104,12 +113,16 @@ class Replies:
             yield {**self._frame(".chunk", []), "usage": self._usage()}
 
     def _pieced(self, piece: Piece) -> Iterator[Json]:
-        chat, choice = self.wanted.kind == "chat", self.choices[piece.index]
+        chat = self.wanted.kind == "chat"
+        choice = self.choices[piece.index]
         out = choice.take(piece)
         if out or self.wanted.logprobs or self.wanted.token_ids:
             yield self._chunk(piece.index, {"content": out} if chat else out, piece)
         if choice.calls:
-            yield self._chunk(piece.index, {"tool_calls": [{"index": k, **_call(c)} for k, c in enumerate(choice.calls)]})
+            yield self._chunk(
+                piece.index,
+                {"tool_calls": [{"index": k, **_call(c)} for k, c in enumerate(choice.calls)]},
+            )
         if choice.finish is not None:
             yield self._chunk(piece.index, {} if chat else "", finish=choice.finish)
 
@@ -128,14 +141,23 @@ class Replies:
             frame["prompt_token_ids"] = self.wanted.prompts[0]
         return frame
 
-    def _chunk(self, index: int, delta: Any, piece: Piece | None = None, *, finish: str | None = None) -> Json:
+    def _chunk(
+        self, index: int, delta: Any, piece: Piece | None = None, *, finish: str | None = None
+    ) -> Json:
         chat = self.wanted.kind == "chat"
-        choice: Json = {"index": index, "delta" if chat else "text": delta, "finish_reason": finish, "logprobs": None}
+        choice: Json = {
+            "index": index,
+            "delta" if chat else "text": delta,
+            "finish_reason": finish,
+            "logprobs": None,
+        }
         if piece is not None and self.wanted.logprobs:
             tops = piece.top or [[] for _ in piece.tokens]
             offsets = self.choices[index].offsets[-len(piece.tokens) :]
             choice["logprobs"] = (
-                self._entries(piece.tokens, piece.logprobs, tops) if chat else self._legacy(piece.tokens, piece.logprobs, tops, offsets)
+                self._entries(piece.tokens, piece.logprobs, tops)
+                if chat
+                else self._legacy(piece.tokens, piece.logprobs, tops, offsets)
             )
         if self.wanted.token_ids:
             choice["token_ids"] = piece.tokens if piece is not None else []
@@ -144,17 +166,33 @@ class Replies:
         return {**self._frame(".chunk", [choice]), **({"usage": None} if self.wanted.usage else {})}
 
     def _message(self, index: int, choice: Choice) -> Json:
-        message: Json = {"role": "assistant", "content": choice.content if choice.content or not choice.calls else None, "refusal": None}
+        message: Json = {
+            "role": "assistant",
+            "content": choice.content if choice.content or not choice.calls else None,
+            "refusal": None,
+        }
         if choice.calls:
             message["tool_calls"] = [_call(c) for c in choice.calls]
         tops = choice.tops or [[] for _ in choice.tokens]
-        made = {"index": index, "message": message, "finish_reason": choice.finish,
-                "logprobs": self._entries(choice.tokens, choice.logprobs, tops) if self.wanted.logprobs else None}  # fmt: skip
+        made = {
+            "index": index,
+            "message": message,
+            "finish_reason": choice.finish,
+            "logprobs": (
+                self._entries(choice.tokens, choice.logprobs, tops)
+                if self.wanted.logprobs
+                else None
+            ),
+        }
         return {**made, "token_ids": choice.tokens} if self.wanted.token_ids else made
 
     def _text(self, index: int, choice: Choice) -> Json:
         prompt = self.wanted.prompts[index // self.wanted.n]
-        before, given, tops = self.wanted.echo[index // self.wanted.n] if self.wanted.echo is not None else ("", [], [])
+        before, given, tops = (
+            self.wanted.echo[index // self.wanted.n]
+            if self.wanted.echo is not None
+            else ("", [], [])
+        )
         made: Json = {
             "index": index,
             "text": before + choice.content,
@@ -163,28 +201,60 @@ class Replies:
         }
         if self.wanted.logprobs:
             own = choice.tops or [[] for _ in choice.tokens]
-            made["logprobs"] = self._legacy(choice.tokens, choice.logprobs, own, [len(before) + at for at in choice.offsets])
+            made["logprobs"] = self._legacy(
+                choice.tokens, choice.logprobs, own, [len(before) + at for at in choice.offsets]
+            )
             if self.wanted.echo is not None:
-                starts = [min(at, len(before)) for at in accumulate((len(self.spell([t])) for t in prompt[:-1]), initial=0)]
+                starts = [
+                    min(at, len(before))
+                    for at in accumulate((len(self.spell([t])) for t in prompt[:-1]), initial=0)
+                ]
                 asked = self._legacy(prompt, [None, *given], [[], *tops], starts)
-                made["logprobs"] = {k: None if asked[k] is None else asked[k] + (made["logprobs"][k] or []) for k in asked}
-        return {**made, "token_ids": choice.tokens, "prompt_token_ids": prompt} if self.wanted.token_ids else made
+                made["logprobs"] = {
+                    k: None if asked[k] is None else asked[k] + (made["logprobs"][k] or [])
+                    for k in asked
+                }
+        return (
+            {**made, "token_ids": choice.tokens, "prompt_token_ids": prompt}
+            if self.wanted.token_ids
+            else made
+        )
 
     def _entries(self, tokens: list[int], logprobs: list[float], tops: list[Top]) -> Json:
         """Log-probs in the manner of chat completions."""
 
         def entry(token: int, logprob: float) -> Json:
             text = self.spell([token])
-            return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode()), "logprob": logprob}
+            return {
+                "token": text,
+                "bytes": None if "\ufffd" in text else list(text.encode()),
+                "logprob": logprob,
+            }
 
-        return {"content": [{**entry(t, p), "top_logprobs": [entry(i, q) for i, q in top if math.isfinite(q)]}
-                            for t, p, top in zip(tokens, logprobs, tops, strict=True)], "refusal": None}  # fmt: skip
+        return {
+            "content": [
+                {**entry(t, p), "top_logprobs": [entry(i, q) for i, q in top if math.isfinite(q)]}
+                for t, p, top in zip(tokens, logprobs, tops, strict=True)
+            ],
+            "refusal": None,
+        }
 
-    def _legacy(self, tokens: list[int], logprobs: Sequence[float | None], tops: list[Top], offsets: list[int]) -> Json:
-        """Log-probs in the manner of text completions: the likeliest by their text, of equal ones the likelier."""
+    def _legacy(
+        self,
+        tokens: list[int],
+        logprobs: Sequence[float | None],
+        tops: list[Top],
+        offsets: list[int],
+    ) -> Json:
+        """Log-probs in the manner of text completions: the likeliest by their text, of equal ones
+        the likelier.
+        """
         likeliest: list[Json | None] | None = None
         if self.wanted.top:
-            likeliest = [{self.spell([i]): q for i, q in reversed(top) if math.isfinite(q)} or None for top in tops]
+            likeliest = [
+                {self.spell([i]): q for i, q in reversed(top) if math.isfinite(q)} or None
+                for top in tops
+            ]
         return {
             "tokens": [self.spell([t]) for t in tokens],
             "token_logprobs": list(logprobs),
@@ -193,7 +263,8 @@ class Replies:
         }
 
     def _usage(self) -> Json:
-        given, made = sum(map(len, self.wanted.prompts)), sum(len(c.tokens) for c in self.choices)
+        given = sum(map(len, self.wanted.prompts))
+        made = sum(len(c.tokens) for c in self.choices)
         return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
 

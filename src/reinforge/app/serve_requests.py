@@ -1,4 +1,7 @@
-"""What a client may ask for, as the OpenAI API names it, and a few extensions. What cannot be done is refused, never ignored."""
+"""What a client may ask for, as the OpenAI API names it, and a few extensions.
+
+What cannot be done is refused, never ignored.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,25 @@ from reinforge.core.errors import InputError
 
 MOST_TOP = 20  # likeliest tokens per place
 COOLEST = 1e-3  # a lower temperature than this is 0
-CALLER: ContextVar[str] = ContextVar("CALLER", default="")  # the API key of the request that is being answered
+# the API key of the request that is being answered
+CALLER: ContextVar[str] = ContextVar("CALLER", default="")
 
 
 class ApiError(Exception):
     """An answer with an OpenAI error object. `status` is the HTTP status."""
 
     def __init__(
-        self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
     ):
         super().__init__(message)
-        self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     @classmethod
     def of(cls, error: InputError) -> ApiError:
@@ -47,15 +58,19 @@ class Request(_Part):
     temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[str, Field(max_length=1000)] | Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=16)] | None = (
-        None
-    )
+    stop: (
+        Annotated[str, Field(max_length=1000)]
+        | Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=16)]
+        | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # extensions
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] = []
+    stop_token_ids: Annotated[
+        list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)
+    ] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
     # without effect on the answer
@@ -72,19 +87,29 @@ class Request(_Part):
 
     def neutral(self) -> dict[str, tuple[Any, ...]]:
         """Fields we cannot act on, and the values that ask for nothing."""
-        return {"frequency_penalty": (None, 0), "presence_penalty": (None, 0), "logit_bias": (None, {})}
+        return {
+            "frequency_penalty": (None, 0),
+            "presence_penalty": (None, 0),
+            "logit_bias": (None, {}),
+        }
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return tuple(s for s in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if s)
+        return tuple(
+            s for s in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if s
+        )
 
 
-Ids = Annotated[list[int], Field(fail_fast=True)]  # the first that is none decides: there may be millions
+# the first that is none decides: there may be millions
+Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 class CompletionRequest(Request):
     prompt: Annotated[
-        str | Annotated[list[str], Field(fail_fast=True)] | Ids | Annotated[list[Ids], Field(fail_fast=True)],
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Ids
+        | Annotated[list[Ids], Field(fail_fast=True)],
         Field(union_mode="left_to_right"),
     ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -117,8 +142,13 @@ class ChatRequest(Request):
     reasoning_effort: Any = None
 
     def neutral(self) -> dict[str, tuple[Any, ...]]:
-        return {**super().neutral(), "tool_choice": (None, "none", "auto"), "parallel_tool_calls": (None, True),
-                "response_format": (None, {"type": "text"}), "reasoning_effort": (None,)}  # fmt: skip
+        return {
+            **super().neutral(),
+            "tool_choice": (None, "none", "auto"),
+            "parallel_tool_calls": (None, True),
+            "response_format": (None, {"type": "text"}),
+            "reasoning_effort": (None,),
+        }
 
     @property
     def used_tools(self) -> list[dict[str, Any]] | None:
@@ -142,7 +172,8 @@ def parsed(kind: type[R], body: bytes) -> R:
     try:
         value = json.loads(body, parse_constant=_no_constant)
         if b"\\u" in body:
-            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair, which only an escape can write, is no text
+            # half of a surrogate pair, which only an escape can write, is no text
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, Mapping):
@@ -151,15 +182,30 @@ def parsed(kind: type[R], body: bytes) -> R:
         request = kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("constrained-", "list[", "function-")))
-        what = "is not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
+        param = ".".join(
+            str(part)
+            for part in first["loc"]
+            if not str(part).startswith(("constrained-", "list[", "function-"))
+        )
+        what = (
+            "is not a parameter of this server"
+            if first["type"] == "extra_forbidden"
+            else first["msg"]
+        )
         raise ApiError(400, f"{param}: {what}", param=param) from None
     if isinstance(request, Request):
         for name, fine in request.neutral().items():
             if getattr(request, name) not in fine:
-                raise ApiError(400, f"{name}: this server cannot do that; leave it out", param=name, code="unsupported_parameter")
+                raise ApiError(
+                    400,
+                    f"{name}: this server cannot do that; leave it out",
+                    param=name,
+                    code="unsupported_parameter",
+                )
         if request.temperature and request.temperature < COOLEST:
-            raise ApiError(400, f"temperature: use 0 (greedy) or at least {COOLEST}", param="temperature")
+            raise ApiError(
+                400, f"temperature: use 0 (greedy) or at least {COOLEST}", param="temperature"
+            )
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options: only with stream: true", param="stream_options")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
@@ -172,7 +218,9 @@ def _no_constant(name: str) -> float:
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: content parts joined to text, arguments of earlier tool calls as objects."""
+    """Messages as chat templates expect them: content parts joined to text, arguments of earlier
+    tool calls as objects.
+    """
     return [_plain_message(i, m) for i, m in enumerate(messages)]
 
 
@@ -180,9 +228,14 @@ def _plain_message(i: int, message: dict[str, Any]) -> dict[str, Any]:
     out = {k: v for k, v in message.items() if v is not None or k == "content"}
     content = out.get("content")
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
+        ]
         if not all(isinstance(t, str) for t in texts):
-            raise ApiError(400, f"messages.{i}.content: this server reads text parts only", param="messages")
+            raise ApiError(
+                400, f"messages.{i}.content: this server reads text parts only", param="messages"
+            )
         out["content"] = "".join(map(str, texts))
     if out.get("tool_calls"):
         out["tool_calls"] = [_plain_call(i, call) for call in out["tool_calls"]]
@@ -192,7 +245,9 @@ def _plain_message(i: int, message: dict[str, Any]) -> dict[str, Any]:
 def _plain_call(i: int, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"messages.{i}.tool_calls: not a list of function calls", param="messages")
+        raise ApiError(
+            400, f"messages.{i}.tool_calls: not a list of function calls", param="messages"
+        )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:

@@ -1,6 +1,8 @@
-"""From tokens to the text of an answer, piece by piece: half characters, stop strings and tool calls are held back until they are whole.
+"""From tokens to the text of an answer, piece by piece: half characters, stop strings and tool
+calls are held back until they are whole.
 
-Whatever the pieces, joined they are the same text: a streamed answer and one that was waited for are equal.
+Whatever the pieces, joined they are the same text: a streamed answer and one that was waited for
+are equal.
 """
 
 from __future__ import annotations
@@ -22,12 +24,22 @@ def held_back(text: str, marks: Sequence[str]) -> int:
     (3, 0)
     """
     longest = max(map(len, marks), default=1) - 1
-    return next((n for n in range(min(longest, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0)
+    return next(
+        (
+            n
+            for n in range(min(longest, len(text)), 0, -1)
+            if any(m.startswith(text[-n:]) for m in marks)
+        ),
+        0,
+    )
 
 
 @dataclass
 class Decoding:
-    """Text of tokens that come one by one. Only a window is decoded: the last piece of text, which decoders look at, and what is new."""
+    """Text of tokens that come one by one.
+
+    Only a window is decoded: the last piece of text, which decoders look at, and what is new.
+    """
 
     decode: Decode
     tokens: list[int] = field(default_factory=list)
@@ -48,7 +60,8 @@ class Decoding:
         return new
 
     def _new(self) -> str:
-        before, now = self.decode(self.tokens[self.begin : self.done]), self.decode(self.tokens[self.begin :])
+        before = self.decode(self.tokens[self.begin : self.done])
+        now = self.decode(self.tokens[self.begin :])
         return now[len(before) :]
 
 
@@ -56,7 +69,8 @@ class Text:
     """The visible text: without the stop string and what follows it."""
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()):
-        self.decoding, self.stops = Decoding(decode), [s for s in stops if s]
+        self.decoding = Decoding(decode)
+        self.stops = [s for s in stops if s]
         self.pending = ""
         self.stopped = False  # at a stop string
         self.length = 0  # characters given out
@@ -66,7 +80,8 @@ class Text:
 
     def close(self) -> str:
         out = self._out(self.decoding.close())
-        rest, self.pending = self.pending, ""
+        rest = self.pending
+        self.pending = ""
         self.length += len(rest)
         return out + rest
 
@@ -76,10 +91,13 @@ class Text:
         text = self.pending + new
         found = [at for s in self.stops if (at := text.find(s)) >= 0]
         if found:
-            self.stopped, self.pending, out = True, "", text[: min(found)]
+            self.stopped = True
+            self.pending = ""
+            out = text[: min(found)]
         else:
             keep = held_back(text, self.stops)
-            out, self.pending = text[: len(text) - keep], text[len(text) - keep :]
+            out = text[: len(text) - keep]
+            self.pending = text[len(text) - keep :]
         self.length += len(out)
         return out
 
@@ -92,7 +110,9 @@ class Call:
 
 
 class ToolText:
-    """Text of a model that may call tools: what comes before the first call goes on, the rest waits for its end."""
+    """Text of a model that may call tools: what comes before the first call goes on, the rest waits
+    for its end.
+    """
 
     def __init__(self) -> None:
         self.pending = ""
@@ -105,8 +125,10 @@ class ToolText:
         at = self.pending.find(OPEN)
         self.calling = at >= 0
         cut = at if self.calling else len(self.pending) - held_back(self.pending, [OPEN])
-        cut = len(self.pending[:cut].rstrip())  # the space between an answer and a call belongs to the template
-        out, self.pending = self.pending[:cut], self.pending[cut:]
+        # the space between an answer and a call belongs to the template
+        cut = len(self.pending[:cut].rstrip())
+        out = self.pending[:cut]
+        self.pending = self.pending[cut:]
         return out
 
     def close(self) -> tuple[str, list[Call]]:
@@ -116,8 +138,9 @@ class ToolText:
 
 
 def parse_calls(text: str) -> list[Call] | None:
-    """Calls in the format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one or more and nothing
-    else. None where anything is malformed: it is then text like any other.
+    """Calls in the format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>`, one or more and nothing else. None where anything is malformed: it is then
+    text like any other.
 
     >>> parse_calls('<tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>')
     [Call(name='add', arguments='{"a": 1}', id='')]

@@ -1,4 +1,7 @@
-"""`train.backend: fsdp`, `deepspeed` or `megatron` becomes ranks and backends on them. What is loaded, is loaded by every rank for itself, into host memory."""
+"""`train.backend: fsdp`, `deepspeed` or `megatron` becomes ranks and backends on them.
+
+What is loaded, is loaded by every rank for itself, into host memory.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,17 @@ def on_ranks(name: str) -> type[FsdpBackend]:
 
 
 def open_ranks(cfg: Config) -> AbstractContextManager[Any]:
-    """The processes that the config asks for, for as long as the block lasts. Ranks other than 0 serve, and never return from here."""
+    """The processes that the config asks for, for as long as the block lasts.
+
+    Ranks other than 0 serve, and never return from here.
+    """
     if cfg.train.backend not in ON_RANKS:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-            raise InputError(f"torchrun started {os.environ['WORLD_SIZE']} processes, and this run has one.", where="train.backend",
-                             fix="Set train.backend=fsdp, or start it without torchrun.")  # fmt: skip
+            raise InputError(
+                f"torchrun started {os.environ['WORLD_SIZE']} processes, and this run has one.",
+                where="train.backend",
+                fix="Set train.backend=fsdp, or start it without torchrun.",
+            )
         return nullcontext()
     if rank_here() > 0:
         serve()
@@ -54,7 +63,9 @@ def ranks_here(cfg: Config) -> int:
 
 
 def ranks_of(cfg: Config) -> Ranks | None:
-    """The open ranks, where the config trains on them; None where one process does it, as in an evaluation."""
+    """The open ranks, where the config trains on them; None where one process does it, as in an
+    evaluation.
+    """
     return current() if cfg.train.backend in ON_RANKS else None
 
 
@@ -64,7 +75,9 @@ def hosted(cfg: ModelConfig) -> ModelConfig:
     return cfg.model_copy(update={"device": "cpu", "dtype": dtype, "compile": False})
 
 
-def load_policy(cfg: ModelConfig, adapter: AdapterConfig | None, seed: int, scalar: bool, value_head: bool) -> PackedModel:
+def load_policy(
+    cfg: ModelConfig, adapter: AdapterConfig | None, seed: int, scalar: bool, value_head: bool
+) -> PackedModel:
     """What every rank loads before it is cut."""
     if scalar:
         return load_scalar(cfg, adapter, fresh=True, seed=seed)
@@ -91,8 +104,15 @@ def onto_device(model: CausalModel, cfg: ModelConfig) -> None:
         model.compile_layers()
 
 
-def on_all_ranks(ranks: Ranks, own: Engine, cfg: Config, loading: tuple[AdapterConfig | None, int, bool], stops: frozenset[int], context: int,
-                 longest: int) -> Engine:  # fmt: skip
+def on_all_ranks(
+    ranks: Ranks,
+    own: Engine,
+    cfg: Config,
+    loading: tuple[AdapterConfig | None, int, bool],
+    stops: frozenset[int],
+    context: int,
+    longest: int,
+) -> Engine:
     """The engine of rank 0 and one like it on every other rank."""
     from reinforge.cluster.ranked import RankedEngine
 
@@ -101,11 +121,22 @@ def on_all_ranks(ranks: Ranks, own: Engine, cfg: Config, loading: tuple[AdapterC
 
 
 def _engine(
-    cfg: Config, loading: tuple[AdapterConfig | None, int, bool], stops: frozenset[int], context: int, longest: int
+    cfg: Config,
+    loading: tuple[AdapterConfig | None, int, bool],
+    stops: frozenset[int],
+    context: int,
+    longest: int,
 ) -> NativeEngine:
     model = load_policy(hosted(cfg.model), *loading, False)
     assert isinstance(model, CausalModel)
     onto_device(model, cfg.model)
     rollout = cfg.rollout
-    return NativeEngine(model, stop_tokens=stops, max_batch=rollout.max_batch, kv_gib=rollout.kv_gib, context=context, longest=longest,
-                        prefix_cache=rollout.prefix_cache)  # fmt: skip
+    return NativeEngine(
+        model,
+        stop_tokens=stops,
+        max_batch=rollout.max_batch,
+        kv_gib=rollout.kv_gib,
+        context=context,
+        longest=longest,
+        prefix_cache=rollout.prefix_cache,
+    )

@@ -1,4 +1,6 @@
-"""Prints results: tables for people at a terminal, plain lines when the output goes into a file or a pipe."""
+"""Prints results: tables for people at a terminal, plain lines when the output goes into a file or
+a pipe.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def text_of(value: Any) -> str:
 
 
 def print_mapping(values: Mapping[str, Any]) -> None:
-    """One `key  value` each, aligned. At a terminal a long value goes on under itself, and is broken between words only."""
+    """One `key  value` each, aligned.
+
+    At a terminal a long value goes on under itself, and is broken between words only.
+    """
     from rich.text import Text
 
     width = max(map(len, values), default=0)
@@ -45,10 +50,16 @@ def print_mapping(values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if value is None:
             continue
-        lines = wrapped(text_of(value), out.width - width - GAP) if out.is_terminal else [text_of(value)]
+        lines = (
+            wrapped(text_of(value), out.width - width - GAP)
+            if out.is_terminal
+            else [text_of(value)]
+        )
         for i, line in enumerate(lines):
             out.print(
-                Text("" if i else key, style="bold").append(" " * (width + GAP - (0 if i else len(key))) + line, style="not bold"),
+                Text("" if i else key, style="bold").append(
+                    " " * (width + GAP - (0 if i else len(key))) + line, style="not bold"
+                ),
                 soft_wrap=True,
             )
 
@@ -64,7 +75,9 @@ def print_text(text: str) -> None:
 
 
 def wrapped(text: str, room: int) -> list[str]:
-    """Lines of at most `room` characters. A word that is longer, such as a path, stays whole: the terminal breaks it, and copies it whole.
+    """Lines of at most `room` characters.
+
+    A word that is longer, such as a path, stays whole: the terminal breaks it, and copies it whole.
 
     >>> wrapped("one two three", 7), wrapped("", 7), wrapped("a/long/path b", 4)
     (['one two', 'three'], [''], ['a/long/path', 'b'])
@@ -73,8 +86,9 @@ def wrapped(text: str, room: int) -> list[str]:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], *, empty: str = "nothing to show") -> None:
-    """A table with the union of the rows' keys as columns; where it does not fit without breaking words, a paragraph for each row.
-    Tab-separated when nobody watches."""
+    """A table with the union of the rows' keys as columns; where it does not fit without breaking
+    words, a paragraph for each row. Tab-separated when nobody watches.
+    """
     from rich.markup import escape
     from rich.table import Table
 
@@ -85,10 +99,16 @@ def print_table(rows: Sequence[Mapping[str, Any]], *, empty: str = "nothing to s
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[text_of(row.get(column)) for column in columns] for row in rows]
     if not out.is_terminal:
-        for line in (columns, *([cell.replace("\t", " ").replace("\n", " ") for cell in line] for line in cells)):
+        for line in (
+            columns,
+            *([cell.replace("\t", " ").replace("\n", " ") for cell in line] for line in cells),
+        ):
             print("\t".join(line))
         return
-    widths = fitted([list(column) for column in zip(columns, *cells, strict=True)], out.width - GAP * len(columns))
+    widths = fitted(
+        [list(column) for column in zip(columns, *cells, strict=True)],
+        out.width - GAP * len(columns),
+    )
     if widths is None:
         _print_paragraphs(out, columns, cells)
         return
@@ -101,15 +121,20 @@ def print_table(rows: Sequence[Mapping[str, Any]], *, empty: str = "nothing to s
 
 
 def fitted(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Widths of columns of text that take at most `room` together and break no word; None where there are none.
+    """Widths of columns of text that take at most `room` together and break no word; None where
+    there are none.
 
-    >>> fitted([["a", "bc"], ["one two", "three"]], 9), fitted([["a", "bc"], ["one two", "three"]], 7), fitted([["abc"], ["def"]], 5)
+    >>> table = [["a", "bc"], ["one two", "three"]]
+    >>> fitted(table, 9), fitted(table, 7), fitted([["abc"], ["def"]], 5)
     ([2, 7], [2, 5], None)
     """
     from rich.cells import cell_len
 
     widths = [max(map(cell_len, column), default=0) for column in columns]
-    least = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in columns]
+    least = [
+        max((cell_len(word) for text in column for word in text.split()), default=0)
+        for column in columns
+    ]
     if sum(least) > room:
         return None
     while sum(widths) > room:
@@ -124,6 +149,10 @@ def _print_paragraphs(out: Console, columns: Sequence[str], cells: Sequence[Sequ
 
     for first, *rest in cells:
         out.print(Text(first, style="bold"), soft_wrap=True)
-        said = [f"{column} {cell}" for column, cell in zip(columns[1:], rest, strict=True) if cell not in ("", "-")]
+        said = [
+            f"{column} {cell}"
+            for column, cell in zip(columns[1:], rest, strict=True)
+            if cell not in ("", "-")
+        ]
         for line in wrapped(", ".join(said), out.width - INDENT):
             out.print(Text(" " * INDENT + line), soft_wrap=True)

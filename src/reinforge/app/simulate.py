@@ -1,7 +1,9 @@
-"""`reinforge plan CONFIG --cluster`: step time and best layout for 8 to 1024 GPUs, from a run's measured phases or the roofline.
+"""`reinforge plan CONFIG --cluster`: step time and best layout for 8 to 1024 GPUs, from a run's
+measured phases or the roofline.
 
-The model is cluster/scaling.py. Without a run the shares of the hardware's peak are assumed; with one (`--from RUN`), its seconds per phase are
-divided by what the model says for the devices that it had, and the ratios applied to every other number of GPUs.
+The model is cluster/scaling.py. Without a run the shares of the hardware's peak are assumed; with
+one (`--from RUN`), its seconds per phase are divided by what the model says for the devices that it
+had, and the ratios applied to every other number of GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from typing import Any
 from reinforge.app.predict import needs_of
 from reinforge.backends.memory import Facts
 from reinforge.backends.roofline import GPUS, Work
-from reinforge.cluster.scaling import Cluster, Layout, Lengths, Ratios, Step, best, layouts, machine, replica, simulate
+from reinforge.cluster.scaling import (
+    Cluster,
+    Layout,
+    Lengths,
+    Ratios,
+    Step,
+    best,
+    layouts,
+    machine,
+    replica,
+    simulate,
+)
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.watch.runs import read_json, read_lines
@@ -29,7 +42,9 @@ GPU = "H100"
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run's files tell: medians over its steps, the first left out (it compiles and warms up)."""
+    """What a run's files tell: medians over its steps, the first left out (it compiles and warms
+    up).
+    """
 
     devices: int  # that train
     engines: int  # that have devices of their own
@@ -48,17 +63,24 @@ def gpu_counts(text: str) -> list[int]:
     ([8, 16, 32, 64], [8, 24], [16])
     """
     if span := re.fullmatch(r"(\d+)\.\.(\d+)", text):
-        low, high = int(span[1]), int(span[2])
+        low = int(span[1])
+        high = int(span[2])
         counts = [low * 2**i for i in range(32) if low * 2**i <= high] if low else []
     else:
         counts = [int(part) for part in text.split(",") if part.strip().isdigit()]
     if not counts or min(counts) < 1:
-        raise InputError(f"{text!r} is not a number of GPUs.", where="--gpus", fix="Give a list or a span: 8,24,64 or 8..1024.")
+        raise InputError(
+            f"{text!r} is not a number of GPUs.",
+            where="--gpus",
+            fix="Give a list or a span: 8,24,64 or 8..1024.",
+        )
     return counts
 
 
 def facts_of(cfg: Config) -> Facts:
-    """The model's shape, from its config.json where it is a directory: transformers is not imported for that."""
+    """The model's shape, from its config.json where it is a directory: transformers is not imported
+    for that.
+    """
     path = Path(cfg.model.path) / "config.json"
     if path.exists():
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -69,40 +91,76 @@ def facts_of(cfg: Config) -> Facts:
         shape = load_config(cfg.model).get_text_config()
     adapter = cfg.adapter
     targets = tuple(adapter.targets) if adapter and not isinstance(adapter.targets, str) else None
-    return Facts.of(shape, itemsize=4 if cfg.model.dtype == "float32" else 2, rank=adapter.rank if adapter else None, targets=targets,
-                    checkpointing=cfg.model.gradient_checkpointing, compiled=cfg.model.compile)  # fmt: skip
+    return Facts.of(
+        shape,
+        itemsize=4 if cfg.model.dtype == "float32" else 2,
+        rank=adapter.rank if adapter else None,
+        targets=targets,
+        checkpointing=cfg.model.gradient_checkpointing,
+        compiled=cfg.model.compile,
+    )
 
 
 def measured_of(run: Path) -> Measured:
     """Reads metrics.jsonl and prediction.json of a run on GPUs."""
     if not (run / "metrics.jsonl").exists():
-        raise InputError(f"{run} is no run directory.", where="--from", fix="Give the directory of a run that has done some steps.")
+        raise InputError(
+            f"{run} is no run directory.",
+            where="--from",
+            fix="Give the directory of a run that has done some steps.",
+        )
     prediction: Mapping[str, Any] = read_json(run / "prediction.json") or {}
     if prediction.get("machine", {}).get("kind") != "cuda":
-        raise InputError(f"{run} was not measured on a GPU: its times say nothing about one.", where="--from", fix="Leave it out.")
+        raise InputError(
+            f"{run} was not measured on a GPU: its times say nothing about one.",
+            where="--from",
+            fix="Leave it out.",
+        )
     if (read_json(run / "config.json") or {}).get("rollout", {}).get("staleness"):
-        raise InputError(f"{run} generated while it trained: how long either takes alone cannot be told.", where="--from",
-                         fix="Give a run with rollout.staleness=0.")  # fmt: skip
-    lines = [line for line in read_lines(run / "metrics.jsonl") if "time/train" in line and "time/generate" in line]
+        raise InputError(
+            f"{run} generated while it trained: how long either takes alone cannot be told.",
+            where="--from",
+            fix="Give a run with rollout.staleness=0.",
+        )
+    lines = [
+        line
+        for line in read_lines(run / "metrics.jsonl")
+        if "time/train" in line and "time/generate" in line
+    ]
     lines = lines[1:] or lines
     if not lines:
-        raise InputError(f"{run} has no step with generation and training.", where="--from", fix="Give a run of an RL algorithm.")
+        raise InputError(
+            f"{run} has no step with generation and training.",
+            where="--from",
+            fix="Give a run of an RL algorithm.",
+        )
 
     def middle(*names: str) -> float:
         return median(sum(float(line.get(name) or 0.0) for name in names) for line in lines)
 
     rates = prediction.get("rates", {})
-    return Measured(int(rates.get("devices", 1)), int(rates.get("engines", 0)), prediction["machine"]["name"], middle("time/generate"),
-                    middle("time/train", "time/annotate"), middle("time/prepare", "time/other"), middle("response/length"),
-                    middle("response/max_length"), float(prediction["assumed"]["prompt_tokens"]))  # fmt: skip
+    return Measured(
+        int(rates.get("devices", 1)),
+        int(rates.get("engines", 0)),
+        prediction["machine"]["name"],
+        middle("time/generate"),
+        middle("time/train", "time/annotate"),
+        middle("time/prepare", "time/other"),
+        middle("response/length"),
+        middle("response/max_length"),
+        float(prediction["assumed"]["prompt_tokens"]),
+    )
 
 
 def spread(mean: float, longest: float, cap: int, samples: int) -> Lengths:
     """The distribution of lengths whose longest of `samples` is the one that was seen."""
-    low, high = 0.02, 2.5
+    low = 0.02
+    high = 2.5
     for _ in range(30):
         sigma = (low + high) / 2
-        low, high = (sigma, high) if Lengths(mean, cap, sigma).longest(samples) < longest else (low, sigma)
+        low, high = (
+            (sigma, high) if Lengths(mean, cap, sigma).longest(samples) < longest else (low, sigma)
+        )
     return Lengths(mean, cap, sigma)
 
 
@@ -114,7 +172,9 @@ class Plan:
     assumed: dict[str, Any]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One line per number of GPUs: seconds of the best of each kind with the engines' GPUs, and the layout to take."""
+        """One line per number of GPUs: seconds of the best of each kind with the engines' GPUs, and
+        the layout to take.
+        """
         found = []
         for gpus, steps in self.steps.items():
             pick = best(steps)
@@ -125,29 +185,60 @@ class Plan:
                 row[kind] = (
                     None
                     if fastest is None
-                    else f"{fastest.seconds:.1f}" + (f" ({fastest.layout.engines})" if fastest.layout.engines else "")
+                    else f"{fastest.seconds:.1f}"
+                    + (f" ({fastest.layout.engines})" if fastest.layout.engines else "")
                 )
-            row |= {"best": pick.layout.name, "engines": pick.layout.engines or None, "step s": round(pick.seconds, 1)}
+            row |= {
+                "best": pick.layout.name,
+                "engines": pick.layout.engines or None,
+                "step s": round(pick.seconds, 1),
+            }
             row |= {"tokens/s/GPU": round(pick.tokens_per_gpu), "MFU": f"{pick.mfu:.0%}"}
-            found.append({**row, "idle train": f"{max(0.0, pick.idle_train):.0%}", "idle generate": f"{max(0.0, pick.idle_generate):.0%}"})
+            found.append(
+                {
+                    **row,
+                    "idle train": f"{max(0.0, pick.idle_train):.0%}",
+                    "idle generate": f"{max(0.0, pick.idle_generate):.0%}",
+                }
+            )
         return found
 
     def as_dict(self) -> dict[str, Any]:
         def shown(step: Step) -> dict[str, Any]:
             return {
-                "layout": step.layout.name, "engines": step.layout.engines, "staleness": step.layout.staleness, "seconds": step.seconds,
-                "generate": step.generate, "train": step.train, "sync": step.sync, "tokens_per_second_per_gpu": step.tokens_per_gpu, "mfu": step.mfu,
-            }  # fmt: skip
+                "layout": step.layout.name,
+                "engines": step.layout.engines,
+                "staleness": step.layout.staleness,
+                "seconds": step.seconds,
+                "generate": step.generate,
+                "train": step.train,
+                "sync": step.sync,
+                "tokens_per_second_per_gpu": step.tokens_per_gpu,
+                "mfu": step.mfu,
+            }
 
         return {
             "assumed": self.assumed,
-            "clusters": {n: {"best": shown(best(s)), "layouts": [shown(x) for x in s]} for n, s in self.steps.items()},
+            "clusters": {
+                n: {"best": shown(best(s)), "layouts": [shown(x) for x in s]}
+                for n, s in self.steps.items()
+            },
         }
 
 
-def plan_cluster(cfg: Config, gpus: Sequence[int], *, gpu: str | None = None, run: Path | None = None, length: float | None = None,
-                 node: int = 8) -> Plan:  # fmt: skip
-    """Every layout for every number of GPUs. `length`: mean tokens of a completion, where no run tells it."""
+def plan_cluster(
+    cfg: Config,
+    gpus: Sequence[int],
+    *,
+    gpu: str | None = None,
+    run: Path | None = None,
+    length: float | None = None,
+    node: int = 8,
+) -> Plan:
+    """Every layout for every number of GPUs.
+
+    `length`: mean tokens of a completion, where no run tells it.
+    """
     if not cfg.algorithm.rl:
         raise InputError(
             f"{cfg.algorithm.name} generates nothing: there is no layout to choose.",
@@ -157,14 +248,32 @@ def plan_cluster(cfg: Config, gpus: Sequence[int], *, gpu: str | None = None, ru
     seen = measured_of(run) if run is not None else None
     kind = gpu or (seen.machine if seen else GPU)
     if not any(name in kind.upper() for name in GPUS):
-        raise InputError(f"there is no GPU {kind!r} in our table.", where="--gpu", fix=f"There are: {', '.join(GPUS)}.")
-    facts, cap = facts_of(cfg), cfg.rollout.max_new_tokens
+        raise InputError(
+            f"there is no GPU {kind!r} in our table.",
+            where="--gpu",
+            fix=f"There are: {', '.join(GPUS)}.",
+        )
+    facts = facts_of(cfg)
+    cap = cfg.rollout.max_new_tokens
     samples = cfg.train.prompts_per_step * cfg.algorithm.group_size
     mean = length or (seen.length if seen else cap / 2)
-    lengths = spread(mean, seen.longest, cap, samples) if seen and length is None else Lengths(min(mean, cap * 0.95), cap)
+    lengths = (
+        spread(mean, seen.longest, cap, samples)
+        if seen and length is None
+        else Lengths(min(mean, cap * 0.95), cap)
+    )
     needs = needs_of(cfg)
-    work = Work(samples, seen.prompt if seen else PROMPT_TOKENS, mean, cfg.algorithm.group_size, cfg.rollout.max_batch, cfg.algorithm.epochs,
-                len(needs & {"old", "reference"}), "values" in needs, cfg.train.share_prompts)  # fmt: skip
+    work = Work(
+        samples,
+        seen.prompt if seen else PROMPT_TOKENS,
+        mean,
+        cfg.algorithm.group_size,
+        cfg.rollout.max_batch,
+        cfg.algorithm.epochs,
+        len(needs & {"old", "reference"}),
+        "values" in needs,
+        cfg.train.share_prompts,
+    )
     of_step: dict[str, Any] = {"updates": cfg.algorithm.minibatches}
     if cfg.train.tokens_per_microbatch != "auto":
         of_step["microbatch"] = cfg.train.tokens_per_microbatch
@@ -176,16 +285,29 @@ def plan_cluster(cfg: Config, gpus: Sequence[int], *, gpu: str | None = None, ru
     hardware = machine(kind)
     tensor = replica(facts, hardware)
     steps = {
-        n: [simulate(facts, Cluster(hardware, n, node), work, lengths, layout, ratios=ratios, **of_step)
-            for layout in layouts(Cluster(hardware, n, node), tensor)]
-        for n in gpus if n >= tensor
-    }  # fmt: skip
+        n: [
+            simulate(
+                facts, Cluster(hardware, n, node), work, lengths, layout, ratios=ratios, **of_step
+            )
+            for layout in layouts(Cluster(hardware, n, node), tensor)
+        ]
+        for n in gpus
+        if n >= tensor
+    }
     if not steps:
         raise InputError(
-            f"one copy of the model needs {tensor} GPUs of this kind.", where="--gpus", fix="Ask for more of them, or a larger one."
+            f"one copy of the model needs {tensor} GPUs of this kind.",
+            where="--gpus",
+            fix="Ask for more of them, or a larger one.",
         )
     assumed = {
-        "GPU": kind, "samples": samples, "prompt tokens": round(work.prompt_tokens), "completion tokens": f"{mean:.0f} of {cap}, spread {lengths.sigma:.2f}",
-        "engine GPUs": tensor, "from": str(run) if run else "roofline", "ratio generate": round(ratios.generate, 2), "ratio train": round(ratios.train, 2),
-    }  # fmt: skip
+        "GPU": kind,
+        "samples": samples,
+        "prompt tokens": round(work.prompt_tokens),
+        "completion tokens": f"{mean:.0f} of {cap}, spread {lengths.sigma:.2f}",
+        "engine GPUs": tensor,
+        "from": str(run) if run else "roofline",
+        "ratio generate": round(ratios.generate, 2),
+        "ratio train": round(ratios.train, 2),
+    }
     return Plan(steps, assumed)

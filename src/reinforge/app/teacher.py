@@ -22,30 +22,52 @@ from reinforge.train.precompute import Streams, with_streams
 
 
 def make_teachers(shop: Workshop, rows: Sequence[Row] = ()) -> Teachers | None:
-    """The teachers of a run, not yet loaded. `rows`: of the data, for a teacher that reads them with another tokenizer."""
+    """The teachers of a run, not yet loaded.
+
+    `rows`: of the data, for a teacher that reads them with another tokenizer.
+    """
     cfg = shop.cfg.teacher
     if cfg is None:
         return None
-    device = str(shop.model.device) if shop.ranks is None else shop.cfg.model.device  # every rank loads them onto its own
+    # every rank loads them onto its own
+    device = str(shop.model.device) if shop.ranks is None else shop.cfg.model.device
     listed: list[TeacherConfig | OtherTeacherConfig] = [cfg, *cfg.also]
-    configs = [ModelConfig(path=t.path, revision=t.revision, dtype=cfg.dtype, device=device) for t in listed]
+    configs = [
+        ModelConfig(path=t.path, revision=t.revision, dtype=cfg.dtype, device=device)
+        for t in listed
+    ]
     by_rank = getattr(shop.algorithm.loss, "by_rank", False)
-    for key, config in zip(["teacher", *(f"teacher.also.{i}" for i in range(len(cfg.also)))], configs, strict=True):
+    for key, config in zip(
+        ["teacher", *(f"teacher.also.{i}" for i in range(len(cfg.also)))], configs, strict=True
+    ):
         if not by_rank:
             _same_tokens(shop, config, f"{key}.path")
     if by_rank and cfg.also:
         raise InputError("uld compares with one teacher.", where="teacher.also", fix="Remove it.")
     twins = _twins(shop, configs[0], rows) if by_rank else None
-    return Teachers([partial(load_model, config) for config in configs], [t.weight for t in listed], twins)
+    return Teachers(
+        [partial(load_model, config) for config in configs], [t.weight for t in listed], twins
+    )
 
 
 def _same_tokens(shop: Workshop, config: ModelConfig, where: str) -> None:
-    """The same ids for the same texts. Added (control) tokens that only one of them has do no harm."""
-    theirs, ours = (_words(tokenizer) for tokenizer in (load_tokenizer(config, where), shop.model.tokenizer))
-    other = next((token for token in {**ours, **theirs} if theirs.get(token) != ours.get(token)), None)
+    """The same ids for the same texts.
+
+    Added (control) tokens that only one of them has do no harm.
+    """
+    theirs, ours = (
+        _words(tokenizer) for tokenizer in (load_tokenizer(config, where), shop.model.tokenizer)
+    )
+    other = next(
+        (token for token in {**ours, **theirs} if theirs.get(token) != ours.get(token)), None
+    )
     if other is not None:
-        raise InputError(f"{config.path} has other tokens: {other!r} is {theirs.get(other)} there and {ours.get(other)} for the student.", where=where,
-                         fix="Use a teacher with the student's tokenizer, or the algorithm uld.")  # fmt: skip
+        raise InputError(
+            f"{config.path} has other tokens: {other!r} is {theirs.get(other)} there and"
+            f" {ours.get(other)} for the student.",
+            where=where,
+            fix="Use a teacher with the student's tokenizer, or the algorithm uld.",
+        )
 
 
 def _words(tokenizer: Any) -> dict[str, int]:
@@ -60,16 +82,28 @@ def _twins(shop: Workshop, config: ModelConfig, rows: Sequence[Row]) -> dict[str
 
 
 def keep_best(shop: Workshop, backend: AnyBackend, units: Sequence[Unit]) -> list[Unit]:
-    """The units with the teacher's likeliest tokens, from the run's directory or from the teacher, who is not needed afterwards."""
-    cfg, loss, teachers = shop.cfg.teacher, shop.algorithm.loss, backend.teachers
-    assert cfg is not None and teachers is not None and isinstance(loss, DistillationLoss) and loss.k is not None
-    k, temperature = min(loss.k, len(shop.policy.head.weight)), loss.temperature
+    """The units with the teacher's likeliest tokens, from the run's directory or from the teacher,
+    who is not needed afterwards.
+    """
+    cfg = shop.cfg.teacher
+    loss = shop.algorithm.loss
+    teachers = backend.teachers
+    assert (
+        cfg is not None
+        and teachers is not None
+        and isinstance(loss, DistillationLoss)
+        and loss.k is not None
+    )
+    k = min(loss.k, len(shop.policy.head.weight))
+    temperature = loss.temperature
 
     def ask(batch: Batch) -> Streams:
         ids, logprobs = teachers.best(batch.to(backend.model.device), k, temperature)
         return {IDS: ids, LOGPROBS: logprobs}
 
     name = f"{cfg.path}@{cfg.revision} k={k} T={temperature}"
-    found = with_streams(units, Path(shop.cfg.run.dir) / "teacher.safetensors", name, backend.budget, ask)
+    found = with_streams(
+        units, Path(shop.cfg.run.dir) / "teacher.safetensors", name, backend.budget, ask
+    )
     backend.teachers = None
     return found

@@ -1,4 +1,7 @@
-"""What a row of the data becomes, by the algorithm. Of its own, because `plan` asks and builds no trainer."""
+"""What a row of the data becomes, by the algorithm.
+
+Of its own, because `plan` asks and builds no trainer.
+"""
 
 from __future__ import annotations
 

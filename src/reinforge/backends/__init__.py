@@ -1,1 +1,4 @@
-"""Floor 2: backends. Each implements `reinforge.core.backend.Backend`; all share the one micro-batch pass."""
+"""Floor 2: backends.
+
+Each implements `reinforge.core.backend.Backend`; all share the one micro-batch pass.
+"""

@@ -1,4 +1,6 @@
-"""What the rank side of every backend on several processes does with the packs that it was dealt, whoever cuts the weights."""
+"""What the rank side of every backend on several processes does with the packs that it was dealt,
+whoever cuts the weights.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,20 @@ class DealtBackend(LocalBackend):
     saves: ClassVar[str]  # a setting with which less memory is needed
 
     @torch.no_grad()
-    def annotate_packs(self, dealt: Dealt, needs: frozenset[str]) -> list[tuple[dict[str, Tensor], Tensor | None]]:
+    def annotate_packs(
+        self, dealt: Dealt, needs: frozenset[str]
+    ) -> list[tuple[dict[str, Tensor], Tensor | None]]:
         """Streams and bootstraps of the packs that count, in their order."""
         found = []
         for batch, counts in dealt:
             self._safely(batch, partial(self._annotate, batch, needs))
             if counts:
-                found.append(({name: batch.streams[name] for name in needs if name in batch.streams}, batch.bootstrap))
+                found.append(
+                    (
+                        {name: batch.streams[name] for name in needs if name in batch.streams},
+                        batch.bootstrap,
+                    )
+                )
         return found
 
     @torch.no_grad()
@@ -48,7 +57,10 @@ class DealtBackend(LocalBackend):
             self.model.recompute(False)
 
     def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
-        found = [(self._safely(batch, partial(self._one, batch, loss, totals, counts)), counts) for batch, counts in dealt]
+        found = [
+            (self._safely(batch, partial(self._one, batch, loss, totals, counts)), counts)
+            for batch, counts in dealt
+        ]
         return combine([part for part, counts in found if counts])
 
     def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
@@ -65,7 +77,15 @@ class DealtBackend(LocalBackend):
         try:
             with memory_errors():
                 return work()
-        except torch.OutOfMemoryError as error:  # the other ranks wait in the middle of the pass: it cannot be done again in smaller pieces
-            raise InputError(f"a micro-batch of {batch.n_tokens} tokens does not fit into the memory of rank {self.member.rank}.",
-                             where="train.tokens_per_microbatch", fix=f"Set it to {max(1, batch.n_tokens // 2)}, or use "
-                             f"{self.saves}. The newest checkpoint is intact.") from error  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            # the other ranks wait in the middle of the pass: it cannot be done again in smaller
+            # pieces
+            raise InputError(
+                f"a micro-batch of {batch.n_tokens} tokens does not fit into the memory of rank"
+                f" {self.member.rank}.",
+                where="train.tokens_per_microbatch",
+                fix=(
+                    f"Set it to {max(1, batch.n_tokens // 2)}, or use "
+                    f"{self.saves}. The newest checkpoint is intact."
+                ),
+            ) from error

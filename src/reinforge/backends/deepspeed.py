@@ -1,8 +1,9 @@
 """DeepSpeed's ZeRO engine around one model: the only file that knows DeepSpeed (0.19).
 
-What the engine does: cuts gradients, masters and moments (stage 2) and weights (stage 3) over the ranks, moves them to host memory or
-disk, adds gradients up. What it does not do: it scales no loss, counts no accumulation steps, clips nothing and knows no schedule.
-The update is torch's AdamW on the flat piece of this rank, as everywhere else here.
+What the engine does: cuts gradients, masters and moments (stage 2) and weights (stage 3) over the
+ranks, moves them to host memory or disk, adds gradients up. What it does not do: it scales no loss,
+counts no accumulation steps, clips nothing and knows no schedule. The update is torch's AdamW on
+the flat piece of this rank, as everywhere else here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _world: Any = None  # the process group that DeepSpeed's own groups were made fo
 
 
 class Work(nn.Module):
-    """Runs a piece of work inside a module: ZeRO-3 gathers weights where modules are called, and our forward calls trunk and head."""
+    """Runs a piece of work inside a module: ZeRO-3 gathers weights where modules are called, and
+    our forward calls trunk and head.
+    """
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -45,7 +48,10 @@ class Work(nn.Module):
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """What DeepSpeed calls once per flat piece, with its gradient. Clips as one process does, by the norm over all pieces of all ranks."""
+    """What DeepSpeed calls once per flat piece, with its gradient.
+
+    Clips as one process does, by the norm over all pieces of all ranks.
+    """
 
     norm: Callable[[], Any]
     rate = limit = 0.0
@@ -62,26 +68,47 @@ class ClippedAdamW(torch.optim.AdamW):
             super().step()
         for group in self.param_groups:
             for p in group["params"]:
-                p.grad.zero_()  # what is offloaded keeps it, and adds nothing where the next batch has no gradient
+                # what is offloaded keeps it, and adds nothing where the next batch has no gradient
+                p.grad.zero_()
 
     def prepare(self, piece: Tensor) -> None:
         """State as before the first step."""
         zeros = {key: torch.zeros_like(piece) for key in MOMENTS}
-        self.state[piece] = {"step": torch.zeros((), dtype=torch.float32, device=piece.device), **zeros}
+        self.state[piece] = {
+            "step": torch.zeros((), dtype=torch.float32, device=piece.device),
+            **zeros,
+        }
 
 
 class Zero:
-    """One rank's part of a model and its optimizer. Everything here is called by all ranks at once."""
+    """One rank's part of a model and its optimizer.
 
-    def __init__(self, member: Member, model: PackedModel, cfg: DeepSpeedConfig, optimizer: OptimizerConfig):
-        self.member, self.stage = member, cfg.stage
-        self.parameters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    Everything here is called by all ranks at once.
+    """
+
+    def __init__(
+        self, member: Member, model: PackedModel, cfg: DeepSpeedConfig, optimizer: OptimizerConfig
+    ):
+        self.member = member
+        self.stage = cfg.stage
+        self.parameters = {
+            name: p for name, p in model.module.named_parameters() if p.requires_grad
+        }
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         groups = [
-            {"params": [p for p in self.parameters.values() if p.ndim > 1], "weight_decay": optimizer.weight_decay},
+            {
+                "params": [p for p in self.parameters.values() if p.ndim > 1],
+                "weight_decay": optimizer.weight_decay,
+            },
             {"params": [p for p in self.parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        self.adam = ClippedAdamW([g for g in groups if g["params"]], lr=0.0, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+        self.adam = ClippedAdamW(
+            [g for g in groups if g["params"]],
+            lr=0.0,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            fused=True,
+        )
         self.engine = start(member, model, cfg, self.adam)
         self.zero = self.engine.optimizer
         self.adam.norm = lambda: self.zero._global_grad_norm
@@ -95,7 +122,11 @@ class Zero:
     @property
     def pieces(self) -> list[Tensor]:
         """The flat float32 masters that this rank updates."""
-        found: list[Tensor] = self.zero.single_partition_of_fp32_groups if self.stage == 2 else self.zero.fp32_partitioned_groups_flat
+        found: list[Tensor] = (
+            self.zero.single_partition_of_fp32_groups
+            if self.stage == 2
+            else self.zero.fp32_partitioned_groups_flat
+        )
         return found
 
     @contextlib.contextmanager
@@ -119,16 +150,21 @@ class Zero:
         self.pending = True
 
     def update(self, rate: float, limit: float) -> float:
-        """One step; the norm of the gradient before clipping. One that is not finite leaves everything untouched."""
+        """One step; the norm of the gradient before clipping.
+
+        One that is not finite leaves everything untouched.
+        """
         if not self.pending:
             return 0.0
         self.adam.rate, self.adam.limit = rate, limit
         self.engine.step()
         self.pending = False
         applied = self.engine.was_step_applied()
-        if self.stage == 2 and not applied:  # with offload in bfloat16 the bad gradient would stay and be added to
+        # with offload in bfloat16 the bad gradient would stay and be added to
+        if self.stage == 2 and not applied:
             self.zero.averaged_gradients.update(dict.fromkeys(self.zero.averaged_gradients))
-        if self.stage == 3 and not self.zero.offload_optimizer:  # a weight without a gradient in the next batch would keep this one's
+        # a weight without a gradient in the next batch would keep this one's
+        if self.stage == 3 and not self.zero.offload_optimizer:
             for p in self.parameters.values():
                 _library().utils.safe_get_local_grad(p).zero_()
         return float(self.engine.get_global_grad_norm()) if applied else math.inf
@@ -170,19 +206,24 @@ class Zero:
         return found
 
     def put(self, name: str, key: str, value: Tensor) -> None:
-        """Sets a master, with the weight that is rounded from it, or a moment, from the whole tensor, which every rank has."""
+        """Sets a master, with the weight that is rounded from it, or a moment, from the whole
+        tensor, which every rank has.
+        """
         utils = _library().utils
         p: Any = self.parameters[name]
         value = value.to(self.member.device, torch.float32)
         if key == "master":
             with self.weight(name, changes=True):
                 p.data.copy_(value)
-        master, moment = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
+        master = utils.safe_set_full_fp32_param
+        moment = utils.safe_set_full_optimizer_state
         if self.stage == 3:  # the same for whole tensors knows no padding
-            master, moment, size = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state, p.ds_tensor.numel()
-            value = nn.functional.pad(value.flatten(), (0, size * self.member.size - value.numel())).narrow(
-                0, size * self.member.rank, size
-            )
+            master = utils.safe_set_local_fp32_param
+            moment = utils.safe_set_local_optimizer_state
+            size = p.ds_tensor.numel()
+            value = nn.functional.pad(
+                value.flatten(), (0, size * self.member.size - value.numel())
+            ).narrow(0, size * self.member.rank, size)
         if key == "master":
             master(p, value)
         else:
@@ -211,32 +252,56 @@ class Frozen:
         return self.engine(work)
 
 
-def start(member: Member, model: PackedModel, cfg: DeepSpeedConfig, optimizer: torch.optim.Optimizer | None) -> Any:
-    """The engine around a model that is whole, in host memory. In stage 3 weights go to the device one by one, and are cut there."""
+def start(
+    member: Member,
+    model: PackedModel,
+    cfg: DeepSpeedConfig,
+    optimizer: torch.optim.Optimizer | None,
+) -> Any:
+    """The engine around a model that is whole, in host memory.
+
+    In stage 3 weights go to the device one by one, and are cut there.
+    """
     library = _connected(member)
     for key in ("offload_optimizer", "offload_parameters"):
         if getattr(cfg, key) == "nvme" and not library.ops.__compatible_ops__["async_io"]:
-            raise InputError("DeepSpeed compiles its disk access on first use, and libaio or a compiler is missing.", where=f"train.deepspeed.{key}",
-                             fix="Install g++, ninja and libaio-dev (Debian's name), or use cpu.")  # fmt: skip
+            raise InputError(
+                "DeepSpeed compiles its disk access on first use, and libaio or a compiler is"
+                " missing.",
+                where=f"train.deepspeed.{key}",
+                fix="Install g++, ninja and libaio-dev (Debian's name), or use cpu.",
+            )
     settings = configuration(cfg, model, member.device.type)
     root = Work(model.module)
     if cfg.stage == 3:
         place = None if cfg.offload_parameters == "none" else cfg.offload_parameters
         pinned = settings["zero_optimization"].get("offload_param", {}).get("pin_memory", False)
-        library.zero.Init(module=root, dtype=model.dtype, config_dict_or_path=settings, remote_device=place, pin_memory=pinned)
+        library.zero.Init(
+            module=root,
+            dtype=model.dtype,
+            config_dict_or_path=settings,
+            remote_device=place,
+            pin_memory=pinned,
+        )
         for part in root.modules():
             for name, buffer in part._buffers.items():
                 part._buffers[name] = None if buffer is None else buffer.to(member.device)
-        for p in getattr(model, "head", nn.Identity()).parameters():  # read by our chunked log-probs, not called
+        # read by our chunked log-probs, not called
+        for p in getattr(model, "head", nn.Identity()).parameters():
             library.zero.register_external_parameter(root, p)
         for p in () if model.value_head is None else model.value_head.parameters():
             library.zero.register_external_parameter(root, p)
-    engine, *_ = library.initialize(model=root, optimizer=optimizer, config=settings, dist_init_required=False)
+    engine, *_ = library.initialize(
+        model=root, optimizer=optimizer, config=settings, dist_init_required=False
+    )
     return engine
 
 
 def configuration(cfg: DeepSpeedConfig, model: PackedModel, kind: str) -> dict[str, Any]:
-    """DeepSpeed's own. Vectors (norms, biases) stay whole: gathering them one by one costs more than they weigh."""
+    """DeepSpeed's own.
+
+    Vectors (norms, biases) stay whole: gathering them one by one costs more than they weigh.
+    """
     vectors = max((p.numel() for p in model.module.parameters() if p.ndim <= 1), default=0)
     zero: dict[str, Any] = {
         "stage": cfg.stage,
@@ -244,15 +309,29 @@ def configuration(cfg: DeepSpeedConfig, model: PackedModel, kind: str) -> dict[s
         "stage3_param_persistence_threshold": vectors,
         "memory_efficient_linear": False,
     }
-    for key, place in (("offload_optimizer", cfg.offload_optimizer), ("offload_param", cfg.offload_parameters)):
+    for key, place in (
+        ("offload_optimizer", cfg.offload_optimizer),
+        ("offload_param", cfg.offload_parameters),
+    ):
         if place != "none":
-            zero[key] = {"device": place, "pin_memory": kind == "cuda", **({"nvme_path": cfg.nvme_path} if place == "nvme" else {})}
+            zero[key] = {
+                "device": place,
+                "pin_memory": kind == "cuda",
+                **({"nvme_path": cfg.nvme_path} if place == "nvme" else {}),
+            }
     return {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "managed_gradient_accumulation": False,
-        "gradient_clipping": 0.0, "steps_per_print": 1 << 30, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": model.dtype == torch.bfloat16, "check_grad_overflow": True}, "zero_optimization": zero,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 1 << 30,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": model.dtype == torch.bfloat16, "check_grad_overflow": True},
+        "zero_optimization": zero,
+    }
 
 
 @contextlib.contextmanager
@@ -276,21 +355,31 @@ def _library(kind: str = "") -> Any:
     if kind:
         os.environ.setdefault("DS_ACCELERATOR", kind)
     if find_spec("deepspeed") is None:
-        raise InputError("DeepSpeed is not installed.", where="train.backend", fix="pip install 'reinforge[deepspeed]'")
+        raise InputError(
+            "DeepSpeed is not installed.",
+            where="train.backend",
+            fix="pip install 'reinforge[deepspeed]'",
+        )
     with _silent():
         import deepspeed
         import deepspeed.comm
         import deepspeed.utils
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled here; gloo is fast enough between processes
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch.distributed.c10d_logger"
+    )
+    # it would be compiled here; gloo is fast enough between processes
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def _connected(member: Member) -> Any:
-    """DeepSpeed on the process group that is open: it keeps groups of its own, which an earlier run may have left."""
+    """DeepSpeed on the process group that is open: it keeps groups of its own, which an earlier run
+    may have left.
+    """
     global _world
-    os.environ.setdefault("LOCAL_RANK", str(member.device.index or 0))  # DeepSpeed asks; torchrun or `Ranks` set it in all ranks but 0
+    # DeepSpeed asks; torchrun or `Ranks` set it in all ranks but 0
+    os.environ.setdefault("LOCAL_RANK", str(member.device.index or 0))
     library = _library(member.device.type)
     if _world is not dist.group.WORLD:
         if _world is not None:
@@ -308,7 +397,9 @@ def _connected(member: Member) -> Any:
 
 
 def whole_state(zero: Zero, stored: Mapping[str, torch.dtype]) -> dict[str, Tensor] | None:
-    """The tensors of a checkpoint, as one process names and stores them, in the host memory of rank 0."""
+    """The tensors of a checkpoint, as one process names and stores them, in the host memory of rank
+    0.
+    """
     out: dict[str, Tensor] = {}
     updates = zero.updates
     for name, dtype in stored.items():

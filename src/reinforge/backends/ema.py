@@ -1,4 +1,6 @@
-"""A moving average of the trained weights, in float32: for evaluation and export, and as a reference that follows the policy."""
+"""A moving average of the trained weights, in float32: for evaluation and export, and as a
+reference that follows the policy.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,22 @@ from reinforge.core.backend import State
 
 
 class Average:
-    """average <- decay * average + (1 - decay) * weights. It follows the float32 masters, where they are, and is a part of the run:
-    a resumed one continues it bit for bit. decay 0 is a copy."""
+    """average <- decay * average + (1 - decay) * weights.
+
+    It follows the float32 masters, where they are, and is a part of the run: a resumed one
+    continues it bit for bit. decay 0 is a copy.
+    """
 
     def __init__(self, optimizer: MasterAdamW, decay: float):
         assert 0 <= decay <= 1
-        self.optimizer, self.decay = optimizer, decay
+        self.optimizer = optimizer
+        self.decay = decay
         self.values = {name: master.detach().clone() for name, master in optimizer.masters.items()}
 
     @torch.no_grad()
     def after_step(self) -> None:
-        values, masters = list(self.values.values()), [self.optimizer.masters[name].detach() for name in self.values]
+        values = list(self.values.values())
+        masters = [self.optimizer.masters[name].detach() for name in self.values]
         if self.decay == 0:
             torch._foreach_copy_(values, masters)
         else:
@@ -30,8 +37,10 @@ class Average:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the model computes with the average; afterwards with its own weights again, bit for bit. Values move and storage
-        stays, so that what remembers addresses (CUDA graphs) sees it. Nothing may train or be saved inside."""
+        """Inside, the model computes with the average; afterwards with its own weights again, bit
+        for bit. Values move and storage stays, so that what remembers addresses (CUDA graphs) sees
+        it. Nothing may train or be saved inside.
+        """
         self._swap(into=True)
         try:
             yield
@@ -41,7 +50,8 @@ class Average:
     @torch.no_grad()
     def _swap(self, *, into: bool) -> None:
         for name, p in self.optimizer.parameters.items():
-            master, value = self.optimizer.masters[name], self.values[name]
+            master = self.optimizer.masters[name]
+            value = self.values[name]
             if master is p:  # its own master: the two change places
                 kept = p.detach().clone()
                 p.copy_(value)

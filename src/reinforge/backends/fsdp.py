@@ -1,6 +1,9 @@
-"""Several processes, weights cut into as many pieces (FSDP2). This is rank 0's side: it deals the packs of a batch out and adds up.
+"""Several processes, weights cut into as many pieces (FSDP2).
 
-The gradient is that of a single process within rounding: losses are divided by `Totals`, counted over the whole batch before it was dealt.
+This is rank 0's side: it deals the packs of a batch out and adds up.
+
+The gradient is that of a single process within rounding: losses are divided by `Totals`, counted
+over the whole batch before it was dealt.
 """
 
 from __future__ import annotations
@@ -32,25 +35,43 @@ GATHERED = 16 << 30  # bytes of a state that rank 0 takes into its memory
 
 
 class FsdpBackend:
-    """`make` loads the model: on every rank, whole and on the host. `full` is the model that rank 0 generates with; its module gets the
-    weights when they are asked for. `sharded`: checkpoints are written by the ranks, each its own part; None: where they are large.
-    `settings` are those of `LocalBackend`."""
+    """`make` loads the model: on every rank, whole and on the host.
+
+    `full` is the model that rank 0 generates with; its module gets the weights when they are asked
+    for. `sharded`: checkpoints are written by the ranks, each its own part; None: where they are
+    large. `settings` are those of `LocalBackend`.
+    """
 
     side: Callable[..., Any] = ShardBackend  # what a rank holds
     in_pieces = True  # whether ranks can write and read their own part of a checkpoint
 
-    def __init__(self, ranks: Ranks, make: Callable[[], PackedModel], cfg: TrainConfig, *, full: PackedModel | None = None,
-                 compiled: bool = False, sharded: bool | None = False, **settings: Any):  # fmt: skip
-        self.ranks, self.cfg, self.full = ranks, cfg, full
+    def __init__(
+        self,
+        ranks: Ranks,
+        make: Callable[[], PackedModel],
+        cfg: TrainConfig,
+        *,
+        full: PackedModel | None = None,
+        compiled: bool = False,
+        sharded: bool | None = False,
+        **settings: Any,
+    ):
+        self.ranks = ranks
+        self.cfg = cfg
+        self.full = full
         self.grid = Grid.of(cfg, ranks.size)
         self.id = ranks.make(self.side, [(make, cfg, settings, compiled)] * ranks.size)
         self.shard: ShardBackend = ranks.own.objects[self.id]
         self._call("limit", min(self._call("__getattribute__", "budget")))
         self.budget = self.shard.budget
-        self.share, self.model, self.teachers = self.shard.share, self.shard.model, self.shard.teachers
+        self.share = self.shard.share
+        self.model = self.shard.model
+        self.teachers = self.shard.teachers
         self.reference = Follower(self, "reference") if self.shard.reference is not None else None
         self.ema = Follower(self, "ema") if self.shard.ema is not None else None
-        self.sharded = self.in_pieces and (sharded if sharded is not None else self._state_bytes() > GATHERED)
+        self.sharded = self.in_pieces and (
+            sharded if sharded is not None else self._state_bytes() > GATHERED
+        )
         self._stale = True  # whether `full` may have other weights
 
     @property
@@ -87,9 +108,14 @@ class FsdpBackend:
         for nothing in (part for parts in cuts for part in parts if not part.n_tokens):
             annotate_nothing(nothing, needs)
         hands = deal([p.n_tokens for p in packs], self.grid.hands)
-        found = self._deal("annotate_packs", [([(packs[i], counts) for i, counts in hand], needs) for hand in hands])
+        found = self._deal(
+            "annotate_packs",
+            [([(packs[i], counts) for i, counts in hand], needs) for hand in hands],
+        )
         for hand, streams in zip(hands, found, strict=True):
-            for i, (named, bootstrap) in zip([i for i, counts in hand if counts], streams, strict=True):
+            for i, (named, bootstrap) in zip(
+                [i for i, counts in hand if counts], streams, strict=True
+            ):
                 packs[i].streams |= named
                 packs[i].bootstrap = bootstrap
         for batch, parts in zip(batches, cuts, strict=True):
@@ -103,13 +129,27 @@ class FsdpBackend:
         return self._pass("evaluate_packs", batches, loss, totals)
 
     def _pass(self, method: str, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
-        whole = [[part] for part in fitted([b for b in batches if b.n_trained], self.budget, loss.unit)]
-        packs = [part for parts in even(whole, self.grid.hands, loss.unit) for part in parts if part.n_trained]
+        whole = [
+            [part] for part in fitted([b for b in batches if b.n_trained], self.budget, loss.unit)
+        ]
+        packs = [
+            part
+            for parts in even(whole, self.grid.hands, loss.unit)
+            for part in parts
+            if part.n_trained
+        ]
         if not packs:
             return {}
         hands = deal([p.n_tokens for p in packs], self.grid.hands)
-        found = self._deal(method, [([(packs[i], counts) for i, counts in hand], loss, totals) for hand in hands])
-        return combine([{name: torch.tensor(value, dtype=torch.float64) for name, value in part.items()} for part in found])
+        found = self._deal(
+            method, [([(packs[i], counts) for i, counts in hand], loss, totals) for hand in hands]
+        )
+        return combine(
+            [
+                {name: torch.tensor(value, dtype=torch.float64) for name, value in part.items()}
+                for part in found
+            ]
+        )
 
     def step(self) -> Metrics:
         self._stale = True
@@ -129,11 +169,16 @@ class FsdpBackend:
         return Weights("shared", module=self.full.module)
 
     def state(self) -> State:
-        """Whole tensors, as the state of one process is: a run continues with any number of ranks, or with none."""
+        """Whole tensors, as the state of one process is: a run continues with any number of ranks,
+        or with none.
+        """
         return self.state_of("")
 
     def state_of(self, part: str) -> State:
-        """Of the backend, or of what follows its weights. What ranks write themselves stays with them."""
+        """Of the backend, or of what follows its weights.
+
+        What ranks write themselves stays with them.
+        """
         if self.sharded:
             meta = (getattr(self.shard, part) if part else self.shard).state().meta
             return State(meta=meta, pieces={"": OnRanks(self, part)})
@@ -141,8 +186,13 @@ class FsdpBackend:
         return state
 
     def _state_bytes(self) -> int:
-        """About: weights as they are stored, masters where these are not float32, and two moments."""
-        sizes = ((self.shard.shapes[name].numel(), dtype.itemsize) for name, dtype in self.shard.stored.items())
+        """About: weights as they are stored, masters where these are not float32, and
+        two moments.
+        """
+        sizes = (
+            (self.shard.shapes[name].numel(), dtype.itemsize)
+            for name, dtype in self.shard.stored.items()
+        )
         return sum(n * (size + (4 if size < 4 else 0) + 8) for n, size in sizes)
 
     def load(self, state: State) -> None:
@@ -151,7 +201,10 @@ class FsdpBackend:
         self.budget = self.shard.budget
 
     def send(self, state: State, part: str = "") -> None:
-        """Gives every rank its pieces, a bucket at a time, and lets it load them. What is in pieces on disk, the ranks read themselves."""
+        """Gives every rank its pieces, a bucket at a time, and lets it load them.
+
+        What is in pieces on disk, the ranks read themselves.
+        """
         self._stale = True
         keys = [key for key in state.tensors if part or key.startswith(("model/", "optimizer/"))]
         if self.in_pieces and isinstance(state.tensors, Stored):
@@ -166,7 +219,8 @@ class FsdpBackend:
                 pieces[key] = piece.clone()
             if room <= 0:
                 self.ranks.call(self.id, "receive", [(pieces,) for pieces in bucket])
-                bucket, room = [{} for _ in range(self.ranks.size)], BUCKET
+                bucket = [{} for _ in range(self.ranks.size)]
+                room = BUCKET
         self.ranks.call(self.id, "receive", [(pieces,) for pieces in bucket])
         self._call("load_received", part, state.meta)
 
@@ -174,14 +228,21 @@ class FsdpBackend:
         """A tensor as the ranks hold it."""
         if tensor.ndim == 0 or name in self.shard.optimizer.whole:
             return [tensor] * self.ranks.size
-        return [self.grid.piece(tensor, rank, self.shard.split.get(name)) for rank in range(self.ranks.size)]
+        return [
+            self.grid.piece(tensor, rank, self.shard.split.get(name))
+            for rank in range(self.ranks.size)
+        ]
 
 
 class OnRanks:
-    """The tensors of a state as the ranks hold them. They write them into a checkpoint at the same time, each its own files."""
+    """The tensors of a state as the ranks hold them.
+
+    They write them into a checkpoint at the same time, each its own files.
+    """
 
     def __init__(self, backend: FsdpBackend, part: str):
-        self.backend, self.part = backend, part
+        self.backend = backend
+        self.part = part
 
     def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
         written = self.backend._call("write_pieces", self.part, folder, prefix)
@@ -189,10 +250,13 @@ class OnRanks:
 
 
 class Follower:
-    """What follows the weights on every rank (an average, a moving reference), as a part of the run."""
+    """What follows the weights on every rank (an average, a moving reference), as a part of the
+    run.
+    """
 
     def __init__(self, backend: FsdpBackend, name: str):
-        self.backend, self.name = backend, name
+        self.backend = backend
+        self.name = name
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -215,8 +279,10 @@ class Follower:
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[list[tuple[int, bool]]]:
-    """For each rank the packs it computes, in order, and whether they count. All ranks get equally many: who would get none computes
-    the smallest one for nothing. Ranks work in step, so packs of like size go side by side, the larger to whoever has done less.
+    """For each rank the packs it computes, in order, and whether they count.
+
+    All ranks get equally many: who would get none computes the smallest one for nothing. Ranks work
+    in step, so packs of like size go side by side, the larger to whoever has done less.
 
     >>> deal([10, 30, 20], 2)
     [[(1, True), (0, True)], [(2, True), (0, False)]]
@@ -234,17 +300,22 @@ def deal(sizes: Sequence[int], ranks: int) -> list[list[tuple[int, bool]]]:
 
 
 def even(cuts: Sequence[Sequence[Batch]], ranks: int, unit: int = 1) -> list[list[Batch]]:
-    """The parts of every batch, the largest cut in two until the ranks can share them equally, or until nothing can be cut."""
+    """The parts of every batch, the largest cut in two until the ranks can share them equally, or
+    until nothing can be cut.
+    """
     parts = [list(own) for own in cuts]
     wanted = -(-sum(map(len, parts)) // ranks) * ranks
     whole: set[int] = set()  # ids of packs that are one unit
     while sum(map(len, parts)) < wanted:
-        able = [(i, j) for i, own in enumerate(parts) for j, p in enumerate(own) if id(p) not in whole]
+        able = [
+            (i, j) for i, own in enumerate(parts) for j, p in enumerate(own) if id(p) not in whole
+        ]
         if not able:
             break
         i, j = max(able, key=lambda place: parts[place[0]][place[1]].n_tokens)
         pack = parts[i][j]
-        tries = (cut(pack, -(-pack.n_tokens * eighths // 8), unit=unit) for eighths in (4, 5, 6, 7))  # near the middle, as units allow
+        # near the middle, as units allow
+        tries = (cut(pack, -(-pack.n_tokens * eighths // 8), unit=unit) for eighths in (4, 5, 6, 7))
         halves = next((found for found in tries if len(found) == 2), None)
         if halves is None:
             whole.add(id(pack))

@@ -1,7 +1,8 @@
 """How the ranks of a run stand: size = hands x sequence x tensor, the last one innermost.
 
-A hand is the ranks that work on the same packs: each computes a slice of every pack (train.sequence_parallel) or a part of every
-matrix product (train.tensor_parallel). Weights are cut over hands x sequence, and over tensor where the plan of the architecture says so.
+A hand is the ranks that work on the same packs: each computes a slice of every pack
+(train.sequence_parallel) or a part of every matrix product (train.tensor_parallel). Weights are cut
+over hands x sequence, and over tensor where the plan of the architecture says so.
 """
 
 from __future__ import annotations
@@ -28,9 +29,17 @@ class Grid:
     def of(cls, cfg: TrainConfig, size: int) -> Grid:
         grid = cls(size, cfg.sequence_parallel, cfg.tensor_parallel)
         if size % grid.members:
-            parts = [name for name in ("sequence_parallel", "tensor_parallel") if getattr(cfg, name) > 1]
-            raise InputError(f"{size} ranks do not divide into groups of {grid.members}.", where=f"train.{parts[0]}",
-                             fix=f"Use a number of ranks that {' x '.join(parts)} = {grid.members} divides, or a smaller group.")  # fmt: skip
+            parts = [
+                name for name in ("sequence_parallel", "tensor_parallel") if getattr(cfg, name) > 1
+            ]
+            raise InputError(
+                f"{size} ranks do not divide into groups of {grid.members}.",
+                where=f"train.{parts[0]}",
+                fix=(
+                    f"Use a number of ranks that {' x '.join(parts)} = {grid.members} divides, or a"
+                    " smaller group."
+                ),
+            )
         return grid
 
     @property
@@ -56,8 +65,9 @@ class Grid:
         return list(by_rank[:: self.members])
 
     def piece(self, tensor: Tensor, rank: int, dim: int | None) -> Tensor:
-        """What `rank` holds of a tensor: its part of the tensor group's cut along `dim` (None: all of it), cut again along the first
-        dimension; the last ranks have less or nothing."""
+        """What `rank` holds of a tensor: its part of the tensor group's cut along `dim` (None: all
+        of it), cut again along the first dimension; the last ranks have less or nothing.
+        """
         if dim is not None and self.tensor > 1:
             tensor = tensor.chunk(self.tensor, dim)[rank % self.tensor]
         parts = tensor.chunk(self.shards)

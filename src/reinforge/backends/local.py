@@ -11,7 +11,14 @@ from torch import Tensor
 
 from reinforge.backends.ema import Average
 from reinforge.backends.memory import Facts
-from reinforge.backends.microbatch import annotate_nothing, annotate_values, auto_budget, combine, facts_of, trained_tokens
+from reinforge.backends.microbatch import (
+    annotate_nothing,
+    annotate_values,
+    auto_budget,
+    combine,
+    facts_of,
+    trained_tokens,
+)
 from reinforge.backends.optimizer import MasterAdamW, learning_rate
 from reinforge.backends.recovery import Recovery, fitted, memory_errors
 from reinforge.backends.reference import Reference
@@ -31,24 +38,44 @@ from reinforge.models.packed import PackedModel
 
 
 class LocalBackend:
-    """Trains `model` in place: a policy, a critic or a reward model. `temperature` is that of the rollouts: log-probs are always of
-    softmax(logits / T).
-    `seed` is the run's, for noise on embeddings (train.neftune). `paired`: another model of about the same size is trained on the same device (a critic beside its policy)."""
+    """Trains `model` in place: a policy, a critic or a reward model.
 
-    def __init__(self, model: PackedModel, cfg: TrainConfig, *, total_steps: int, temperature: float = 1.0,
-                 reference: bool | ReferenceConfig = False, paired: bool = False, seed: int = 0,
-                 teachers: Teachers | None = None):  # fmt: skip
-        self.model, self.cfg, self.temperature, self.total_steps = model, cfg, temperature, total_steps
+    `temperature` is that of the rollouts: log-probs are always of softmax(logits / T).
+    `seed` is the run's, for noise on embeddings (train.neftune). `paired`: another model of about
+    the same size is trained on the same device (a critic beside its policy).
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        cfg: TrainConfig,
+        *,
+        total_steps: int,
+        temperature: float = 1.0,
+        reference: bool | ReferenceConfig = False,
+        paired: bool = False,
+        seed: int = 0,
+        teachers: Teachers | None = None,
+    ):
+        self.model = model
+        self.cfg = cfg
+        self.temperature = temperature
+        self.total_steps = total_steps
         asked = cfg.tokens_per_microbatch
         self.budget = self._budget(bool(reference), paired) if asked == "auto" else asked
         self.optimizer = self._optimizer()
         self.recovery = Recovery()
-        self.steps = 0  # optimizer steps done, skipped and empty ones included: the schedule's clock
-        self.share = cfg.share_prompts and cfg.neftune is None  # rows that share tokens cannot have noise of their own
-        self.seed, self.teachers = seed, teachers
+        # optimizer steps done, skipped and empty ones included: the schedule's clock
+        self.steps = 0
+        # rows that share tokens cannot have noise of their own
+        self.share = cfg.share_prompts and cfg.neftune is None
+        self.seed = seed
+        self.teachers = teachers
         self.balance = Balance.of(model, cfg.router_aux_loss)
         kind = ReferenceConfig() if isinstance(reference, bool) else reference
-        self.reference = self._reference(model, kind) if reference and isinstance(model, CausalModel) else None
+        self.reference = (
+            self._reference(model, kind) if reference and isinstance(model, CausalModel) else None
+        )
         self.ema = Average(self.optimizer, cfg.ema) if cfg.ema is not None else None
 
     def facts(self) -> Facts:
@@ -56,7 +83,9 @@ class LocalBackend:
         return facts_of(self.model, offload=self.cfg.optimizer.offload)
 
     def _budget(self, reference: bool, paired: bool) -> int:
-        return auto_budget(self.model, offload=self.cfg.optimizer.offload, reference=reference, paired=paired)
+        return auto_budget(
+            self.model, offload=self.cfg.optimizer.offload, reference=reference, paired=paired
+        )
 
     def _optimizer(self) -> MasterAdamW:
         return MasterAdamW(self.model.module, self.cfg.optimizer)
@@ -71,7 +100,11 @@ class LocalBackend:
 
     def parts(self) -> dict[str, Part]:
         """What must survive a resume beside the state: what follows the weights."""
-        moving: dict[str, Part] = {"reference": self.reference} if self.reference is not None and self.reference.moving else {}
+        moving: dict[str, Part] = (
+            {"reference": self.reference}
+            if self.reference is not None and self.reference.moving
+            else {}
+        )
         return moving | ({"ema": self.ema} if self.ema is not None else {})
 
     @torch.no_grad()
@@ -95,14 +128,20 @@ class LocalBackend:
             return annotate_nothing(batch, needs)
         moved = batch.to(self.model.device)
         if needs & {"old", "entropy", "collision"}:
-            assert isinstance(self.model, CausalModel), f"a {type(self.model).__name__} has no log-probs"
+            assert isinstance(self.model, CausalModel), (
+                f"a {type(self.model).__name__} has no log-probs"
+            )
             states = self.model.states(moved)
-            logprobs, entropy = self.model.logprobs(moved, temperature=self.temperature, entropy="entropy" in needs, states=states)
+            logprobs, entropy = self.model.logprobs(
+                moved, temperature=self.temperature, entropy="entropy" in needs, states=states
+            )
             batch.streams |= {"old": logprobs.cpu()} if "old" in needs else {}
             batch.streams |= {"entropy": entropy.cpu()} if entropy is not None else {}
             if "collision" in needs:
                 places = self.model.reading(moved, moved.sources)
-                found = log_collision(places.rows(states), self.model.output, temperature=self.temperature)
+                found = log_collision(
+                    places.rows(states), self.model.output, temperature=self.temperature
+                )
                 batch.streams["collision"] = places.join(found).cpu()
         if "reference" in needs:
             assert self.reference is not None, "this backend was made without a reference"
@@ -116,13 +155,20 @@ class LocalBackend:
             annotate_values(self.model, batch, moved)
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
-        """Where memory runs out, the whole pass is done again in smaller micro-batches with the same totals."""
+        """Where memory runs out, the whole pass is done again in smaller micro-batches with the
+        same totals.
+        """
         fresh = not self.optimizer.gradients()
         while True:
             try:
-                return self._pass(fitted(batches, self.budget, loss.unit), loss, totals) | self.recovery.metrics()
+                return (
+                    self._pass(fitted(batches, self.budget, loss.unit), loss, totals)
+                    | self.recovery.metrics()
+                )
             except torch.OutOfMemoryError:
-                if not fresh:  # what an earlier call of the same optimizer step added up cannot be told from what this one did
+                # what an earlier call of the same optimizer step added up cannot be told from what
+                # this one did
+                if not fresh:
                     raise
             finally:
                 self.model.recompute(False)
@@ -163,23 +209,44 @@ class LocalBackend:
         with self.balance.watched() as routed:
             tokens = self._tokens(batch, loss, totals)
         value, metrics = loss(tokens, totals)
-        share = batch.n_trained / (totals.tokens - totals.left_out)  # of this micro-batch: those of all of them add up to 1
+        # of this micro-batch: those of all of them add up to 1
+        share = batch.n_trained / (totals.tokens - totals.left_out)
         uneven = self.balance.loss(routed) * share
-        return value + self.balance.coefficient * uneven, {**metrics, "train/router_aux_loss": uneven.detach()}
+        return value + self.balance.coefficient * uneven, {
+            **metrics,
+            "train/router_aux_loss": uneven.detach(),
+        }
 
     def _tokens(self, batch: Batch, loss: Loss, totals: Totals) -> TrainedTokens:
         with self._noise(batch):
-            return trained_tokens(self.model, batch.to(self.model.device), loss, totals, self.temperature, self.teachers)
+            return trained_tokens(
+                self.model,
+                batch.to(self.model.device),
+                loss,
+                totals,
+                self.temperature,
+                self.teachers,
+            )
 
     def _noise(self, batch: Batch) -> AbstractContextManager[None]:
-        """Noise on the embeddings while training, where it is asked for: a function of the run, the step and the row."""
+        """Noise on the embeddings while training, where it is asked for: a function of the run, the
+        step and the row.
+        """
         if self.cfg.neftune is None or not torch.is_grad_enabled():
             return nullcontext()
         here = slice(None) if self.model.slices is None else self.model.slices.span(batch.n_tokens)
-        return neftune(self.model.plain.get_input_embeddings(), batch, alpha=self.cfg.neftune, seed=(self.seed, self.steps), here=here)
+        return neftune(
+            self.model.plain.get_input_embeddings(),
+            batch,
+            alpha=self.cfg.neftune,
+            seed=(self.seed, self.steps),
+            here=here,
+        )
 
     def step(self) -> Metrics:
-        rate = learning_rate(self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps)
+        rate = learning_rate(
+            self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps
+        )
         norm = float(self.optimizer.gradient_norm())
         self.steps += 1
         limit = self.cfg.max_grad_norm
@@ -203,7 +270,8 @@ class LocalBackend:
         tensors = {f"model/{name}": p.detach() for name, p in self.optimizer.parameters.items()}
         tensors.update({f"optimizer/{name}": t for name, t in self.optimizer.tensors().items()})
         asked = self.cfg.tokens_per_microbatch
-        shrunk = {"budget_asked": asked} if asked not in ("auto", self.budget) else {}  # memory ran out, and the number was halved
+        # memory ran out, and the number was halved
+        shrunk = {"budget_asked": asked} if asked not in ("auto", self.budget) else {}
         return State(tensors, {"steps": self.steps, "budget": self.budget, **shrunk})
 
     @torch.no_grad()
@@ -216,14 +284,24 @@ class LocalBackend:
         self.optimizer.load(within(state.tensors, "optimizer/"))
         self.steps = state.meta["steps"]
         if self.cfg.tokens_per_microbatch in ("auto", state.meta.get("budget_asked")):
-            self.budget = state.meta["budget"]  # what was free then, or what was left of it when memory ran out
+            # what was free then, or what was left of it when memory ran out
+            self.budget = state.meta["budget"]
 
 
 def refuse_other_model(saved: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
     """An error that names a parameter where a checkpoint's weights are not those of the model."""
-    found = {n: saved.shape(n) if isinstance(saved, Stored) else tuple(saved[n].shape) for n in saved}
+    found = {
+        n: saved.shape(n) if isinstance(saved, Stored) else tuple(saved[n].shape) for n in saved
+    }
     if found == {n: tuple(shape) for n, shape in shapes.items()}:
         return
-    odd = sorted(found.keys() ^ shapes.keys()) or [n for n in shapes if found[n] != tuple(shapes[n])]
-    raise InputError(f"the checkpoint is of another model: {len(odd)} parameters differ, e.g. {odd[0]}.", where="run.dir",
-                     fix="Resume with the model and adapter the run was started with, or choose another run.dir.")  # fmt: skip
+    odd = sorted(found.keys() ^ shapes.keys()) or [
+        n for n in shapes if found[n] != tuple(shapes[n])
+    ]
+    raise InputError(
+        f"the checkpoint is of another model: {len(odd)} parameters differ, e.g. {odd[0]}.",
+        where="run.dir",
+        fix=(
+            "Resume with the model and adapter the run was started with, or choose another run.dir."
+        ),
+    )

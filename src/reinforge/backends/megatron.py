@@ -1,11 +1,13 @@
 """A causal LM made of Megatron's transformer layers: the only file that knows megatron-core (0.16).
 
-Megatron has the matrices of a layer cut over the ranks of a tensor group (column- and row-parallel linears), joint q/k/v and gate/up
-products, norms and residuals. Ours are packs instead of padded rows (attention is `models/attention.py`, put in as Megatron's
-`core_attention`), embedding and head, which every rank has whole, and everything after the hidden states. Neither Transformer
-Engine nor apex is needed, nor CUDA.
+Megatron has the matrices of a layer cut over the ranks of a tensor group (column- and row-parallel
+linears), joint q/k/v and gate/up products, norms and residuals. Ours are packs instead of padded
+rows (attention is `models/attention.py`, put in as Megatron's `core_attention`), embedding and
+head, which every rank has whole, and everything after the hidden states. Neither Transformer Engine
+nor apex is needed, nor CUDA.
 
-Legend: T ranks of a tensor group, G key/value heads of this rank, R query heads for each of them, D head size, E hidden size.
+Legend: T ranks of a tensor group, G key/value heads of this rank, R query heads for each of them, D
+head size, E hidden size.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ View = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter of transformers lies: in `own`, a parameter of `MegatronModel.module`, whose part `view` it is; of a parameter
-    that the tensor group has cut along `dim`, this rank's piece."""
+    """Where a parameter of transformers lies: in `own`, a parameter of `MegatronModel.module`,
+    whose part `view` it is; of a parameter that the tensor group has cut along `dim`, this rank's
+    piece.
+    """
 
     own: str
     view: View
@@ -63,15 +67,22 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Attend(nn.Module):
-    """Megatron's place for attention between the linears. `now` is shared by the layers and holds the layout of the pack."""
+    """Megatron's place for attention between the linears.
+
+    `now` is shared by the layers and holds the layout of the pack.
+    """
 
     def __init__(self, now: SimpleNamespace, config: Any, layer_number: int, *_: Any, **__: Any):
         super().__init__()
-        self.now, self.layer, self.scale = now, layer_number - 1, config.kv_channels**-0.5
+        self.now = now
+        self.layer = layer_number - 1
+        self.scale = config.kv_channels**-0.5
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
         """q [N, 1, H, D], k and v [N, 1, K, D] -> [N, 1, H·D]."""
-        out: Tensor = self.now.layout.attend(self.layer, q[:, 0], k[:, 0], v[:, 0], self.scale, None, None)
+        out: Tensor = self.now.layout.attend(
+            self.layer, q[:, 0], k[:, 0], v[:, 0], self.scale, None, None
+        )
         return out.flatten(1)[:, None]
 
 
@@ -80,17 +91,24 @@ class Parts(nn.Module):
 
     def __init__(self, embed: nn.Module, layers: nn.ModuleList, norm: nn.Module, head: nn.Module):
         super().__init__()
-        self.embed, self.layers, self.norm, self.head = embed, layers, norm, head
+        self.embed = embed
+        self.layers = layers
+        self.norm = norm
+        self.head = head
 
 
 class MegatronModel(CausalModel):
-    """`hosted`, loaded whole into host memory, in Megatron's layers, this rank's part of them, on its device. `places` tells where each
-    parameter of `hosted` went."""
+    """`hosted`, loaded whole into host memory, in Megatron's layers, this rank's part of them, on
+    its device. `places` tells where each parameter of `hosted` went.
+    """
 
     def __init__(self, member: Member, hosted: CausalModel, tensor: int, *, trained: bool = True):
         self.group, self.copies = connect(tensor)
         self.tensor, self.place = tensor, dist.get_rank(self.group)
-        self.config, self.tokenizer, self.exact, self.rule = hosted.config, hosted.tokenizer, False, hosted.rule
+        self.config = hosted.config
+        self.tokenizer = hosted.tokenizer
+        self.exact = False
+        self.rule = hosted.rule
         check_architecture(hosted, tensor)
         self.now = SimpleNamespace(layout=None)
         names = {id(p): name for name, p in hosted.module.named_parameters()}
@@ -100,17 +118,26 @@ class MegatronModel(CausalModel):
         for i, theirs in enumerate(hosted.layers):
             layers.append(self._layer(settings, i, theirs, names))
         trunk: Any = hosted.trunk
-        self.module = Parts(trunk.embed_tokens, layers, trunk.norm, hosted.head).requires_grad_(trained).eval()
+        self.module = (
+            Parts(trunk.embed_tokens, layers, trunk.norm, hosted.head)
+            .requires_grad_(trained)
+            .eval()
+        )
         self.plain = self.causal = self.trunk = self.module
         self.head = hosted.head
-        for name, part in (("embed", trunk.embed_tokens), ("norm", trunk.norm), ("head", hosted.head)):
+        for name, part in (
+            ("embed", trunk.embed_tokens),
+            ("norm", trunk.norm),
+            ("head", hosted.head),
+        ):
             for key, p in part.named_parameters():
                 self.places.setdefault(names[id(p)], Place(f"{name}.{key}", whole))
         odd = sorted(set(names.values()) - self.places.keys())
         if odd:
             raise unsupported(hosted, f"a parameter {odd[0]}")
         self.checkpointing = bool(getattr(hosted.plain, "is_gradient_checkpointing", False))
-        cast(Any, self.module).is_gradient_checkpointing = self.checkpointing  # the memory model asks for it by transformers' name
+        # the memory model asks for it by transformers' name
+        cast(Any, self.module).is_gradient_checkpointing = self.checkpointing
         self.frequencies: Tensor = trunk.rotary_emb.inv_freq.float()
         self.recomputes = False
         prove(self, hosted)
@@ -120,8 +147,11 @@ class MegatronModel(CausalModel):
     def _layer(self, settings: Any, i: int, theirs: Any, names: dict[int, str]) -> nn.Module:
         """Layer `i` with this rank's part of the weights of transformers' layer."""
         attention = theirs.self_attn
-        layer = build_layer(settings, i, partial(Attend, self.now), normed=hasattr(attention, "q_norm"))
-        groups, size = settings.num_query_groups // self.tensor, settings.kv_channels
+        layer = build_layer(
+            settings, i, partial(Attend, self.now), normed=hasattr(attention, "q_norm")
+        )
+        groups = settings.num_query_groups // self.tensor
+        size = settings.kv_channels
         queries = settings.num_attention_heads // settings.num_query_groups
 
         def heads(which: slice, tensor: Tensor) -> Tensor:
@@ -130,7 +160,14 @@ class MegatronModel(CausalModel):
         def half(which: int, tensor: Tensor) -> Tensor:
             return tensor.view(2, -1, *tensor.shape[1:])[which]
 
-        q, k, v = (partial(heads, which) for which in (slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2)))
+        q, k, v = (
+            partial(heads, which)
+            for which in (
+                slice(0, queries),
+                slice(queries, queries + 1),
+                slice(queries + 1, queries + 2),
+            )
+        )
         found: list[tuple[nn.Module, str, View, int | None]] = [
             (attention.q_proj, "self_attention.linear_qkv", q, 0),
             (attention.k_proj, "self_attention.linear_qkv", k, 0),
@@ -163,7 +200,11 @@ class MegatronModel(CausalModel):
     @property
     def summed_over_group(self) -> set[str]:
         """Parameters that every rank has whole, and that see a part of the heads on each."""
-        return {place.own for place in self.places.values() if "q_layernorm" in place.own or "k_layernorm" in place.own}
+        return {
+            place.own
+            for place in self.places.values()
+            if "q_layernorm" in place.own or "k_layernorm" in place.own
+        }
 
     def recompute(self, on: bool) -> None:
         self.recomputes = on and self.checkpointing
@@ -176,7 +217,11 @@ class MegatronModel(CausalModel):
         turns = torch.cat([angles, angles], -1)[:, None, None]
         for layer in self.module.layers:
             run = partial(_run, layer, turns)
-            x = checkpoint(run, x, use_reentrant=False) if self.recomputes and torch.is_grad_enabled() else run(x)
+            x = (
+                checkpoint(run, x, use_reentrant=False)
+                if self.recomputes and torch.is_grad_enabled()
+                else run(x)
+            )
         out: Tensor = self.module.norm(x[:, 0])
         return out
 
@@ -190,8 +235,11 @@ def _run(layer: nn.Module, turns: Tensor, x: Tensor) -> Tensor:
 
 
 def unsupported(hosted: PackedModel, why: str) -> InputError:
-    return InputError(f"{type(hosted.plain).__name__} has {why}, which the backend megatron does not know.", where="train.backend",
-                      fix="Set train.backend=fsdp, which trains every architecture.")  # fmt: skip
+    return InputError(
+        f"{type(hosted.plain).__name__} has {why}, which the backend megatron does not know.",
+        where="train.backend",
+        fix="Set train.backend=fsdp, which trains every architecture.",
+    )
 
 
 def check_architecture(hosted: CausalModel, tensor: int) -> None:
@@ -205,20 +253,31 @@ def check_architecture(hosted: CausalModel, tensor: int) -> None:
     if getattr(hosted.trunk.rotary_emb, "attention_scaling", 1.0) != 1.0:
         raise unsupported(hosted, "a rotary embedding that scales attention")
     if (why := uncut(said, tensor)) is not None:
-        raise InputError(why, where="train.tensor_parallel", fix="Set it to a number that divides them.")
+        raise InputError(
+            why, where="train.tensor_parallel", fix="Set it to a number that divides them."
+        )
 
 
 @torch.no_grad()
 def prove(ours: MegatronModel, hosted: CausalModel) -> None:
-    """The same log-probs on a few tokens, before anything is trained. Run by all ranks of a tensor group at once."""
+    """The same log-probs on a few tokens, before anything is trained.
+
+    Run by all ranks of a tensor group at once.
+    """
     size = hosted.head.weight.shape[0]
     tokens = torch.arange(12) * 7919 % min(size, 1000) % size
     lengths = [7, 5]
-    positions, starts = torch.cat([torch.arange(n) for n in lengths]), torch.tensor([0, 7, 12], dtype=torch.int32)
-    found, wanted = (m.logits(m.hidden(tokens, positions, Packed(lengths, starts))).log_softmax(-1) for m in (ours, hosted))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    starts = torch.tensor([0, 7, 12], dtype=torch.int32)
+    found, wanted = (
+        m.logits(m.hidden(tokens, positions, Packed(lengths, starts))).log_softmax(-1)
+        for m in (ours, hosted)
+    )
     error = float((found - wanted).abs().mean())
     if not error < (1e-3 if hosted.dtype == torch.float32 else 0.1):
-        raise unsupported(hosted, f"other log-probs in Megatron's layers (mean difference {error:.3g})")
+        raise unsupported(
+            hosted, f"other log-probs in Megatron's layers (mean difference {error:.3g})"
+        )
 
 
 # ---- megatron-core ----
@@ -235,23 +294,42 @@ USED = {
     "megatron.core.transformer.mlp": ("MLP", "MLPSubmodules"),
     "megatron.core.transformer.spec_utils": ("ModuleSpec", "build_module"),
     "megatron.core.transformer.torch_norm": ("WrappedTorchNorm",),
-    "megatron.core.transformer.transformer_layer": ("TransformerLayer", "TransformerLayerSubmodules"),
+    "megatron.core.transformer.transformer_layer": (
+        "TransformerLayer",
+        "TransformerLayerSubmodules",
+    ),
 }
 
 
 @cache
 def library() -> SimpleNamespace:
-    """What is used of it. It says much while it is imported, about packages that it can do without."""
+    """What is used of it.
+
+    It says much while it is imported, about packages that it can do without.
+    """
     if not installed():
-        raise InputError("megatron-core is not installed.", where="train.backend", fix="pip install 'reinforge[megatron]'")
+        raise InputError(
+            "megatron-core is not installed.",
+            where="train.backend",
+            fix="pip install 'reinforge[megatron]'",
+        )
     # advice about other packages, and about environment variables, which docs/distributed.md gives
     warnings.filterwarnings("ignore", module=r"megatron\.core")
-    return SimpleNamespace(**{name: getattr(import_module(module), name) for module, names in USED.items() for name in names})
+    return SimpleNamespace(
+        **{
+            name: getattr(import_module(module), name)
+            for module, names in USED.items()
+            for name in names
+        }
+    )
 
 
 def connect(tensor: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's tensor group, and the ranks that have the same piece of every matrix as this one. Run by all ranks at once: Megatron's
-    groups are global, and made again for ranks that were opened anew, or are to be cut otherwise."""
+    """This rank's tensor group, and the ranks that have the same piece of every matrix as this one.
+
+    Run by all ranks at once: Megatron's groups are global, and made again for ranks that were
+    opened anew, or are to be cut otherwise.
+    """
     global _world
     state = library().parallel_state
     if _world != (dist.group.WORLD, tensor):
@@ -263,37 +341,67 @@ def connect(tensor: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def configuration(hosted: CausalModel, tensor: int) -> Any:
-    config, attention = hosted.config, cast(Any, hosted.layers[0].self_attn)
+    config = hosted.config
+    attention = cast(Any, hosted.layers[0].self_attn)
     heads = config.num_attention_heads
     return library().TransformerConfig(
-        num_layers=config.num_hidden_layers, hidden_size=config.hidden_size, ffn_hidden_size=config.intermediate_size,
-        num_attention_heads=heads, num_query_groups=getattr(config, "num_key_value_heads", None) or heads, kv_channels=int(attention.head_dim),
-        normalization="RMSNorm", layernorm_epsilon=config.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu,
-        add_bias_linear=False, add_qkv_bias=attention.q_proj.bias is not None, hidden_dropout=0.0, attention_dropout=0.0,
-        tensor_model_parallel_size=tensor, params_dtype=hosted.dtype, bf16=hosted.dtype == torch.bfloat16, pipeline_dtype=hosted.dtype,
-        use_cpu_initialization=True, perform_initialization=False, bias_activation_fusion=False, bias_dropout_fusion=False,
-        apply_rope_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-    )  # fmt: skip
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=heads,
+        num_query_groups=getattr(config, "num_key_value_heads", None) or heads,
+        kv_channels=int(attention.head_dim),
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=attention.q_proj.bias is not None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor,
+        params_dtype=hosted.dtype,
+        bf16=hosted.dtype == torch.bfloat16,
+        pipeline_dtype=hosted.dtype,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
 
 
-def build_layer(settings: Any, i: int, attend: Callable[..., nn.Module], *, normed: bool) -> nn.Module:
+def build_layer(
+    settings: Any, i: int, attend: Callable[..., nn.Module], *, normed: bool
+) -> nn.Module:
     """One of Megatron's layers; `normed`: queries and keys are, head by head."""
     its = library()
     head_norm = its.WrappedTorchNorm if normed else its.IdentityOp
     attention = its.SelfAttentionSubmodules(
-        linear_qkv=its.ColumnParallelLinear, core_attention=attend, linear_proj=its.RowParallelLinear, q_layernorm=head_norm, k_layernorm=head_norm
-    )  # fmt: skip
+        linear_qkv=its.ColumnParallelLinear,
+        core_attention=attend,
+        linear_proj=its.RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
     spec = its.ModuleSpec(
         module=its.TransformerLayer,
         submodules=its.TransformerLayerSubmodules(
             input_layernorm=its.WrappedTorchNorm,
             self_attention=its.ModuleSpec(
-                module=its.SelfAttention, params={"attn_mask_type": its.AttnMaskType.causal}, submodules=attention
+                module=its.SelfAttention,
+                params={"attn_mask_type": its.AttnMaskType.causal},
+                submodules=attention,
             ),
             self_attn_bda=its.get_bias_dropout_add,
             pre_mlp_layernorm=its.WrappedTorchNorm,
             mlp=its.ModuleSpec(
-                module=its.MLP, submodules=its.MLPSubmodules(linear_fc1=its.ColumnParallelLinear, linear_fc2=its.RowParallelLinear)
+                module=its.MLP,
+                submodules=its.MLPSubmodules(
+                    linear_fc1=its.ColumnParallelLinear, linear_fc2=its.RowParallelLinear
+                ),
             ),
             mlp_bda=its.get_bias_dropout_add,
         ),

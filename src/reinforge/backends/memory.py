@@ -1,9 +1,11 @@
-"""How much memory training and generation take, part by part, from the numbers in a model's configuration.
+"""How much memory training and generation take, part by part, from the numbers in a model's
+configuration.
 
-Imports no torch: `plan` asks before anything is loaded. Checked against peaks measured on an H200 (tests/unit/test_memory.py).
+Imports no torch: `plan` asks before anything is loaded. Checked against peaks measured on an H200
+(tests/unit/test_memory.py).
 
-Legend: N packed tokens, L layers, H hidden, I inner size of the MLP, Q = heads x head size, K = key/value heads x head size,
-V vocabulary, b bytes per element of the module.
+Legend: N packed tokens, L layers, H hidden, I inner size of the MLP, Q = heads x head size, K =
+key/value heads x head size, V vocabulary, b bytes per element of the module.
 """
 
 from __future__ import annotations
@@ -11,19 +13,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-FLOAT, GIB = 4, 2**30
+FLOAT = 4
+GIB = 2**30
 HEAD_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 21}  # logits of one chunk: models/head.py
-KEEP = 1 / 12  # a KV cache of at most this share of the GPU stays while training: engines/native/engine.py
+# a KV cache of at most this share of the GPU stays while training: engines/native/engine.py
+KEEP = 1 / 12
 PREFILL_TOKENS = 16384  # packed prompt tokens per forward of the engine
-LIBRARIES = int(0.4 * GIB)  # torch and transformers in the memory of a process; a GPU's allocator does not count them
-SHARE = 0.85  # of what is left for activations; the rest is fragmentation and what the model below does not see
-CPU_BUDGET, LEAST, MOST, FAR_ENOUGH = 4096, 1024, 131072, 24576  # tokens per micro-batch; past FAR_ENOUGH more is not faster
-UNGATED = {"gpt2", "opt", "gpt_neox", "gptj", "gpt_neo", "bloom", "falcon", "phi", "codegen", "mpt"}  # MLPs of two matrices
+# torch and transformers in the memory of a process; a GPU's allocator does not count them
+LIBRARIES = int(0.4 * GIB)
+# of what is left for activations; the rest is fragmentation and what the model below does not see
+SHARE = 0.85
+# tokens per micro-batch; past FAR_ENOUGH more is not faster
+CPU_BUDGET = 4096
+LEAST = 1024
+MOST = 131072
+FAR_ENOUGH = 24576
+# MLPs of two matrices
+UNGATED = {"gpt2", "opt", "gpt_neox", "gptj", "gpt_neo", "bloom", "falcon", "phi", "codegen", "mpt"}
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the memory of a model depends on. `weights` and `trained` are counted parameters; without them they are computed."""
+    """What the memory of a model depends on.
+
+    `weights` and `trained` are counted parameters; without them they are computed.
+    """
 
     layers: int
     hidden: int
@@ -47,20 +61,42 @@ class Facts:
 
     @classmethod
     def of(cls, config: Any, **more: Any) -> Facts:
-        """From a transformers configuration (of the text model). `more` are the fields that it does not know."""
+        """From a transformers configuration (of the text model).
+
+        `more` are the fields that it does not know.
+        """
 
         def first(*names: str) -> int | None:
-            return next((int(value) for name in names if isinstance(value := getattr(config, name, None), int) and value), None)
+            return next(
+                (
+                    int(value)
+                    for name in names
+                    if isinstance(value := getattr(config, name, None), int) and value
+                ),
+                None,
+            )
 
-        hidden, heads = first("hidden_size") or 1, first("num_attention_heads") or 1
+        hidden = first("hidden_size") or 1
+        heads = first("num_attention_heads") or 1
         experts = first("num_local_experts", "num_experts", "n_routed_experts") or 1
-        inner = (first("moe_intermediate_size") if experts > 1 else None) or first("intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
+        inner = (
+            (first("moe_intermediate_size") if experts > 1 else None)
+            or first("intermediate_size", "ffn_dim", "n_inner")
+            or 4 * hidden
+        )
         found = {
-            "layers": first("num_hidden_layers") or 1, "hidden": hidden, "inner": inner, "heads": heads,
-            "kv_heads": first("num_key_value_heads") or heads, "head_dim": first("head_dim") or hidden // heads,
-            "vocab": first("vocab_size") or 1, "tied": bool(getattr(config, "tie_word_embeddings", False)), "experts": experts,
-            "active": first("num_experts_per_tok") or 1, "gated": getattr(config, "model_type", "") not in UNGATED,
-        }  # fmt: skip
+            "layers": first("num_hidden_layers") or 1,
+            "hidden": hidden,
+            "inner": inner,
+            "heads": heads,
+            "kv_heads": first("num_key_value_heads") or heads,
+            "head_dim": first("head_dim") or hidden // heads,
+            "vocab": first("vocab_size") or 1,
+            "tied": bool(getattr(config, "tie_word_embeddings", False)),
+            "experts": experts,
+            "active": first("num_experts_per_tok") or 1,
+            "gated": getattr(config, "model_type", "") not in UNGATED,
+        }
         return cls(**{**found, **more})
 
     @property
@@ -72,25 +108,46 @@ class Facts:
         return self.kv_heads * self.head_dim
 
     def linears(self) -> dict[str, tuple[int, int, int]]:
-        """(inputs, outputs, how many) of each matrix of a layer. Architectures with other names have matrices of these sizes."""
-        mlp = {"up_proj": (self.hidden, self.inner, self.experts), "down_proj": (self.inner, self.hidden, self.experts)}
+        """(inputs, outputs, how many) of each matrix of a layer.
+
+        Architectures with other names have matrices of these sizes.
+        """
+        mlp = {
+            "up_proj": (self.hidden, self.inner, self.experts),
+            "down_proj": (self.inner, self.hidden, self.experts),
+        }
         return {
-            "q_proj": (self.hidden, self.query, 1), "k_proj": (self.hidden, self.key, 1), "v_proj": (self.hidden, self.key, 1),
-            "o_proj": (self.query, self.hidden, 1), **({"gate_proj": mlp["up_proj"]} if self.gated else {}), **mlp,
-        }  # fmt: skip
+            "q_proj": (self.hidden, self.query, 1),
+            "k_proj": (self.hidden, self.key, 1),
+            "v_proj": (self.hidden, self.key, 1),
+            "o_proj": (self.query, self.hidden, 1),
+            **({"gate_proj": mlp["up_proj"]} if self.gated else {}),
+            **mlp,
+        }
 
     def body(self, active: bool = False) -> int:
         """Parameters of the layers; `active`: those that one token meets."""
-        return self.layers * sum(a * b * (min(n, self.active) if active else n) for a, b, n in self.linears().values())
+        return self.layers * sum(
+            a * b * (min(n, self.active) if active else n) for a, b, n in self.linears().values()
+        )
 
     def parameters(self) -> int:
-        return self.weights or self.body() + (1 if self.tied else 2) * self.vocab * self.hidden + (2 * self.layers + 1) * self.hidden
+        return (
+            self.weights
+            or self.body()
+            + (1 if self.tied else 2) * self.vocab * self.hidden
+            + (2 * self.layers + 1) * self.hidden
+        )
 
     def learning(self) -> int:
         """Parameters that the optimizer sees."""
         if self.trained is not None or self.rank is None:
             return self.parameters() if self.trained is None else self.trained
-        adapted = [size for name, size in self.linears().items() if self.targets is None or name in self.targets]
+        adapted = [
+            size
+            for name, size in self.linears().items()
+            if self.targets is None or name in self.targets
+        ]
         return self.layers * self.rank * sum((a + b) * n for a, b, n in adapted)
 
     @property
@@ -109,7 +166,9 @@ def optimizer_bytes(f: Facts) -> int:
 
 
 def gradient_bytes(f: Facts) -> int:
-    """Sums in float32, and the largest gradient as it comes out of the backward, before it is added (the embedding's)."""
+    """Sums in float32, and the largest gradient as it comes out of the backward, before it is added
+    (the embedding's).
+    """
     return f.learning() * FLOAT + (f.vocab * f.hidden * f.itemsize if f.masters else 0)
 
 
@@ -119,8 +178,9 @@ def critic_bytes(f: Facts) -> int:
 
 
 def head_bytes(f: Facts, tokens: int, device: str = "cuda") -> int:
-    """One chunk of logits and of their gradient (on a CPU with five float32 copies), and the head's own gradient in float32 with
-    the product that is added to it."""
+    """One chunk of logits and of their gradient (on a CPU with five float32 copies), and the head's
+    own gradient in float32 with the product that is added to it.
+    """
     elements = min(tokens * f.vocab, HEAD_ELEMENTS[device])
     chunk = elements * (2 * f.itemsize if device == "cuda" else 2 * f.itemsize + 5 * FLOAT)
     return chunk + (f.vocab * f.hidden * (FLOAT + f.itemsize) if f.rank is None else 0)
@@ -129,26 +189,61 @@ def head_bytes(f: Facts, tokens: int, device: str = "cuda") -> int:
 def saved(f: Facts) -> dict[str, int]:
     """Bytes that one decoder layer keeps of one token for its backward pass, tensor by tensor.
 
-    Eager: RMSNorm keeps its input in float32 and, for the gradient of its weight, the normalised input; a matrix keeps its input;
-    attention keeps q, k, v, its output and one float32 per head; silu keeps gate, the product keeps silu(gate) and up.
-    Compiled: what is elementwise is computed again; left are the inputs of matrices, of norms and of attention.
-    Adapters keep the inputs of the matrices, which the matrices share, and what is between their two factors.
+    Eager: RMSNorm keeps its input in float32 and, for the gradient of its weight, the normalised
+    input; a matrix keeps its input; attention keeps q, k, v, its output and one float32 per head;
+    silu keeps gate, the product keeps silu(gate) and up. Compiled: what is elementwise is computed
+    again; left are the inputs of matrices, of norms and of attention. Adapters keep the inputs of
+    the matrices, which the matrices share, and what is between their two factors.
     """
-    b, h, q, k, inner = f.itemsize, f.hidden, f.query, f.key, f.inner * f.active
-    attention = {"q": b * q, "k": b * k, "v": b * k, "attention": b * q, "attention_sums": FLOAT * f.heads}
+    b = f.itemsize
+    h = f.hidden
+    q = f.query
+    k = f.key
+    inner = f.inner * f.active
+    attention = {
+        "q": b * q,
+        "k": b * k,
+        "v": b * k,
+        "attention": b * q,
+        "attention_sums": FLOAT * f.heads,
+    }
     gate = {"gate": b * inner, "activated": b * inner} if f.gated else {"activated": b * inner}
     if f.rank is not None:
         inputs = {"norm_outputs": 2 * b * h, "product": b * inner}
-        return {"norms": 2 * FLOAT * h, **inputs, "ranks": 2 * b * f.rank * len(f.linears()), **attention, **gate, "up": b * inner}
+        return {
+            "norms": 2 * FLOAT * h,
+            **inputs,
+            "ranks": 2 * b * f.rank * len(f.linears()),
+            **attention,
+            **gate,
+            "up": b * inner,
+        }
     if f.compiled:
         mlp = {"gate": b * inner} if f.gated else {}
-        return {"inputs": 2 * b * h, "normalised": 2 * b * h, **attention, **mlp, "up": b * inner, "product": b * inner}
-    return {"norms": 2 * FLOAT * h, "normalised": 2 * b * h, "norm_outputs": 2 * b * h, **attention, **gate, "up": b * inner, "product": b * inner}  # fmt: skip
+        return {
+            "inputs": 2 * b * h,
+            "normalised": 2 * b * h,
+            **attention,
+            **mlp,
+            "up": b * inner,
+            "product": b * inner,
+        }
+    return {
+        "norms": 2 * FLOAT * h,
+        "normalised": 2 * b * h,
+        "norm_outputs": 2 * b * h,
+        **attention,
+        **gate,
+        "up": b * inner,
+        "product": b * inner,
+    }
 
 
 def activation_bytes(f: Facts) -> int:
-    """Per packed token: all layers (with gradient checkpointing their inputs, and one layer in whole), and what is outside of them:
-    embedding, final norm, rotary tables, the rows that the head reads and their gradient."""
+    """Per packed token: all layers (with gradient checkpointing their inputs, and one layer in
+    whole), and what is outside of them: embedding, final norm, rotary tables, the rows that the
+    head reads and their gradient.
+    """
     layer = sum(saved(f).values())
     layers = f.layers * f.hidden * f.itemsize + layer if f.checkpointing else f.layers * layer
     return layers + f.hidden * (5 * f.itemsize + FLOAT) + 4 * f.head_dim * FLOAT + 64
@@ -163,36 +258,81 @@ def kv_token_bytes(f: Facts) -> int:
     return 2 * f.layers * f.key * f.itemsize
 
 
-def kv_pool_bytes(f: Facts, free: int, max_batch: int, longest: int, kv_gib: float | None = None, block: int = 16) -> int:
-    """What the native engine takes for its cache: as configured, or what the longest sequences need, at most 0.4 of what is free."""
+def kv_pool_bytes(
+    f: Facts, free: int, max_batch: int, longest: int, kv_gib: float | None = None, block: int = 16
+) -> int:
+    """What the native engine takes for its cache: as configured, or what the longest sequences
+    need, at most 0.4 of what is free.
+    """
     unit = kv_token_bytes(f) * block
     if kv_gib is not None:
         return max(8, int(kv_gib * GIB) // unit) * unit
     return min(max(8, int(0.4 * free) // unit), max(8, max_batch * -(-longest // block))) * unit
 
 
-def training(f: Facts, tokens: int, device: str = "cuda", *, reference: bool = False, critic: bool = False) -> dict[str, int]:
+def training(
+    f: Facts, tokens: int, device: str = "cuda", *, reference: bool = False, critic: bool = False
+) -> dict[str, int]:
     """Bytes of each part at the peak of a training pass over micro-batches of `tokens`."""
-    working = max(head_bytes(f, tokens, device), tokens * backward_bytes(f))  # one after the other, never both
+    # one after the other, never both
+    working = max(head_bytes(f, tokens, device), tokens * backward_bytes(f))
     return {
-        "weights": weight_bytes(f), "optimizer": optimizer_bytes(f), "gradients": gradient_bytes(f), "activations": tokens * activation_bytes(f),
-        "head": working, "reference": f.parameters() * f.itemsize if reference and f.rank is None else 0,
-        "critic": critic_bytes(f) if critic else 0, **({"libraries": LIBRARIES} if device == "cpu" else {}),
-    }  # fmt: skip
+        "weights": weight_bytes(f),
+        "optimizer": optimizer_bytes(f),
+        "gradients": gradient_bytes(f),
+        "activations": tokens * activation_bytes(f),
+        "head": working,
+        "reference": f.parameters() * f.itemsize if reference and f.rank is None else 0,
+        "critic": critic_bytes(f) if critic else 0,
+        **({"libraries": LIBRARIES} if device == "cpu" else {}),
+    }
 
 
-def generation(f: Facts, kv: int, rows: int, device: str = "cuda", *, reference: bool = False, critic: bool = False) -> dict[str, int]:
-    """Bytes of each part while `rows` sequences are decoded: no gradients, float32 logits of all rows a few times over."""
-    still = {k: v for k, v in training(f, 0, device, reference=reference, critic=critic).items() if k not in ("gradients", "activations")}
-    prefill = PREFILL_TOKENS * f.itemsize * (4 * f.hidden + 3 * f.inner * f.active) if device == "cuda" else 0
+def generation(
+    f: Facts,
+    kv: int,
+    rows: int,
+    device: str = "cuda",
+    *,
+    reference: bool = False,
+    critic: bool = False,
+) -> dict[str, int]:
+    """Bytes of each part while `rows` sequences are decoded: no gradients, float32 logits of all
+    rows a few times over.
+    """
+    still = {
+        k: v
+        for k, v in training(f, 0, device, reference=reference, critic=critic).items()
+        if k not in ("gradients", "activations")
+    }
+    prefill = (
+        PREFILL_TOKENS * f.itemsize * (4 * f.hidden + 3 * f.inner * f.active)
+        if device == "cuda"
+        else 0
+    )
     return {**still, "head": 4 * FLOAT * rows * f.vocab, "prefill": prefill, "kv": kv}
 
 
-def budget(f: Facts, free: int, *, reference: bool = False, critic: bool = False, reserved: int = 0, longest: int = 0) -> int:
-    """Packed tokens per micro-batch that fit a GPU with `free` bytes left beside the weights: SHARE of what remains after the optimizer,
-    gradients, copies and the head's chunk; a multiple of 1024. Small models stop at FAR_ENOUGH unless a row is longer."""
+def budget(
+    f: Facts,
+    free: int,
+    *,
+    reference: bool = False,
+    critic: bool = False,
+    reserved: int = 0,
+    longest: int = 0,
+) -> int:
+    """Packed tokens per micro-batch that fit a GPU with `free` bytes left beside the weights: SHARE
+    of what remains after the optimizer, gradients, copies and the head's chunk; a multiple of 1024.
+    Small models stop at FAR_ENOUGH unless a row is longer.
+    """
     parts = training(f, MOST, reference=reference, critic=critic)
-    left = free - reserved - sum(parts[name] for name in ("optimizer", "gradients", "reference", "critic")) - head_bytes(f, MOST)
+    left = (
+        free
+        - reserved
+        - sum(parts[name] for name in ("optimizer", "gradients", "reference", "critic"))
+        - head_bytes(f, MOST)
+    )
     fits = int(SHARE * left / (activation_bytes(f) + backward_bytes(f))) // 1024 * 1024
     return max(LEAST, min(fits, MOST, max(FAR_ENOUGH, -(-longest // 1024) * 1024)))
 

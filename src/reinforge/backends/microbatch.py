@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reinforge.backends.memory import CPU_BUDGET, KEEP, Facts, budget, gradient_bytes, optimizer_bytes
+from reinforge.backends.memory import (
+    CPU_BUDGET,
+    KEEP,
+    Facts,
+    budget,
+    gradient_bytes,
+    optimizer_bytes,
+)
 from reinforge.backends.teacher import Teachers, divergence_to
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
@@ -20,30 +27,61 @@ LOGPROBS = frozenset({"logprobs"})  # what a loss reads unless it says otherwise
 
 
 def trained_tokens(
-    model: PackedModel, batch: Batch, loss: Loss, totals: Totals, temperature: float, teachers: Teachers | None = None
+    model: PackedModel,
+    batch: Batch,
+    loss: Loss,
+    totals: Totals,
+    temperature: float,
+    teachers: Teachers | None = None,
 ) -> TrainedTokens:
-    """The forward of one micro-batch, as the loss wants to see it: one pass of the trunk, and the heads that the loss `reads`."""
+    """The forward of one micro-batch, as the loss wants to see it: one pass of the trunk, and the
+    heads that the loss `reads`.
+    """
     reads: frozenset[str] = getattr(loss, "reads", LOGPROBS)
     states = model.states(batch)
-    logprobs, entropy = states.new_zeros(batch.n_trained, dtype=torch.float32), None
+    logprobs = states.new_zeros(batch.n_trained, dtype=torch.float32)
+    entropy = None
     if "logprobs" in reads:
-        assert isinstance(model, CausalModel), f"{type(loss).__name__} reads log-probs, and a {type(model).__name__} has none"
-        logprobs, entropy = model.logprobs(
-            batch, temperature=temperature, entropy=loss.entropy, entropy_gradient=loss.entropy_gradient, states=states
+        assert isinstance(model, CausalModel), (
+            f"{type(loss).__name__} reads log-probs, and a {type(model).__name__} has none"
         )
-    values = model.values(batch, states, after="values_after" in reads) if reads & {"values", "values_after"} else None
-    whole = torch.tensor([totals.episode_tokens.get(s.episode, 1) for s in batch.samples], device=logprobs.device)
+        logprobs, entropy = model.logprobs(
+            batch,
+            temperature=temperature,
+            entropy=loss.entropy,
+            entropy_gradient=loss.entropy_gradient,
+            states=states,
+        )
+    values = (
+        model.values(batch, states, after="values_after" in reads)
+        if reads & {"values", "values_after"}
+        else None
+    )
+    whole = torch.tensor(
+        [totals.episode_tokens.get(s.episode, 1) for s in batch.samples], device=logprobs.device
+    )
     lengths = torch.bincount(batch.sequence, minlength=len(batch.samples))
     divergence = None
     if hasattr(loss, "divergence"):
         assert isinstance(model, CausalModel)
         divergence = divergence_to(teachers, model, states, batch, loss)
-    return TrainedTokens(logprobs, entropy, batch.sequence, lengths, whole[batch.sequence], batch.streams, values, divergence)
+    return TrainedTokens(
+        logprobs,
+        entropy,
+        batch.sequence,
+        lengths,
+        whole[batch.sequence],
+        batch.streams,
+        values,
+        divergence,
+    )
 
 
 def annotate_values(model: PackedModel, batch: Batch, moved: Batch) -> None:
-    """Fills the stream `values` and the bootstrap of a pack (`moved` is the same pack on the device): what the critic expects before
-    each trained token, and after the last one of a sample that the token limit cut off. What ended by itself has no future."""
+    """Fills the stream `values` and the bootstrap of a pack (`moved` is the same pack on the
+    device): what the critic expects before each trained token, and after the last one of a sample
+    that the token limit cut off. What ended by itself has no future.
+    """
     states = model.states(moved)
     batch.streams["values"] = model.values(moved, states).cpu()
     cut = torch.tensor([s.stop is Stop.LENGTH for s in batch.samples], dtype=torch.bool)
@@ -51,7 +89,9 @@ def annotate_values(model: PackedModel, batch: Batch, moved: Batch) -> None:
 
 
 def annotate_nothing(batch: Batch, needs: frozenset[str]) -> None:
-    """The streams of a pack whose rows have nothing to train and took no room: there is nothing to compute."""
+    """The streams of a pack whose rows have nothing to train and took no room: there is nothing to
+    compute.
+    """
     assert not batch.n_tokens
     batch.streams |= {name: torch.zeros(0) for name in needs}
     if "values" in needs:
@@ -59,39 +99,59 @@ def annotate_nothing(batch: Batch, needs: frozenset[str]) -> None:
 
 
 def combine(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Metrics of micro-batches: sums, except names ending in /max and /min. One transfer from the device, in float64: moments are
-    subtracted from each other later."""
+    """Metrics of micro-batches: sums, except names ending in /max and /min.
+
+    One transfer from the device, in float64: moments are subtracted from each other later.
+    """
     names = sorted({name for part in parts for name in part})
     columns = []
     for name in names:
         values = torch.stack([part[name].detach().double() for part in parts if name in part])
-        columns.append(values.max() if name.endswith("/max") else values.min() if name.endswith("/min") else values.sum())
+        columns.append(
+            values.max()
+            if name.endswith("/max")
+            else values.min()
+            if name.endswith("/min")
+            else values.sum()
+        )
     return dict(zip(names, torch.stack(columns).tolist(), strict=True)) if names else {}
 
 
 def facts_of(model: PackedModel, *, offload: bool = False) -> Facts:
     """What the memory model wants to know, counted on the model itself."""
     sizes = [(p.numel(), p.requires_grad) for p in model.module.parameters()]
-    trained, adapted = sum(n for n, learns in sizes if learns), is_adapted(model.module)
+    trained = sum(n for n, learns in sizes if learns)
+    adapted = is_adapted(model.module)
     return Facts.of(
-        model.config, itemsize=model.dtype.itemsize, rank=_rank(model) if adapted else None, offload=offload,
-        weights=sum(n for n, _ in sizes) - (trained if adapted else 0), trained=trained,
+        model.config,
+        itemsize=model.dtype.itemsize,
+        rank=_rank(model) if adapted else None,
+        offload=offload,
+        weights=sum(n for n, _ in sizes) - (trained if adapted else 0),
+        trained=trained,
         checkpointing=bool(getattr(model.plain, "is_gradient_checkpointing", False)),
-        compiled=any(getattr(part, "_compiled_call_impl", None) is not None for part in model.trunk.modules()),
-    )  # fmt: skip
+        compiled=any(
+            getattr(part, "_compiled_call_impl", None) is not None for part in model.trunk.modules()
+        ),
+    )
 
 
 def _rank(model: PackedModel) -> int:
     return max(int(cfg.r) for cfg in model.module.peft_config.values())
 
 
-def auto_budget(model: PackedModel, *, offload: bool = False, reference: bool = False, paired: bool = False) -> int:
-    """Packed tokens per micro-batch: what the memory model says fits into what is free on a GPU before the optimizer is made (`KEEP` of
-    the device may stay with the engine's cache, and a model that is `paired` with this one wants its own optimizer), what runs best on a CPU."""
+def auto_budget(
+    model: PackedModel, *, offload: bool = False, reference: bool = False, paired: bool = False
+) -> int:
+    """Packed tokens per micro-batch: what the memory model says fits into what is free on a GPU
+    before the optimizer is made (`KEEP` of the device may stay with the engine's cache, and a model
+    that is `paired` with this one wants its own optimizer), what runs best on a CPU.
+    """
     if model.device.type != "cuda":
         return CPU_BUDGET
     free, whole = torch.cuda.mem_get_info(model.device)
-    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)  # held by the allocator, unused
+    # held by the allocator, unused
+    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
     facts = facts_of(model, offload=offload)
     others = optimizer_bytes(facts) + gradient_bytes(facts) if paired else 0
     return budget(facts, free, reference=reference, reserved=int(KEEP * whole) + others)

@@ -1,8 +1,10 @@
-"""Several processes around Megatron's layers: each rank's part of every pass, and rank 0's side of it, which is that of FSDP.
+"""Several processes around Megatron's layers: each rank's part of every pass, and rank 0's side of
+it, which is that of FSDP.
 
-Ranks of a tensor group work on the same packs. Groups work on packs of their own, and add their gradients up once per optimizer step;
-each has masters and moments of everything its ranks hold. States have transformers' names and whole tensors, so a run
-continues on any other backend, and the other way round.
+Ranks of a tensor group work on the same packs. Groups work on packs of their own, and add their
+gradients up once per optimizer step; each has masters and moments of everything its ranks hold.
+States have transformers' names and whole tensors, so a run continues on any other backend, and the
+other way round.
 """
 
 from __future__ import annotations
@@ -30,20 +32,30 @@ from reinforge.models.packed import PackedModel
 
 
 class GroupAdamW(MasterAdamW):
-    """What one rank holds. The gradient is added up over ranks before the step, and its norm is that of the whole model."""
+    """What one rank holds.
+
+    The gradient is added up over ranks before the step, and its norm is that of the whole model.
+    """
 
     def __init__(self, model: MegatronModel, cfg: OptimizerConfig):
         super().__init__(model.module, cfg)
-        self.group, self.copies, self.cut, self.summed = model.group, model.copies, model.cut_over_group, model.summed_over_group
+        self.group = model.group
+        self.copies = model.copies
+        self.cut = model.cut_over_group
+        self.summed = model.summed_over_group
 
     def reduce(self) -> None:
-        """Once per optimizer step. Ranks have gradients of the same parameters: each computes something in every pass."""
+        """Once per optimizer step.
+
+        Ranks have gradients of the same parameters: each computes something in every pass.
+        """
         for name, master in self.masters.items():
             if master.grad is None:
                 continue
             if name not in self.cut:
                 dist.all_reduce(master.grad, group=self.group)
-                if name not in self.summed:  # each rank has all of it, but for rounding, which must not drive the copies apart
+                # each rank has all of it, but for rounding, which must not drive the copies apart
+                if name not in self.summed:
                     master.grad /= self.group.size()
             dist.all_reduce(master.grad, group=self.copies)
 
@@ -54,27 +66,49 @@ class GroupAdamW(MasterAdamW):
         squares = {name: grad.float().pow(2).sum() for name, grad in grads.items()}
         pieces = torch.stack([s for name, s in squares.items() if name in self.cut])
         dist.all_reduce(total := pieces.sum(), group=self.group)
-        return torch.stack([total, *(s for name, s in squares.items() if name not in self.cut)]).sum().sqrt()
+        return (
+            torch.stack([total, *(s for name, s in squares.items() if name not in self.cut)])
+            .sum()
+            .sqrt()
+        )
 
 
 class MegatronShard(DealtBackend):
-    """One rank's part. `make` loads the model, whole and on the host. Methods are run by all ranks at once."""
+    """One rank's part.
+
+    `make` loads the model, whole and on the host. Methods are run by all ranks at once.
+    """
 
     saves = "a larger train.tensor_parallel, or model.gradient_checkpointing=true"
     optimizer: GroupAdamW
     model: MegatronModel
 
-    def __init__(self, member: Member, make: Callable[[], PackedModel], cfg: TrainConfig, settings: Mapping[str, Any], compiled: bool):
+    def __init__(
+        self,
+        member: Member,
+        make: Callable[[], PackedModel],
+        cfg: TrainConfig,
+        settings: Mapping[str, Any],
+        compiled: bool,
+    ):
         assert not compiled, "the config refuses it"
         hosted = make()
         if not isinstance(hosted, CausalModel) or hosted.value_head is not None:
-            raise InputError("the backend megatron trains causal LMs without further heads.", where="train.backend",
-                             fix="Set train.backend=fsdp for critics and reward models.")  # fmt: skip
-        self.member, self.grid = member, Grid.of(cfg, member.size)
+            raise InputError(
+                "the backend megatron trains causal LMs without further heads.",
+                where="train.backend",
+                fix="Set train.backend=fsdp for critics and reward models.",
+            )
+        self.member = member
+        self.grid = Grid.of(cfg, member.size)
         trained = dict(hosted.module.named_parameters())
         self.stored = {name: p.dtype for name, p in trained.items()}
         self.shapes = {name: p.shape for name, p in trained.items()}
-        self._frozen = MegatronModel(member, loaded_again(make), self.grid.tensor, trained=False) if settings.get("reference") else None
+        self._frozen = (
+            MegatronModel(member, loaded_again(make), self.grid.tensor, trained=False)
+            if settings.get("reference")
+            else None
+        )
         self._inbox: dict[str, Tensor] = {}
         super().__init__(MegatronModel(member, hosted, self.grid.tensor), cfg, **settings)
 
@@ -91,7 +125,9 @@ class MegatronShard(DealtBackend):
     # ---- whole tensors ----
 
     def _pieces(self) -> Iterator[tuple[str, Place, Tensor]]:
-        """Of each tensor of the state: its key with transformers' name, where that lies, and Megatron's tensor."""
+        """Of each tensor of the state: its key with transformers' name, where that lies, and
+        Megatron's tensor.
+        """
         places: dict[str, list[tuple[str, Place]]] = {}
         for name, place in self.model.places.items():
             places.setdefault(place.own, []).append((name, place))
@@ -136,11 +172,14 @@ class MegatronShard(DealtBackend):
         model = self.model
         for key, tensor in tensors.items():
             place = model.places[key.split("/")[1]]
-            self._inbox[key] = tensor if tensor.ndim == 0 else place.cut(tensor, model.place, model.tensor).clone()
+            self._inbox[key] = (
+                tensor if tensor.ndim == 0 else place.cut(tensor, model.place, model.tensor).clone()
+            )
 
     @torch.no_grad()
     def load_received(self, part: str, meta: dict[str, Any]) -> None:
-        own, found = self.optimizer.parameters, dict[str, Tensor]()
+        own = self.optimizer.parameters
+        found = dict[str, Tensor]()
         for key, piece in self._inbox.items():
             kind, name, *rest = key.split("/")
             place = self.model.places[name]
@@ -148,7 +187,10 @@ class MegatronShard(DealtBackend):
             if piece.ndim == 0:
                 found[target] = piece
                 continue
-            place.put(found.setdefault(target, torch.zeros(own[place.own].shape, dtype=piece.dtype)), piece)
+            place.put(
+                found.setdefault(target, torch.zeros(own[place.own].shape, dtype=piece.dtype)),
+                piece,
+            )
         self._inbox = {}
         self.load(State(found, meta))
 
@@ -160,7 +202,9 @@ def loaded_again(make: Callable[[], PackedModel]) -> CausalModel:
 
 
 class MegatronBackend(FsdpBackend):
-    """Rank 0's side: packs are dealt out and states gathered as with FSDP; every rank gets whole tensors and cuts them itself."""
+    """Rank 0's side: packs are dealt out and states gathered as with FSDP; every rank gets whole
+    tensors and cuts them itself.
+    """
 
     side = MegatronShard
     in_pieces = False

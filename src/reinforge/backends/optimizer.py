@@ -1,4 +1,7 @@
-"""AdamW with float32 masters. A bf16 weight at learning rate 1e-6 would round back to itself; its master does not."""
+"""AdamW with float32 masters.
+
+A bf16 weight at learning rate 1e-6 would round back to itself; its master does not.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,13 @@ from reinforge.config.schema import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(step: int, base: float, schedule: ScheduleConfig, total: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or down to floor·base at `total`.
+    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or down to
+    floor·base at `total`.
 
-    Warm-up ends at the whole rate in its last step, and never has a rate of 0: a first batch that teaches nothing would be a waste,
-    most of all where it had to be sampled. After it the rates are those of transformers' schedules, step for step."""
+    Warm-up ends at the whole rate in its last step, and never has a rate of 0: a first batch that
+    teaches nothing would be a waste, most of all where it had to be sampled. After it the rates are
+    those of transformers' schedules, step for step.
+    """
     if step < schedule.warmup:
         return base * (step + 1) / schedule.warmup
     if schedule.kind == "constant":
@@ -26,15 +32,21 @@ def learning_rate(step: int, base: float, schedule: ScheduleConfig, total: int) 
 
 
 class MasterAdamW:
-    """Decay only on matrices. Gradients of low-precision weights are added up in float32 as soon as they appear.
+    """Decay only on matrices.
 
-    With `offload` masters and moments are in host memory, and the update is done there: gradients are added up on the device, go
-    over once per step, and the new weights come back."""
+    Gradients of low-precision weights are added up in float32 as soon as they appear.
+
+    With `offload` masters and moments are in host memory, and the update is done there: gradients
+    are added up on the device, go over once per step, and the new weights come back.
+    """
 
     def __init__(self, module: nn.Module, cfg: OptimizerConfig):
-        self.parameters: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters: dict[str, Tensor] = {
+            name: p for name, p in module.named_parameters() if p.requires_grad
+        }
         self.masters: dict[str, Tensor] = {}
-        self.sums: dict[str, Tensor] = {}  # offload: gradients on the device; otherwise they are the masters' own
+        # offload: gradients on the device; otherwise they are the masters' own
+        self.sums: dict[str, Tensor] = {}
         self.offload = cfg.offload
         for name, p in self.parameters.items():
             if cfg.offload:
@@ -50,8 +62,13 @@ class MasterAdamW:
     def _start(self, cfg: OptimizerConfig) -> None:
         matrices = [m for m in self.masters.values() if m.ndim > 1]
         vectors = [m for m in self.masters.values() if m.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=cfg.betas, eps=cfg.eps, fused=True)
+        groups = [
+            {"params": matrices, "weight_decay": cfg.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=0.0, betas=cfg.betas, eps=cfg.eps, fused=True
+        )
 
     @staticmethod
     def _into(master: Tensor):  # type: ignore[no-untyped-def]
@@ -77,8 +94,12 @@ class MasterAdamW:
         return add
 
     def gradients(self) -> list[Tensor]:
-        """What was added up since `zero`, in float32, where the weights are, always in the same order: their norm is a sum."""
-        found = ((self.sums.get(name) if self.offload else m.grad) for name, m in self.masters.items())
+        """What was added up since `zero`, in float32, where the weights are, always in the same
+        order: their norm is a sum.
+        """
+        found = (
+            (self.sums.get(name) if self.offload else m.grad) for name, m in self.masters.items()
+        )
         return [grad for grad in found if grad is not None]
 
     def gradient_norm(self) -> Tensor:
@@ -98,13 +119,16 @@ class MasterAdamW:
         self.adam.step()
         with torch.no_grad():
             for name, p in self.parameters.items():
-                if self.masters[name] is not p:  # in float32 over the bus and rounded there: from pinned memory, one after the other
+                # in float32 over the bus and rounded there: from pinned memory, one after the other
+                if self.masters[name] is not p:
                     p.copy_(self.masters[name].to(p.device, non_blocking=True))
 
     def _fetch_gradients(self) -> None:
         """Sums into the masters' gradients: all copies are queued, then waited for once."""
         for name, total in self.sums.items():
-            self.masters[name].grad = torch.empty_like(self.masters[name], pin_memory=total.is_cuda).copy_(total, non_blocking=True)
+            self.masters[name].grad = torch.empty_like(
+                self.masters[name], pin_memory=total.is_cuda
+            ).copy_(total, non_blocking=True)
         if any(total.is_cuda for total in self.sums.values()):
             torch.cuda.synchronize()
 
@@ -117,7 +141,8 @@ class MasterAdamW:
         """Moments, step counts and masters by parameter name."""
         out = {}
         for name, master in self.masters.items():
-            if self.parameters[name].dtype != torch.float32:  # a float32 weight is its own master, or equal to it
+            # a float32 weight is its own master, or equal to it
+            if self.parameters[name].dtype != torch.float32:
                 out[f"{name}/master"] = master
             for key, value in self.adam.state.get(master, {}).items():
                 out[f"{name}/{key}"] = value
@@ -130,10 +155,15 @@ class MasterAdamW:
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 master.copy_(tensors.get(f"{name}/master", self.parameters[name]))
-            state = {key: tensors[f"{name}/{key}"] for key in ("exp_avg", "exp_avg_sq", "step") if f"{name}/{key}" in tensors}
+            state = {
+                key: tensors[f"{name}/{key}"]
+                for key in ("exp_avg", "exp_avg_sq", "step")
+                if f"{name}/{key}" in tensors
+            }
             if state:
                 self.adam.state[master] = {
-                    k: v.clone().to(master.device if k != "step" or master.is_cuda else "cpu") for k, v in state.items()
+                    k: v.clone().to(master.device if k != "step" or master.is_cuda else "cpu")
+                    for k, v in state.items()
                 }
 
 

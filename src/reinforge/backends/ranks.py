@@ -1,9 +1,12 @@
-"""Several processes, one of which drives. Rank 0 runs the loop and calls; the others serve: they wait for a command, run their part of
-it beside rank 0's, and answer.
+"""Several processes, one of which drives.
 
-`Ranks.open(n)` starts the others as processes of this machine; under torchrun they are there already and call `serve`. Every rank is
-in a collective at the same moment, so an exception in one of them leaves the others waiting: the rank leaves its story in the store
-and ends, and rank 0 tells who it was.
+Rank 0 runs the loop and calls; the others serve: they wait for a command, run their part of it
+beside rank 0's, and answer.
+
+`Ranks.open(n)` starts the others as processes of this machine; under torchrun they are there
+already and call `serve`. Every rank is in a collective at the same moment, so an exception in one
+of them leaves the others waiting: the rank leaves its story in the store and ends, and rank 0 tells
+who it was.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy
 IDLE = timedelta(days=30)  # how long a rank waits for a command: rollouts take what they take
 WORK = timedelta(minutes=30)  # how long a rank waits for another in the middle of a pass
 EVIDENCE_SECONDS = 10.0  # for the reason of a lost connection to arrive
-BLOCKED_SECONDS = 30.0  # in a collective with a rank that is dead, before the process ends the hard way
+# in a collective with a rank that is dead, before the process ends the hard way
+BLOCKED_SECONDS = 30.0
 PARENT = "REINFORGE_PARENT"  # pid of the rank 0 that started this process
 
 _open: Ranks | None = None
@@ -53,35 +57,56 @@ def rank_here() -> int:
 
 
 class Member:
-    """One rank's end of the connection: where it computes, and the two groups. `control` carries commands, on the CPU."""
+    """One rank's end of the connection: where it computes, and the two groups.
+
+    `control` carries commands, on the CPU.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, kind: str):
-        self.store, self.rank, self.size = store, rank, size
+        self.store = store
+        self.rank = rank
+        self.size = size
         local = int(os.environ.get("LOCAL_RANK", rank))
         self.device = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
         if kind == "cuda":
             torch.cuda.set_device(self.device)
         transport = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(transport, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=WORK)
+        dist.init_process_group(
+            transport,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            timeout=WORK,
+        )
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
         self.objects: dict[int, Any] = {}
 
     def run(self, kind: str, target: int, name: Any, args: tuple[Any, ...]) -> Any:
-        """`make`: name(member, *args) becomes object `target`; `call`: its method, or a function of it; `drop` forgets it."""
+        """`make`: name(member, *args) becomes object `target`; `call`: its method, or a function of
+        it; `drop` forgets it.
+        """
         if kind == "make":
             self.objects[target] = name(self, *args)
             return None
         if kind == "drop":
             self.objects.pop(target, None)
             return None
-        return name(self.objects[target], *args) if callable(name) else getattr(self.objects[target], name)(*args)
+        return (
+            name(self.objects[target], *args)
+            if callable(name)
+            else getattr(self.objects[target], name)(*args)
+        )
 
 
 class Ranks:
-    """All ranks, seen from rank 0. `call` runs a method of an object that every rank has, each with arguments of its own."""
+    """All ranks, seen from rank 0.
+
+    `call` runs a method of an object that every rank has, each with arguments of its own.
+    """
 
     def __init__(self, size: int, kind: str):
-        self.size, self.kind = size, kind
+        self.size = size
+        self.kind = kind
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         self.broken: str | None = None  # why nothing can be asked any more
         self._since: float | None = None  # when the call in progress began
@@ -91,7 +116,9 @@ class Ranks:
         if launched():
             store = next(iter(dist.rendezvous("env://")))[0]
         else:
-            store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WORK)
+            store = dist.TCPStore(
+                "127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WORK
+            )
             self.children = {rank: _spawn(rank, size, kind, store.port) for rank in range(1, size)}
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         self._store = store
@@ -99,7 +126,10 @@ class Ranks:
 
     @cached_property
     def own(self) -> Member:
-        """Rank 0's own end. Made with the first command: while the others start, rank 0 reads its data."""
+        """Rank 0's own end.
+
+        Made with the first command: while the others start, rank 0 reads its data.
+        """
         with self._guarded():
             return Member(self._store, 0, self.size, self.kind)
 
@@ -108,7 +138,10 @@ class Ranks:
     @classmethod
     @contextlib.contextmanager
     def open(cls, size: int | None, kind: str) -> Iterator[Ranks]:
-        """The ranks that are open already, or new ones that end with the block. Those of torchrun end with the process."""
+        """The ranks that are open already, or new ones that end with the block.
+
+        Those of torchrun end with the process.
+        """
         global _open
         if _open is not None and _open.broken is None:
             _matches(size, _open.size)
@@ -157,8 +190,16 @@ class Ranks:
         self._all("make", self._made, factory, args)
         return self._made
 
-    def call(self, target: int, method: str | Callable[..., Any], args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """What the method of each rank's object returned, in the order of ranks. Rank 0's arguments and result are not copied."""
+    def call(
+        self,
+        target: int,
+        method: str | Callable[..., Any],
+        args: Sequence[tuple[Any, ...]] | None = None,
+    ) -> list[Any]:
+        """What the method of each rank's object returned, in the order of ranks.
+
+        Rank 0's arguments and result are not copied.
+        """
         return self._all("call", target, method, args if args is not None else [()] * self.size)
 
     def drop(self, target: int) -> None:
@@ -169,7 +210,8 @@ class Ranks:
         assert len(args) == self.size
         self._check()
         own = self.own
-        messages = [b"", *(pack((kind, target, name, own)) for own in args[1:])]  # what cannot be sent is refused before anybody waits
+        # what cannot be sent is refused before anybody waits
+        messages = [b"", *(pack((kind, target, name, own)) for own in args[1:])]
         with self._turn, self._guarded():
             self._send(messages)
             mine = own.run(kind, target, name, args[0])
@@ -184,7 +226,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Whatever is raised inside leaves the ranks out of step: from then on nothing can be asked."""
+        """Whatever is raised inside leaves the ranks out of step: from then on nothing can be
+        asked.
+        """
         self._since = time.monotonic()
         try:
             yield
@@ -211,7 +255,9 @@ class Ranks:
             raise StoppedByPolicy(self.broken)
 
     def _evidence(self) -> str | None:
-        """Who is the reason of a failed collective: what a rank said before it ended, or which one is gone."""
+        """Who is the reason of a failed collective: what a rank said before it ended, or which one
+        is gone.
+        """
         until = time.monotonic() + EVIDENCE_SECONDS
         while time.monotonic() < until:
             for rank in range(1, self.size):
@@ -225,15 +271,26 @@ class Ranks:
     def _dead(self) -> str | None:
         for rank, child in self.children.items():
             if (code := child.poll()) is not None and not self._ended.is_set():
-                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                return f"rank {rank} (pid {child.pid}) {how}. The newest checkpoint is intact: the same command continues from it."
+                how = (
+                    f"was ended by {signal.Signals(-code).name}"
+                    if code < 0
+                    else f"ended with exit code {code}"
+                )
+                return (
+                    f"rank {rank} (pid {child.pid}) {how}. The newest checkpoint is intact: the"
+                    " same command continues from it."
+                )
         return None
 
     def _watch(self) -> None:
-        """A collective with a rank that is gone may never return (NCCL): then this ends the process."""
+        """A collective with a rank that is gone may never return (NCCL): then this ends the
+        process.
+        """
         blocked: float | None = None
         while not self._ended.wait(0.5):
-            blocked = (blocked or time.monotonic()) if self._since is not None and self._dead() else None
+            blocked = (
+                (blocked or time.monotonic()) if self._since is not None and self._dead() else None
+            )
             if blocked is not None and time.monotonic() - blocked > BLOCKED_SECONDS:
                 print(f"error: {self._dead()}", file=sys.stderr, flush=True)
                 for child in self.children.values():
@@ -249,52 +306,96 @@ def how_many(size: int | None, kind: str) -> int:
         return world
     gpus = torch.cuda.device_count() if kind == "cuda" else 0
     if size is None and kind != "cuda":
-        raise InputError("how many processes are to train on the CPU is not said.", where="train.ranks", fix="Set it, e.g. train.ranks=2.")
+        raise InputError(
+            "how many processes are to train on the CPU is not said.",
+            where="train.ranks",
+            fix="Set it, e.g. train.ranks=2.",
+        )
     if kind == "cuda" and size is not None and size > gpus:
-        raise InputError(f"{size} ranks need a GPU each, and there are {gpus}.", where="train.ranks", fix=f"Set it to at most {gpus}.")
+        raise InputError(
+            f"{size} ranks need a GPU each, and there are {gpus}.",
+            where="train.ranks",
+            fix=f"Set it to at most {gpus}.",
+        )
     return size if size is not None else gpus
 
 
 def _matches(asked: int | None, there: int) -> None:
     if asked is not None and asked != there:
-        raise InputError(f"{asked} ranks are asked for, and {there} were started.", where="train.ranks",
-                         fix="Leave it out under torchrun: --nproc_per_node says it.")  # fmt: skip
+        raise InputError(
+            f"{asked} ranks are asked for, and {there} were started.",
+            where="train.ranks",
+            fix="Leave it out under torchrun: --nproc_per_node says it.",
+        )
 
 
 def _spawn(rank: int, size: int, kind: str, port: int) -> subprocess.Popen[bytes]:
-    """A process that serves as `rank`. It finds modules where this one does, and shares the cores with the others."""
+    """A process that serves as `rank`.
+
+    It finds modules where this one does, and shares the cores with the others.
+    """
     threads = max(1, torch.get_num_threads() // size)
-    env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-           PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}  # fmt: skip
+    env = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        PARENT: str(os.getpid()),
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+    }
     return subprocess.Popen(
-        [sys.executable, "-c", "from reinforge.backends.ranks import serve; serve()"], env=env, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", "from reinforge.backends.ranks import serve; serve()"],
+        env=env,
+        stdin=subprocess.DEVNULL,
     )
 
 
 def serve() -> NoReturn:
-    """The life of a rank other than 0. A signal that is meant for the run reaches rank 0, which saves and then says stop."""
-    if threading.current_thread() is threading.main_thread():  # in an actor, signals are Ray's business
+    """The life of a rank other than 0.
+
+    A signal that is meant for the run reaches rank 0, which saves and then says stop.
+    """
+    # in an actor, signals are Ray's business
+    if threading.current_thread() is threading.main_thread():
         for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(kind, signal.SIG_IGN)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     parent = os.environ.get(PARENT)  # or torchrun's agent
-    threading.Thread(target=_follow, args=(int(parent) if parent else os.getppid(),), daemon=True).start()
+    threading.Thread(
+        target=_follow, args=(int(parent) if parent else os.getppid(),), daemon=True
+    ).start()
     if parent:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=WORK)
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            size,
+            is_master=False,
+            timeout=WORK,
+        )
     else:
         store = next(iter(dist.rendezvous("env://")))[0]
     code = 0
     try:
-        importlib.import_module("reinforge.models.load")  # what takes long, while rank 0 does other things
+        # what takes long, while rank 0 does other things
+        importlib.import_module("reinforge.models.load")
         importlib.import_module("transformers.modeling_utils")
         member = Member(store, rank, size, store.get("kind").decode())
         while _serve_one(member):
             pass
     except BaseException as error:
         code = 1
-        lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # another rank is gone: not this one's story
+        # another rank is gone: not this one's story
+        lost = isinstance(error, RuntimeError) and "onnection" in str(error)
         if not lost:
-            told = str(error) if isinstance(error, ReinforgeError) else f"{type(error).__name__}: {error}"
+            told = (
+                str(error)
+                if isinstance(error, ReinforgeError)
+                else f"{type(error).__name__}: {error}"
+            )
             with contextlib.suppress(RuntimeError):
                 store.set(f"error/{rank}", told.strip()[:2000] or type(error).__name__)
             if not isinstance(error, ReinforgeError):

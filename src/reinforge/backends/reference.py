@@ -1,4 +1,6 @@
-"""The policy that a KL is measured against: the initial one, a copy of the trained one taken now and then, or its moving average."""
+"""The policy that a KL is measured against: the initial one, a copy of the trained one taken now
+and then, or its moving average.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,19 @@ from reinforge.models.joint import separate
 class Reference:
     """Starts as the policy that the run starts from.
 
-    With an adapter nothing of the base is copied. Frozen is then the adapter off where the adapter is new, and the adapter as it
-    was loaded, put in the place of the trained one, where it is not. Moving is another adapter in its place.
-    A moving reference (TR-DPO, 2404.09656) is a part of the run and in its checkpoints; a frozen one is made again from the model.
+    With an adapter nothing of the base is copied. Frozen is then the adapter off where the adapter
+    is new, and the adapter as it was loaded, put in the place of the trained one, where it is not.
+    Moving is another adapter in its place. A moving reference (TR-DPO, 2404.09656) is a part of the
+    run and in its checkpoints; a frozen one is made again from the model.
     """
 
     def __init__(self, model: CausalModel, optimizer: MasterAdamW, cfg: ReferenceConfig):
-        self.model, self.cfg = model, cfg
+        self.model = model
+        self.cfg = cfg
         self.steps = 0  # optimizer steps since the run began
         adapted = is_adapted(model.module)
-        self.average: Average | None = None  # other weights for what is trained; None: there is a copy, or the adapter goes off
+        # other weights for what is trained; None: there is a copy, or the adapter goes off
+        self.average: Average | None = None
         if self.moving or (adapted and not begins_as_base(model.module)):
             self.average = Average(optimizer, cfg.decay if cfg.kind == "ema" else 0.0)
         self.copy: CausalModel | None = None
@@ -40,10 +45,13 @@ class Reference:
             self._refresh()
 
     def _copied(self) -> CausalModel:
-        copied = CausalModel(copy.deepcopy(self.model.module).requires_grad_(False).eval(), exact=self.model.exact)
+        copied = CausalModel(
+            copy.deepcopy(self.model.module).requires_grad_(False).eval(), exact=self.model.exact
+        )
         if self.moving:  # it gets other tensors, of which a joint product would not know
             separate(copied.module)
-        if any(layer._compiled_call_impl is not None for layer in self.model.layers):  # a copy of a module does not keep that
+        # a copy of a module does not keep that
+        if any(layer._compiled_call_impl is not None for layer in self.model.layers):
             copied.compile_layers()
         return copied
 
@@ -59,7 +67,9 @@ class Reference:
 
     @contextmanager
     def active(self) -> Iterator[CausalModel]:
-        """Inside, the model that is yielded computes as the reference: the copy, or the policy's own module with another adapter or none."""
+        """Inside, the model that is yielded computes as the reference: the copy, or the policy's
+        own module with another adapter or none.
+        """
         if self.copy is not None:
             yield self.copy
             return
@@ -75,7 +85,9 @@ class Reference:
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        """The copy gets the moved values: those that have its type and place are its own storage."""
+        """The copy gets the moved values: those that have its type and place are its
+        own storage.
+        """
         if self.copy is None or self.average is None:
             return
         own = dict(self.copy.module.named_parameters())
@@ -101,4 +113,8 @@ class FrozenReference(Reference):
 
     def __init__(self, model: CausalModel, cfg: ReferenceConfig, copied: CausalModel | None):
         assert cfg.kind == "frozen", "the config refuses it"
-        self.model, self.cfg, self.copy, self.average, self.steps = model, cfg, copied, None, 0
+        self.model = model
+        self.cfg = cfg
+        self.copy = copied
+        self.average = None
+        self.steps = 0

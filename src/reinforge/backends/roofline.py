@@ -1,6 +1,8 @@
-"""How long generation and training of one step take at best: flops and bytes against what a machine can do.
+"""How long generation and training of one step take at best: flops and bytes against what a machine
+can do.
 
-The shares of the peak that are reached are those measured on an H200 (docs/lab-notebook.md). Imports torch only to time a CPU.
+The shares of the peak that are reached are those measured on an H200 (docs/lab-notebook.md).
+Imports torch only to time a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from reinforge.backends.memory import Facts, kv_token_bytes, weight_bytes
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Peak of dense matrix products (bfloat16 on a GPU, float32 on a CPU) in flop/s, and of memory in bytes/s."""
+    """Peak of dense matrix products (bfloat16 on a GPU, float32 on a CPU) in flop/s, and of memory
+    in bytes/s.
+    """
 
     name: str
     flops: float
@@ -27,7 +31,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One step. Lengths are means; `new_tokens` 0: nothing is generated. `passes` are forwards without gradient (old, reference)."""
+    """One step.
+
+    Lengths are means; `new_tokens` 0: nothing is generated. `passes` are forwards without gradient
+    (old, reference).
+    """
 
     samples: int
     prompt_tokens: float
@@ -42,20 +50,46 @@ class Work:
     @property
     def tokens(self) -> float:
         """Tokens that training computes."""
-        return self.samples * (self.prompt_tokens / (self.group if self.shared else 1) + self.new_tokens)
+        return self.samples * (
+            self.prompt_tokens / (self.group if self.shared else 1) + self.new_tokens
+        )
 
 
-GPUS: dict[str, tuple[float, float]] = {  # the first name that occurs in the device's: teraflop/s in bfloat16 (dense), terabyte/s
-    "GB200": (2250, 8.0), "B200": (2250, 8.0), "GH200": (989, 4.0), "H200": (989, 4.8), "H20": (148, 4.0), "H100 PCIE": (756, 2.0),
-    "H100 NVL": (835, 3.9), "H800": (989, 3.35), "H100": (989, 3.35), "A100-PCIE-40GB": (312, 1.55), "A100-SXM4-40GB": (312, 1.55),
-    "A100": (312, 2.0), "A800": (312, 2.0), "L40S": (362, 0.86), "L40": (181, 0.86), "L4": (121, 0.3), "A40": (150, 0.7), "A10": (70, 0.6),
-    "A30": (165, 0.93), "RTX 6000 ADA": (182, 0.96), "A6000": (155, 0.77), "RTX 5090": (210, 1.79), "RTX 4090": (165, 1.0),
-    "RTX 4080": (97, 0.72), "RTX 3090": (71, 0.94), "V100": (28, 0.9), "T4": (8, 0.3),
-}  # fmt: skip
+# the first name that occurs in the device's: teraflop/s in bfloat16 (dense), terabyte/s
+GPUS: dict[str, tuple[float, float]] = {
+    "GB200": (2250, 8.0),
+    "B200": (2250, 8.0),
+    "GH200": (989, 4.0),
+    "H200": (989, 4.8),
+    "H20": (148, 4.0),
+    "H100 PCIE": (756, 2.0),
+    "H100 NVL": (835, 3.9),
+    "H800": (989, 3.35),
+    "H100": (989, 3.35),
+    "A100-PCIE-40GB": (312, 1.55),
+    "A100-SXM4-40GB": (312, 1.55),
+    "A100": (312, 2.0),
+    "A800": (312, 2.0),
+    "L40S": (362, 0.86),
+    "L40": (181, 0.86),
+    "L4": (121, 0.3),
+    "A40": (150, 0.7),
+    "A10": (70, 0.6),
+    "A30": (165, 0.93),
+    "RTX 6000 ADA": (182, 0.96),
+    "A6000": (155, 0.77),
+    "RTX 5090": (210, 1.79),
+    "RTX 4090": (165, 1.0),
+    "RTX 4080": (97, 0.72),
+    "RTX 3090": (71, 0.94),
+    "V100": (28, 0.9),
+    "T4": (8, 0.3),
+}
 UNKNOWN = (100.0, 0.8)
 TRAIN_SHARE = {"compiled": 0.45, "eager": 0.3, "cpu": 0.5}  # of the peak flops
 READ_SHARE = 0.72  # of the peak bandwidth, while decoding
-LAYER_SECONDS = {"compiled": 1.0e-4, "eager": 1.8e-4, "cpu": 2.0e-4}  # of each layer in each decode step, however little it computes
+# of each layer in each decode step, however little it computes
+LAYER_SECONDS = {"compiled": 1.0e-4, "eager": 1.8e-4, "cpu": 2.0e-4}
 
 
 def gpu(name: str, memory: int) -> Machine:
@@ -67,25 +101,36 @@ def gpu(name: str, memory: int) -> Machine:
 
 @cache
 def this_cpu(seconds: float = 0.2) -> Machine:
-    """This machine's CPU, timed once per process: matrix products of a layer's size, and copies that no cache holds."""
+    """This machine's CPU, timed once per process: matrix products of a layer's size, and copies
+    that no cache holds.
+    """
     import os
 
     import torch
 
-    a, b = torch.rand(256, 1024), torch.rand(1024, 1024)
+    a = torch.rand(256, 1024)
+    b = torch.rand(1024, 1024)
     source = torch.empty(1 << 24)
     target = torch.empty_like(source)
     torch.mm(a, b)
     target.copy_(source)
     flops = 2 * 256 * 1024 * 1024 * _repeats(lambda: torch.mm(a, b), 0.75 * seconds)
-    bandwidth = 2 * source.numel() * source.element_size() * _repeats(lambda: target.copy_(source), 0.25 * seconds)
+    bandwidth = (
+        2
+        * source.numel()
+        * source.element_size()
+        * _repeats(lambda: target.copy_(source), 0.25 * seconds)
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(f"CPU with {torch.get_num_threads()} threads", flops, bandwidth, memory, "cpu")
 
 
 def _repeats(work: Callable[[], object], seconds: float) -> float:
-    """How often per second `work` can be called: the best of many, since others use the machine too."""
-    best, end = float("inf"), time.perf_counter() + seconds
+    """How often per second `work` can be called: the best of many, since others use the machine
+    too.
+    """
+    best = float("inf")
+    end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
         work()
         best = min(best, time.perf_counter() - start)
@@ -97,27 +142,38 @@ def _mode(f: Facts, machine: Machine) -> str:
 
 
 def forward_flops(f: Facts, tokens: float, length: float) -> float:
-    """2 per weight and token that meet, and causal attention over rows of `length`: 4·Q per pair, half of the pairs."""
+    """2 per weight and token that meet, and causal attention over rows of `length`: 4·Q per pair,
+    half of the pairs.
+    """
     head = f.vocab * f.hidden
     return tokens * (2 * (f.body(active=True) + head) + 2 * f.layers * f.query * length)
 
 
 def train_seconds(f: Facts, machine: Machine, work: Work) -> float:
-    """Forward, twice that for the backward (once where weights are frozen), once more for what is computed again."""
+    """Forward, twice that for the backward (once where weights are frozen), once more for what is
+    computed again.
+    """
     forward = forward_flops(f, work.tokens, work.prompt_tokens + work.new_tokens)
     updates = work.epochs * (3 - (f.rank is not None) + f.checkpointing) * (2 if work.critic else 1)
     return forward * (updates + work.passes) / (machine.flops * TRAIN_SHARE[_mode(f, machine)])
 
 
 def generate_seconds(f: Facts, machine: Machine, work: Work) -> float:
-    """Prefill once per prompt; each decode step reads the weights and the cache once, does its flops, and pays for each layer."""
+    """Prefill once per prompt; each decode step reads the weights and the cache once, does its
+    flops, and pays for each layer.
+    """
     if not work.new_tokens:
         return 0.0
     mode = _mode(f, machine)
-    speed, bandwidth = machine.flops * TRAIN_SHARE[mode], machine.bandwidth * READ_SHARE
+    speed = machine.flops * TRAIN_SHARE[mode]
+    bandwidth = machine.bandwidth * READ_SHARE
     rows = min(work.samples, work.max_batch)
     length = work.prompt_tokens + work.new_tokens / 2
-    prefill = forward_flops(f, work.samples / work.group * work.prompt_tokens, work.prompt_tokens) / speed
+    prefill = (
+        forward_flops(f, work.samples / work.group * work.prompt_tokens, work.prompt_tokens) / speed
+    )
     reads = weight_bytes(f) + rows * kv_token_bytes(f) * length
-    step = LAYER_SECONDS[mode] * f.layers + max(reads / bandwidth, forward_flops(f, rows, 2 * length) / speed)
+    step = LAYER_SECONDS[mode] * f.layers + max(
+        reads / bandwidth, forward_flops(f, rows, 2 * length) / speed
+    )
     return prefill + work.new_tokens * work.samples / rows * step

@@ -1,6 +1,8 @@
-"""One rank's part of a backend: what it holds of a model that is cut into pieces, and its share of every pass.
+"""One rank's part of a backend: what it holds of a model that is cut into pieces, and its share of
+every pass.
 
-Every method here is run by all ranks at once: a rank with nothing to do computes a pack of another and throws it away.
+Every method here is run by all ranks at once: a rank with nothing to do computes a pack of another
+and throws it away.
 """
 
 from __future__ import annotations
@@ -38,13 +40,25 @@ from reinforge.models.sequence import Slices, check_heads
 
 
 class ShardBackend(DealtBackend):
-    """One rank's part of a backend. `make` loads the model, whole and on the host; `compiled`: its layers are compiled once it is cut."""
+    """One rank's part of a backend.
+
+    `make` loads the model, whole and on the host; `compiled`: its layers are compiled once it is
+    cut.
+    """
 
     saves = "more ranks, or model.gradient_checkpointing=true"
     optimizer: ShardedAdamW
 
-    def __init__(self, member: Member, make: Callable[[], PackedModel], cfg: TrainConfig, settings: Mapping[str, Any], compiled: bool):
-        self.member, self.grid = member, Grid.of(cfg, member.size)
+    def __init__(
+        self,
+        member: Member,
+        make: Callable[[], PackedModel],
+        cfg: TrainConfig,
+        settings: Mapping[str, Any],
+        compiled: bool,
+    ):
+        self.member = member
+        self.grid = Grid.of(cfg, member.size)
         self.mesh, self.tensor_mesh = _meshes(member.device.type, self.grid)
         model = make()
         self.plan = Plan(model, self.grid.tensor) if self.grid.tensor > 1 else None
@@ -54,14 +68,24 @@ class ShardBackend(DealtBackend):
         self.stored = {name: p.dtype for name, p in trained.items()}
         self.shapes = {name: p.shape for name, p in trained.items()}
         self._frozen: CausalModel | None = None
-        if settings.get("reference") and isinstance(model, CausalModel) and not is_adapted(model.module):
+        if (
+            settings.get("reference")
+            and isinstance(model, CausalModel)
+            and not is_adapted(model.module)
+        ):
             self._frozen = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
             self._frozen.slices = slices
         cut = partial(
-            shard, mesh=self.mesh, device=member.device, plan=self.plan, tensor_mesh=self.tensor_mesh, offload=cfg.offload_weights
+            shard,
+            mesh=self.mesh,
+            device=member.device,
+            plan=self.plan,
+            tensor_mesh=self.tensor_mesh,
+            offload=cfg.offload_weights,
         )
         self._frozen_root = cut(self._frozen) if self._frozen is not None else None
-        self.root, model.slices = cut(model), slices
+        self.root = cut(model)
+        model.slices = slices
         if compiled and self.plan is None:
             model.compile_layers()
         self._inbox: dict[str, Tensor] = {}
@@ -75,29 +99,52 @@ class ShardBackend(DealtBackend):
             return None
         check_heads(model.config.num_attention_heads // grid.tensor, grid.sequence)
         mesh = init_device_mesh(
-            self.member.device.type, (grid.hands, grid.sequence, grid.tensor), mesh_dim_names=("hand", "slice", "tensor")
+            self.member.device.type,
+            (grid.hands, grid.sequence, grid.tensor),
+            mesh_dim_names=("hand", "slice", "tensor"),
         )
         return Slices(mesh["slice"].get_group())
 
     def facts(self) -> Facts:
         """With this rank's share of the weights."""
         whole = replace(super().facts(), itemsize=self.dtype.itemsize)
-        return replace(whole, weights=(whole.weights or 0) // self.member.size, trained=(whole.trained or 0) // self.member.size)
+        return replace(
+            whole,
+            weights=(whole.weights or 0) // self.member.size,
+            trained=(whole.trained or 0) // self.member.size,
+        )
 
     def _budget(self, reference: bool, paired: bool) -> int:
-        """As for one process, with a share of weights and moments, and two layers and the ends of the model in whole."""
+        """As for one process, with a share of weights and moments, and two layers and the ends of
+        the model in whole.
+        """
         if self.member.device.type != "cuda":
             return CPU_BUDGET * self.grid.sequence
         share = self.facts()
         if self.cfg.offload_weights:
-            share = replace(share, offload=True, trained=0)  # moments and gradients are not on the device
-        gathered = (2 * share.body() // share.layers + 2 * share.vocab * share.hidden) * (share.itemsize + 4)
+            # moments and gradients are not on the device
+            share = replace(share, offload=True, trained=0)
+        gathered = (2 * share.body() // share.layers + 2 * share.vocab * share.hidden) * (
+            share.itemsize + 4
+        )
         free, all_of_it = torch.cuda.mem_get_info(self.member.device)
         others = optimizer_bytes(share) + gradient_bytes(share) if paired else 0
-        return budget(share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered) * self.grid.sequence
+        return (
+            budget(
+                share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered
+            )
+            * self.grid.sequence
+        )
 
     def _optimizer(self) -> ShardedAdamW:
-        return ShardedAdamW(self.model.module, self.cfg.optimizer, self.stored, self.mesh, self.plan, self.tensor_mesh)
+        return ShardedAdamW(
+            self.model.module,
+            self.cfg.optimizer,
+            self.stored,
+            self.mesh,
+            self.plan,
+            self.tensor_mesh,
+        )
 
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
         root = self.root if self._frozen_root is None else self._frozen_root
@@ -126,7 +173,9 @@ class ShardBackend(DealtBackend):
         return found
 
     def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
-        """A pack that does not count runs through the same graph, so that no rank waits for a gradient that never comes, times 0."""
+        """A pack that does not count runs through the same graph, so that no rank waits for a
+        gradient that never comes, times 0.
+        """
         value, metrics = self.root(partial(self._micro, batch, loss, totals))
         if value.requires_grad:
             (value if counts else value * 0.0).backward()
@@ -135,16 +184,22 @@ class ShardBackend(DealtBackend):
     # ---- whole tensors ----
 
     def state(self) -> State:
-        """This rank's pieces, under the names and in the precision that the whole has in a checkpoint."""
+        """This rank's pieces, under the names and in the precision that the whole has in a
+        checkpoint.
+        """
         found = super().state()
-        weights = {f"model/{name}": found.tensors[f"model/{name}"].to(dtype) for name, dtype in self.stored.items()}
+        weights = {
+            f"model/{name}": found.tensors[f"model/{name}"].to(dtype)
+            for name, dtype in self.stored.items()
+        }
         return State({**found.tensors, **weights}, found.meta)
 
     def _whole(self, name: str, piece: Tensor) -> Tensor:
         """The tensor that the pieces of all ranks make up."""
         if name in self.optimizer.whole or piece.ndim == 0:
             return piece
-        shape, dim = list(self.shapes[name]), self.split.get(name)
+        shape = list(self.shapes[name])
+        dim = self.split.get(name)
         if dim is not None:
             shape[dim] //= self.grid.tensor
         whole = _joined(piece.to(self.member.device), self.mesh, 0, shape)
@@ -159,7 +214,9 @@ class ShardBackend(DealtBackend):
 
     @torch.no_grad()
     def gathered(self, part: str = "") -> State | None:
-        """The whole state of the backend, or of a part that follows the weights, in the host memory of rank 0."""
+        """The whole state of the backend, or of a part that follows the weights, in the host memory
+        of rank 0.
+        """
         local = getattr(self, part).state() if part else self.state()
         out: dict[str, Tensor] = {}
         for key, piece in local.tensors.items():
@@ -184,21 +241,43 @@ class ShardBackend(DealtBackend):
         return self.grid.box(shape, self.member.rank, self.split.get(name))
 
     def write_pieces(self, part: str, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
-        """Writes what this rank holds of the state into a checkpoint; what several ranks have is written by one."""
+        """Writes what this rank holds of the state into a checkpoint; what several ranks have is
+        written by one.
+        """
         local = getattr(self, part).state() if part else self.state()
-        own, shapes, boxes = {}, {}, {}
+        own = {}
+        shapes = {}
+        boxes = {}
         for key, piece in local.tensors.items():
             name = parameter_of(key)
             alike = piece.ndim == 0 or name in self.optimizer.whole
-            first = self.member.rank == 0 if alike else name in self.split or self.member.rank % self.grid.tensor == 0
+            first = (
+                self.member.rank == 0
+                if alike
+                else name in self.split or self.member.rank % self.grid.tensor == 0
+            )
             if first and piece.numel():
                 shape = tuple(piece.shape if alike else self.shapes[name])
-                own[prefix + key], shapes[prefix + key], boxes[prefix + key] = piece, shape, self._box(key, shape)
+                own[prefix + key], shapes[prefix + key], boxes[prefix + key] = (
+                    piece,
+                    shape,
+                    self._box(key, shape),
+                )
         stem = prefix.strip("/").replace("/", ".")
-        return write_pieces(folder, own, shapes, boxes, f"-{stem}-r{self.member.rank:05d}" if stem else f"-r{self.member.rank:05d}")
+        return write_pieces(
+            folder,
+            own,
+            shapes,
+            boxes,
+            f"-{stem}-r{self.member.rank:05d}" if stem else f"-r{self.member.rank:05d}",
+        )
 
-    def read_pieces(self, part: str, there: Stored, keys: Sequence[str], meta: dict[str, Any]) -> None:
-        """Loads this rank's part of a state from a checkpoint's files, which every rank can read."""
+    def read_pieces(
+        self, part: str, there: Stored, keys: Sequence[str], meta: dict[str, Any]
+    ) -> None:
+        """Loads this rank's part of a state from a checkpoint's files, which every rank
+        can read.
+        """
         self._inbox = {key: there.part(key, self._box(key, there.shape(key))) for key in keys}
         self.load_received(part, meta)
 
@@ -206,7 +285,8 @@ class ShardBackend(DealtBackend):
         self._inbox.update(pieces)
 
     def load_received(self, part: str, meta: dict[str, Any]) -> None:
-        state, self._inbox = State(self._inbox, meta), {}
+        state = State(self._inbox, meta)
+        self._inbox = {}
         (getattr(self, part) if part else self).load(state)
 
     def swap(self, part: str, into: bool) -> None:
@@ -228,14 +308,18 @@ def _meshes(kind: str, grid: Grid) -> tuple[DeviceMesh, DeviceMesh | None]:
 def _joined(piece: Tensor, mesh: DeviceMesh, dim: int, shape: Sequence[int]) -> Tensor:
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(piece, mesh, [Shard(dim)], run_check=False, shape=size, stride=stride).full_tensor()
+    return DTensor.from_local(
+        piece, mesh, [Shard(dim)], run_check=False, shape=size, stride=stride
+    ).full_tensor()
 
 
 def parameter_of(key: str) -> str:
     """The parameter that a tensor of a state belongs to.
 
-    >>> parameter_of("model/a.weight"), parameter_of("optimizer/a.weight/exp_avg"), parameter_of("a.weight")
-    ('a.weight', 'a.weight', 'a.weight')
+    >>> parameter_of("model/a.weight"), parameter_of("a.weight")
+    ('a.weight', 'a.weight')
+    >>> parameter_of("optimizer/a.weight/exp_avg")
+    'a.weight'
     """
     parts = key.split("/")
     return parts[0] if len(parts) == 1 else parts[1]

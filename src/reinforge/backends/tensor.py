@@ -1,6 +1,8 @@
-"""Matrices of a layer cut over the ranks of a tensor group, as the plan says that transformers gives an architecture
-(`base_model_tp_plan`), by torch's DTensor. A column-wise matrix computes a part of the heads or of the inner width, and the row-wise one
-after it adds the parts up: one sum over the group each way per attention and per MLP."""
+"""Matrices of a layer cut over the ranks of a tensor group, as the plan says that transformers
+gives an architecture (`base_model_tp_plan`), by torch's DTensor. A column-wise matrix computes a
+part of the heads or of the inner width, and the row-wise one after it adds the parts up: one sum
+over the group each way per attention and per MLP.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,21 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from reinforge.core.errors import InputError
 from reinforge.models.adapters import is_adapted
 from reinforge.models.packed import PackedModel
 
-SUMMED = "replicated_with_grad_allreduce"  # every rank has the whole weight and sees a part of the heads: gradients are added
-CUT = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}  # the dimension of the weight
+# every rank has the whole weight and sees a part of the heads: gradients are added
+SUMMED = "replicated_with_grad_allreduce"
+# the dimension of the weight
+CUT = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
 
 
 def _style(name: str) -> ParallelStyle:
@@ -35,8 +44,12 @@ class Plan:
     def __init__(self, model: PackedModel, ranks: int):
         self.ranks = ranks
         self.styles = self._styles(model)  # by name in model.module
-        self.summed = {f"{name}.{p}" for name, part in model.module.named_modules() if self.styles.get(name) == SUMMED
-                       for p, _ in part.named_parameters(recurse=False)}  # fmt: skip
+        self.summed = {
+            f"{name}.{p}"
+            for name, part in model.module.named_modules()
+            if self.styles.get(name) == SUMMED
+            for p, _ in part.named_parameters(recurse=False)
+        }
         self.dims: dict[str, int] = {}  # of each parameter that is cut, the dimension
         for name, part in model.module.named_modules():
             if (style := self.styles.get(name)) in CUT:
@@ -49,39 +62,63 @@ class Plan:
         plan = getattr(model.config, "base_model_tp_plan", None)
         kind = type(model.plain).__name__
         if not plan:
-            raise InputError(f"transformers has no plan for cutting the matrices of {kind}.", where="train.tensor_parallel",
-                             fix="Set it to 1; train.ranks still divides the weights.")  # fmt: skip
+            raise InputError(
+                f"transformers has no plan for cutting the matrices of {kind}.",
+                where="train.tensor_parallel",
+                fix="Set it to 1; train.ranks still divides the weights.",
+            )
         if is_adapted(model.module):
             raise InputError(
-                "the matrices of an adapter are not cut.", where="train.tensor_parallel", fix="Set it to 1, or train all weights."
+                "the matrices of an adapter are not cut.",
+                where="train.tensor_parallel",
+                fix="Set it to 1, or train all weights.",
             )
-        patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
+        patterns = [
+            (re.compile(re.escape(key).replace(r"\*", r"\d+")), style)
+            for key, style in plan.items()
+        ]
         prefix = next(name for name, part in model.module.named_modules() if part is model.trunk)
         found = {}
         for name, part in model.trunk.named_modules():
             style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
-            if style is None or isinstance(part, nn.Embedding):  # the ends of the model are cut into pieces, and whole while they compute
+            # the ends of the model are cut into pieces, and whole while they compute
+            if style is None or isinstance(part, nn.Embedding):
                 continue
             if style != SUMMED and (style not in CUT or type(part) is not nn.Linear):
-                raise InputError(f"the plan of {kind} cuts {name} in the way {style}, which is not supported.", where="train.tensor_parallel",
-                                 fix="Set it to 1; train.ranks still divides the weights.")  # fmt: skip
+                raise InputError(
+                    f"the plan of {kind} cuts {name} in the way {style}, which is not supported.",
+                    where="train.tensor_parallel",
+                    fix="Set it to 1; train.ranks still divides the weights.",
+                )
             found[f"{prefix}.{name}" if prefix else name] = style
         return found
 
     def _check(self, model: PackedModel) -> None:
-        heads, keys = (
-            model.config.num_attention_heads,
-            getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads,
+        heads = model.config.num_attention_heads
+        keys = (
+            getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
         )
         own = dict(model.module.named_parameters())
-        odd = next((name for name, dim in self.dims.items() if own[name].shape[dim] % self.ranks), None)
+        odd = next(
+            (name for name, dim in self.dims.items() if own[name].shape[dim] % self.ranks), None
+        )
         if heads % self.ranks or keys % self.ranks or odd:
-            what = f"{odd} of size {own[odd].shape[self.dims[odd]]}" if odd else f"{heads} query and {keys} key heads"
-            raise InputError(f"{what} cannot be cut into {self.ranks} equal parts.", where="train.tensor_parallel",
-                             fix=f"Set it to a number that divides them, at most {keys}.")  # fmt: skip
+            what = (
+                f"{odd} of size {own[odd].shape[self.dims[odd]]}"
+                if odd
+                else f"{heads} query and {keys} key heads"
+            )
+            raise InputError(
+                f"{what} cannot be cut into {self.ranks} equal parts.",
+                where="train.tensor_parallel",
+                fix=f"Set it to a number that divides them, at most {keys}.",
+            )
 
     def cut(self, module: nn.Module, within: nn.Module, mesh: DeviceMesh) -> None:
-        """Cuts what the plan says inside `within`, a part of the model `module`. What is trained is float32 from now on."""
+        """Cuts what the plan says inside `within`, a part of the model `module`.
+
+        What is trained is float32 from now on.
+        """
         inside = {id(part) for part in within.modules()}
         for name, part in module.named_modules():
             style = self.styles.get(name)

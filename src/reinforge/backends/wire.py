@@ -1,6 +1,9 @@
-"""How objects travel between the ranks of one run: pickle, between processes that this program started itself and from nowhere else.
+"""How objects travel between the ranks of one run: pickle, between processes that this program
+started itself and from nowhere else.
 
-A user's function that was loaded from a file (`parts.py:surrogate`) travels as the name of the file."""
+A user's function that was loaded from a file (`parts.py:surrogate`) travels as the name of the
+file.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,11 @@ class Pickler(pickle.Pickler):
     """Also knows the functions that were loaded from a file by its path."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, FunctionType) and "." not in obj.__qualname__ and obj.__module__ not in sys.modules:
+        if (
+            isinstance(obj, FunctionType)
+            and "." not in obj.__qualname__
+            and obj.__module__ not in sys.modules
+        ):
             file = obj.__globals__.get("__file__")
             if file is not None:
                 return _function_in, (str(Path(file).resolve()), obj.__module__, obj.__qualname__)
@@ -32,8 +39,11 @@ def pack(value: Any) -> bytes:
     try:
         Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise InputError(f"something cannot be sent to the other ranks: {error}.", where="train.backend",
-                         fix="Define functions at the top level of a file, or use train.backend=local.") from error  # fmt: skip
+        raise InputError(
+            f"something cannot be sent to the other ranks: {error}.",
+            where="train.backend",
+            fix="Define functions at the top level of a file, or use train.backend=local.",
+        ) from error
     return buffer.getvalue()
 
 

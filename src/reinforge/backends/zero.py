@@ -1,4 +1,6 @@
-"""Several processes around DeepSpeed's ZeRO: each rank's part of every pass, and rank 0's side of it, which is that of FSDP."""
+"""Several processes around DeepSpeed's ZeRO: each rank's part of every pass, and rank 0's side of
+it, which is that of FSDP.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from torch import Tensor
 from reinforge.backends.dealt import DealtBackend
 from reinforge.backends.deepspeed import Frozen, Zero, whole_state
 from reinforge.backends.fsdp import FsdpBackend
-from reinforge.backends.memory import CPU_BUDGET, KEEP, Facts, budget, gradient_bytes, optimizer_bytes
+from reinforge.backends.memory import (
+    CPU_BUDGET,
+    KEEP,
+    Facts,
+    budget,
+    gradient_bytes,
+    optimizer_bytes,
+)
 from reinforge.backends.microbatch import facts_of
 from reinforge.backends.optimizer import learning_rate
 from reinforge.backends.ranks import Member
@@ -31,24 +40,44 @@ from reinforge.models.packed import PackedModel
 
 
 class ZeroShard(DealtBackend):
-    """One rank's part. `make` loads the model, whole and on the host. Methods are run by all ranks at once."""
+    """One rank's part.
+
+    `make` loads the model, whole and on the host. Methods are run by all ranks at once.
+    """
 
     saves = "more ranks, or train.deepspeed.stage=3"
     optimizer: Zero  # type: ignore[assignment]
 
-    def __init__(self, member: Member, make: Callable[[], PackedModel], cfg: TrainConfig, settings: Mapping[str, Any], compiled: bool):
+    def __init__(
+        self,
+        member: Member,
+        make: Callable[[], PackedModel],
+        cfg: TrainConfig,
+        settings: Mapping[str, Any],
+        compiled: bool,
+    ):
         assert not compiled, "the config refuses it"
         model = make()
         if model.value_head is not None and model.dtype != torch.float32:
-            raise InputError("DeepSpeed would round the head of a critic or reward model to bfloat16, and values are differences.",
-                             where="model.dtype", fix="Set model.dtype=float32, or train.backend=fsdp.")  # fmt: skip
-        self.member, self.itemsize, self._facts = member, model.dtype.itemsize, facts_of(model)
+            raise InputError(
+                "DeepSpeed would round the head of a critic or reward model to bfloat16, and values"
+                " are differences.",
+                where="model.dtype",
+                fix="Set model.dtype=float32, or train.backend=fsdp.",
+            )
+        self.member = member
+        self.itemsize = model.dtype.itemsize
+        self._facts = facts_of(model)
         trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         self.stored = {name: p.dtype for name, p in trained.items()}
         self.shapes = {name: p.shape for name, p in trained.items()}
         self._frozen: CausalModel | None = None
         self._asked: Frozen | None = None
-        if settings.get("reference") and isinstance(model, CausalModel) and not begins_as_base(model.module):
+        if (
+            settings.get("reference")
+            and isinstance(model, CausalModel)
+            and not begins_as_base(model.module)
+        ):
             self._frozen = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
             if cfg.deepspeed.stage == 3:
                 self._asked = Frozen(member, self._frozen, cfg.deepspeed)
@@ -59,19 +88,26 @@ class ZeroShard(DealtBackend):
 
     def facts(self) -> Facts:
         """With this rank's share of the weights, where they are cut."""
-        size, whole = self.member.size, replace(self._facts, offload=self.cfg.deepspeed.offload_optimizer != "none")
+        size = self.member.size
+        whole = replace(self._facts, offload=self.cfg.deepspeed.offload_optimizer != "none")
         weights = (whole.weights or 0) // (size if self.cfg.deepspeed.stage == 3 else 1)
         return replace(whole, weights=weights, trained=(whole.trained or 0) // size)
 
     def _budget(self, reference: bool, paired: bool) -> int:
-        """As for one process, with a share of masters and moments, and in stage 3 two layers and the ends of the model in whole."""
+        """As for one process, with a share of masters and moments, and in stage 3 two layers and
+        the ends of the model in whole.
+        """
         if self.member.device.type != "cuda":
             return CPU_BUDGET
         share = self.facts()
-        gathered = (2 * share.body() // share.layers + 2 * share.vocab * share.hidden) * (share.itemsize + 4)
+        gathered = (2 * share.body() // share.layers + 2 * share.vocab * share.hidden) * (
+            share.itemsize + 4
+        )
         free, all_of_it = torch.cuda.mem_get_info(self.member.device)
         others = optimizer_bytes(share) + gradient_bytes(share) if paired else 0
-        return budget(share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered)
+        return budget(
+            share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered
+        )
 
     def _optimizer(self) -> Zero:  # type: ignore[override]
         return Zero(self.member, self.model, self.cfg.deepspeed, self.cfg.optimizer)
@@ -93,11 +129,19 @@ class ZeroShard(DealtBackend):
         if "reference" in needs:
             assert self.reference is not None, "this backend was made without a reference"
             ask = partial(self.reference.logprobs, batch.to(self.member.device), self.temperature)
-            found = self.optimizer.run(ask) if self._frozen is None else ask() if self._asked is None else self._asked.run(ask)
+            found = (
+                self.optimizer.run(ask)
+                if self._frozen is None
+                else ask()
+                if self._asked is None
+                else self._asked.run(ask)
+            )
             batch.streams["reference"] = found.cpu()
 
     def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
-        """A pack that does not count runs through the same graph, so that no rank waits for a gradient that never comes, times 0."""
+        """A pack that does not count runs through the same graph, so that no rank waits for a
+        gradient that never comes, times 0.
+        """
         metrics: dict[str, Tensor] = {}
 
         def work() -> Tensor:
@@ -111,13 +155,21 @@ class ZeroShard(DealtBackend):
         return {"train/loss": value.detach(), **metrics}
 
     def step(self) -> Metrics:
-        rate = learning_rate(self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps)
+        rate = learning_rate(
+            self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps
+        )
         norm = self.optimizer.update(rate, self.cfg.max_grad_norm)
         self.steps += 1
         if self.reference is not None:
             self.reference.after_step()
-        skipped, empty = float(not math.isfinite(norm)), float(norm == 0)
-        return {"train/grad_norm": norm, "train/learning_rate": rate, "train/skipped": skipped, "train/empty": empty}
+        skipped = float(not math.isfinite(norm))
+        empty = float(norm == 0)
+        return {
+            "train/grad_norm": norm,
+            "train/learning_rate": rate,
+            "train/skipped": skipped,
+            "train/empty": empty,
+        }
 
     # ---- whole tensors ----
 
@@ -159,7 +211,9 @@ class ZeroShard(DealtBackend):
 
 
 class DeepSpeedBackend(FsdpBackend):
-    """Rank 0's side: packs are dealt out and states gathered as with FSDP; every rank gets whole tensors and cuts them itself."""
+    """Rank 0's side: packs are dealt out and states gathered as with FSDP; every rank gets whole
+    tensors and cuts them itself.
+    """
 
     side = ZeroShard
     in_pieces = False

@@ -1,1 +1,3 @@
-"""Floor 1: checkpoints that are atomic, hashed and complete (`store`), and the one owner of a run directory (`lock`)."""
+"""Floor 1: checkpoints that are atomic, hashed and complete (`store`), and the one owner of a run
+directory (`lock`).
+"""

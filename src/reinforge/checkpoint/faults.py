@@ -10,7 +10,9 @@ _passed: Counter[str] = Counter()
 
 
 def crash_point(name: str) -> None:
-    """Dies by SIGKILL if REINFORGE_CRASH_AT names this point: `save:before-rename`, or `save:before-rename@3` for the third passage."""
+    """Dies by SIGKILL if REINFORGE_CRASH_AT names this point: `save:before-rename`, or
+    `save:before-rename@3` for the third passage.
+    """
     wanted = os.environ.get("REINFORGE_CRASH_AT")
     if not wanted:
         return

@@ -1,8 +1,10 @@
-"""The files inside one checkpoint directory: tensor shards, JSON, and the manifest that proves them.
+"""The files inside one checkpoint directory: tensor shards, JSON, and the manifest that proves
+them.
 
-    model.safetensors  optimizer-00001.safetensors  optimizer-00002.safetensors   tensors by the part of their name before "/"
-    state.json                                                                    plain values and the aliases of shared tensors
-    MANIFEST.json                                                                 SHA-256 and size of every other file; written last
+    model.safetensors, optimizer-00001.safetensors, optimizer-00002.safetensors, ...
+                     tensors by the part of their name before "/"
+    state.json       plain values and the aliases of shared tensors
+    MANIFEST.json    SHA-256 and size of every other file; written last
 
 safetensors and JSON only: reading a checkpoint never runs code.
 """
@@ -37,7 +39,8 @@ class Damaged(Exception):
     """A file of a checkpoint is not what was written. `file` is the one to name to the user."""
 
     def __init__(self, file: Path, what: str):
-        self.file, self.what = file, what
+        self.file = file
+        self.what = what
         super().__init__(f"{file}: {what}")
 
 
@@ -62,28 +65,45 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def check_plain(value: Any, where: str) -> None:
-    """JSON would silently turn the key 1 into "1" and come back as something else: refuse what does not survive it."""
+    """JSON would silently turn the key 1 into "1" and come back as something else: refuse what does
+    not survive it.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{where}: the key {key!r} is a {type(key).__name__}; a checkpoint holds text keys only")
+                raise TypeError(
+                    f"{where}: the key {key!r} is a {type(key).__name__}; a checkpoint holds text"
+                    " keys only"
+                )
             check_plain(item, f"{where}.{key}")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             check_plain(item, f"{where}[{i}]")
     elif not (value is None or type(value) in (bool, int, float, str)):
-        raise TypeError(f"{where}: a {type(value).__name__} cannot be stored as JSON; put tensors into State.tensors")
+        raise TypeError(
+            f"{where}: a {type(value).__name__} cannot be stored as JSON; put tensors into"
+            " State.tensors"
+        )
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names that are the very same memory as an earlier name (tied weights): {name: the name that is stored}."""
+    """Names that are the very same memory as an earlier name (tied weights): {name: the name that
+    is stored}.
+    """
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name in sorted(tensors):
         t = tensors[name]
         if not t.numel():
             continue
-        key = (t.device, t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape), t.stride(), t.dtype)
+        key = (
+            t.device,
+            t.untyped_storage().data_ptr(),
+            t.storage_offset(),
+            tuple(t.shape),
+            t.stride(),
+            t.dtype,
+        )
         if key in first:
             aliases[name] = first[key]
         else:
@@ -92,7 +112,10 @@ def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], tag: str = "") -> dict[str, str]:
-    """Shards by prefix and size, `tag` in their names. Only one shard at a time is copied to the host. Returns which file holds which."""
+    """Shards by prefix and size, `tag` in their names.
+
+    Only one shard at a time is copied to the host. Returns which file holds which.
+    """
     by_prefix: dict[str, list[list[str]]] = {}
     room: dict[str, int] = {}
     for name in sorted(tensors):
@@ -108,7 +131,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], tag: str = "") ->
     homes = {}
     for prefix, shards in by_prefix.items():
         for i, names in enumerate(shards, start=1):
-            file = folder / (f"{prefix}{tag}.safetensors" if len(shards) == 1 else f"{prefix}{tag}-{i:05d}.safetensors")
+            file = folder / (
+                f"{prefix}{tag}.safetensors"
+                if len(shards) == 1
+                else f"{prefix}{tag}-{i:05d}.safetensors"
+            )
             save_file(_apart({name: tensors[name] for name in names}), file)
             readable_as_usual(file)
             fsync_path(file)
@@ -117,7 +144,9 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], tag: str = "") ->
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Host copies, each contiguous and alone in its storage: views of one buffer are written in full, once per name."""
+    """Host copies, each contiguous and alone in its storage: views of one buffer are written in
+    full, once per name.
+    """
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -135,7 +164,9 @@ def described(file: Path) -> dict[str, Any]:
     return {"sha256": sha256_of(file), "size": file.stat().st_size}
 
 
-def write_manifest(folder: Path, step: int, known: Mapping[str, dict[str, Any]] | None = None) -> None:
+def write_manifest(
+    folder: Path, step: int, known: Mapping[str, dict[str, Any]] | None = None
+) -> None:
     """`known`: files that those who wrote them have described."""
     told = dict(known or {})
     files = [file for file in sorted(folder.iterdir()) if file.name not in told]
@@ -147,9 +178,16 @@ def write_manifest(folder: Path, step: int, known: Mapping[str, dict[str, Any]] 
 
 
 def has_marker(folder: Path) -> bool:
-    """Whether this directory is one of ours, even if it is damaged: the only kind that may be deleted."""
+    """Whether this directory is one of ours, even if it is damaged: the only kind that may be
+    deleted.
+    """
     manifest = folder / MANIFEST
-    if folder.is_symlink() or not folder.is_dir() or manifest.is_symlink() or not manifest.is_file():
+    if (
+        folder.is_symlink()
+        or not folder.is_dir()
+        or manifest.is_symlink()
+        or not manifest.is_file()
+    ):
         return False
     with manifest.open("rb") as file:
         return FORMAT.encode() in file.read(100)
@@ -168,32 +206,57 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, verify: bool) -> list[Path]:
-    """Every file that the manifest names, present and of its size; with `verify` also of its hash. Raises `Damaged`."""
+    """Every file that the manifest names, present and of its size; with `verify` also of its hash.
+
+    Raises `Damaged`.
+    """
     for stray in sorted(folder.iterdir()) if folder.is_dir() else ():
         if stray.suffix.lower() in PICKLES:
-            raise Damaged(stray, "this kind of file can run code when it is read; a checkpoint holds safetensors and JSON only.")
+            raise Damaged(
+                stray,
+                "this kind of file can run code when it is read; a checkpoint holds safetensors and"
+                " JSON only.",
+            )
     manifest = read_json(folder / MANIFEST)
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or STATE not in files:
         raise Damaged(folder / MANIFEST, f"not a manifest of the format {FORMAT}.")
     named = STEP.fullmatch(folder.name)
     if named and manifest.get("step") != int(named[1]):
-        raise Damaged(folder / MANIFEST, f"it is the checkpoint of step {manifest.get('step')}: the directory was renamed.")
+        raise Damaged(
+            folder / MANIFEST,
+            f"it is the checkpoint of step {manifest.get('step')}: the directory was renamed.",
+        )
     for name, entry in files.items():
         file = folder / name
-        if not _NAME.fullmatch(name) or file.is_symlink() or not file.resolve().is_relative_to(folder.resolve()):
-            raise Damaged(folder / MANIFEST, f"it names {name!r}, which is not a safetensors or JSON file inside the checkpoint.")
+        if (
+            not _NAME.fullmatch(name)
+            or file.is_symlink()
+            or not file.resolve().is_relative_to(folder.resolve())
+        ):
+            raise Damaged(
+                folder / MANIFEST,
+                f"it names {name!r}, which is not a safetensors or JSON file inside the"
+                " checkpoint.",
+            )
         if not file.is_file():
             raise Damaged(file, "the file is missing.")
         if not isinstance(entry, dict) or file.stat().st_size != entry.get("size"):
             expected = entry.get("size") if isinstance(entry, dict) else None
-            raise Damaged(file, f"the file has {file.stat().st_size} bytes where {expected} were written (truncated or changed).")
+            raise Damaged(
+                file,
+                f"the file has {file.stat().st_size} bytes where {expected} were written (truncated"
+                " or changed).",
+            )
     paths = [folder / name for name in files]
     if verify:
         with ThreadPoolExecutor(4) as pool:
             for path, found in zip(paths, pool.map(sha256_of, paths), strict=True):
                 if found != files[path.name].get("sha256"):
-                    raise Damaged(path, "its SHA-256 is not the one that was written: the content has changed.")
+                    raise Damaged(
+                        path,
+                        "its SHA-256 is not the one that was written: the content has changed.",
+                    )
     return paths
 
 

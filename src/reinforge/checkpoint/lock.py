@@ -1,8 +1,9 @@
 """One owner per run directory.
 
-`run.lock` says who: pid, host, process start time, since when; a thread refreshes its modification time. Whoever wants
-it reads and writes it under a short flock on `run.lock.guard`, so that two takeovers cannot both win. The flock is not
-held for the life of the run, because forked children would inherit it and keep a dead run locked.
+`run.lock` says who: pid, host, process start time, since when; a thread refreshes its modification
+time. Whoever wants it reads and writes it under a short flock on `run.lock.guard`, so that two
+takeovers cannot both win. The flock is not held for the life of the run, because forked children
+would inherit it and keep a dead run locked.
 """
 
 from __future__ import annotations
@@ -30,11 +31,18 @@ GUARD_SECONDS = 10.0
 
 
 def process_start(pid: int) -> str | None:
-    """When the process began, in kernel ticks; None if there is no such process (or only its zombie). A reused pid differs."""
+    """When the process began, in kernel ticks; None if there is no such process (or only its
+    zombie). A reused pid differs.
+    """
     if not Path("/proc/self/stat").exists():
         return _start_without_proc(pid)
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else fields[19]
@@ -52,19 +60,32 @@ def _start_without_proc(pid: int) -> str | None:
 
 def machine() -> str:
     """Where a pid means the same process: this boot of this kernel, this pid namespace."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    parts = [boot.read_text().strip() if boot.exists() else "", os.readlink(namespace) if namespace.is_symlink() else ""]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/pid")
+    parts = [
+        boot.read_text().strip() if boot.exists() else "",
+        os.readlink(namespace) if namespace.is_symlink() else "",
+    ]
     return "/".join([socket.gethostname(), *parts])
 
 
 class RunLock:
-    """`with RunLock(run_dir):` owns the directory or raises InputError naming the owner. A dead owner's lock is taken over."""
+    """`with RunLock(run_dir):` owns the directory or raises InputError naming the owner.
 
-    def __init__(self, run_dir: Path, *, notice: Callable[[str], None] = logging.getLogger("reinforge").warning):
+    A dead owner's lock is taken over.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        notice: Callable[[str], None] = logging.getLogger("reinforge").warning,
+    ):
         self.path = Path(run_dir) / LOCK
         self.guard = Path(run_dir) / f"{LOCK}.guard"
         self.notice = notice
-        self.took_over: dict[str, Any] | None = None  # the record of the dead owner, if there was one
+        # the record of the dead owner, if there was one
+        self.took_over: dict[str, Any] | None = None
         self._nonce = secrets.token_hex(8)
         self._stop = threading.Event()
         self._lost = False
@@ -81,13 +102,19 @@ class RunLock:
             self._create()
         if self.took_over is not None:
             self.notice(
-                f"{self.path}: took over the lock of pid {self.took_over.get('pid')} on {self.took_over.get('host')}, which is gone"
+                f"{self.path}: took over the lock of pid {self.took_over.get('pid')} on"
+                f" {self.took_over.get('host')}, which is gone"
             )
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if os.getpid() != self._pid:  # a forked child must not release its parent's lock
             return
         self._stop.set()
@@ -100,17 +127,28 @@ class RunLock:
                 self.path.unlink()
 
     def check(self) -> None:
-        """Raises if another process has taken the directory over, e.g. while this one was suspended. Call before a save."""
+        """Raises if another process has taken the directory over, e.g. while this one was
+        suspended. Call before a save.
+        """
         self.check_place()
         if self._lost or self._read().get("nonce") != self._nonce:
-            raise InputError("this process no longer owns the run directory: another one took it over.", where=str(self.path.parent),
-                             fix="Let the other run go on, or stop it and start this one again.")  # fmt: skip
+            raise InputError(
+                "this process no longer owns the run directory: another one took it over.",
+                where=str(self.path.parent),
+                fix="Let the other run go on, or stop it and start this one again.",
+            )
 
     def check_place(self) -> None:
         """Raises if the directory is not where it was."""
         if not self.path.parent.is_dir():
-            raise InputError("the run's directory is gone: it was moved or deleted while the run went on.", where=str(self.path.parent),
-                             fix="Move it back and give the same command again: the run goes on from its last checkpoint.")  # fmt: skip
+            raise InputError(
+                "the run's directory is gone: it was moved or deleted while the run went on.",
+                where=str(self.path.parent),
+                fix=(
+                    "Move it back and give the same command again: the run goes on from its last"
+                    " checkpoint."
+                ),
+            )
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -123,8 +161,11 @@ class RunLock:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise InputError("another process is holding the guard of the run's lock.", where=str(self.guard),
-                                         fix="Look for a stopped reinforge process on this machine.") from None  # fmt: skip
+                        raise InputError(
+                            "another process is holding the guard of the run's lock.",
+                            where=str(self.guard),
+                            fix="Look for a stopped reinforge process on this machine.",
+                        ) from None
                     time.sleep(0.02)
             yield
         finally:
@@ -133,12 +174,18 @@ class RunLock:
     def _create(self) -> None:
         self._pid = os.getpid()
         record = {
-            "pid": self._pid, "host": socket.gethostname(), "machine": machine(), "start": process_start(self._pid),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"), "nonce": self._nonce,
-        }  # fmt: skip
+            "pid": self._pid,
+            "host": socket.gethostname(),
+            "machine": machine(),
+            "start": process_start(self._pid),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "nonce": self._nonce,
+        }
         try:
             handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except FileExistsError:  # only where flock does nothing (some network file systems) and another process was faster
+        except FileExistsError:
+            # only where flock does nothing (some network file systems) and another process was
+            # faster
             self._refuse(self._read())
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(record, file)
@@ -146,7 +193,9 @@ class RunLock:
             os.fsync(file.fileno())
 
     def _read(self) -> dict[str, Any]:
-        """The owner's record; empty if it died between creating the file and writing it, or if the file is gone."""
+        """The owner's record; empty if it died between creating the file and writing it, or if the
+        file is gone.
+        """
         try:
             value = json.loads(self.path.read_bytes())
         except (ValueError, FileNotFoundError):
@@ -155,7 +204,10 @@ class RunLock:
 
     def _refuse_if_alive(self, record: dict[str, Any]) -> None:
         if record.get("machine") == machine():
-            if record.get("start") is not None and process_start(int(record["pid"])) == record["start"]:
+            if (
+                record.get("start") is not None
+                and process_start(int(record["pid"])) == record["start"]
+            ):
                 self._refuse(record)
         elif record and self._age() < STALE_SECONDS:
             self._refuse(record)
@@ -165,13 +217,20 @@ class RunLock:
         elsewhere = (
             ""
             if record.get("machine") == machine()
-            else f" If that machine is gone, wait {STALE_SECONDS:.0f} s after its last sign of life."
+            else (
+                f" If that machine is gone, wait {STALE_SECONDS:.0f} s after its last sign of life."
+            )
         )
-        raise InputError(f"another run owns this directory: {who}.", where=str(self.path.parent),
-                         fix=f"Wait for it, stop it, or choose another run.dir.{elsewhere}")  # fmt: skip
+        raise InputError(
+            f"another run owns this directory: {who}.",
+            where=str(self.path.parent),
+            fix=f"Wait for it, stop it, or choose another run.dir.{elsewhere}",
+        )
 
     def _age(self) -> float:
-        """Seconds since the last heartbeat by the file system's own clock, so that clocks of two hosts are never compared."""
+        """Seconds since the last heartbeat by the file system's own clock, so that clocks of two
+        hosts are never compared.
+        """
         os.utime(self.guard)
         return self.guard.stat().st_mtime - self.path.stat().st_mtime
 

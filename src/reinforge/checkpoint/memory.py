@@ -1,6 +1,9 @@
-"""The newest boundary of a run, kept in memory beside the checkpoints on disk: for a run that outlives the processes that train.
+"""The newest boundary of a run, kept in memory beside the checkpoints on disk: for a run that
+outlives the processes that train.
 
-What is kept is what a checkpoint holds, so going on from it is a resume like any other. A restart of this very process forgets it."""
+What is kept is what a checkpoint holds, so going on from it is a resume like any other. A restart
+of this very process forgets it.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,16 @@ class Memory:
         return step > 0 and step % self.every == 0 and step != self.step
 
     def keep(self, step: int, state: State, extra: dict[str, Any]) -> None:
-        """Tensors of the backend are taken as they are: it has to give a copy. Those of parts may live on, and are copied."""
-        own = {name: t.clone() if name.startswith("part/") else t for name, t in state.tensors.items()}
-        self.step, self._state, self._extra = step, State(own, json.loads(json.dumps(state.meta))), json.dumps(extra)
+        """Tensors of the backend are taken as they are: it has to give a copy.
+
+        Those of parts may live on, and are copied.
+        """
+        own = {
+            name: t.clone() if name.startswith("part/") else t for name, t in state.tensors.items()
+        }
+        self.step = step
+        self._state = State(own, json.loads(json.dumps(state.meta)))
+        self._extra = json.dumps(extra)
 
     def load(self) -> tuple[State, dict[str, Any]]:
         return self._state, json.loads(self._extra)

@@ -1,8 +1,9 @@
 """Save, load, prune and compare checkpoints: run_dir/checkpoints/step-00000010.
 
-A save writes `.tmp-...`, hashes and fsyncs everything, and renames: a directory called `step-N` was complete when it
-appeared. A kill at any moment leaves the old checkpoint or the new one; `clean` removes what else it leaves.
-Everything that writes here (save, prune, clean) belongs to the owner of the run's lock.
+A save writes `.tmp-...`, hashes and fsyncs everything, and renames: a directory called `step-N` was
+complete when it appeared. A kill at any moment leaves the old checkpoint or the new one; `clean`
+removes what else it leaves. Everything that writes here (save, prune, clean) belongs to the owner
+of the run's lock.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Loaded(NamedTuple):
 
 
 def save(run_dir: Path, step: int, state: State, extra: dict[str, Any]) -> Path:
-    """Writes a checkpoint or changes nothing. What depends on the clock (timings, log offsets) goes under extra["clock"]."""
+    """Writes a checkpoint or changes nothing.
+
+    What depends on the clock (timings, log offsets) goes under extra["clock"].
+    """
     files.check_plain(state.meta, "state.meta")
     files.check_plain(extra, "extra")
     root = Path(run_dir) / "checkpoints"
@@ -48,7 +52,8 @@ def save(run_dir: Path, step: int, state: State, extra: dict[str, Any]) -> Path:
     try:
         if not root.is_dir():
             root.mkdir(parents=True)
-            files.fsync_path(root.parent)  # or a power cut loses the directory with everything in it
+            # or a power cut loses the directory with everything in it
+            files.fsync_path(root.parent)
         temporary.mkdir()
         _write(temporary, step, state, extra)
         crash_point("save:before-rename")
@@ -74,14 +79,22 @@ def _write(folder: Path, step: int, state: State, extra: dict[str, Any]) -> None
     for prefix, pieces in state.pieces.items():
         known |= pieces.write(folder.resolve(), prefix)
     aliases = files.find_aliases(state.tensors)
-    files.write_tensors(folder, {name: t for name, t in state.tensors.items() if name not in aliases})
+    files.write_tensors(
+        folder, {name: t for name, t in state.tensors.items() if name not in aliases}
+    )
     crash_point("save:after-tensors")
-    files.write_json(folder / files.STATE, {"step": step, "meta": state.meta, "extra": extra, "aliases": aliases})
+    files.write_json(
+        folder / files.STATE, {"step": step, "meta": state.meta, "extra": extra, "aliases": aliases}
+    )
     files.write_manifest(folder, step, known)
 
 
 def _put(temporary: Path, target: Path) -> None:
-    """Renames into place. A checkpoint of the same step (a step done again) steps aside first, and `clean` would bring it back."""
+    """Renames into place.
+
+    A checkpoint of the same step (a step done again) steps aside first, and `clean` would bring it
+    back.
+    """
     replaced = _hidden(target, "replaced") if target.exists() else None
     if replaced:
         os.rename(target, replaced)
@@ -104,14 +117,22 @@ def _hidden(target: Path, kind: str) -> Path:
 def steps(run_dir: Path) -> list[Path]:
     """Every directory called step-N, newest first, damaged ones too."""
     root = Path(run_dir) / "checkpoints"
-    found = [p for p in root.iterdir() if files.STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
+    found = (
+        [p for p in root.iterdir() if files.STEP.fullmatch(p.name) and p.is_dir()]
+        if root.is_dir()
+        else []
+    )
     return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
     match = files.STEP.fullmatch(Path(path).name)
     if not match:
-        raise InputError("not the name of a checkpoint.", where=str(path), fix="Checkpoints are called step-00000010 and the like.")
+        raise InputError(
+            "not the name of a checkpoint.",
+            where=str(path),
+            fix="Checkpoints are called step-00000010 and the like.",
+        )
     return int(match[1])
 
 
@@ -131,8 +152,11 @@ def intact(path: Path) -> bool:
 
 
 def load(path: Path, verify: bool = True) -> tuple[State, dict[str, Any]]:
-    """The state on the CPU and the extra values. Anything that is not as written is an InputError that names the file.
-    What several ranks wrote in pieces stays on disk, and is read tensor by tensor when it is asked for (`Stored`)."""
+    """The state on the CPU and the extra values.
+
+    Anything that is not as written is an InputError that names the file. What several ranks wrote
+    in pieces stays on disk, and is read tensor by tensor when it is asked for (`Stored`).
+    """
     path = Path(path)
     if not path.is_dir():
         raise InputError("there is no such checkpoint.", where=str(path), fix=_advice(path))
@@ -149,21 +173,40 @@ def load(path: Path, verify: bool = True) -> tuple[State, dict[str, Any]]:
 def _in_memory(there: Stored) -> dict[str, torch.Tensor]:
     """All of it; two names of one tensor are one tensor again."""
     read: dict[str, torch.Tensor] = {}
-    return {name: read.setdefault(stored, there[name]) if (stored := there.stored_as(name)) not in read else read[stored] for name in there}
+    return {
+        name: (
+            read.setdefault(stored, there[name])
+            if (stored := there.stored_as(name)) not in read
+            else read[stored]
+        )
+        for name in there
+    }
 
 
 def _advice(path: Path) -> str:
-    older = [p for p in steps(path.parent.parent) if files.STEP.fullmatch(path.name) and step_of(p) < step_of(path)]
+    older = [
+        p
+        for p in steps(path.parent.parent)
+        if files.STEP.fullmatch(path.name) and step_of(p) < step_of(path)
+    ]
     good = next((p for p in older if intact(p)), None)
     if good:
-        return f"The earlier checkpoint {good} is intact: move {path.name} away to continue from it."
+        return (
+            f"The earlier checkpoint {good} is intact: move {path.name} away to continue from it."
+        )
     return "There is no earlier intact checkpoint: start a new run in another directory."
 
 
 def load_latest(
-    run_dir: Path, *, allow_fallback: bool = False, notice: Callable[[str], None] = logging.getLogger("reinforge").warning
+    run_dir: Path,
+    *,
+    allow_fallback: bool = False,
+    notice: Callable[[str], None] = logging.getLogger("reinforge").warning,
 ) -> Loaded | None:
-    """The newest checkpoint, or None where there is none. A damaged newest one is an error unless a fallback is allowed."""
+    """The newest checkpoint, or None where there is none.
+
+    A damaged newest one is an error unless a fallback is allowed.
+    """
     skipped: list[Path] = []
     for path in steps(run_dir):
         try:
@@ -185,7 +228,9 @@ def load_latest(
 
 
 def clean(run_dir: Path) -> list[Path]:
-    """Removes what interrupted saves and prunes left behind, and brings back a checkpoint that was being replaced."""
+    """Removes what interrupted saves and prunes left behind, and brings back a checkpoint that was
+    being replaced.
+    """
     root = Path(run_dir) / "checkpoints"
     removed = []
     for path in sorted(root.iterdir()) if root.is_dir() else ():
@@ -201,7 +246,10 @@ def clean(run_dir: Path) -> list[Path]:
 
 
 def prune(run_dir: Path, keep: int, protect: Set[Path] = frozenset()) -> list[Path]:
-    """Deletes all but the newest `keep` undamaged checkpoints and the protected ones. Never a directory without our manifest."""
+    """Deletes all but the newest `keep` undamaged checkpoints and the protected ones.
+
+    Never a directory without our manifest.
+    """
     assert keep >= 1, "prune must leave a checkpoint"
     protected = {Path(p).resolve() for p in protect}
     ours = [p for p in steps(run_dir) if files.has_marker(p)]
@@ -228,9 +276,11 @@ def _looks_complete(path: Path) -> bool:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of what training depends on: every tensor by name, dtype, shape and bytes, then the plain values.
+    """SHA-256 of what training depends on: every tensor by name, dtype, shape and bytes, then the
+    plain values.
 
-    Independent of shards, aliases and file order, and of extra["clock"]: two runs that trained alike have one digest.
+    Independent of shards, aliases and file order, and of extra["clock"]: two runs that trained
+    alike have one digest.
     """
     path = Path(path)
     total = hashlib.sha256()
@@ -252,5 +302,9 @@ def digest_run(run_dir: Path) -> str:
     """The digest of the newest checkpoint."""
     newest = latest(run_dir)
     if newest is None:
-        raise InputError("the run has no checkpoint.", where=str(run_dir), fix="Train at least until the first checkpoint is saved.")
+        raise InputError(
+            "the run has no checkpoint.",
+            where=str(run_dir),
+            fix="Train at least until the first checkpoint is saved.",
+        )
     return digest(newest)

@@ -1,1 +1,3 @@
-"""More than one machine: Ray, and what submits to schedulers. Nothing of Ray is imported outside of this package."""
+"""More than one machine: Ray, and what submits to schedulers. Nothing of Ray is imported outside of
+this package.
+"""

@@ -1,4 +1,7 @@
-"""A backend whose work is done by an actor. What it is there (one process, FSDP2, DeepSpeed) nobody here needs to know."""
+"""A backend whose work is done by an actor.
+
+What it is there (one process, FSDP2, DeepSpeed) nobody here needs to know.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,25 @@ Found = tuple[dict[str, Tensor], Tensor | None]  # streams and bootstrap of a pa
 
 @dataclass(frozen=True, slots=True)
 class RemoteWeights(Weights):
-    """Weights that stay where they are: an engine in the same actor shares them, another one is sent references."""
+    """Weights that stay where they are: an engine in the same actor shares them, another one is
+    sent references.
+    """
 
     source: RemoteBackend | None = None
 
 
 class RemoteBackend:
-    """`factory(objects, *args)` makes the backend inside the crew's first actor, as object `name`. `shares`: an engine in that actor
-    generates with the very module that trains."""
+    """`factory(objects, *args)` makes the backend inside the crew's first actor, as object `name`.
 
-    def __init__(self, crew: Crew, name: str, factory: Callable[..., Any], *args: Any, shares: bool):
-        self.crew, self.name, self.shares = crew, name, shares
+    `shares`: an engine in that actor generates with the very module that trains.
+    """
+
+    def __init__(
+        self, crew: Crew, name: str, factory: Callable[..., Any], *args: Any, shares: bool
+    ):
+        self.crew = crew
+        self.name = name
+        self.shares = shares
         crew.make(name, factory, *args)
         told = crew.apply(name, _describe)
         self.budget: int = told["budget"]
@@ -61,7 +72,9 @@ class RemoteBackend:
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
         if not needs or not batches:
             return
-        for batch, (streams, bootstrap) in zip(batches, self._do(_annotate, list(batches), needs), strict=True):
+        for batch, (streams, bootstrap) in zip(
+            batches, self._do(_annotate, list(batches), needs), strict=True
+        ):
             batch.streams = batch.streams | streams
             batch.bootstrap = bootstrap
 
@@ -88,12 +101,17 @@ class RemoteBackend:
         return RemoteWeights("shared" if self.shares else "full", source=self)
 
     def state(self) -> State:
-        """Its large tensors lie in the object store of this machine: they outlive the actor, and must not be written."""
+        """Its large tensors lie in the object store of this machine: they outlive the actor, and
+        must not be written.
+        """
         state: State = self.crew.call(self.name, "state", views=True)
         return state
 
     def load(self, state: State) -> None:
-        own = State({name: t for name, t in state.tensors.items() if not name.startswith("part/")}, state.meta)
+        own = State(
+            {name: t for name, t in state.tensors.items() if not name.startswith("part/")},
+            state.meta,
+        )
         _, self.budget, self.steps = self.crew.apply(self.name, _run, "load", own, views=True)
 
     def close(self) -> None:
@@ -104,7 +122,8 @@ class Follower:
     """What follows the weights (an average, a moving reference), as a part of the run."""
 
     def __init__(self, backend: RemoteBackend, name: str):
-        self.backend, self.name = backend, name
+        self.backend = backend
+        self.name = name
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -116,11 +135,19 @@ class Follower:
             self.backend.crew.apply(self.backend.name, _swap, self.name, False)
 
     def state(self) -> State:
-        state: State = self.backend.crew.apply(self.backend.name, _part_state, self.name, views=True)
+        state: State = self.backend.crew.apply(
+            self.backend.name, _part_state, self.name, views=True
+        )
         return state
 
     def load(self, state: State) -> None:
-        self.backend.crew.apply(self.backend.name, _part_load, self.name, State(dict(state.tensors), state.meta), views=True)
+        self.backend.crew.apply(
+            self.backend.name,
+            _part_load,
+            self.name,
+            State(dict(state.tensors), state.meta),
+            views=True,
+        )
 
 
 class Teachers:
@@ -130,7 +157,9 @@ class Teachers:
         self.backend = backend
 
     def best(self, batch: Batch, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.backend.crew.apply(self.backend.name, _best, batch, k, temperature)
+        found: tuple[Tensor, Tensor] = self.backend.crew.apply(
+            self.backend.name, _best, batch, k, temperature
+        )
         return found
 
 
@@ -141,17 +170,27 @@ _swapping: dict[tuple[int, str], AbstractContextManager[None]] = {}
 
 def _describe(backend: Any) -> dict[str, Any]:
     return {
-        "budget": backend.budget, "share": backend.share, "steps": backend.steps, "device": str(backend.model.device),
-        "reference": backend.reference is not None, "ema": backend.ema is not None, "teachers": backend.teachers is not None,
+        "budget": backend.budget,
+        "share": backend.share,
+        "steps": backend.steps,
+        "device": str(backend.model.device),
+        "reference": backend.reference is not None,
+        "ema": backend.ema is not None,
+        "teachers": backend.teachers is not None,
         "parts": list(backend.parts()),
-    }  # fmt: skip
+    }
 
 
-def _annotate(backend: Any, batches: list[Batch], needs: frozenset[str]) -> tuple[list[Found], int, int]:
+def _annotate(
+    backend: Any, batches: list[Batch], needs: frozenset[str]
+) -> tuple[list[Found], int, int]:
     before = [set(batch.streams) for batch in batches]
     backend.annotate(batches, needs)
     found: list[Found] = [
-        ({name: t for name, t in batch.streams.items() if name in needs or name not in had}, batch.bootstrap)
+        (
+            {name: t for name, t in batch.streams.items() if name in needs or name not in had},
+            batch.bootstrap,
+        )
         for batch, had in zip(batches, before, strict=True)
     ]
     return found, backend.budget, backend.steps

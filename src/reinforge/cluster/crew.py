@@ -1,7 +1,8 @@
 """The actors of one role: placed, watched, and ended.
 
-A role (policy, engine, critic, reward) is a `Crew` of one actor or of several ranks. Whoever waits for one of its actors also waits for
-news of the others, and asks for a sign of life where none comes: a death, a lost machine and a hang all become `Lost` within a bound.
+A role (policy, engine, critic, reward) is a `Crew` of one actor or of several ranks. Whoever waits
+for one of its actors also waits for news of the others, and asks for a sign of life where none
+comes: a death, a lost machine and a hang all become `Lost` within a bound.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Lost(ReinforgeError):
     exit_code = EXIT_STOPPED
 
     def __init__(self, role: str, how: str):
-        self.role, self.how = role, how
+        self.role = role
+        self.how = how
         super().__init__(f"{role}: {how}")
 
 
@@ -52,11 +54,15 @@ class Crew:
     """One actor, or the ranks of one backend. Rank 0 is asked; the others follow it."""
 
     def __init__(self, cluster: Cluster, role: str, places: Sequence[Place]):
-        self.cluster, self.cfg, self.role, self.places = cluster, cluster.cfg, role, places
+        self.cluster = cluster
+        self.cfg = cluster.cfg
+        self.role = role
+        self.places = places
         self.actors: list[Any] = []
         self.where: list[Where] = []
         self.fate: str | None = None  # why it was ended by force
-        self.following: list[Any] = []  # one reference per rank other than 0; it resolves when the rank ends
+        # one reference per rank other than 0; it resolves when the rank ends
+        self.following: list[Any] = []
 
     # ---- begin and end ----
 
@@ -70,18 +76,23 @@ class Crew:
 
         def make(place: Place) -> Any:
             strategy = PlacementGroupSchedulingStrategy(group, place.bundle)
-            return _Actor.options(num_cpus=place.cpus, num_gpus=place.gpus, scheduling_strategy=strategy).remote(
-                env, os.getcwd(), paths, threads
-            )
+            return _Actor.options(
+                num_cpus=place.cpus, num_gpus=place.gpus, scheduling_strategy=strategy
+            ).remote(env, os.getcwd(), paths, threads)
 
-        self.actors, self.where = [], []
+        self.actors = []
+        self.where = []
         for place in self.places:
             spare = self.cluster.spare(place)
             where = None if spare is None else self._answers(spare)
             self.actors.append(spare if where is not None else make(place))
             self.where.append(where or Where(0, "", ""))
         for i, actor in enumerate(self.actors):
-            self.where[i] = self._get(actor.ping.remote(), self.cfg.start) if not self.where[i].pid else self.where[i]
+            self.where[i] = (
+                self._get(actor.ping.remote(), self.cfg.start)
+                if not self.where[i].pid
+                else self.where[i]
+            )
         for actor in self.actors:
             actor.warm.remote(self.cluster.modules)
         if len(self.actors) > 1:
@@ -99,16 +110,28 @@ class Crew:
         return None
 
     def _rendezvous(self) -> None:
-        first, size = self.actors[0], len(self.actors)
+        first = self.actors[0]
+        size = len(self.actors)
         port = self._get(first.port.remote(), self.cfg.start)
-        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": self.where[0].ip, "MASTER_PORT": str(port)}
+        shared = {
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": self.where[0].ip,
+            "MASTER_PORT": str(port),
+        }
         for rank, (actor, place) in enumerate(zip(self.actors, self.places, strict=True)):
             local = "0" if place.gpus else str(rank)  # an actor sees only the GPUs that are its own
-            self._get(actor.setenv.remote({**shared, "RANK": str(rank), "LOCAL_RANK": local}), self.cfg.start)
+            self._get(
+                actor.setenv.remote({**shared, "RANK": str(rank), "LOCAL_RANK": local}),
+                self.cfg.start,
+            )
         self.following = [actor.follow.remote() for actor in self.actors[1:]]
 
     def stop(self, gently: bool = False) -> None:
-        """Ends the actors. `gently`: those that have an end of their own (ranks, servers of an engine) have some seconds for it."""
+        """Ends the actors.
+
+        `gently`: those that have an end of their own (ranks, servers of an engine) have some
+        seconds for it.
+        """
         if gently:
             ends = [actor.end.remote() for actor in self.actors[:1]]
             with contextlib.suppress(RayError):
@@ -116,13 +139,20 @@ class Crew:
         for actor in self.actors:
             ray.kill(actor)
         if not gently:
-            for where in self.where:  # a stopped process hears nothing; and its memory must be free before the next one starts
+            # a stopped process hears nothing; and its memory must be free before the next one
+            # starts
+            for where in self.where:
                 _end(where)
-        self.actors, self.where, self.following = [], [], []
+        self.actors = []
+        self.where = []
+        self.following = []
 
     def cleared(self) -> bool:
         """Whether the actor lives, and has forgotten everything."""
-        if not self.actors or not ray.wait([done := self.actors[0].clear.remote()], timeout=self.cfg.heartbeat)[0]:
+        if (
+            not self.actors
+            or not ray.wait([done := self.actors[0].clear.remote()], timeout=self.cfg.heartbeat)[0]
+        ):
             return False
         with contextlib.suppress(RayError):
             ray.get(done)
@@ -138,22 +168,32 @@ class Crew:
     # ---- work ----
 
     def make(self, name: str, factory: Callable[..., Any], *args: Any) -> None:
-        """An object in the first actor: `factory(objects, *args)`, with the objects that are there already."""
+        """An object in the first actor: `factory(objects, *args)`, with the objects that are there
+        already.
+        """
         self._open(self.settle(self.first.make.remote(name, pack((factory, args))), self.cfg.start))
 
     def call(self, name: str, method: str, *args: Any, views: bool = False) -> Any:
-        return self._open(self.settle(self.first.call.remote(name, method, pack((None, args)), views)), views)
+        return self._open(
+            self.settle(self.first.call.remote(name, method, pack((None, args)), views)), views
+        )
 
-    def apply(self, name: str, function: Callable[..., Any], *args: Any, views: bool = False) -> Any:
+    def apply(
+        self, name: str, function: Callable[..., Any], *args: Any, views: bool = False
+    ) -> Any:
         """What `function(object, *args)` returns, there."""
-        return self._open(self.settle(self.first.call.remote(name, "", pack((function, args)), views)), views)
+        return self._open(
+            self.settle(self.first.call.remote(name, "", pack((function, args)), views)), views
+        )
 
     async def ask(self, method: str, *args: Any, limit: float | None = None) -> Any:
         """A method of the actor itself; the event loop goes on meanwhile."""
         return self._open(await self.settled(getattr(self.first, method).remote(*args), limit))
 
     def send(self, name: str, method: str, *args: Any) -> None:
-        """Without waiting: calls arrive in the order in which they were sent, and who asks later hears of a loss."""
+        """Without waiting: calls arrive in the order in which they were sent, and who asks later
+        hears of a loss.
+        """
         if self.actors:
             self.actors[0].call.remote(name, method, pack((None, args)))
 
@@ -180,14 +220,19 @@ class Crew:
         """The result, or `Lost`. Blocks, as the work would here."""
         until = time.monotonic() + (limit or self.cfg.timeout)
         while True:
-            ready, _ = ray.wait([ref, *self.following], timeout=min(self.cfg.heartbeat, max(0.0, until - time.monotonic())))
+            ready, _ = ray.wait(
+                [ref, *self.following],
+                timeout=min(self.cfg.heartbeat, max(0.0, until - time.monotonic())),
+            )
             if ref in ready:
                 return self._get(ref, None)
             if ready:
                 return self._bereaved(ref)
             self._signs_of_life()
             if time.monotonic() > until:
-                raise self._hung(f"has worked for more than {limit or self.cfg.timeout:g} s (cluster.timeout)")
+                raise self._hung(
+                    f"has worked for more than {limit or self.cfg.timeout:g} s (cluster.timeout)"
+                )
 
     async def settled(self, ref: Any, limit: float | None = None) -> Any:
         """The same in an event loop that goes on."""
@@ -199,11 +244,18 @@ class Crew:
                 if future.done():
                     break
                 pings = [_future(actor.ping.remote()) for actor in self.actors]
-                await asyncio.wait([future, *pings], timeout=self.cfg.heartbeat, return_when=asyncio.ALL_COMPLETED)
+                await asyncio.wait(
+                    [future, *pings], timeout=self.cfg.heartbeat, return_when=asyncio.ALL_COMPLETED
+                )
                 if not future.done() and not all(ping.done() for ping in pings):
-                    raise self._hung(f"gave no sign of life for {self.cfg.heartbeat:g} s (cluster.heartbeat)")
+                    raise self._hung(
+                        f"gave no sign of life for {self.cfg.heartbeat:g} s (cluster.heartbeat)"
+                    )
                 if time.monotonic() > until:
-                    raise self._hung(f"has worked for more than {limit or self.cfg.timeout:g} s (cluster.timeout)")
+                    raise self._hung(
+                        f"has worked for more than {limit or self.cfg.timeout:g} s"
+                        " (cluster.timeout)"
+                    )
         except asyncio.CancelledError:
             future.cancel()
             raise
@@ -219,7 +271,9 @@ class Crew:
         try:
             yield
         except GetTimeoutError as error:
-            raise self._hung(f"did not start within {self.cfg.start:g} s (cluster.start)") from error
+            raise self._hung(
+                f"did not start within {self.cfg.start:g} s (cluster.start)"
+            ) from error
         except RayTaskError:  # the actor lives, and something before our own code failed
             raise
         except RayError as error:
@@ -244,7 +298,9 @@ class Crew:
         pings = [actor.ping.remote() for actor in self.actors]
         ready, silent = ray.wait(pings, num_returns=len(pings), timeout=self.cfg.heartbeat)
         if silent:
-            raise self._hung(f"gave no sign of life for {self.cfg.heartbeat:g} s (cluster.heartbeat)")
+            raise self._hung(
+                f"gave no sign of life for {self.cfg.heartbeat:g} s (cluster.heartbeat)"
+            )
         for ping in ready:
             self._get(ping, None)
 
@@ -271,7 +327,12 @@ def _first(error: BaseException) -> str:
     text = str(error)
     for mark in ("Worker exit detail: ", "The actor is dead because ", "Death reason: "):
         if mark in text:
-            return text.partition(mark)[2].partition("\n")[0].partition(" Some common causes")[0][:200].strip()
+            return (
+                text.partition(mark)[2]
+                .partition("\n")[0]
+                .partition(" Some common causes")[0][:200]
+                .strip()
+            )
     return (text.strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -283,10 +344,18 @@ def _end(where: Where) -> None:
     if where.node in alive:
         there = NodeAffinitySchedulingStrategy(where.node, soft=False)
         with contextlib.suppress(RayError):
-            ray.wait([ray.remote(kill_worker).options(num_cpus=0, scheduling_strategy=there).remote(where.pid)], timeout=10.0)
+            ray.wait(
+                [
+                    ray.remote(kill_worker)
+                    .options(num_cpus=0, scheduling_strategy=there)
+                    .remote(where.pid)
+                ],
+                timeout=10.0,
+            )
 
 
 def kill_worker(pid: int) -> None:
     with contextlib.suppress(OSError):
-        if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():  # and not somebody who got its number
+        # and not somebody who got its number
+        if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Where an engine's requests are handed in and its answers picked up, on the engine's side.
 
-Requests that come together start together: what the engine batches is then a function of what was asked, as it is in one process.
-Answers are picked up as they are complete.
+Requests that come together start together: what the engine batches is then a function of what was
+asked, as it is in one process. Answers are picked up as they are complete.
 """
 
 from __future__ import annotations
@@ -51,9 +51,17 @@ class Desk:
 
     async def _work(self, request: Request) -> None:
         try:
-            found = Answered(request.number, await getattr(self.engine, request.method)(*request.args, **request.named))
+            found = Answered(
+                request.number,
+                await getattr(self.engine, request.method)(*request.args, **request.named),
+            )
         except Exception as error:
-            told = error if isinstance(error, ReinforgeError) else RuntimeError(f"{type(error).__name__}: {error}")  # what can travel
+            # what can travel
+            told = (
+                error
+                if isinstance(error, ReinforgeError)
+                else RuntimeError(f"{type(error).__name__}: {error}")
+            )
             found = Answered(request.number, None, told)
         finally:
             self._running.pop(request.number, None)
@@ -67,7 +75,8 @@ class Desk:
         except TimeoutError:
             return []
         self._any.clear()
-        found, self._ready = self._ready, []
+        found = self._ready
+        self._ready = []
         return found
 
     def close(self) -> None:

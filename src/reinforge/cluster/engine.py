@@ -1,7 +1,9 @@
-"""An engine whose work is done by actors: the trainer's own, or several with a copy of the weights each.
+"""An engine whose work is done by actors: the trainer's own, or several with a copy of the weights
+each.
 
-Requests of one moment travel together and are dealt over the seats; answers come back as they are complete. A seat that is lost is made
-again with the newest weights, and what it held is asked again: draws are keyed, so the samples are the same.
+Requests of one moment travel together and are dealt over the seats; answers come back as they are
+complete. A seat that is lost is made again with the newest weights, and what it held is asked
+again: draws are keyed, so the samples are the same.
 """
 
 from __future__ import annotations
@@ -49,18 +51,36 @@ class Seat:
 
     @property
     def load(self) -> int:
-        return sum(r.named.get("n", 1) for p in self.sent for r in p.requests if not p.waiting[r.number].done())
+        return sum(
+            r.named.get("n", 1)
+            for p in self.sent
+            for r in p.requests
+            if not p.waiting[r.number].done()
+        )
 
 
 class RemoteEngine:
-    """`factory(objects, *args)` makes the engine in an actor, as object `name`. Colocated: `crews` is the trainer's, alone; otherwise
-    they are the engines' own, `crew(i)` of the cluster, and may be lost without the run being lost."""
+    """`factory(objects, *args)` makes the engine in an actor, as object `name`.
+
+    Colocated: `crews` is the trainer's, alone; otherwise they are the engines' own, `crew(i)` of
+    the cluster, and may be lost without the run being lost.
+    """
 
     def __init__(
-        self, cluster: Cluster, crews: Sequence[Callable[[], Crew]], name: str, factory: Callable[..., Any], *args: Any, shares: bool
+        self,
+        cluster: Cluster,
+        crews: Sequence[Callable[[], Crew]],
+        name: str,
+        factory: Callable[..., Any],
+        *args: Any,
+        shares: bool,
     ):
-        self.cluster, self.name, self.shares = cluster, name, shares
-        self._crews, self._factory, self._args = list(crews), factory, args
+        self.cluster = cluster
+        self.name = name
+        self.shares = shares
+        self._crews = list(crews)
+        self._factory = factory
+        self._args = args
         self._numbers = itertools.count()
         self._gathered: list[tuple[Request, asyncio.Future[Any]]] = []
         self._published: tuple[Any, str, int] | None = None  # references, fingerprint, version
@@ -76,8 +96,12 @@ class RemoteEngine:
 
     # ---- requests ----
 
-    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
-        found: list[Completion] = await self._ask("generate", (list(tokens), params), {"key": key, "n": n})
+    async def generate(
+        self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
+    ) -> list[Completion]:
+        found: list[Completion] = await self._ask(
+            "generate", (list(tokens), params), {"key": key, "n": n}
+        )
         return found
 
     async def score(self, tokens: Sequence[int]) -> Tensor:
@@ -86,9 +110,11 @@ class RemoteEngine:
 
     async def _ask(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         loop = asyncio.get_running_loop()
-        request, future = Request(next(self._numbers), method, args, named), loop.create_future()
+        request = Request(next(self._numbers), method, args, named)
+        future = loop.create_future()
         if not self._gathered:
-            loop.call_soon(self._send_gathered)  # after everything else that is ready now: it may ask, too
+            # after everything else that is ready now: it may ask, too
+            loop.call_soon(self._send_gathered)
         self._gathered.append((request, future))
         try:
             return await future
@@ -97,7 +123,8 @@ class RemoteEngine:
             raise
 
     def _send_gathered(self) -> None:
-        gathered, self._gathered = self._gathered, []
+        gathered = self._gathered
+        self._gathered = []
         parts: list[list[tuple[Request, asyncio.Future[Any]]]] = [[] for _ in self.seats]
         loads = [seat.load for seat in self.seats]
         for request, future in gathered:
@@ -108,7 +135,10 @@ class RemoteEngine:
             loads[i] += request.named.get("n", 1)
         for seat, part in zip(self.seats, parts, strict=True):
             if part:
-                parcel = Parcelled([request for request, _ in part], {request.number: future for request, future in part})
+                parcel = Parcelled(
+                    [request for request, _ in part],
+                    {request.number: future for request, future in part},
+                )
                 seat.sent.append(parcel)
                 self._submit(seat, [parcel])
                 if seat.collector is None or seat.collector.done():
@@ -127,7 +157,12 @@ class RemoteEngine:
         """Picks answers up while anybody waits for some."""
         while seat.sent:
             try:
-                for answer in await self._kept(seat, lambda crew: crew.acall(DESK, "take", self.cluster.cfg.heartbeat)) or ():
+                for answer in (
+                    await self._kept(
+                        seat, lambda crew: crew.acall(DESK, "take", self.cluster.cfg.heartbeat)
+                    )
+                    or ()
+                ):
                     self._settle(seat, answer)
             except Exception as error:
                 return self._fail(seat, error)
@@ -144,8 +179,11 @@ class RemoteEngine:
 
     def _fail(self, seat: Seat, error: Exception) -> None:
         """Nobody is left waiting for ever."""
-        sent, seat.sent = seat.sent, []
-        for future in (future for parcel in sent for future in parcel.waiting.values() if not future.done()):
+        sent = seat.sent
+        seat.sent = []
+        for future in (
+            future for parcel in sent for future in parcel.waiting.values() if not future.done()
+        ):
             future.set_exception(error)
 
     # ---- a lost seat ----
@@ -162,22 +200,29 @@ class RemoteEngine:
         return None
 
     async def _again(self, seat: Seat, lost: Lost) -> None:
-        """A new actor in the same place, with the weights of the others; then everything that was sent to the old one since it had nothing
-        to do, in the same order: what it computes together is then the same, too. The answers that are known are not told twice."""
+        """A new actor in the same place, with the weights of the others; then everything that was
+        sent to the old one since it had nothing to do, in the same order: what it computes together
+        is then the same, too. The answers that are known are not told twice.
+        """
         if self.shares:
             raise lost  # the trainer is gone with it
         began = time.monotonic()
         self.cluster.note("actor_lost", role=lost.role, how=lost.how)
         seat.failures += 1
         if seat.failures > self.cluster.cfg.restarts:
-            raise Lost(lost.role, f"lost {seat.failures} times without a step in between; the last time: {lost.how}")
+            raise Lost(
+                lost.role,
+                f"lost {seat.failures} times without a step in between; the last time: {lost.how}",
+            )
         seat.crew = await asyncio.to_thread(self._replace, self.seats.index(seat), seat.crew)
         if self._published is not None:
             await seat.crew.ask("receive", self.name, *self._published)
         seat.sent = [parcel for parcel in seat.sent if parcel.open]
         self._submit(seat, seat.sent)
         held = sum(not future.done() for parcel in seat.sent for future in parcel.waiting.values())
-        self.cluster.note("actor_restored", role=lost.role, seconds=time.monotonic() - began, asked_again=held)
+        self.cluster.note(
+            "actor_restored", role=lost.role, seconds=time.monotonic() - began, asked_again=held
+        )
 
     def _replace(self, i: int, old: Crew) -> Crew:
         old.stop()
@@ -190,7 +235,9 @@ class RemoteEngine:
     # ---- weights ----
 
     async def update(self, weights: Weights, version: int) -> None:
-        assert isinstance(weights, RemoteWeights) and weights.source is not None, "weights that are not in an actor cannot be sent to one"
+        assert isinstance(weights, RemoteWeights) and weights.source is not None, (
+            "weights that are not in an actor cannot be sent to one"
+        )
         source: RemoteBackend = weights.source
         if self.shares:
             return await self.seats[0].crew.acall(DESK, "update", source.name, version)

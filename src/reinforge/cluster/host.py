@@ -1,8 +1,10 @@
-"""What runs inside an actor: objects by name (a backend, an engine, a reward model), and calls of their methods.
+"""What runs inside an actor: objects by name (a backend, an engine, a reward model), and calls of
+their methods.
 
-Everything that computes runs in one event loop, one after the other, as it does in one process: an engine and a trainer that share a
-module never touch it at the same time. Only `ping` has a thread of its own: a busy actor still says that it lives.
-Imports nothing heavy: the environment is set before torch is imported.
+Everything that computes runs in one event loop, one after the other, as it does in one process: an
+engine and a trainer that share a module never touch it at the same time. Only `ping` has a thread
+of its own: a busy actor still says that it lives. Imports nothing heavy: the environment is set
+before torch is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from reinforge.cluster.connect import ray
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call returned, packed; or what it raised, told so that the controller can raise it again."""
+    """What a call returned, packed; or what it raised, told so that the controller can raise it
+    again.
+    """
 
     value: Any = None
     error: str | None = None  # the class, where it is one that a user can act on
@@ -43,7 +47,10 @@ class Where:
 
 
 class Host:
-    """The body of every actor. A factory gets the dictionary of objects first: what was made before may be used."""
+    """The body of every actor.
+
+    A factory gets the dictionary of objects first: what was made before may be used.
+    """
 
     def __init__(self, env: Mapping[str, str], cwd: str, paths: Sequence[str], threads: int):
         os.environ.update(env)
@@ -96,14 +103,22 @@ class Host:
     async def make(self, name: str, parcel: Any) -> Answer:
         """`factory(objects, *args)` becomes object `name`."""
         self._prepare()
-        return self._answered(lambda factory, args: self.objects.__setitem__(name, factory(self.objects, *args)), parcel)
+        return self._answered(
+            lambda factory, args: self.objects.__setitem__(name, factory(self.objects, *args)),
+            parcel,
+        )
 
     async def call(self, name: str, method: str, parcel: Any, views: bool = False) -> Answer:
-        """A method of an object; or, where the method is empty, a function of it. `views`: see `unpack`."""
+        """A method of an object; or, where the method is empty, a function of it.
+
+        `views`: see `unpack`.
+        """
 
         def work(function: Any, args: tuple[Any, ...]) -> Any:
             target = self.objects[name]
-            return function(target, *args) if function is not None else getattr(target, method)(*args)
+            return (
+                function(target, *args) if function is not None else getattr(target, method)(*args)
+            )
 
         return self._answered(work, parcel, views)
 
@@ -128,7 +143,9 @@ class Host:
     # ---- weights ----
 
     async def publish(self, name: str) -> Answer:
-        """The trained weights of a backend, put into the object store bucket by bucket: (references, their fingerprint)."""
+        """The trained weights of a backend, put into the object store bucket by bucket:
+        (references, their fingerprint).
+        """
         from reinforge.cluster.parcel import pack
         from reinforge.cluster.tensors import buckets_of, fingerprint, trained_of
 
@@ -141,15 +158,18 @@ class Host:
             return _told(error)
 
     async def receive(self, name: str, refs: Sequence[Any], mark: str, version: int) -> Answer:
-        """New weights for an engine with a module of its own: all are here before the first is written, and nothing is computed
-        while they are, so it serves the old ones or the new ones."""
+        """New weights for an engine with a module of its own: all are here before the first is
+        written, and nothing is computed while they are, so it serves the old ones or the new ones.
+        """
         from reinforge.cluster.parcel import pack, unpack
         from reinforge.cluster.tensors import put_into
 
         try:
             began = time.monotonic()
             parcels = [await ref for ref in refs]
-            named = {key: tensor for parcel in parcels for key, tensor in unpack(parcel, views=True)}
+            named = {
+                key: tensor for parcel in parcels for key, tensor in unpack(parcel, views=True)
+            }
             engine = self.objects[name]
             await engine.update(put_into(self.objects["shop"].model.module, named, mark), version)
             return Answer(pack(time.monotonic() - began))
@@ -174,7 +194,9 @@ def _told(error: Exception) -> Answer:
     from reinforge.core.errors import InputError, ReinforgeError
 
     if isinstance(error, InputError):
-        return Answer(error="InputError", told={"what": error.what, "where": error.where, "fix": error.fix})
+        return Answer(
+            error="InputError", told={"what": error.what, "where": error.where, "fix": error.fix}
+        )
     if isinstance(error, ReinforgeError):
         return Answer(error=type(error).__name__, told=str(error))
     return Answer(error="", told="".join(traceback.format_exception(error)))

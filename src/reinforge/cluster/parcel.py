@@ -1,8 +1,9 @@
-"""How objects travel between the controller and its actors: pickle, between processes that this program started itself.
+"""How objects travel between the controller and its actors: pickle, between processes that this
+program started itself.
 
-Tensors travel as arrays: what pickle makes of a tensor by itself is a file of its own, a hundred times slower for the small ones of
-which batches are made. Large ones stay outside of the pickle, so that the object store keeps them once and readers on the same
-machine see them without a copy.
+Tensors travel as arrays: what pickle makes of a tensor by itself is a file of its own, a hundred
+times slower for the small ones of which batches are made. Large ones stay outside of the pickle, so
+that the object store keeps them once and readers on the same machine see them without a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from reinforge.backends.wire import Pickler
 from reinforge.core.errors import InputError
 
 LARGE = 1 << 15  # bytes from which on a buffer stays outside
-_AS: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16}  # numpy has no bfloat16: its bits are sent
+# numpy has no bfloat16: its bits are sent
+_AS: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16}
 
 
 @dataclass(slots=True)
@@ -34,7 +36,10 @@ class _Packer(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided:
             plain = obj.detach().cpu().contiguous()
-            return _tensor, (plain.view(_AS.get(plain.dtype, plain.dtype)).numpy(), plain.dtype if plain.dtype in _AS else None)
+            return _tensor, (
+                plain.view(_AS.get(plain.dtype, plain.dtype)).numpy(),
+                plain.dtype if plain.dtype in _AS else None,
+            )
         return super().reducer_override(obj)
 
 
@@ -53,18 +58,27 @@ def pack(value: Any) -> Parcel:
     try:
         _Packer(out, protocol=5, buffer_callback=outside).dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise InputError(f"something cannot be sent to another process: {error}.", where="cluster.kind",
-                         fix="Define functions at the top level of a file, or use cluster.kind=local.") from error  # fmt: skip
+        raise InputError(
+            f"something cannot be sent to another process: {error}.",
+            where="cluster.kind",
+            fix="Define functions at the top level of a file, or use cluster.kind=local.",
+        ) from error
     return Parcel(out.getvalue(), buffers)
 
 
 def unpack(parcel: Parcel, *, views: bool = False) -> Any:
-    """`views`: large tensors are those of the object store, to be read and never written (that would end the process)."""
-    return pickle.loads(parcel.data, buffers=parcel.buffers if views else [buffer.copy() for buffer in parcel.buffers])
+    """`views`: large tensors are those of the object store, to be read and never written (that
+    would end the process).
+    """
+    return pickle.loads(
+        parcel.data,
+        buffers=parcel.buffers if views else [buffer.copy() for buffer in parcel.buffers],
+    )
 
 
 def _tensor(array: Any, dtype: torch.dtype | None) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that the array must not be written: nobody does
+        # that the array must not be written: nobody does
+        warnings.simplefilter("ignore", UserWarning)
         plain = torch.from_numpy(array)
     return plain if dtype is None else plain.view(dtype)

@@ -37,8 +37,11 @@ class Plan:
 
 
 def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: bool) -> Plan:
-    """`gpu`: whether models go to GPUs. Colocated: rank i of the trainer, and with rank 0 all that has no actor of its own there, has one
-    bundle; reward models share rank 0's, GPU included. Split: a bundle for every actor."""
+    """`gpu`: whether models go to GPUs.
+
+    Colocated: rank i of the trainer, and with rank 0 all that has no actor of its own there, has
+    one bundle; reward models share rank 0's, GPU included. Split: a bundle for every actor.
+    """
     made = Plan(f"{cfg.strategy.upper()}")
 
     def bundle(role: RoleConfig, name: str, count: int) -> None:
@@ -56,8 +59,14 @@ def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: boo
     elif rewards:
         share = made.places["policy"][0].gpus / (rewards + 1)  # of the first rank's GPU
         made.places["policy"][0] = Place(0, cfg.trainer.cpus, share)
-        made.places["reward"] = [Place(0, cfg.reward.cpus, share if cfg.reward.gpus is None else cfg.reward.gpus) for _ in range(rewards)]
-        made.bundles[0] = {"CPU": cfg.trainer.cpus + rewards * cfg.reward.cpus, "GPU": made.bundles[0]["GPU"]}
+        made.places["reward"] = [
+            Place(0, cfg.reward.cpus, share if cfg.reward.gpus is None else cfg.reward.gpus)
+            for _ in range(rewards)
+        ]
+        made.bundles[0] = {
+            "CPU": cfg.trainer.cpus + rewards * cfg.reward.cpus,
+            "GPU": made.bundles[0]["GPU"],
+        }
     for item in made.bundles:
         for name in [n for n, count in item.items() if not count]:
             del item[name]
@@ -68,12 +77,20 @@ def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: boo
 def ranks_for(cfg: ClusterConfig, gpus: float, *, critic: bool, rewards: int) -> int:
     """How many ranks the GPUs of a cluster are enough for, beside everybody else.
 
-    >>> ranks_for(ClusterConfig(kind="ray", layout="split", engines=24), 64, critic=False, rewards=0)
+    >>> split = ClusterConfig(kind="ray", layout="split", engines=24)
+    >>> ranks_for(split, 64, critic=False, rewards=0)
     40
     """
-    others, one = (plan(cfg, ranks=n, critic=critic, rewards=rewards, gpu=True).needed.get("GPU", 0.0) for n in (1, 2))
+    others, one = (
+        plan(cfg, ranks=n, critic=critic, rewards=rewards, gpu=True).needed.get("GPU", 0.0)
+        for n in (1, 2)
+    )
     each = one - others  # of a rank, and of its critic's
     found = int(1 + (gpus - others) / each) if gpus and each else 0
     if found < 1:
-        raise InputError("how many actors are to train is not said.", where="train.ranks", fix="Set it, e.g. train.ranks=2.")
+        raise InputError(
+            "how many actors are to train is not said.",
+            where="train.ranks",
+            fix="Set it, e.g. train.ranks=2.",
+        )
     return found

@@ -1,7 +1,9 @@
-"""Rollouts from all ranks of a run: each has a whole copy of the policy and an engine of its own, and generates a share of what is asked.
+"""Rollouts from all ranks of a run: each has a whole copy of the policy and an engine of its own,
+and generates a share of what is asked.
 
-What is asked for in the same moment is one round: the requests are dealt out, every rank answers its share, and what is asked meanwhile
-waits for the next round. Draws come from the key of a request, so it does not matter which rank answers it.
+What is asked for in the same moment is one round: the requests are dealt out, every rank answers
+its share, and what is asked meanwhile waits for the next round. Draws come from the key of a
+request, so it does not matter which rank answers it.
 """
 
 from __future__ import annotations
@@ -26,25 +28,35 @@ from reinforge.models.causal import VALUE_HEAD
 LISTEN_SECONDS = 0.25  # how often a rank looks whether its round was called off
 
 Asked = tuple[list[int], Sampling, int, int]  # prompt, how to draw, key, how many
-Answer = list[Completion] | str | None  # or what was wrong with the request, or None where the round was called off
+# or what was wrong with the request, or None where the round was called off
+Answer = list[Completion] | str | None
 
 
 class Seat:
     """One rank's engine."""
 
     def __init__(self, member: Member, make: Callable[[], NativeEngine]):
-        self.member, self.engine = member, make()
+        self.member = member
+        self.engine = make()
 
     def generate(self, sign: str, asked: Sequence[Asked]) -> tuple[list[Answer], GenerationStats]:
         """`sign`: what appears in the store when the round is called off."""
-        before, now = replace(self.engine.stats), self.engine.stats
+        before = replace(self.engine.stats)
+        now = self.engine.stats
         found = self._wait(self._all(sign, asked))
-        done = GenerationStats(now.prompt_tokens - before.prompt_tokens, now.generated_tokens - before.generated_tokens,
-                               now.steps - before.steps, now.seconds - before.seconds)  # fmt: skip
+        done = GenerationStats(
+            now.prompt_tokens - before.prompt_tokens,
+            now.generated_tokens - before.generated_tokens,
+            now.steps - before.steps,
+            now.seconds - before.seconds,
+        )
         return found, done
 
     async def _all(self, sign: str, asked: Sequence[Asked]) -> list[Answer]:
-        work = [asyncio.ensure_future(self.engine.generate(tokens, params, key=key, n=n)) for tokens, params, key, n in asked]
+        work = [
+            asyncio.ensure_future(self.engine.generate(tokens, params, key=key, n=n))
+            for tokens, params, key, n in asked
+        ]
         listening = asyncio.ensure_future(self._listen(sign, work))
         found = await asyncio.gather(*work, return_exceptions=True)
         listening.cancel()
@@ -62,7 +74,8 @@ class Seat:
         module = self.engine.model.module
         for name, p in module.named_parameters():
             if p.requires_grad and not name.startswith(f"{VALUE_HEAD}."):
-                dist.broadcast(p.data.view(-1).view(torch.uint8), 0)  # bytes: every transport knows them
+                # bytes: every transport knows them
+                dist.broadcast(p.data.view(-1).view(torch.uint8), 0)
         self._wait(self.engine.update(Weights("shared", module=module), version))
 
     def sleep(self) -> None:
@@ -95,7 +108,9 @@ class RankedEngine:
     """An `Engine`. `own` is rank 0's; `make` is what the other ranks call for theirs."""
 
     def __init__(self, ranks: Ranks, own: NativeEngine, make: Callable[[], NativeEngine]):
-        self.ranks, self.own, self.capabilities = ranks, own, own.capabilities
+        self.ranks = ranks
+        self.own = own
+        self.capabilities = own.capabilities
         self.id = ranks.make(Seat, [(lambda: own,), *[(make,)] * (ranks.size - 1)])
         self.stats = GenerationStats()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
@@ -113,7 +128,9 @@ class RankedEngine:
     def context(self) -> int | None:
         return self.own.context
 
-    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
+    ) -> list[Completion]:
         loop = asyncio.get_running_loop()
         request = _Request((list(tokens), params, key, n), loop.create_future())
         self._waiting.append(request)
@@ -130,21 +147,31 @@ class RankedEngine:
         try:
             await asyncio.sleep(0)
             while self._waiting:
-                self._round, self._waiting = [r for r in self._waiting if not r.future.done()], []
+                self._round = [r for r in self._waiting if not r.future.done()]
+                self._waiting = []
                 self._rounds += 1
                 shares = deal([r.cost for r in self._round], self.ranks.size)
-                found = await self._call("generate", [(self._sign, [self._round[i].asked for i in share]) for share in shares])
+                found = await self._call(
+                    "generate",
+                    [(self._sign, [self._round[i].asked for i in share]) for share in shares],
+                )
                 self._deliver(shares, found)
                 await asyncio.sleep(0)
         except BaseException as error:
             for request in [*self._round, *self._waiting]:
                 if not request.future.done():
-                    request.future.set_exception(error if isinstance(error, Exception) else RuntimeError(f"engine stopped: {error!r}"))
+                    request.future.set_exception(
+                        error
+                        if isinstance(error, Exception)
+                        else RuntimeError(f"engine stopped: {error!r}")
+                    )
             self._waiting = []
             self._call_off()
             raise
 
-    def _deliver(self, shares: Sequence[Sequence[int]], found: Sequence[tuple[list[Answer], GenerationStats]]) -> None:
+    def _deliver(
+        self, shares: Sequence[Sequence[int]], found: Sequence[tuple[list[Answer], GenerationStats]]
+    ) -> None:
         for share, (answers, _) in zip(shares, found, strict=True):
             for i, answer in zip(share, answers, strict=True):
                 future = self._round[i].future
@@ -167,7 +194,9 @@ class RankedEngine:
 
     async def _call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """In a thread, so that rewards and environments go on meanwhile."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.ranks.call, self.id, method, args)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self.ranks.call, self.id, method, args
+        )
 
     async def score(self, tokens: Sequence[int]) -> Tensor:
         return await self.own.score(tokens)
@@ -190,7 +219,8 @@ class RankedEngine:
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Which requests each rank answers: the dearest first, each to whoever has least to do, and in the order of asking.
+    """Which requests each rank answers: the dearest first, each to whoever has least to do, and in
+    the order of asking.
 
     >>> deal([5, 9, 5, 4], 2)
     [[1, 3], [0, 2]]

@@ -1,4 +1,7 @@
-"""A reward model in an actor of its own. It keeps nothing between calls, so one that is lost is made again and asked again."""
+"""A reward model in an actor of its own.
+
+It keeps nothing between calls, so one that is lost is made again and asked again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ class RemoteReward:
     """A reward function that awaits: (prompts, completions) -> scores."""
 
     def __init__(self, cluster: Cluster, place: int, reward: ModelReward, device: str):
-        self.cluster, self.place, self.reward, self.device = cluster, place, reward, device
+        self.cluster = cluster
+        self.place = place
+        self.reward = reward
+        self.device = device
         self.crew = self._open()
         self._repair = asyncio.Lock()
         self.failures = 0  # in a row
@@ -33,7 +39,9 @@ class RemoteReward:
         while True:
             crew = self.crew
             try:
-                scores: list[float] = await crew.ask("call", NAME, "__call__", pack((None, (list(prompts), list(completions)))))
+                scores: list[float] = await crew.ask(
+                    "call", NAME, "__call__", pack((None, (list(prompts), list(completions))))
+                )
                 self.failures = 0
                 return scores
             except Lost as lost:

@@ -1,12 +1,17 @@
 """How long a step takes on n GPUs, by a small explicit model. Imports no torch.
 
     colocated          generate(n) + train(n) + sync
-    split, k engines   generate(k) + train(n - k) + sync                               (on-policy: each half waits for the other)
-    async, staleness s max(generate(k, s), train(n - k)) + sync,  generate(k, s) = max(steady(k), generate(k) / s), partial: steady(k)
+    split, k engines   generate(k) + train(n - k) + sync
+    async, staleness s max(generate(k, s), train(n - k)) + sync,
+                       generate(k, s) = max(steady(k), generate(k) / s), partial: steady(k)
 
-generate(k) follows every sequence of one replica to its end, so the long tail costs what it costs: few rows, full price of a decode step.
-steady(k) is the same work with the batch kept full. train(n) is flops, or the gathering of shards where that takes longer, and no less than the
-longest row of each optimizer batch takes alone. Shares of the hardware's peak are those of backends/roofline.py, measured on one GPU; `Ratios` replaces them by a run's own.
+split is on-policy: each half waits for the other.
+
+generate(k) follows every sequence of one replica to its end, so the long tail costs what it costs:
+few rows, full price of a decode step. steady(k) is the same work with the batch kept full. train(n)
+is flops, or the gathering of shards where that takes longer, and no less than the longest row of
+each optimizer batch takes alone. Shares of the hardware's peak are those of backends/roofline.py,
+measured on one GPU; `Ratios` replaces them by a run's own.
 """
 
 from __future__ import annotations
@@ -84,8 +89,11 @@ class Lengths:
 @cache
 def _quantiles(lengths: Lengths, n: int) -> tuple[float, ...]:
     """The mean before the cut is found by halving."""
-    z, cap, sigma = _normal(n), float(lengths.cap), lengths.sigma
-    low, high = -5.0, math.log(cap) + 5.0
+    z = _normal(n)
+    cap = float(lengths.cap)
+    sigma = lengths.sigma
+    low = -5.0
+    high = math.log(cap) + 5.0
     for _ in range(30):
         mu = (low + high) / 2
         mean = sum(min(cap, math.exp(mu + sigma * x)) for x in z) / n
@@ -95,21 +103,26 @@ def _quantiles(lengths: Lengths, n: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where generation is: on all GPUs in turn (engines 0), or on `engines` of them; `staleness` 0 means on-policy."""
+    """Where generation is: on all GPUs in turn (engines 0), or on `engines` of them; `staleness` 0
+    means on-policy.
+    """
 
     engines: int = 0
     staleness: int = 0
     tensor: int | None = None  # GPUs of one replica; None: as few as hold it
-    partial: bool = False  # sequences live through an update of the weights: nobody waits for the longest
+    # sequences live through an update of the weights: nobody waits for the longest
+    partial: bool = False
 
     @property
     def name(self) -> str:
         return (
             "colocated"
             if not self.engines
-            else f"async {self.staleness}{', partial' if self.partial else ''}"
-            if self.staleness
-            else "split"
+            else (
+                f"async {self.staleness}{', partial' if self.partial else ''}"
+                if self.staleness
+                else "split"
+            )
         )
 
 
@@ -124,7 +137,10 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Step:
-    """What the model says about one layout. Idle shares: of the GPUs that train, of those that generate."""
+    """What the model says about one layout.
+
+    Idle shares: of the GPUs that train, of those that generate.
+    """
 
     layout: Layout
     gpus: int
@@ -153,7 +169,9 @@ def machine(name: str, memory_gib: float | None = None) -> Machine:
 
 
 def replica(f: Facts, m: Machine) -> int:
-    """GPUs of one engine: the smallest power of two whose memory holds the weights with room for the cache."""
+    """GPUs of one engine: the smallest power of two whose memory holds the weights with room for
+    the cache.
+    """
     size = 1
     while weight_bytes(f) > WEIGHTS_SHARE * m.memory * size:
         size *= 2
@@ -174,13 +192,21 @@ class Engine:
         return max(1, min(asked, int(room / (kv_token_bytes(self.f) * length))))
 
     def step(self, rows: float, length: float) -> float:
-        m, f = self.cluster.machine, self.f
+        m = self.cluster.machine
+        f = self.f
         mode = "compiled" if f.compiled else "eager"
-        touched = 1 - (1 - f.active / f.experts) ** rows if f.experts > 1 else 1.0  # of the experts, by at least one row
+        # of the experts, by at least one row
+        touched = 1 - (1 - f.active / f.experts) ** rows if f.experts > 1 else 1.0
         body = f.body() * f.itemsize
         reads = weight_bytes(f) - body * (1 - touched) + rows * kv_token_bytes(f) * length
         flops = forward_flops(f, rows, 2 * length)
-        compute = max(reads / (m.bandwidth * roofline.READ_SHARE), flops / (m.flops * roofline.TRAIN_SHARE[mode])) / self.size
+        compute = (
+            max(
+                reads / (m.bandwidth * roofline.READ_SHARE),
+                flops / (m.flops * roofline.TRAIN_SHARE[mode]),
+            )
+            / self.size
+        )
         return roofline.LAYER_SECONDS[mode] * f.layers + compute + self._reduce(rows)
 
     def _reduce(self, rows: float) -> float:
@@ -188,15 +214,24 @@ class Engine:
         if self.size == 1:
             return 0.0
         hop = HOP_SECONDS["node" if self.size <= self.cluster.node else "net"]
-        return 2 * self.f.layers * (hop + 2 * rows * self.f.hidden * self.f.itemsize / self.cluster.link(self.size))
+        return (
+            2
+            * self.f.layers
+            * (hop + 2 * rows * self.f.hidden * self.f.itemsize / self.cluster.link(self.size))
+        )
 
     def prefill(self, tokens: float, length: float) -> float:
         mode = "compiled" if self.f.compiled else "eager"
-        return forward_flops(self.f, tokens, length) / (self.cluster.machine.flops * roofline.TRAIN_SHARE[mode] * self.size)
+        return forward_flops(self.f, tokens, length) / (
+            self.cluster.machine.flops * roofline.TRAIN_SHARE[mode] * self.size
+        )
 
 
 def generate_seconds(engine: Engine, work: Work, lengths: Lengths, replicas: int) -> float:
-    """Until the slowest replica has ended: it has the longest sequence of all. Sequences wait for a place and are then followed to their end."""
+    """Until the slowest replica has ended: it has the longest sequence of all.
+
+    Sequences wait for a place and are then followed to their end.
+    """
     own = max(1, math.ceil(work.samples / replicas))
     waiting = list(lengths.of(own))
     waiting[-1] = lengths.longest(work.samples)
@@ -204,11 +239,18 @@ def generate_seconds(engine: Engine, work: Work, lengths: Lengths, replicas: int
     places = engine.rows(work.prompt_tokens + lengths.mean, min(own, work.max_batch))
     live = waiting[:places]
     heapq.heapify(live)
-    waiting, done, seconds = waiting[places:], 0.0, engine.prefill(own / work.group * work.prompt_tokens, work.prompt_tokens)
+    waiting = waiting[places:]
+    done = 0.0
+    seconds = engine.prefill(own / work.group * work.prompt_tokens, work.prompt_tokens)
     while live:
         until = heapq.heappop(live)
         seconds += (until - done) * engine.step(
-            len(live) + 1, work.prompt_tokens + lengths.mean / 2 if waiting else work.prompt_tokens + min(done, lengths.cap)
+            len(live) + 1,
+            (
+                work.prompt_tokens + lengths.mean / 2
+                if waiting
+                else work.prompt_tokens + min(done, lengths.cap)
+            ),
         )
         done = until
         if waiting:
@@ -221,28 +263,58 @@ def _stride(n: int) -> int:
     return next(k for k in range(max(1, int(0.618 * n)), n + 2) if math.gcd(k, n) == 1)
 
 
-def steady_seconds(engine: Engine, work: Work, lengths: Lengths, replicas: int, staleness: int) -> float:
-    """The same tokens with every place taken all the time: (1 + staleness) steps' worth of sequences are in flight."""
+def steady_seconds(
+    engine: Engine, work: Work, lengths: Lengths, replicas: int, staleness: int
+) -> float:
+    """The same tokens with every place taken all the time: (1 + staleness) steps' worth of
+    sequences are in flight.
+    """
     own = work.samples / replicas
     length = work.prompt_tokens + lengths.mean / 2
-    places = engine.rows(work.prompt_tokens + lengths.mean, max(1, min(int(own * (1 + staleness)), work.max_batch)))
+    places = engine.rows(
+        work.prompt_tokens + lengths.mean, max(1, min(int(own * (1 + staleness)), work.max_batch))
+    )
     return own * lengths.mean / places * engine.step(places, length) + engine.prefill(
         own / work.group * work.prompt_tokens, work.prompt_tokens
     )
 
 
-def train_seconds(f: Facts, cluster: Cluster, work: Work, lengths: Lengths, gpus: int, microbatch: int, updates: int = 1) -> float:
-    """Flops of all passes on `gpus`, no less than the longest row of each of the `updates` takes alone; or the shards' way around, where
-    that is longer."""
+def train_seconds(
+    f: Facts,
+    cluster: Cluster,
+    work: Work,
+    lengths: Lengths,
+    gpus: int,
+    microbatch: int,
+    updates: int = 1,
+) -> float:
+    """Flops of all passes on `gpus`, no less than the longest row of each of the `updates` takes
+    alone; or the shards' way around, where that is longer.
+    """
     compute = roofline.train_seconds(f, cluster.machine, work) / gpus
     longest = (
-        (work.prompt_tokens + lengths.longest(math.ceil(work.samples / updates))) * gpus * updates / work.tokens
+        (work.prompt_tokens + lengths.longest(math.ceil(work.samples / updates)))
+        * gpus
+        * updates
+        / work.tokens
     )  # against an even share
     rounds = updates * math.ceil(work.tokens / gpus / updates / microbatch)
-    gathers, reduces = 2 * work.epochs + work.passes, work.epochs  # of each micro-batch: forward and backward, or to score; gradients
+    # of each micro-batch: forward and backward, or to score
+    gathers = 2 * work.epochs + work.passes
+    reduces = work.epochs  # gradients
     moved = f.itemsize * (gathers * f.parameters() + reduces * f.learning()) if gpus > 1 else 0.0
-    if f.experts > 1:  # tokens go to their experts and back, in the forward, the backward, and what is computed again
-        moved_tokens = work.tokens / gpus * f.hidden * f.itemsize * 2 * f.active * f.layers * (2 + f.checkpointing + work.passes)
+    # tokens go to their experts and back, in the forward, the backward, and what is computed again
+    if f.experts > 1:
+        moved_tokens = (
+            work.tokens
+            / gpus
+            * f.hidden
+            * f.itemsize
+            * 2
+            * f.active
+            * f.layers
+            * (2 + f.checkpointing + work.passes)
+        )
         compute += moved_tokens / cluster.link(min(gpus, f.experts, cluster.node))
     return max(compute * max(1.0, longest), rounds * moved / cluster.link(gpus))
 
@@ -250,11 +322,22 @@ def train_seconds(f: Facts, cluster: Cluster, work: Work, lengths: Lengths, gpus
 def sync_seconds(f: Facts, cluster: Cluster, layout: Layout, tensor: int) -> float:
     """Every GPU of every engine gets its part of the weights."""
     across = cluster.gpus > cluster.node
-    return SYNC_SECONDS + weight_bytes(f) / tensor / (LINK_SHARE * (cluster.between if across else cluster.inside))
+    return SYNC_SECONDS + weight_bytes(f) / tensor / (
+        LINK_SHARE * (cluster.between if across else cluster.inside)
+    )
 
 
-def simulate(f: Facts, cluster: Cluster, work: Work, lengths: Lengths, layout: Layout, *, ratios: Ratios = Ratios(), microbatch: int = 16384,
-             updates: int = 1) -> Step:  # fmt: skip
+def simulate(
+    f: Facts,
+    cluster: Cluster,
+    work: Work,
+    lengths: Lengths,
+    layout: Layout,
+    *,
+    ratios: Ratios = Ratios(),
+    microbatch: int = 16384,
+    updates: int = 1,
+) -> Step:
     """One step under one layout; `updates`: its optimizer batches."""
     tensor = layout.tensor or replica(f, cluster.machine)
     generating = layout.engines or cluster.gpus
@@ -273,14 +356,28 @@ def simulate(f: Facts, cluster: Cluster, work: Work, lengths: Lengths, layout: L
         seconds = generate + train + sync + ratios.fixed
     useful = 3 * forward_flops(f, work.tokens, work.prompt_tokens + work.new_tokens) * work.epochs
     tokens = work.samples * (work.prompt_tokens + lengths.mean)
-    return Step(layout, cluster.gpus, seconds, generate, train, sync, tokens, useful / (seconds * cluster.gpus * cluster.machine.flops),
-                1 - train / seconds, 1 - generate / seconds)  # fmt: skip
+    return Step(
+        layout,
+        cluster.gpus,
+        seconds,
+        generate,
+        train,
+        sync,
+        tokens,
+        useful / (seconds * cluster.gpus * cluster.machine.flops),
+        1 - train / seconds,
+        1 - generate / seconds,
+    )
 
 
-def layouts(cluster: Cluster, tensor: int, staleness: tuple[int, ...] = (1, 2, 4)) -> Iterator[Layout]:
+def layouts(
+    cluster: Cluster, tensor: int, staleness: tuple[int, ...] = (1, 2, 4)
+) -> Iterator[Layout]:
     """Colocated, and splits at eighths of the cluster that whole replicas fit into."""
     yield Layout(tensor=tensor)
-    sizes = sorted({cluster.gpus * i // 8 // tensor * tensor for i in range(1, 8)} - {0, cluster.gpus})
+    sizes = sorted(
+        {cluster.gpus * i // 8 // tensor * tensor for i in range(1, 8)} - {0, cluster.gpus}
+    )
     for size in sizes:
         for s in (0, *staleness):
             yield Layout(size, s, tensor)

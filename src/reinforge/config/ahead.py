@@ -1,4 +1,6 @@
-"""How far rollouts may be ahead of training: keys of the section `rollout`, and what they ask of the others."""
+"""How far rollouts may be ahead of training: keys of the section `rollout`, and what they ask of
+the others.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ if TYPE_CHECKING:
 class AheadConfig(Section):
     staleness: Natural = Field(
         0,
-        description="Steps that rollouts may be ahead of training. 0: on-policy. With 1, rewards of a step are computed while others generate and train.",
+        description=(
+            "Steps that rollouts may be ahead of training. 0: on-policy. With 1, rewards of a step"
+            " are computed while others generate and train."
+        ),
     )
     partial: bool = Field(
         False,
-        description="Groups that are not generated when a step has enough go on in the next one, at most `staleness` steps later. "
-        "Needs sampling.over_provision above 1: that many prompts are under way for each one that is trained.",
+        description=(
+            "Groups that are not generated when a step has enough go on in the next one, at most"
+            " `staleness` steps later. Needs sampling.over_provision above 1: that many prompts are"
+            " under way for each one that is trained."
+        ),
     )
 
 
@@ -33,10 +41,14 @@ def check_ahead(config: Config) -> None:
     if not config.algorithm.rl:
         raise ValueError(f"rollout.staleness: {config.algorithm.name} samples nothing; remove it")
     if config.sampling.replay is not None:
-        raise ValueError("rollout.staleness: not beside sampling.replay, which has a bound of its own; leave one of them out")
+        raise ValueError(
+            "rollout.staleness: not beside sampling.replay, which has a bound of its own; leave one"
+            " of them out"
+        )
     if any(r.center is not None or r.scale is not None for r in config.rewards):
         raise ValueError(
-            "rollout.staleness: a reward that is centred or scaled by a running mean needs all earlier steps; leave one of them out"
+            "rollout.staleness: a reward that is centred or scaled by a running mean needs all"
+            " earlier steps; leave one of them out"
         )
 
 
@@ -44,9 +56,18 @@ def _check_partial(config: Config) -> None:
     """What goes on later must be allowed to be old, and must be something that can be cut."""
     algorithm = config.algorithm
     for wrong, why in (
-        (not config.rollout.staleness, "what goes on in the next step is one step old; set rollout.staleness to at least 1"),
-        (config.sampling.over_provision <= 1, "nothing would be left over; set sampling.over_provision, e.g. to 1.25"),
-        (bool(config.rollout.stop), "a stop string across a cut would not be seen; leave rollout.stop out"),
+        (
+            not config.rollout.staleness,
+            "what goes on in the next step is one step old; set rollout.staleness to at least 1",
+        ),
+        (
+            config.sampling.over_provision <= 1,
+            "nothing would be left over; set sampling.over_provision, e.g. to 1.25",
+        ),
+        (
+            bool(config.rollout.stop),
+            "a stop string across a cut would not be seen; leave rollout.stop out",
+        ),
         (config.agent is not None, "an agent cannot be cut and go on; leave it out"),
         (algorithm.name in ONLINE, f"{algorithm.name} trains on fresh answers only; leave it out"),
     ):

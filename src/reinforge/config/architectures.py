@@ -1,7 +1,8 @@
-"""What a model's config.json alone tells about whether it can be trained here, so that `plan` can say it without weights.
+"""What a model's config.json alone tells about whether it can be trained here, so that `plan` can
+say it without weights.
 
-This is not the list of what works: `models.proof` shows that on the module itself. These are the architectures of which it is known
-what the proof would find, with words for people.
+This is not the list of what works: `models.proof` shows that on the module itself. These are the
+architectures of which it is known what the proof would find, with words for people.
 """
 
 from __future__ import annotations
@@ -9,27 +10,51 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-KINDS = frozenset({"full_attention", "sliding_attention", "attention"})  # of layers that a pack and a paged cache know
-OWN = "its layers have an attention of their own making, which sees neither packs nor the paged cache"
-STATE = "its layers keep state beside keys and values (a convolution or a recurrence), which the paged cache does not hold"
+# of layers that a pack and a paged cache know
+KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
+OWN = (
+    "its layers have an attention of their own making, which sees neither packs nor the paged cache"
+)
+STATE = (
+    "its layers keep state beside keys and values (a convolution or a recurrence), which the paged"
+    " cache does not hold"
+)
 DROPS = "its layers do not hand on what our attention needs to know"
 SPARSE = "its attention picks tokens by an index of its own, which a pack does not have"
 SINKS = "it uses attention sinks, which the native attention does not know"
 CHUNKS = "it attends in chunks, which the native attention does not know"
 
 KNOWN: dict[str, str] = {
-    **dict.fromkeys(("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "xglm"), OWN),
+    **dict.fromkeys(
+        (
+            "bloom",
+            "codegen",
+            "falcon",
+            "gpt_neo",
+            "gpt_neox_japanese",
+            "gptj",
+            "mpt",
+            "openai-gpt",
+            "xglm",
+        ),
+        OWN,
+    ),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"), STATE),
     **dict.fromkeys(("bamba", "falcon_h1", "jamba", "nemotron_h", "zamba", "zamba2"), STATE),
-    **dict.fromkeys(("kimi_linear", "lfm2", "lfm2_moe", "minimax", "olmo_hybrid", "qwen3_next"), STATE),
+    **dict.fromkeys(
+        ("kimi_linear", "lfm2", "lfm2_moe", "minimax", "olmo_hybrid", "qwen3_next"), STATE
+    ),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), STATE),
     **dict.fromkeys(("nemotron", "stablelm"), DROPS),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE),
     **dict.fromkeys(("llama4", "llama4_text"), CHUNKS),
     "diffllama": "it attends twice in each layer, which the paged cache does not know",
-    "doge": "it changes the mask of its attention by what it reads, which the native attention does not know",
+    "doge": (
+        "it changes the mask of its attention by what it reads, which the native attention does not"
+        " know"
+    ),
     "gpt_oss": SINKS,
-}  # fmt: skip
+}
 
 
 def refusal(config: Mapping[str, Any]) -> str | None:
@@ -38,25 +63,49 @@ def refusal(config: Mapping[str, Any]) -> str | None:
     for name in (config.get("model_type"), text.get("model_type")):
         if name in KNOWN:
             return KNOWN[name]
-    kinds = {kind for key in ("layer_types", "layers_block_type") for kind in text.get(key) or [] if isinstance(kind, str)}
+    kinds = {
+        kind
+        for key in ("layer_types", "layers_block_type")
+        for kind in text.get(key) or []
+        if isinstance(kind, str)
+    }
     if "chunked_attention" in kinds:
         return CHUNKS
     return STATE if kinds - KINDS else None
 
 
 def engine_refusal(config: Mapping[str, Any]) -> str | None:
-    """Why the native engine cannot generate with such a model, though it can be trained on given texts; None: nothing is known."""
+    """Why the native engine cannot generate with such a model, though it can be trained on given
+    texts; None: nothing is known.
+    """
     text = _text(config)
-    plain, rotary, value = (text.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    if not (isinstance(plain, int) and isinstance(rotary, int) and isinstance(value, int)) or plain + rotary == value:
+    plain, rotary, value = (
+        text.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    if (
+        not (isinstance(plain, int) and isinstance(rotary, int) and isinstance(value, int))
+        or plain + rotary == value
+    ):
         return None
-    return f"its keys have heads of {plain + rotary} numbers and its values of {value}, and the cache holds equal ones only"
+    return (
+        f"its keys have heads of {plain + rotary} numbers and its values of {value}, and the cache"
+        " holds equal ones only"
+    )
 
 
 def scores(config: Mapping[str, Any]) -> str | None:
-    """The class of a checkpoint that gives scores and no tokens (a reward model); None: it is none."""
+    """The class of a checkpoint that gives scores and no tokens (a reward model); None:
+    it is none.
+    """
     names = [name for name in config.get("architectures") or [] if isinstance(name, str)]
-    return next((name for name in names if name.endswith(("ForSequenceClassification", "ForTokenClassification"))), None)
+    return next(
+        (
+            name
+            for name in names
+            if name.endswith(("ForSequenceClassification", "ForTokenClassification"))
+        ),
+        None,
+    )
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

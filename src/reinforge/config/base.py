@@ -17,7 +17,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
 
 
-SHORT: dict[str, dict[type, str]] = {"env": {str: "name", list: "mix"}, "agent": {str: "name", list: "command"}}
+SHORT: dict[str, dict[type, str]] = {
+    "env": {str: "name", list: "mix"},
+    "agent": {str: "name", list: "command"},
+}
 
 
 def spelled_out(section: str, data: Any) -> Any:

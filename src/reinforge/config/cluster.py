@@ -1,4 +1,6 @@
-"""The section `cluster`: whether workers are actors of Ray, where they are, and what happens when one is lost."""
+"""The section `cluster`: whether workers are actors of Ray, where they are, and what happens when
+one is lost.
+"""
 
 from __future__ import annotations
 
@@ -13,48 +15,100 @@ class RoleConfig(Section):
     """What one actor of a role asks of Ray."""
 
     cpus: NonNegative = Field(1.0, description="Logical CPUs of one actor; may be a fraction.")
-    gpus: NonNegative | None = Field(None, description="GPUs of one actor; may be a fraction. Default: one where the cluster has GPUs.")
+    gpus: NonNegative | None = Field(
+        None,
+        description=(
+            "GPUs of one actor; may be a fraction. Default: one where the cluster has GPUs."
+        ),
+    )
 
 
 class ClusterConfig(Section):
     """Where the parts of a run are. The loop is in one process either way."""
 
-    kind: Literal["local", "ray"] = Field("local", description="local: this process, and the ranks that it starts. ray: actors of Ray.")
+    kind: Literal["local", "ray"] = Field(
+        "local",
+        description="local: this process, and the ranks that it starts. ray: actors of Ray.",
+    )
     address: str | None = Field(
         None,
-        description="ray: of a running cluster (host:port, or auto). Default: RAY_ADDRESS, or one is started for the run, and ends with it.",
+        description=(
+            "ray: of a running cluster (host:port, or auto). Default: RAY_ADDRESS, or one is"
+            " started for the run, and ends with it."
+        ),
     )
     layout: Literal["colocated", "split"] = Field(
         "colocated",
-        description="ray: colocated: the trainer's own module generates, and the critic is beside it. split: engines and critic have actors and devices of their own.",
+        description=(
+            "ray: colocated: the trainer's own module generates, and the critic is beside it."
+            " split: engines and critic have actors and devices of their own."
+        ),
     )
     engines: Count = Field(1, description="ray, split: how many actors generate.")
-    strategy: Literal["pack", "spread"] = Field("pack", description="ray: keep the actors on few machines, or spread them over many.")
+    strategy: Literal["pack", "spread"] = Field(
+        "pack", description="ray: keep the actors on few machines, or spread them over many."
+    )
     trainer: RoleConfig = Field(RoleConfig(), description="ray: of each rank of the trainer.")
     engine: RoleConfig = Field(RoleConfig(), description="ray, split: of each engine.")
     critic: RoleConfig = Field(RoleConfig(), description="ray, split: of each rank of the critic.")
     reward: RoleConfig = Field(RoleConfig(), description="ray: of each reward model.")
-    heartbeat: Positive = Field(30.0, description="ray: seconds in which an actor must answer, busy or not, before it counts as hung.")
-    timeout: Positive = Field(3600.0, description="ray: the longest that one piece of work may take before the actor counts as hung.")
-    start: Positive = Field(600.0, description="ray: seconds for actors to be placed and models to be loaded.")
-    restarts: Natural = Field(3, description="ray: how often in a row, without a step in between, lost actors are made again.")
+    heartbeat: Positive = Field(
+        30.0,
+        description=(
+            "ray: seconds in which an actor must answer, busy or not, before it counts as hung."
+        ),
+    )
+    timeout: Positive = Field(
+        3600.0,
+        description=(
+            "ray: the longest that one piece of work may take before the actor counts as hung."
+        ),
+    )
+    start: Positive = Field(
+        600.0, description="ray: seconds for actors to be placed and models to be loaded."
+    )
+    restarts: Natural = Field(
+        3,
+        description=(
+            "ray: how often in a row, without a step in between, lost actors are made again."
+        ),
+    )
     spares: Natural = Field(
-        0, description="ray: actors without GPUs that wait beside each one, with everything imported, to take its place when it is lost."
+        0,
+        description=(
+            "ray: actors without GPUs that wait beside each one, with everything imported, to take"
+            " its place when it is lost."
+        ),
     )
     snapshot: Natural = Field(
         0,
-        description="ray: steps between snapshots of the run in the object store, to go on from after a loss. 0: from the newest checkpoint.",
+        description=(
+            "ray: steps between snapshots of the run in the object store, to go on from after a"
+            " loss. 0: from the newest checkpoint."
+        ),
     )
-    object_store_gib: Positive | None = Field(None, description="ray: memory of the object store of a cluster that is started for the run.")
+    object_store_gib: Positive | None = Field(
+        None,
+        description="ray: memory of the object store of a cluster that is started for the run.",
+    )
 
     @model_validator(mode="after")
     def _useful(self) -> ClusterConfig:
         if self.kind == "local" and (
-            odd := [name for name in sorted(self.model_fields_set - {"kind"}) if getattr(self, name) != _default(name)]
+            odd := [
+                name
+                for name in sorted(self.model_fields_set - {"kind"})
+                if getattr(self, name) != _default(name)
+            ]
         ):
-            raise ValueError(f"{odd[0]}: only actors of Ray have it; set cluster.kind=ray, or leave it out")
+            raise ValueError(
+                f"{odd[0]}: only actors of Ray have it; set cluster.kind=ray, or leave it out"
+            )
         if self.layout == "colocated" and self.engines > 1:
-            raise ValueError("engines: in a colocated layout the trainer generates; set cluster.layout=split, or leave it out")
+            raise ValueError(
+                "engines: in a colocated layout the trainer generates; set cluster.layout=split, or"
+                " leave it out"
+            )
         return self
 
 

@@ -1,4 +1,6 @@
-"""Turns pydantic's errors into sentences: which key, on which line, what was got, what is expected, what was probably meant."""
+"""Turns pydantic's errors into sentences: which key, on which line, what was got, what is expected,
+what was probably meant.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,24 @@ Loc = tuple[str | int, ...]
 MAX_PROBLEMS = 20
 
 EXPECTED = {
-    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number", "finite_number": "a finite number",
-    "bool_type": "true or false", "string_type": "text (in quotes if it looks like something else)", "list_type": "a list",
-    "tuple_type": "a list", "dict_type": "a mapping", "model_type": "a section with keys of its own",
-    "greater_than": "a number above {gt:g}", "greater_than_equal": "a number of at least {ge:g}", "less_than": "a number below {lt:g}",
-    "less_than_equal": "a number of at most {le:g}", "literal_error": "{expected}", "too_long": "at most {max_length} items",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text (in quotes if it looks like something else)",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a section with keys of its own",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "a number of at least {ge:g}",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "a number of at most {le:g}",
+    "literal_error": "{expected}",
+    "too_long": "at most {max_length} items",
     "too_short": "at least {min_length} items",
-}  # fmt: skip
+}
 
 # What to write for a section that is missing.
 EXAMPLES: dict[Loc, str] = {
@@ -35,15 +48,38 @@ EXAMPLES: dict[Loc, str] = {
 
 # What other libraries call our keys.
 OTHER_NAMES = {
-    "lr": "train.learning_rate", "output_dir": "run.dir", "max_steps": "train.steps", "num_train_epochs": "train.epochs",
-    "batch_size": "train.prompts_per_step", "per_device_train_batch_size": "train.prompts_per_step", "grad_clip": "train.max_grad_norm",
-    "num_generations": "algorithm.group_size", "n_samples_per_prompt": "algorithm.group_size", "beta": "algorithm.kl.coefficient",
-    "kl_coef": "algorithm.kl.coefficient", "model_name_or_path": "model.path", "max_completion_length": "rollout.max_new_tokens",
-    "max_tokens": "rollout.max_new_tokens", "max_prompt_length": "data.max_length", "torch_dtype": "model.dtype", "dataset": "data.source",
-    "dataset_name": "data.source", "lora": "adapter", "peft": "adapter", "lora_alpha": "adapter.alpha", "lora_rank": "adapter.rank",
-    "reward": "rewards", "reward_funcs": "rewards", "generation": "rollout", "trainer": "train", "gradient_accumulation_steps": "train.tokens_per_microbatch",
-    "save_steps": "run.checkpoint.every", "eval_steps": "eval.every", "warmup_steps": "train.schedule.warmup", "report_to": "run.log.sinks",
-}  # fmt: skip
+    "lr": "train.learning_rate",
+    "output_dir": "run.dir",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "batch_size": "train.prompts_per_step",
+    "per_device_train_batch_size": "train.prompts_per_step",
+    "grad_clip": "train.max_grad_norm",
+    "num_generations": "algorithm.group_size",
+    "n_samples_per_prompt": "algorithm.group_size",
+    "beta": "algorithm.kl.coefficient",
+    "kl_coef": "algorithm.kl.coefficient",
+    "model_name_or_path": "model.path",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_tokens": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_length",
+    "torch_dtype": "model.dtype",
+    "dataset": "data.source",
+    "dataset_name": "data.source",
+    "lora": "adapter",
+    "peft": "adapter",
+    "lora_alpha": "adapter.alpha",
+    "lora_rank": "adapter.rank",
+    "reward": "rewards",
+    "reward_funcs": "rewards",
+    "generation": "rollout",
+    "trainer": "train",
+    "gradient_accumulation_steps": "train.tokens_per_microbatch",
+    "save_steps": "run.checkpoint.every",
+    "eval_steps": "eval.every",
+    "warmup_steps": "train.schedule.warmup",
+    "report_to": "run.log.sinks",
+}
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -54,17 +90,24 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def all_keys(model: type[BaseModel] = Config, prefix: Loc = ()) -> Iterator[tuple[Loc, Any]]:
-    """Every key of the configuration with its field, sections before what is in them; list items are key 0."""
+    """Every key of the configuration with its field, sections before what is in them; list items
+    are key 0.
+    """
     for name, field in model.model_fields.items():
         yield (*prefix, name), field
         if section := section_of(field.annotation):
-            inside = (*prefix, name, 0) if typing.get_origin(field.annotation) is list else (*prefix, name)
+            inside = (
+                (*prefix, name, 0)
+                if typing.get_origin(field.annotation) is list
+                else (*prefix, name)
+            )
             yield from all_keys(section, inside)
 
 
 def did_you_mean(loc: Loc) -> str:
     """Looks for a key in the section where it was written, then anywhere."""
-    parent, key = tuple(0 if isinstance(p, int) else p for p in loc[:-1]), str(loc[-1])
+    parent = tuple(0 if isinstance(p, int) else p for p in loc[:-1])
+    key = str(loc[-1])
     keys = [path for path, _ in all_keys()]
     siblings = [str(path[-1]) for path in keys if path[:-1] == parent]
     if close := difflib.get_close_matches(key, siblings, 1, 0.6):
@@ -78,7 +121,11 @@ def did_you_mean(loc: Loc) -> str:
     close = difflib.get_close_matches(name, {str(path[-1]): None for path in keys}, 1, 0.75)
     if close:
         return f"did you mean `{dotted(next(path for path in keys if path[-1] == close[0]))}`?"
-    return f"{dotted(loc[:-1]) or 'the top level'} has {', '.join(siblings)}." if siblings else "it has no keys of its own."
+    return (
+        f"{dotted(loc[:-1]) or 'the top level'} has {', '.join(siblings)}."
+        if siblings
+        else "it has no keys of its own."
+    )
 
 
 def _real_path(loc: Loc, data: Any, *, missing: bool) -> Loc:
@@ -86,9 +133,11 @@ def _real_path(loc: Loc, data: Any, *, missing: bool) -> Loc:
     path: Loc = ()
     for i, part in enumerate(loc):
         if isinstance(data, dict) and (part in data or (missing and i == len(loc) - 1)):
-            path, data = (*path, part), data.get(part)
+            path = (*path, part)
+            data = data.get(part)
         elif isinstance(data, list) and isinstance(part, int):
-            path, data = (*path, part), data[part] if part < len(data) else None
+            path = (*path, part)
+            data = data[part] if part < len(data) else None
     return path
 
 
@@ -109,12 +158,16 @@ def _description(loc: Loc) -> str:
 
 
 def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[str]:
-    """One sentence per wrong key. `places` says on which line, or in which override, each key is."""
+    """One sentence per wrong key.
+
+    `places` says on which line, or in which override, each key is.
+    """
     expected: dict[Loc, list[str]] = {}  # the branches of a union speak about the same key
     got: dict[Loc, str] = {}
     sentences: dict[Loc, str] = {}
     for item in error.errors(include_url=False):
-        kind, loc = item["type"], _real_path(item["loc"], data, missing=item["type"] == "missing")
+        kind = item["type"]
+        loc = _real_path(item["loc"], data, missing=item["type"] == "missing")
         if kind == "value_error":
             sentences[loc] = str(item["ctx"]["error"])
         elif kind == "extra_forbidden":
@@ -125,7 +178,9 @@ def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[s
             sentences[loc] = "is required but missing" + (f": {what}" if what else ".")
         else:
             form = EXPECTED.get(kind)
-            expected.setdefault(loc, []).append(form.format(**item.get("ctx", {})) if form else item["msg"])
+            expected.setdefault(loc, []).append(
+                form.format(**item.get("ctx", {})) if form else item["msg"]
+            )
             got[loc] = _shown(item["input"])
     above = {loc[:n] for loc in expected for n in range(len(loc))}
     for loc, wanted in expected.items():

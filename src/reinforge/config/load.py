@@ -1,4 +1,6 @@
-"""From a YAML file and `key=value` overrides to a `Config`, or to one error that names every problem in it."""
+"""From a YAML file and `key=value` overrides to a `Config`, or to one error that names every
+problem in it.
+"""
 
 from __future__ import annotations
 
@@ -21,47 +23,74 @@ MAX_BYTES = 1_000_000
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a configuration file. Overrides are `dotted.key=value`, applied before anything is checked."""
+    """Reads a configuration file.
+
+    Overrides are `dotted.key=value`, applied before anything is checked.
+    """
     path = Path(path)
     data, lines = parse(read_text(path), str(path))
     places = {where: f"line {line}" for where, line in lines.items()}
     return build_config(data, str(path), overrides, places)
 
 
-def config_from_dict(data: dict[str, Any], *, where: str = "config", overrides: Sequence[str] = ()) -> Config:
+def config_from_dict(
+    data: dict[str, Any], *, where: str = "config", overrides: Sequence[str] = ()
+) -> Config:
     """The same checks for a configuration that Python code made."""
     try:
         plain = json.loads(json.dumps(data, default=os.fspath, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise InputError(f"not plain data: {error}.", where=where, fix="Use text, finite numbers, booleans, lists and dicts.") from error
+        raise InputError(
+            f"not plain data: {error}.",
+            where=where,
+            fix="Use text, finite numbers, booleans, lists and dicts.",
+        ) from error
     return build_config(plain, where, overrides, {})
 
 
 def read_text(path: Path) -> str:
-    """A configuration file's text (or that of `recipe:NAME`), or an error that says why there is none."""
+    """A configuration file's text (or that of `recipe:NAME`), or an error that says why there is
+    none.
+    """
     if is_recipe(path):
         return recipe_text(str(path))
     if path.is_dir():
-        raise InputError("this is a directory, not a configuration file.", where=str(path), fix="Give the .yaml file.")
-    if not path.exists():
-        near = sorted(str(p) for p in path.parent.glob("*.yaml"))[:5] if path.parent.is_dir() else []
         raise InputError(
-            "no such configuration file.", where=str(path), fix=f"There are: {', '.join(near)}." if near else "Check the path."
+            "this is a directory, not a configuration file.",
+            where=str(path),
+            fix="Give the .yaml file.",
+        )
+    if not path.exists():
+        near = (
+            sorted(str(p) for p in path.parent.glob("*.yaml"))[:5] if path.parent.is_dir() else []
+        )
+        raise InputError(
+            "no such configuration file.",
+            where=str(path),
+            fix=f"There are: {', '.join(near)}." if near else "Check the path.",
         )
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 text (byte {error.start}).", where=str(path), fix="Save the file as UTF-8.") from error
+        raise InputError(
+            f"not UTF-8 text (byte {error.start}).", where=str(path), fix="Save the file as UTF-8."
+        ) from error
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}.", where=str(path)) from error
     if len(raw) > MAX_BYTES:
-        raise InputError(f"larger than {MAX_BYTES:,} bytes: this is no configuration.", where=str(path), fix="Put data into a data file.")
+        raise InputError(
+            f"larger than {MAX_BYTES:,} bytes: this is no configuration.",
+            where=str(path),
+            fix="Put data into a data file.",
+        )
     return text
 
 
-def build_config(data: Any, where: str, overrides: Sequence[str], places: dict[tuple[str | int, ...], str]) -> Config:
+def build_config(
+    data: Any, where: str, overrides: Sequence[str], places: dict[tuple[str | int, ...], str]
+) -> Config:
     """Plain data with overrides as a `Config`. `places` says on which line each key is."""
     if not isinstance(data, dict):
         got = "empty" if data is None else f"a {type(data).__name__}"
@@ -71,14 +100,21 @@ def build_config(data: Any, where: str, overrides: Sequence[str], places: dict[t
             fix="Start with sections: `model:`, `algorithm:`, `data:`, `train:`, `run:`.",
         )
     if "stages" in data:
-        raise InputError("this is a pipeline of several runs, not one run.", where=where,
-                         fix="`reinforge train` and `reinforge plan` take it; for other commands name a stage's directory.")  # fmt: skip
+        raise InputError(
+            "this is a pipeline of several runs, not one run.",
+            where=where,
+            fix=(
+                "`reinforge train` and `reinforge plan` take it; for other commands name a stage's"
+                " directory."
+            ),
+        )
     for override in overrides:
         path = apply_override(data, override)
         places = {at: line for at, line in places.items() if at[: len(path)] != path}
         places[path] = f"override `{override}`"
     try:
-        return Config.model_validate_json(json.dumps(data), strict=True)  # strict: no "1_000" as 1000, no true as 1
+        # strict: no "1_000" as 1000, no true as 1
+        return Config.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         problems = explain(error, data, places)
         count = f"{len(problems)} problems:\n  - " if len(problems) > 1 else ""
@@ -86,9 +122,11 @@ def build_config(data: Any, where: str, overrides: Sequence[str], places: dict[t
 
 
 def override_value(text: str, *, where: str) -> Any:
-    """The value of `key=value`: a scalar by the rules of the file, or a flow list, flow mapping or quoted text.
+    """The value of `key=value`: a scalar by the rules of the file, or a flow list, flow mapping or
+    quoted text.
 
-    Anything else stays text, so that `data.template=Q: {question}` needs no quotes inside the quotes of the shell.
+    Anything else stays text, so that `data.template=Q: {question}` needs no quotes inside the
+    quotes of the shell.
     """
     if text[:1] in ("[", "{", '"', "'"):
         return parse(text, where)[0]
@@ -96,16 +134,22 @@ def override_value(text: str, *, where: str) -> Any:
 
 
 def apply_override(data: dict[str, Any], override: str) -> tuple[str | int, ...]:
-    """Sets one dotted key in place and returns its path. Sections that are missing appear; `rewards.0.weight` indexes a list."""
+    """Sets one dotted key in place and returns its path.
+
+    Sections that are missing appear; `rewards.0.weight` indexes a list.
+    """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     where = f"override `{override}`"
     if not equals or not all(parts):
-        raise InputError("not of the form key=value.", where=where, fix="Write e.g. `train.learning_rate=1e-5`.")
+        raise InputError(
+            "not of the form key=value.", where=where, fix="Write e.g. `train.learning_rate=1e-5`."
+        )
     value = override_value(text.strip(), where=where)
     here: Any = data
     path: tuple[str | int, ...] = ()
-    if len(parts) > 1 and not parts[1].isdecimal() and parts[0] in data:  # `agent: file.py:function` and agent.seconds=60
+    # `agent: file.py:function` and agent.seconds=60
+    if len(parts) > 1 and not parts[1].isdecimal() and parts[0] in data:
         data[parts[0]] = spelled_out(parts[0], data[parts[0]])
     for i, part in enumerate(parts):
         if not isinstance(here, list | dict):
@@ -126,6 +170,9 @@ def apply_override(data: dict[str, Any], override: str) -> tuple[str | int, ...]
 
 def _index(items: list[Any], part: str, path: tuple[str | int, ...], where: str) -> int:
     if not part.isdecimal() or int(part) > len(items):
-        raise InputError(f"`{dotted(path)}` is a list of {len(items)}: `{part}` is no index of it.", where=where,
-                         fix=f"Use 0 to {len(items)} ({len(items)} appends).")  # fmt: skip
+        raise InputError(
+            f"`{dotted(path)}` is a list of {len(items)}: `{part}` is no index of it.",
+            where=where,
+            fix=f"Use 0 to {len(items)} ({len(items)} appends).",
+        )
     return int(part)

@@ -1,4 +1,7 @@
-"""Keys about several ranks, and which of them go together. `TrainConfig` and `CheckpointConfig` have them among their own."""
+"""Keys about several ranks, and which of them go together.
+
+`TrainConfig` and `CheckpointConfig` have them among their own.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +16,66 @@ BackendName = Literal["local", "fsdp", "deepspeed", "megatron"]
 
 class ParallelConfig(Section):
     sequence_parallel: Count = Field(
-        1, description="fsdp: so many ranks share every pack, each a slice of its tokens (Ulysses), for rows too long for one device."
+        1,
+        description=(
+            "fsdp: so many ranks share every pack, each a slice of its tokens (Ulysses), for rows"
+            " too long for one device."
+        ),
     )
     tensor_parallel: Count = Field(
         1,
-        description="fsdp, megatron: so many ranks share every matrix product (fsdp: by the plan that transformers has for the architecture).",
+        description=(
+            "fsdp, megatron: so many ranks share every matrix product (fsdp: by the plan that"
+            " transformers has for the architecture)."
+        ),
     )
     offload_weights: bool = Field(
-        False, description="fsdp: weights, gradients and moments are in host memory; layers come to the device one by one. Slow, and small."
+        False,
+        description=(
+            "fsdp: weights, gradients and moments are in host memory; layers come to the device one"
+            " by one. Slow, and small."
+        ),
     )
 
 
 class ShardedConfig(Section):
     sharded: Literal["auto"] | bool = Field(
-        "auto", description="fsdp: every rank writes its own part, and nothing is gathered. auto: above 16 GiB. All ranks must see run.dir."
+        "auto",
+        description=(
+            "fsdp: every rank writes its own part, and nothing is gathered. auto: above 16 GiB. All"
+            " ranks must see run.dir."
+        ),
     )
 
 
 def check_ranks(train: Any) -> None:
-    """Raises ValueError, naming the key under `train`, for what one process or another backend cannot do."""
+    """Raises ValueError, naming the key under `train`, for what one process or another backend
+    cannot do.
+    """
     if train.backend == "local" and (train.ranks or 1) > 1:
         raise ValueError(
-            f"ranks: the backend local is one process; set train.backend=fsdp, deepspeed or megatron for {train.ranks}, or leave ranks out (train.ranks=null)"
+            "ranks: the backend local is one process; set train.backend=fsdp, deepspeed or"
+            f" megatron for {train.ranks}, or leave ranks out (train.ranks=null)"
         )
-    known = {"fsdp": set(ParallelConfig.model_fields), "megatron": {"tensor_parallel"}}.get(train.backend, set())
-    used = [key for key, value in ParallelConfig().model_dump().items() if getattr(train, key) != value and key not in known]
+    known = {"fsdp": set(ParallelConfig.model_fields), "megatron": {"tensor_parallel"}}.get(
+        train.backend, set()
+    )
+    used = [
+        key
+        for key, value in ParallelConfig().model_dump().items()
+        if getattr(train, key) != value and key not in known
+    ]
     if used:
         others = "fsdp or megatron" if used[0] == "tensor_parallel" else "fsdp"
-        raise ValueError(f"{used[0]}: the backend {train.backend} does not know it; set train.backend={others}, or leave it out")
+        raise ValueError(
+            f"{used[0]}: the backend {train.backend} does not know it; set train.backend={others},"
+            " or leave it out"
+        )
     together = train.sequence_parallel * train.tensor_parallel
     if train.ranks is not None and train.ranks % together:
         raise ValueError(
-            f"ranks: {train.ranks} cannot be dealt into groups of {together} (sequence_parallel x tensor_parallel must divide it); set a multiple of {together}"
+            f"ranks: {train.ranks} cannot be dealt into groups of {together} (sequence_parallel x"
+            f" tensor_parallel must divide it); set a multiple of {together}"
         )
 
 
@@ -52,16 +83,32 @@ def check_parallel(cfg: Any) -> None:
     """Raises ValueError for what does not go together in a whole config."""
     backend = cfg.train.backend
     if backend == "fsdp" and cfg.model.exact:
-        raise ValueError("model.exact: it is proved for one process; set train.backend=local, or leave it out")
-    if backend == "fsdp" and cfg.adapter is not None and cfg.adapter.kind == "qlora":
-        raise ValueError("adapter.kind: a base in 4 bits is for one process; set train.backend=local, or use lora")
-    if cfg.train.tensor_parallel > 1 and cfg.adapter is not None:
-        raise ValueError("train.tensor_parallel: the matrices of an adapter are not cut; set it to 1, or train all weights")
-    if cfg.train.sequence_parallel > 1 and cfg.teacher is not None:
-        raise ValueError("train.sequence_parallel: a teacher's distributions are not split over ranks; set it to 1")
-    if cfg.rollout.all_ranks and (backend == "local" or cfg.rollout.engine != "native" or cfg.cluster.kind != "local"):
         raise ValueError(
-            "rollout.all_ranks: it is for the native engine on the ranks of train.backend fsdp, deepspeed or megatron; leave it out"
+            "model.exact: it is proved for one process; set train.backend=local, or leave it out"
+        )
+    if backend == "fsdp" and cfg.adapter is not None and cfg.adapter.kind == "qlora":
+        raise ValueError(
+            "adapter.kind: a base in 4 bits is for one process; set train.backend=local, or use"
+            " lora"
+        )
+    if cfg.train.tensor_parallel > 1 and cfg.adapter is not None:
+        raise ValueError(
+            "train.tensor_parallel: the matrices of an adapter are not cut; set it to 1, or train"
+            " all weights"
+        )
+    if cfg.train.sequence_parallel > 1 and cfg.teacher is not None:
+        raise ValueError(
+            "train.sequence_parallel: a teacher's distributions are not split over ranks; set it"
+            " to 1"
+        )
+    if cfg.rollout.all_ranks and (
+        backend == "local" or cfg.rollout.engine != "native" or cfg.cluster.kind != "local"
+    ):
+        raise ValueError(
+            "rollout.all_ranks: it is for the native engine on the ranks of train.backend fsdp,"
+            " deepspeed or megatron; leave it out"
         )
     if cfg.run.checkpoint.sharded is True and backend != "fsdp":
-        raise ValueError(f"run.checkpoint.sharded: the backend {backend} writes whole tensors; leave it out")
+        raise ValueError(
+            f"run.checkpoint.sharded: the backend {backend} writes whole tensors; leave it out"
+        )

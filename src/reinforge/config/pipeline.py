@@ -1,12 +1,17 @@
-"""A pipeline: `stages` in one YAML file, each a run, an evaluation, a generation or an export, and what they take from each other.
+"""A pipeline: `stages` in one YAML file, each a run, an evaluation, a generation or an export, and
+what they take from each other.
 
-    defaults: {model: {path: org/base}, rollout: {max_new_tokens: 64}}       # merged into every stage; what a stage says itself counts more
+    # merged into every stage; what a stage says itself counts more
+    defaults: {model: {path: org/base}, rollout: {max_new_tokens: 64}}
     stages:
       - {name: sft, algorithm: {name: sft}, data: ..., train: ...}
-      - {name: grpo, model: {from: sft}, algorithm: {name: grpo}, ...}       # the model that the stage sft made
-    run: {dir: runs/pipeline, seed: 0}                                        # stage 1 is in runs/pipeline/01-sft
+      # the model that the stage sft made
+      - {name: grpo, model: {from: sft}, algorithm: {name: grpo}, ...}
+    # stage 1 is in runs/pipeline/01-sft
+    run: {dir: runs/pipeline, seed: 0}
 
-Here names are checked and stages become configurations. `{from: stage}` stays a reference until somebody says where things are.
+Here names are checked and stages become configurations. `{from: stage}` stays a reference until
+somebody says where things are.
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ SHORT = {
     "teacher": "path",
     "data": "source",
 }  # `model: {from: x}` is `model: {path: {from: x}}`
-FILL: dict[str, Any] = {"algorithm": {"name": "sft"}, "train": {"steps": 1, "prompts_per_step": 1}}  # of stages that train nothing
+# of stages that train nothing
+FILL: dict[str, Any] = {"algorithm": {"name": "sft"}, "train": {"steps": 1, "prompts_per_step": 1}}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -59,10 +65,14 @@ class GenerateConfig(Section):
     top_p: Fraction = Field(1.0, description="Nucleus of the sampling.")
     max_new_tokens: Count = Field(256, description="Longest completion.")
     keep: Literal["all", "best"] = Field(
-        "all", description="Of the n completions of a prompt: all, or the one with the highest reward above 0."
+        "all",
+        description=(
+            "Of the n completions of a prompt: all, or the one with the highest reward above 0."
+        ),
     )
     pairs: Literal["best-worst", "all"] | None = Field(
-        None, description="Make preference pairs by the rewards: the best and the worst, or every two."
+        None,
+        description="Make preference pairs by the rewards: the best and the worst, or every two.",
     )
     margin: NonNegative = Field(0.0, description="Pairs must differ in reward by more than this.")
 
@@ -70,10 +80,23 @@ class GenerateConfig(Section):
 class ExportConfig(Section):
     """Which checkpoint of a training stage counts, and where an export goes."""
 
-    checkpoint: str = Field("latest", description="latest, best or a step: the checkpoint whose weights are the stage's model.")
-    merge: bool = Field(True, description="Fold the adapter into the weights; false: export the adapter alone, as a peft checkpoint.")
-    out: str | None = Field(None, description="The directory to write; default: `model` in the stage's own.")
-    push: str | None = Field(None, description="Also upload to this hub id. Needs a token (HF_TOKEN, or a login).")
+    checkpoint: str = Field(
+        "latest",
+        description="latest, best or a step: the checkpoint whose weights are the stage's model.",
+    )
+    merge: bool = Field(
+        True,
+        description=(
+            "Fold the adapter into the weights; false: export the adapter alone, as a peft"
+            " checkpoint."
+        ),
+    )
+    out: str | None = Field(
+        None, description="The directory to write; default: `model` in the stage's own."
+    )
+    push: str | None = Field(
+        None, description="Also upload to this hub id. Needs a token (HF_TOKEN, or a login)."
+    )
 
 
 @dataclass(frozen=True)
@@ -108,8 +131,13 @@ class Stage:
         return tuple(dict.fromkeys(reference.stage for reference in self.references))
 
     def config(self, path_of: PathOf) -> Config:
-        """The stage as a run of its own, its references replaced. What does not train gets the sections that a config must have."""
-        settings = copy.deepcopy({name: value for name, value in self.settings.items() if name in OF_RUNS})
+        """The stage as a run of its own, its references replaced.
+
+        What does not train gets the sections that a config must have.
+        """
+        settings = copy.deepcopy(
+            {name: value for name, value in self.settings.items() if name in OF_RUNS}
+        )
         for reference in self.references:
             _put(settings, reference.place, path_of(reference))
         run = {"seed": self.seed, **settings.get("run", {}), "dir": str(self.dir)}
@@ -130,7 +158,9 @@ class Stage:
             return kind.model_validate_json(json.dumps(given), strict=True)
         except ValidationError as error:
             known = ", ".join(kind.model_fields)
-            raise InputError(f"{name}: {'; '.join(problems_of(error))}. It has: {known}.", where=self.where) from None
+            raise InputError(
+                f"{name}: {'; '.join(problems_of(error))}. It has: {known}.", where=self.where
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -149,32 +179,54 @@ def load_any(path: Path, overrides: Sequence[str] = ()) -> Config | Pipeline:
     data, lines = parse(read_text(Path(path)), str(path))
     if not isinstance(data, dict) or "stages" not in data:
         return load_config(Path(path), overrides)
-    return pipeline_from_dict(data, where=str(path), overrides=overrides, places={at: f"line {line}" for at, line in lines.items()})
+    return pipeline_from_dict(
+        data,
+        where=str(path),
+        overrides=overrides,
+        places={at: f"line {line}" for at, line in lines.items()},
+    )
 
 
 def pipeline_from_dict(
-    data: dict[str, Any], *, where: str = "pipeline", overrides: Sequence[str] = (), places: Mapping[Loc, str] | None = None
+    data: dict[str, Any],
+    *,
+    where: str = "pipeline",
+    overrides: Sequence[str] = (),
+    places: Mapping[Loc, str] | None = None,
 ) -> Pipeline:
     """Checks names and references of all stages and reports everything that is wrong at once."""
-    data, places = copy.deepcopy(data), dict(places or {})
+    data = copy.deepcopy(data)
+    places = dict(places or {})
     for override in overrides:
         at = apply_override(data, _by_name(data, override))
-        places = {key: place for key, place in places.items() if key[: len(at)] != at} | {at: f"override `{override}`"}
+        places = {key: place for key, place in places.items() if key[: len(at)] != at} | {
+            at: f"override `{override}`"
+        }
     problems = [f"{key}: unknown key{_near(key, TOP)}" for key in data if key not in TOP]
-    run, defaults, raw = data.get("run") or {}, data.get("defaults") or {}, data.get("stages")
+    run = data.get("run") or {}
+    defaults = data.get("defaults") or {}
+    raw = data.get("stages")
     if not isinstance(raw, list) or not raw or not all(isinstance(stage, dict) for stage in raw):
         raise InputError(
-            "stages: must be a list of stages, each a mapping with a name.", where=where, fix="Write `stages: [{name: sft, ...}, ...]`."
+            "stages: must be a list of stages, each a mapping with a name.",
+            where=where,
+            fix="Write `stages: [{name: sft, ...}, ...]`.",
         )
     problems += _run_problems(run)
     if not isinstance(defaults, dict):
         problems.append("defaults: must be a mapping of sections.")
     if problems:
         raise _all(problems, where)
-    problems += [f"defaults.{key}: unknown section{_near(key, SECTIONS['train'])}" for key in defaults if key not in _known_sections()]
+    problems += [
+        f"defaults.{key}: unknown section{_near(key, SECTIONS['train'])}"
+        for key in defaults
+        if key not in _known_sections()
+    ]
     stages: list[Stage] = []
     for i, own in enumerate(raw):
-        found, wrong = _stage(own, defaults, i, stages, [s.get("name") for s in raw], run, where, places)
+        found, wrong = _stage(
+            own, defaults, i, stages, [s.get("name") for s in raw], run, where, places
+        )
         problems += wrong
         if found:
             stages.append(found)
@@ -183,48 +235,97 @@ def pipeline_from_dict(
     return Pipeline(Path(run["dir"]), run.get("seed", 0), tuple(stages), where)
 
 
-def _stage(own: dict[str, Any], defaults: dict[str, Any], index: int, before: Sequence[Stage], names: list[Any], run: Mapping[str, Any], where: str,
-           places: Mapping[Loc, str]) -> tuple[Stage | None, list[str]]:  # fmt: skip
-    """One stage, and what is wrong with its name, kind, sections and references. The sections themselves are checked by `config`."""
+def _stage(
+    own: dict[str, Any],
+    defaults: dict[str, Any],
+    index: int,
+    before: Sequence[Stage],
+    names: list[Any],
+    run: Mapping[str, Any],
+    where: str,
+    places: Mapping[Loc, str],
+) -> tuple[Stage | None, list[str]]:
+    """One stage, and what is wrong with its name, kind, sections and references.
+
+    The sections themselves are checked by `config`.
+    """
     name = own.get("name")
     line = f" ({places[('stages', index)]})" if ("stages", index) in places else ""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        return None, [f"stages.{index}{line}: {name!r} is no name. Give each stage a `name` of letters, digits, - and _."]
+        return None, [
+            f"stages.{index}{line}: {name!r} is no name. Give each stage a `name` of letters,"
+            " digits, - and _."
+        ]
     label = f"stage {name}{line}"
     kind = own.get("kind", name if name in SECTIONS else "train")
     if kind not in SECTIONS:
-        return None, [f"{label}: there is no kind {kind!r}{_near(str(kind), SECTIONS)} There are: {', '.join(SECTIONS)}."]
+        return None, [
+            f"{label}: there is no kind {kind!r}{_near(str(kind), SECTIONS)} There are:"
+            f" {', '.join(SECTIONS)}."
+        ]
     problems = [f"{label}: there are two stages of this name."] if names.index(name) < index else []
     for key in own:
         if key not in ("name", "kind", *SECTIONS[kind]):
             elsewhere = [k for k, known in SECTIONS.items() if key in known]
-            problems.append(f"{label}: {key}: " + (f"a stage of kind {kind} has no such section (but {', '.join(elsewhere)} has)." if elsewhere
-                                                   else f"unknown section{_near(key, SECTIONS[kind])}"))  # fmt: skip
-    base, wrong = _long({key: value for key, value in defaults.items() if key in SECTIONS[kind]}, "defaults")
+            problems.append(
+                f"{label}: {key}: "
+                + (
+                    f"a stage of kind {kind} has no such section (but {', '.join(elsewhere)} has)."
+                    if elsewhere
+                    else f"unknown section{_near(key, SECTIONS[kind])}"
+                )
+            )
+    base, wrong = _long(
+        {key: value for key, value in defaults.items() if key in SECTIONS[kind]}, "defaults"
+    )
     mine, also = _long({key: value for key, value in own.items() if key in SECTIONS[kind]}, label)
     settings = merge(_for_source(base, mine), mine)
     references = tuple(_references(settings))
     for reference in references:
         if reference.stage not in {s.name for s in before}:
-            problems.append(f"{label}: {reference.key}: {_unknown(reference.stage, name, names[:index], names)}")
+            problems.append(
+                f"{label}: {reference.key}: {_unknown(reference.stage, name, names[:index], names)}"
+            )
     if kind == "export" and not references:
-        problems.append(f"{label}: model: which stage's? Write `model: {{from: {before[-1].name if before else 'sft'}}}`.")
+        problems.append(
+            f"{label}: model: which stage's? Write `model: {{from:"
+            f" {before[-1].name if before else 'sft'}}}`."
+        )
     if isinstance(settings.get("run"), dict) and "dir" in settings["run"]:
-        problems.append(f"{label}: run.dir: a stage has its own directory below the pipeline's run.dir. Remove it.")
-    stage = Stage(name, kind, index + 1, settings, references, _stage_places(settings, index, places), _dir(Path(run["dir"]), index + 1, name),
-                  seed_of(run.get("seed", 0), "stage", name) % 2**31, f"{where}, stage {name}")  # fmt: skip
+        problems.append(
+            f"{label}: run.dir: a stage has its own directory below the pipeline's run.dir."
+            " Remove it."
+        )
+    stage = Stage(
+        name,
+        kind,
+        index + 1,
+        settings,
+        references,
+        _stage_places(settings, index, places),
+        _dir(Path(run["dir"]), index + 1, name),
+        seed_of(run.get("seed", 0), "stage", name) % 2**31,
+        f"{where}, stage {name}",
+    )
     return stage, problems + wrong + also
 
 
 def merge(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep: mappings are merged key by key, anything else (lists too) replaces, and what `own` says counts more. null takes a key away.
+    """Deep: mappings are merged key by key, anything else (lists too) replaces, and what `own` says
+    counts more. null takes a key away.
 
-    >>> merge({"train": {"steps": 3, "epochs": None}, "rewards": [1, 2]}, {"train": {"steps": 5}, "rewards": [3]})
+    >>> base = {"train": {"steps": 3, "epochs": None}, "rewards": [1, 2]}
+    >>> merge(base, {"train": {"steps": 5}, "rewards": [3]})
     {'train': {'steps': 5, 'epochs': None}, 'rewards': [3]}
     """
     out = copy.deepcopy(dict(base))
     for key, value in own.items():
-        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping) and not _is_reference(value) and not _is_reference(out[key])
+        both = (
+            isinstance(value, Mapping)
+            and isinstance(out.get(key), Mapping)
+            and not _is_reference(value)
+            and not _is_reference(out[key])
+        )
         out[key] = merge(out[key], value) if both else copy.deepcopy(value)
         if value is None and key in base:
             del out[key]
@@ -232,13 +333,23 @@ def merge(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _for_source(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults without what belongs to another data source than the stage's own: its options, columns, filter and split."""
+    """The defaults without what belongs to another data source than the stage's own: its options,
+    columns, filter and split.
+    """
     out = copy.deepcopy(base)
-    mine, theirs = own.get("data"), out.get("data")
+    mine = own.get("data")
+    theirs = out.get("data")
     for key in ("", "eval"):
         if key:
-            mine, theirs = (part.get(key) if isinstance(part, Mapping) else None for part in (mine, theirs))
-        if isinstance(mine, Mapping) and isinstance(theirs, dict) and "source" in mine and mine["source"] != theirs.get("source"):
+            mine, theirs = (
+                part.get(key) if isinstance(part, Mapping) else None for part in (mine, theirs)
+            )
+        if (
+            isinstance(mine, Mapping)
+            and isinstance(theirs, dict)
+            and "source" in mine
+            and mine["source"] != theirs.get("source")
+        ):
             for name in ("options", "columns", "where", "split"):
                 theirs.pop(name, None)
     return out
@@ -258,13 +369,17 @@ def _references(value: Any, place: Loc = ()) -> Iterator[Reference]:
 
 def _long(settings: dict[str, Any], label: str) -> tuple[dict[str, Any], list[str]]:
     """`model: {from: x, device: cpu}` written out as `model: {path: {from: x}, device: cpu}`."""
-    out, problems = dict(settings), []
+    out = dict(settings)
+    problems = []
     for section, key in SHORT.items():
         value = out.get(section)
         if isinstance(value, Mapping) and "from" in value:
             if key in value:
                 problems.append(f"{label}: {section}: give `from` or `{key}`, not both.")
-            out[section] = {**{k: v for k, v in value.items() if k not in ("from", key)}, key: {"from": value["from"]}}
+            out[section] = {
+                **{k: v for k, v in value.items() if k not in ("from", key)},
+                key: {"from": value["from"]},
+            }
     return out, problems
 
 
@@ -274,15 +389,25 @@ def _put(settings: Any, place: Loc, value: Any) -> None:
     settings[place[-1]] = value
 
 
-def _stage_places(settings: Mapping[str, Any], index: int, places: Mapping[Loc, str]) -> dict[Loc, str]:
+def _stage_places(
+    settings: Mapping[str, Any], index: int, places: Mapping[Loc, str]
+) -> dict[Loc, str]:
     """Lines by the stage's own keys; where it does not have one, the line in `defaults`."""
-    own = {at[2:]: place for at, place in places.items() if at[:2] == ("stages", index) and len(at) > 2}
-    shared = {at[1:]: f"{place}, in defaults" for at, place in places.items() if at[:1] == ("defaults",) and len(at) > 1}
+    own = {
+        at[2:]: place for at, place in places.items() if at[:2] == ("stages", index) and len(at) > 2
+    }
+    shared = {
+        at[1:]: f"{place}, in defaults"
+        for at, place in places.items()
+        if at[:1] == ("defaults",) and len(at) > 1
+    }
     return {**shared, **own}
 
 
 def _dir(root: Path, number: int, name: str) -> Path:
-    """`01-sft`; a stage that was there before others were put in front of it keeps the directory that it has."""
+    """`01-sft`; a stage that was there before others were put in front of it keeps the directory
+    that it has.
+    """
     there = sorted(root.glob(f"[0-9][0-9]-{name}")) if root.is_dir() else []
     return there[0] if there else root / f"{number:02d}-{name}"
 
@@ -290,14 +415,25 @@ def _dir(root: Path, number: int, name: str) -> Path:
 def _by_name(data: Mapping[str, Any], override: str) -> str:
     """`stages.grpo.train.steps=3` as `stages.1.train.steps=3`."""
     parts = override.partition("=")[0].strip().split(".")
-    names = [stage.get("name") if isinstance(stage, Mapping) else None for stage in data.get("stages") or ()]
+    names = [
+        stage.get("name") if isinstance(stage, Mapping) else None
+        for stage in data.get("stages") or ()
+    ]
     if len(parts) > 1 and parts[0] == "stages" and not parts[1].isdecimal():
         if parts[1] not in names:
-            raise InputError(f"there is no stage {parts[1]!r}{_near(parts[1], [n for n in names if n])}", where=f"override `{override}`")
+            raise InputError(
+                f"there is no stage {parts[1]!r}{_near(parts[1], [n for n in names if n])}",
+                where=f"override `{override}`",
+            )
         return override.replace(f"stages.{parts[1]}", f"stages.{names.index(parts[1])}", 1)
     if parts[0] not in TOP:
-        raise InputError(f"a pipeline has no key {parts[0]!r}.", where=f"override `{override}`",
-                         fix=f"Write `stages.<name>.{override}` for one stage, or `defaults.{override}` for all.")  # fmt: skip
+        raise InputError(
+            f"a pipeline has no key {parts[0]!r}.",
+            where=f"override `{override}`",
+            fix=(
+                f"Write `stages.<name>.{override}` for one stage, or `defaults.{override}` for all."
+            ),
+        )
     return override
 
 
@@ -305,7 +441,8 @@ def _run_problems(run: Any) -> list[str]:
     if not isinstance(run, dict) or not isinstance(run.get("dir"), str):
         return ["run.dir: is required but missing: the directory of the pipeline."]
     wrong = [
-        f"run.{key}: unknown key; a pipeline's run has dir and seed, the rest goes into a stage or defaults."
+        f"run.{key}: unknown key; a pipeline's run has dir and seed, the rest goes into a stage or"
+        " defaults."
         for key in run
         if key not in ("dir", "seed")
     ]
@@ -334,4 +471,11 @@ def _near(name: str, known: Any) -> str:
 
 
 def _all(problems: Sequence[str], where: str) -> InputError:
-    return InputError("\n  - ".join([f"{len(problems)} problems:", *problems]) if len(problems) > 1 else problems[0], where=where)
+    return InputError(
+        (
+            "\n  - ".join([f"{len(problems)} problems:", *problems])
+            if len(problems) > 1
+            else problems[0]
+        ),
+        where=where,
+    )

@@ -1,4 +1,6 @@
-"""The recipes by name: `recipe:chain_sum` wherever a configuration file is asked for, installed or from a clone."""
+"""The recipes by name: `recipe:chain_sum` wherever a configuration file is asked for, installed or
+from a clone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def recipes_dir() -> Path:
 def recipe_names() -> list[str]:
     """Every recipe, as `recipe:` takes it: `chain_sum`, `algorithms/grpo` ..."""
     root = recipes_dir()
-    return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
+    return sorted(
+        path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")
+    )
 
 
 def is_recipe(path: Path | str) -> bool:
@@ -36,17 +40,25 @@ def recipe_path(name: str) -> Path:
         raise InputError(
             f"there is no recipe {short!r}.",
             where=f"{PREFIX}{short}",
-            fix=f"There are: {', '.join(near[:8])}{' ...' if len(near) > 8 else ''} (`reinforge recipes` lists all).",
+            fix=(
+                f"There are: {', '.join(near[:8])}{' ...' if len(near) > 8 else ''} (`reinforge"
+                " recipes` lists all)."
+            ),
         )
     return recipes_dir() / f"{short}.yaml"
 
 
 def recipe_text(name: str) -> str:
-    """A recipe's YAML. It names files beside it as `recipes/...`: by name, that is wherever the recipes lie."""
+    """A recipe's YAML.
+
+    It names files beside it as `recipes/...`: by name, that is wherever the recipes lie.
+    """
     text = recipe_path(name).read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     root = f"{recipes_dir()}/"
-    return "".join(line if line.lstrip().startswith("#") else line.replace("recipes/", root) for line in lines)
+    return "".join(
+        line if line.lstrip().startswith("#") else line.replace("recipes/", root) for line in lines
+    )
 
 
 def summary(name: str) -> str:
@@ -58,5 +70,7 @@ def summary(name: str) -> str:
 def copy_recipes(target: Path) -> None:
     """All of them, with the programs beside them, into a directory that is not there yet."""
     if target.exists():
-        raise InputError("this exists already.", where=str(target), fix="Name a directory that is not there yet.")
+        raise InputError(
+            "this exists already.", where=str(target), fix="Name a directory that is not there yet."
+        )
     shutil.copytree(recipes_dir(), target, ignore=shutil.ignore_patterns("__pycache__"))

@@ -13,10 +13,17 @@ from reinforge.config.base import Count, Fraction, Natural, Positive
 class RolloutConfig(AheadConfig):
     engine: Literal["native", "vllm", "sglang"] = Field(
         "native",
-        description="native: the trainer's own module generates; nothing is copied. vllm, sglang: servers, see the section engine.",
+        description=(
+            "native: the trainer's own module generates; nothing is copied. vllm, sglang: servers,"
+            " see the section engine."
+        ),
     )
-    temperature: Positive = Field(1.0, description="Of sampling, and of the log-probs that are trained.")
-    max_new_tokens: Count = Field(256, description="Longest completion; longer ones are cut and count as truncated.")
+    temperature: Positive = Field(
+        1.0, description="Of sampling, and of the log-probs that are trained."
+    )
+    max_new_tokens: Count = Field(
+        256, description="Longest completion; longer ones are cut and count as truncated."
+    )
     top_p: Fraction = Field(1.0, description="Refused in RL unless 1; see eval.top_p.")
     top_k: Natural = Field(0, description="Refused in RL unless 0 (off).")
     min_p: Fraction = Field(0.0, description="Refused in RL unless 0 (off).")
@@ -24,12 +31,28 @@ class RolloutConfig(AheadConfig):
     max_batch: Count = Field(512, description="Sequences decoded at once.")
     all_ranks: bool = Field(
         False,
-        description="fsdp, deepspeed, megatron, with the native engine: every rank has a whole copy of the model and generates a share.",
+        description=(
+            "fsdp, deepspeed, megatron, with the native engine: every rank has a whole copy of the"
+            " model and generates a share."
+        ),
     )
-    kv_gib: Positive | None = Field(None, description="Memory of the KV cache; default: computed once from what is free, then recorded.")
+    kv_gib: Positive | None = Field(
+        None,
+        description=(
+            "Memory of the KV cache; default: computed once from what is free, then recorded."
+        ),
+    )
     prefix_cache: bool = Field(
-        False, description="Keep what was computed under the same weights: a conversation that goes on computes only what is new."
+        False,
+        description=(
+            "Keep what was computed under the same weights: a conversation that goes on computes"
+            " only what is new."
+        ),
     )
     on_reward_error: Literal["unscored", "raise"] = Field(
-        "raise", description="A reward that raises or returns nonsense: stop, or leave the sample unscored and count it."
+        "raise",
+        description=(
+            "A reward that raises or returns nonsense: stop, or leave the sample unscored and"
+            " count it."
+        ),
     )

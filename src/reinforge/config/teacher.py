@@ -20,10 +20,18 @@ class TeacherConfig(Section):
 
     path: str = Field(description="Hub id, local directory, or .gguf file of a causal LM.")
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch).")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Precision of the teachers; auto as for model.dtype.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Precision of the teachers; auto as for model.dtype."
+    )
     weight: Positive = Field(1.0, description="Of its divergence, relative to the other teachers'.")
-    also: list[OtherTeacherConfig] = Field([], description="Further teachers. The loss is the weighted mean of the divergences to each.")
+    also: list[OtherTeacherConfig] = Field(
+        [],
+        description="Further teachers. The loss is the weighted mean of the divergences to each.",
+    )
     precompute: bool = Field(
         False,
-        description="topk: keep the teacher's k likeliest tokens of every position in the run's directory before the first step, and free the teacher.",
+        description=(
+            "topk: keep the teacher's k likeliest tokens of every position in the run's directory"
+            " before the first step, and free the teacher."
+        ),
     )

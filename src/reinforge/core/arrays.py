@@ -1,4 +1,7 @@
-"""Tensors from Python lists. `torch.tensor` looks at every element by itself; numpy is about eight times as fast."""
+"""Tensors from Python lists.
+
+`torch.tensor` looks at every element by itself; numpy is about eight times as fast.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a backend is: something that trains one model. Implementations live in `reinforge.backends`."""
+"""What a backend is: something that trains one model.
+
+Implementations live in `reinforge.backends`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """What a loss sees of one micro-batch: flat vectors over its M trained tokens, and nothing else.
+    """What a loss sees of one micro-batch: flat vectors over its M trained tokens, and nothing
+    else.
 
     Prompt, padding and tool tokens are not here, so they cannot get a gradient.
     """
@@ -27,20 +31,28 @@ class TrainedTokens:
     entropy: Tensor | None  # [M] where the loss asked for it
     sequence: Tensor  # [M] which sequence of the micro-batch
     lengths: Tensor  # [S] trained tokens per sequence of the micro-batch
-    episode_tokens: Tensor  # [M] trained tokens of the token's whole episode (over all rows and micro-batches)
+    # [M] trained tokens of the token's whole episode (over all rows and micro-batches)
+    episode_tokens: Tensor
     streams: Mapping[str, Tensor]  # [M] each: behaviour, old, reference, advantages, ...
     values: Tensor | None = (
-        None  # [M] of a critic (or of the policy's value head) before each token, with gradient, where the loss `reads` it
+        # [M] of a critic (or of the policy's value head) before each token, with gradient, where
+        # the loss `reads` it
+        None
     )
-    divergence: Tensor | None = None  # [M] to a teacher, with gradient, where the loss names a `divergence`
+    # [M] to a teacher, with gradient, where the loss names a `divergence`
+    divergence: Tensor | None = None
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """A pure function of one micro-batch. Must be a sum over tokens divided by `totals`, never by local counts.
+    """A pure function of one micro-batch.
 
-    It reads log-probs, unless it has an attribute `reads` that says otherwise: {"values"} for a critic, or both, or {"values_after"}
-    for a reward model, whose values are read at each token instead of before it."""
+    Must be a sum over tokens divided by `totals`, never by local counts.
+
+    It reads log-probs, unless it has an attribute `reads` that says otherwise: {"values"} for a
+    critic, or both, or {"values_after"} for a reward model, whose values are read at each token
+    instead of before it.
+    """
 
     needs: frozenset[str]  # streams that `annotate` must fill before: "old", "reference", ...
     entropy: bool  # whether token entropies are wanted
@@ -48,17 +60,24 @@ class Loss(Protocol):
     unit: int  # samples that must stay in one pack: 1, or 2 for preference pairs
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        """The scalar loss and metrics. Metrics are sums already divided by `totals`, so that they add up over
-        micro-batches; names ending in `/max` and `/min` are combined by max and min."""
+        """The scalar loss and metrics.
+
+        Metrics are sums already divided by `totals`, so that they add up over micro-batches; names
+        ending in `/max` and `/min` are combined by max and min.
+        """
         ...
 
 
 @runtime_checkable
 class Prepares(Protocol):
-    """A loss with constants of the whole optimizer batch (a KTO baseline, ranks): it sees all packs, annotated, before the first is trained."""
+    """A loss with constants of the whole optimizer batch (a KTO baseline, ranks): it sees all
+    packs, annotated, before the first is trained.
+    """
 
     def companions(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Further rows to be packed and annotated with `old` and `reference`, and not trained; mostly none."""
+        """Further rows to be packed and annotated with `old` and `reference`, and not trained;
+        mostly none.
+        """
         ...
 
     def prepare(self, batches: Sequence[Batch], companions: Sequence[Batch] = ()) -> None:
@@ -67,10 +86,15 @@ class Prepares(Protocol):
 
 
 class Pieces(Protocol):
-    """Tensors that lie in several processes, which write them into a checkpoint themselves: nobody gathers them."""
+    """Tensors that lie in several processes, which write them into a checkpoint themselves: nobody
+    gathers them.
+    """
 
     def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
-        """Writes into the directory, `prefix` before every name. Returns what the manifest is to say of the files."""
+        """Writes into the directory, `prefix` before every name.
+
+        Returns what the manifest is to say of the files.
+        """
         ...
 
 
@@ -84,7 +108,9 @@ class State:
 
 
 class Part(Protocol):
-    """Something else of a run that must survive a resume: a critic, a pass-rate store, a coefficient that adapts."""
+    """Something else of a run that must survive a resume: a critic, a pass-rate store, a
+    coefficient that adapts.
+    """
 
     def state(self) -> State: ...
 
@@ -93,11 +119,15 @@ class Part(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    budget: int  # packed tokens per micro-batch. The gradient does not depend on it but its rounding does, so it is part of the state
+    # packed tokens per micro-batch. The gradient does not depend on it but its rounding does, so it
+    # is part of the state
+    budget: int
     share: bool  # whether packs compute the prompt of a group once (`Batch.pack`)
 
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
-        """Fills streams without gradient: old, reference, values (and the bootstrap of truncated samples), values_after, teacher, collision."""
+        """Fills streams without gradient: old, reference, values (and the bootstrap of truncated
+        samples), values_after, teacher, collision.
+        """
         ...
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
@@ -109,7 +139,10 @@ class Backend(Protocol):
         ...
 
     def step(self) -> Metrics:
-        """Clips, updates, schedules. A non-finite gradient leaves everything untouched and reports `train/skipped` 1."""
+        """Clips, updates, schedules.
+
+        A non-finite gradient leaves everything untouched and reports `train/skipped` 1.
+        """
         ...
 
     def weights(self) -> Weights: ...

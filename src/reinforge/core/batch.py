@@ -1,10 +1,12 @@
-"""A `Batch` is samples packed end to end: [N] tokens, no padding. Packing lives here because every floor above reads it.
+"""A `Batch` is samples packed end to end: [N] tokens, no padding.
 
-The tokens lie in segments. Without sharing a segment is a sample; with it, the prompt of a group is one segment that the answers
-of the group continue, so that it is computed once.
+Packing lives here because every floor above reads it.
 
-The trained tokens of a batch are handed to losses as flat [M] vectors (`Batch.view`): there is no mask to forget,
-because nothing but trained tokens is there.
+The tokens lie in segments. Without sharing a segment is a sample; with it, the prompt of a group is
+one segment that the answers of the group continue, so that it is computed once.
+
+The trained tokens of a batch are handed to losses as flat [M] vectors (`Batch.view`): there is no
+mask to forget, because nothing but trained tokens is there.
 
 Legend: N tokens of the pack, M trained tokens, S samples.
 """
@@ -28,43 +30,79 @@ class Batch:
     positions: Tensor  # [N] int64: the place of a token in its sample
     starts: Tensor  # [segments + 1] int32: segment s is tokens[starts[s]:starts[s+1]]
     lengths: list[int]  # of each segment, on the host, so that nobody has to ask the device
-    prefix: list[int] | None  # which segment each segment continues, -1 = none; None: no segment continues another
-    targets: Tensor  # [M] int64: where the trained tokens are in the pack, sample by sample; never a sample's first token
-    sources: Tensor  # [M] int64: where the token before each of them is, whose hidden state predicts it
+    # which segment each segment continues, -1 = none; None: no segment continues another
+    prefix: list[int] | None
+    # [M] int64: where the trained tokens are in the pack, sample by sample; never a sample's first
+    # token
+    targets: Tensor
+    # [M] int64: where the token before each of them is, whose hidden state predicts it
+    sources: Tensor
     sequence: Tensor  # [M] int64: which sample of this pack a trained token belongs to
-    ends: Tensor  # [S] int64: where the last token of each sample is; -1 where it was left out (nothing to train)
-    streams: dict[str, Tensor] = field(default_factory=dict)  # [M] float32 each, aligned with `targets`
-    bootstrap: Tensor | None = None  # [S] float32: a critic's value after the last token of a truncated sample; 0 where it ended by itself
+    # [S] int64: where the last token of each sample is; -1 where it was left out (nothing to train)
+    ends: Tensor
+    # [M] float32 each, aligned with `targets`
+    streams: dict[str, Tensor] = field(default_factory=dict)
+    # [S] float32: a critic's value after the last token of a truncated sample; 0 where it ended by
+    # itself
+    bootstrap: Tensor | None = None
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], *, share: bool = False) -> Batch:
-        """`share`: samples of one group with the same tokens before the first trained one share that prompt, and a sample with
-        nothing to train takes no room. Hidden states are the same either way."""
-        segments = _shared_segments(samples) if share else [_Segment(i, 0, len(s.tokens), -1) for i, s in enumerate(samples)]
+        """`share`: samples of one group with the same tokens before the first trained one share
+        that prompt, and a sample with nothing to train takes no room. Hidden states are the same
+        either way.
+        """
+        segments = (
+            _shared_segments(samples)
+            if share
+            else [_Segment(i, 0, len(s.tokens), -1) for i, s in enumerate(samples)]
+        )
         lengths = [g.stop - g.start for g in segments]
         begins = [0, *itertools.accumulate(lengths)]
-        # of each sample: where its own segment starts in it, how far it was moved, where the token before it is, and its last token
-        start, moved, before, ends = (torch.tensor(column, dtype=torch.int64) for column in _placed(segments, begins, len(samples)))
-        sequence = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([s.n_trained for s in samples], dtype=torch.int64))
+        # of each sample: where its own segment starts in it, how far it was moved, where the token
+        # before it is, and its last token
+        start, moved, before, ends = (
+            torch.tensor(column, dtype=torch.int64)
+            for column in _placed(segments, begins, len(samples))
+        )
+        sequence = torch.repeat_interleave(
+            torch.arange(len(samples)),
+            torch.tensor([s.n_trained for s in samples], dtype=torch.int64),
+        )
         empty = torch.zeros(0, dtype=torch.int64)
         trained = torch.cat([s.trained for s in samples]) if samples else empty.bool()
         sizes = torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64)
-        at = trained.nonzero()[:, 0] - (sizes.cumsum(0) - sizes)[sequence]  # the place of each trained token in its sample
+        # the place of each trained token in its sample
+        at = trained.nonzero()[:, 0] - (sizes.cumsum(0) - sizes)[sequence]
         targets = at + moved[sequence]
-        first = (at == start[sequence]) & (at > 0)  # predicted by the last token of the prompt, wherever that is
-        back = torch.tensor([g.start - begin for g, begin in zip(segments, begins, strict=False)], dtype=torch.int64)
-        streams = {"behaviour": torch.cat([s.logprobs for s in samples])[trained]} if samples else {}
+        # predicted by the last token of the prompt, wherever that is
+        first = (at == start[sequence]) & (at > 0)
+        back = torch.tensor(
+            [g.start - begin for g, begin in zip(segments, begins, strict=False)], dtype=torch.int64
+        )
+        streams = (
+            {"behaviour": torch.cat([s.logprobs for s in samples])[trained]} if samples else {}
+        )
         for name in samples[0].streams if samples else ():
             streams[name] = torch.cat([s.streams[name] for s in samples])[trained]
         return cls(
             samples=list(samples),
-            tokens=torch.cat([samples[g.sample].tokens[g.start : g.stop] for g in segments]) if segments else empty,
-            positions=torch.arange(begins[-1]) + torch.repeat_interleave(back, torch.tensor(lengths, dtype=torch.int64)),
-            starts=torch.tensor(begins, dtype=torch.int32), lengths=lengths,
+            tokens=(
+                torch.cat([samples[g.sample].tokens[g.start : g.stop] for g in segments])
+                if segments
+                else empty
+            ),
+            positions=torch.arange(begins[-1])
+            + torch.repeat_interleave(back, torch.tensor(lengths, dtype=torch.int64)),
+            starts=torch.tensor(begins, dtype=torch.int32),
+            lengths=lengths,
             prefix=[g.prefix for g in segments] if any(g.prefix >= 0 for g in segments) else None,
-            targets=targets, sources=torch.where(first, before[sequence], targets - 1),
-            sequence=sequence, ends=ends, streams=streams,
-        )  # fmt: skip
+            targets=targets,
+            sources=torch.where(first, before[sequence], targets - 1),
+            sequence=sequence,
+            ends=ends,
+            streams=streams,
+        )
 
     @property
     def n_tokens(self) -> int:
@@ -84,9 +122,20 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        return Batch(self.samples, move(self.tokens), move(self.positions), move(self.starts), self.lengths, self.prefix, move(self.targets),
-                     move(self.sources), move(self.sequence), move(self.ends), {k: move(v) for k, v in self.streams.items()},
-                     None if self.bootstrap is None else move(self.bootstrap))  # fmt: skip
+        return Batch(
+            self.samples,
+            move(self.tokens),
+            move(self.positions),
+            move(self.starts),
+            self.lengths,
+            self.prefix,
+            move(self.targets),
+            move(self.sources),
+            move(self.sequence),
+            move(self.ends),
+            {k: move(v) for k, v in self.streams.items()},
+            None if self.bootstrap is None else move(self.bootstrap),
+        )
 
 
 @dataclass(slots=True)
@@ -98,19 +147,33 @@ class _Segment:
     prompt_only: bool = False
 
 
-def _placed(segments: Sequence[_Segment], begins: Sequence[int], samples: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Of each sample: where its own segment starts in it, how far its tokens were moved in the pack, where the last token of the prompt
-    that it continues is, and where its own last one is; -1 where there is none."""
-    start, moved, before, ends = [0] * samples, [0] * samples, [-1] * samples, [-1] * samples
+def _placed(
+    segments: Sequence[_Segment], begins: Sequence[int], samples: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Of each sample: where its own segment starts in it, how far its tokens were moved in the
+    pack, where the last token of the prompt that it continues is, and where its own last one is; -1
+    where there is none.
+    """
+    start = [0] * samples
+    moved = [0] * samples
+    before = [-1] * samples
+    ends = [-1] * samples
     for i, g in enumerate(segments):
         if not g.prompt_only:
-            start[g.sample], moved[g.sample], ends[g.sample] = g.start, begins[i] - g.start, begins[i + 1] - 1
+            start[g.sample], moved[g.sample], ends[g.sample] = (
+                g.start,
+                begins[i] - g.start,
+                begins[i + 1] - 1,
+            )
             before[g.sample] = begins[g.prefix + 1] - 1 if g.start else -1
     return start, moved, before, ends
 
 
 def _prompt(sample: Sample) -> int:
-    """Tokens before the first trained one; all of them where nothing is trained. (numpy: a torch call takes ten times as long.)"""
+    """Tokens before the first trained one; all of them where nothing is trained.
+
+    (numpy: a torch call takes ten times as long.)
+    """
     trained = sample.trained.numpy()
     first = int(trained.argmax()) if len(trained) else 0
     return first if len(trained) and trained[first] else len(trained)
@@ -121,23 +184,29 @@ def _shared_segments(samples: Sequence[Sample]) -> list[_Segment]:
     groups: dict[tuple[str, bytes], list[int]] = {}
     for i, sample in enumerate(samples):
         if sample.n_trained:
-            groups.setdefault((sample.group, sample.tokens[: _prompt(sample)].numpy().tobytes()), []).append(i)
+            groups.setdefault(
+                (sample.group, sample.tokens[: _prompt(sample)].numpy().tobytes()), []
+            ).append(i)
     prompts: list[_Segment] = []
     rest: list[_Segment] = []
     for members in groups.values():
         cut = _prompt(samples[members[0]]) if len(members) > 1 else 0
         if cut:
             prompts.append(_Segment(members[0], 0, cut, -1, prompt_only=True))
-        rest += [_Segment(i, cut, len(samples[i].tokens), len(prompts) - 1 if cut else -1) for i in members]
+        rest += [
+            _Segment(i, cut, len(samples[i].tokens), len(prompts) - 1 if cut else -1)
+            for i in members
+        ]
     return prompts + sorted(rest, key=lambda g: g.start - g.stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts over the whole optimizer batch (all micro-batches, all ranks), taken before anything is cut.
+    """Counts over the whole optimizer batch (all micro-batches, all ranks), taken before anything
+    is cut.
 
-    A loss divides by these and never by what happens to be in its micro-batch, so the gradient is the same for any
-    micro-batch size, packing order, accumulation count or number of ranks.
+    A loss divides by these and never by what happens to be in its micro-batch, so the gradient is
+    the same for any micro-batch size, packing order, accumulation count or number of ranks.
     """
 
     tokens: int  # trained tokens
@@ -145,8 +214,11 @@ class Totals:
     max_length: int  # the configured limit of response tokens (fixed_length reduction)
     episode_tokens: dict[str, int]  # trained tokens of each episode, whichever rows they are in
     samples: int = 0  # rows, trained or not: where rows are pairs, twice the number of pairs
-    chosen_tokens: int = 0  # trained tokens of every pack's even rows: where rows are pairs, those of the chosen sides
-    left_out: int = 0  # of `tokens`: those of rows that are not computed because they have no gradient; metrics are means over the others
+    # trained tokens of every pack's even rows: where rows are pairs, those of the chosen sides
+    chosen_tokens: int = 0
+    # of `tokens`: those of rows that are not computed because they have no gradient; metrics are
+    # means over the others
+    left_out: int = 0
 
     @property
     def seen(self) -> int:
@@ -155,10 +227,12 @@ class Totals:
     @classmethod
     def of(cls, batches: Iterable[Batch], max_length: int = 0) -> Totals:
         per_episode: dict[str, int] = {}
-        samples, chosen = 0, 0
+        samples = 0
+        chosen = 0
         for batch in batches:
             lengths = batch.trained_lengths().tolist()
-            samples, chosen = samples + len(lengths), chosen + sum(lengths[::2])
+            samples = samples + len(lengths)
+            chosen = chosen + sum(lengths[::2])
             for sample, n in zip(batch.samples, lengths, strict=True):
                 if n:
                     per_episode[sample.episode] = per_episode.get(sample.episode, 0) + n
@@ -166,12 +240,17 @@ class Totals:
         return cls(sum(per_episode.values()), len(per_episode), limit, per_episode, samples, chosen)
 
 
-def pack(samples: Sequence[Sample], budget: int, *, unit: int = 1, share: bool = False) -> list[Batch]:
-    """Cuts samples into packs of at most `budget` tokens. `unit` neighbours (a preference pair) are never separated.
+def pack(
+    samples: Sequence[Sample], budget: int, *, unit: int = 1, share: bool = False
+) -> list[Batch]:
+    """Cuts samples into packs of at most `budget` tokens.
 
-    Longest first, so that a pack holds rows of like length (attention over it wastes little) and the biggest pack comes
-    first (memory peaks at once or never). The order is a function of the samples alone. A row longer than the budget
-    gets a pack of its own. With `share`, units of one group stay together as far as the budget allows: see `Batch.pack`.
+    `unit` neighbours (a preference pair) are never separated.
+
+    Longest first, so that a pack holds rows of like length (attention over it wastes little) and
+    the biggest pack comes first (memory peaks at once or never). The order is a function of the
+    samples alone. A row longer than the budget gets a pack of its own. With `share`, units of one
+    group stay together as far as the budget allows: see `Batch.pack`.
     """
     if len(samples) % unit:
         raise ValueError(f"{len(samples)} samples do not divide into units of {unit}")
@@ -181,20 +260,27 @@ def pack(samples: Sequence[Sample], budget: int, *, unit: int = 1, share: bool =
         clusters.setdefault(u[0].group if share else str(i), []).append(u)
     packs: list[list[Sample]] = []
     room = 0
-    for cluster in sorted(clusters.values(), key=lambda c: -sum(len(s.tokens) for u in c for s in u)):
+    for cluster in sorted(
+        clusters.values(), key=lambda c: -sum(len(s.tokens) for u in c for s in u)
+    ):
         for i, u in enumerate(sorted(cluster, key=lambda u: -sum(len(s.tokens) for s in u))):
             size = _size(u, share, i > 0)
             if not packs or size > max(room, 0):  # what takes no room never gets a pack of its own
                 packs.append([])
-                room, size = budget, _size(u, share, False)
+                room = budget
+                size = _size(u, share, False)
             packs[-1].extend(u)
             room -= size
     return [Batch.pack(p, share=share) for p in packs]
 
 
 def _size(unit: list[Sample], share: bool, joins: bool) -> int:
-    """Tokens that a unit adds to a pack. With `share` rows without trained tokens take none, and a unit that `joins` its group
-    finds the prompt there. (Where prompts differ inside a group the pack gets a little larger than the budget, which is no harm.)"""
+    """Tokens that a unit adds to a pack.
+
+    With `share` rows without trained tokens take none, and a unit that `joins` its group finds the
+    prompt there. (Where prompts differ inside a group the pack gets a little larger than the
+    budget, which is no harm.)
+    """
     if not share:
         return sum(len(s.tokens) for s in unit)
     real = [s for s in unit if s.n_trained]
@@ -204,7 +290,9 @@ def _size(unit: list[Sample], share: bool, joins: bool) -> int:
 def unit_sizes(batch: Batch, unit: int = 1) -> list[int]:
     """Tokens of each unit of a batch if it stood alone; those that take no room are left out."""
     share = _is_shared(batch)
-    sizes = [_size(batch.samples[i : i + unit], share, False) for i in range(0, len(batch.samples), unit)]
+    sizes = [
+        _size(batch.samples[i : i + unit], share, False) for i in range(0, len(batch.samples), unit)
+    ]
     return [n for n in sizes if n]
 
 
@@ -213,18 +301,24 @@ def _is_shared(batch: Batch) -> bool:
 
 
 def cut(batch: Batch, budget: int, *, unit: int = 1) -> list[Batch]:
-    """The same samples in the same order as packs of at most `budget` tokens, each with its part of every stream. `unit` neighbours
-    stay together; a unit longer than the budget gets a pack of its own. `rejoin` is the way back."""
-    assert len(batch.samples) % unit == 0, f"{len(batch.samples)} samples do not divide into units of {unit}"
+    """The same samples in the same order as packs of at most `budget` tokens, each with its part of
+    every stream. `unit` neighbours stay together; a unit longer than the budget gets a pack of its
+    own. `rejoin` is the way back.
+    """
+    assert len(batch.samples) % unit == 0, (
+        f"{len(batch.samples)} samples do not divide into units of {unit}"
+    )
     share = _is_shared(batch)
-    edges, room = [0], budget
+    edges = [0]
+    room = budget
     for i in range(0, len(batch.samples), unit):
         members = batch.samples[i : i + unit]
         joins = share and any(s.group == members[0].group for s in batch.samples[edges[-1] : i])
         size = _size(members, share, joins)
         if i > edges[-1] and size > max(room, 0):
             edges.append(i)
-            room, size = budget, _size(members, share, False)
+            room = budget
+            size = _size(members, share, False)
         room -= size
     edges.append(len(batch.samples))
     ends = [0, *batch.trained_lengths().cumsum(0).tolist()]
@@ -238,9 +332,13 @@ def cut(batch: Batch, budget: int, *, unit: int = 1) -> list[Batch]:
 
 
 def rejoin(batch: Batch, parts: Sequence[Batch]) -> None:
-    """Gives the batch what was found out about the parts that it was `cut` into; a part that is the batch itself has it already."""
+    """Gives the batch what was found out about the parts that it was `cut` into; a part that is the
+    batch itself has it already.
+    """
     if parts[0] is batch:
         return
-    batch.streams = {name: torch.cat([part.streams[name] for part in parts]) for name in parts[0].streams}
+    batch.streams = {
+        name: torch.cat([part.streams[name] for part in parts]) for name in parts[0].streams
+    }
     found = [part.bootstrap for part in parts if part.bootstrap is not None]
     batch.bootstrap = torch.cat(found) if found else None

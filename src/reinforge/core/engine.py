@@ -14,7 +14,10 @@ from reinforge.core.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw. Filters (top_p, top_k, min_p) change the distribution and are refused in training rollouts."""
+    """How to draw.
+
+    Filters (top_p, top_k, min_p) change the distribution and are refused in training rollouts.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 = greedy
@@ -33,7 +36,8 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class Completion:
     tokens: list[int]  # sampled ids, the stop token included
-    logprobs: list[float]  # of each sampled token: post-temperature, full vocabulary (greedy: temperature 1)
+    # of each sampled token: post-temperature, full vocabulary (greedy: temperature 1)
+    logprobs: list[float]
     versions: list[int]  # the weights that sampled each token
     stop: Stop
 
@@ -51,9 +55,14 @@ class Capabilities:
 class Engine(Protocol):
     capabilities: Capabilities
 
-    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
-        """`n` completions of one prompt (one prefill). Sample i is drawn from the random stream (key, i): the same key
-        gives the same draws whatever else runs. Cancelling the task frees what it held."""
+    async def generate(
+        self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
+    ) -> list[Completion]:
+        """`n` completions of one prompt (one prefill).
+
+        Sample i is drawn from the random stream (key, i): the same key gives the same draws
+        whatever else runs. Cancelling the task frees what it held.
+        """
         ...
 
     async def score(self, tokens: Sequence[int]) -> Tensor:
@@ -71,7 +80,9 @@ class Engine(Protocol):
     async def wake(self) -> None: ...
 
     def state(self) -> dict[str, int]:
-        """What its scheduling depends on beside the requests (the size of the KV pool): a resumed run must have the same."""
+        """What its scheduling depends on beside the requests (the size of the KV pool): a resumed
+        run must have the same.
+        """
         ...
 
     def load(self, state: dict[str, int]) -> None: ...

@@ -1,4 +1,7 @@
-"""What an environment is, and what a rollout is. Environments, agents and foreign libraries all become a `Rollout`."""
+"""What an environment is, and what a rollout is.
+
+Environments, agents and foreign libraries all become a `Rollout`.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class Observation:
     messages: list[Message]  # new messages only: what was said before is never tokenised again
-    tools: list[dict[str, Any]] | None = None  # JSON schemas for the chat template; those of the first observation count
-    tokens: list[int] | None = None  # instead of messages, from environments that speak tokens: the whole context
+    # JSON schemas for the chat template; those of the first observation count
+    tools: list[dict[str, Any]] | None = None
+    # instead of messages, from environments that speak tokens: the whole context
+    tokens: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,8 @@ class Action:
     last: bool = False  # whatever the environment says, there will be no further turn
     stop: Stop = Stop.EOS  # LENGTH: the turn was cut
     seed: int = 0  # for chance in the environment: a function of (run seed, purpose, sample, turn)
-    deadline: float | None = None  # on the monotonic clock: by then the step must be done, or the episode has failed
+    # on the monotonic clock: by then the step must be done, or the episode has failed
+    deadline: float | None = None
     thinking: str = ""  # where the model has a channel for it; elsewhere it is part of the text
 
 
@@ -59,11 +65,15 @@ class Step:
 
 
 class Env(Protocol):
-    """One episode. A plain `def` is run in a thread, an `async def` in the event loop, which it must not block.
+    """One episode.
 
-    `seed` is the same for all episodes of a prompt: what it decides (the task) is shared by the group. An environment with
-    `pure = True` is a function of the row, the seed and the actions; what any other answers is journalled, so that a step that is
-    done again does not ask again. To say that an episode cannot be scored, raise."""
+    A plain `def` is run in a thread, an `async def` in the event loop, which it must not block.
+
+    `seed` is the same for all episodes of a prompt: what it decides (the task) is shared by the
+    group. An environment with `pure = True` is a function of the row, the seed and the actions;
+    what any other answers is journalled, so that a step that is done again does not ask again. To
+    say that an episode cannot be scored, raise.
+    """
 
     async def reset(self, row: Row, seed: int) -> Observation: ...
 
@@ -73,4 +83,5 @@ class Env(Protocol):
 
 
 MakeEnv = Callable[[Row], Env]  # a fresh environment for one episode of this row
-Rollout = Callable[[Row, str], Awaitable["Group"]]  # (row, group id) -> the group of samples it became
+# (row, group id) -> the group of samples it became
+Rollout = Callable[[Row, str], Awaitable["Group"]]

@@ -1,30 +1,48 @@
-"""Errors that a user can act on. Each is one paragraph: what is wrong, where, and what to do about it."""
+"""Errors that a user can act on.
+
+Each is one paragraph: what is wrong, where, and what to do about it.
+"""
 
 from __future__ import annotations
 
-EXIT_OK, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_TERMINATED = 0, 2, 3, 143
+EXIT_OK = 0
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 3
+EXIT_TERMINATED = 143
 ENDS = (".", "!", "?", ":", ";", "…")
 
 
 class ReinforgeError(Exception):
-    """Base of every error that is shown without a traceback; `exit_code` is what the command returns."""
+    """Base of every error that is shown without a traceback; `exit_code` is what the command
+    returns.
+    """
 
     exit_code = 1
 
 
 class InputError(ReinforgeError):
-    """The user's config, data, model or flags are wrong. `where` names the file, key or row; `fix` says what to do."""
+    """The user's config, data, model or flags are wrong.
+
+    `where` names the file, key or row; `fix` says what to do.
+    """
 
     exit_code = EXIT_BAD_INPUT
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
-        self.what, self.where, self.fix = what, where, fix
-        said = f"{what.rstrip()}." if fix and not what.rstrip().endswith(ENDS) else what  # so that two sentences never run together
-        super().__init__(" ".join(part for part in (f"{where}:" if where else "", said, fix or "") if part))
+        self.what = what
+        self.where = where
+        self.fix = fix
+        # so that two sentences never run together
+        said = f"{what.rstrip()}." if fix and not what.rstrip().endswith(ENDS) else what
+        super().__init__(
+            " ".join(part for part in (f"{where}:" if where else "", said, fix or "") if part)
+        )
 
 
 class StoppedByPolicy(ReinforgeError):
-    """The run ended itself: three bad steps in a row, mismatch beyond the limit, all workers dead."""
+    """The run ended itself: three bad steps in a row, mismatch beyond the limit, all
+    workers dead.
+    """
 
     exit_code = EXIT_STOPPED
 

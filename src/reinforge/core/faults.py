@@ -1,7 +1,9 @@
-"""What goes wrong beside training and does not stop it: scores that are missing, episodes that failed, programs that ran uncontained.
+"""What goes wrong beside training and does not stop it: scores that are missing, episodes that
+failed, programs that ran uncontained.
 
-Each kind is counted where it happens (`Group.faults`), becomes a metric of the step (`faults/KIND`), and one line of kind `fault` in
-events.jsonl with the reason of the first. The report shows them in a table.
+Each kind is counted where it happens (`Group.faults`), becomes a metric of the step
+(`faults/KIND`), and one line of kind `fault` in events.jsonl with the reason of the first. The
+report shows them in a table.
 """
 
 from __future__ import annotations
@@ -19,14 +21,21 @@ class Fault(StrEnum):
     REWARD_CRASH = "reward_crash"  # ... because its process died, or met its limit of memory
     REWARD_ERROR = "reward_error"  # ... because it raised, where the config tolerates that
     SANDBOX_FAILURE = "sandbox_failure"  # programs that the sandbox could not run
-    UNCONTAINED = "uncontained"  # programs that ran without containment, because allow_unsafe said so
+    # programs that ran without containment, because allow_unsafe said so
+    UNCONTAINED = "uncontained"
     EPISODE_TIMEOUT = "episode_timeout"  # episodes whose environment or agent was late
     EPISODE_ERROR = "episode_error"  # ... raised, crashed, or was not there
     EPISODE_FULL = "episode_full"  # ... had no room left for an answer
-    TEMPLATE_FORKED = "template_forked"  # rows that were begun again because the chat template rewrote history
+    # rows that were begun again because the chat template rewrote history
+    TEMPLATE_FORKED = "template_forked"
 
 
-EPISODE = {"timeout": Fault.EPISODE_TIMEOUT, "error": Fault.EPISODE_ERROR, "length": Fault.EPISODE_FULL, "sandbox": Fault.SANDBOX_FAILURE}
+EPISODE = {
+    "timeout": Fault.EPISODE_TIMEOUT,
+    "error": Fault.EPISODE_ERROR,
+    "length": Fault.EPISODE_FULL,
+    "sandbox": Fault.SANDBOX_FAILURE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +73,22 @@ def fault_metrics(groups: Iterable[Faulty], prefix: str = "") -> dict[str, float
     return {f"{prefix}{PREFIX}{kind}": counts[kind] for kind in sorted(counts) if counts[kind]}
 
 
-def fault_events(metrics: Mapping[str, float], step: int, groups: Iterable[Faulty] = (), prefix: str = "") -> list[FaultEvent]:
+def fault_events(
+    metrics: Mapping[str, float], step: int, groups: Iterable[Faulty] = (), prefix: str = ""
+) -> list[FaultEvent]:
     """The events that these metrics tell of, with what the groups say about the reasons."""
     why: dict[str, str] = {}
     for group in groups:
         why = {**group.why, **why}
     start = prefix + PREFIX
     return [
-        FaultEvent(kind := name.removeprefix(start), step, int(count), why.get(kind, ""), "evaluation" if prefix else "training")
+        FaultEvent(
+            kind := name.removeprefix(start),
+            step,
+            int(count),
+            why.get(kind, ""),
+            "evaluation" if prefix else "training",
+        )
         for name, count in metrics.items()
         if name.startswith(start)
     ]

@@ -10,8 +10,10 @@ _asking = Lock()
 
 
 def readable_as_usual(*paths: str | Path) -> None:
-    """Gives each file the mode that `open` would have given it. safetensors makes files that only their owner can read,
-    whatever the umask says: a colleague, or a server under another user, could not load an exported model."""
+    """Gives each file the mode that `open` would have given it. safetensors makes files that only
+    their owner can read, whatever the umask says: a colleague, or a server under another user,
+    could not load an exported model.
+    """
     for path in paths:
         os.chmod(path, 0o666 & ~umask())
 

@@ -1,4 +1,6 @@
-"""Messages over a stream socket between two of our own processes: a length of four bytes, then the body."""
+"""Messages over a stream socket between two of our own processes: a length of four bytes, then the
+body.
+"""
 
 from __future__ import annotations
 

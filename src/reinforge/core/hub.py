@@ -1,8 +1,8 @@
 """Whether the model hub can be reached, asked once with a short timeout, so that being offline is a
 message and not a hang.
 
-The hub's own libraries try for a minute before they give up, aloud. Whoever is about to ask them for
-a name asks here first. Only a definite answer counts as offline: the name is unknown, or every
+The hub's own libraries try for a minute before they give up, aloud. Whoever is about to ask them
+for a name asks here first. Only a definite answer counts as offline: the name is unknown, or every
 address refuses or has no route. A hub that is merely slow to answer is left to its libraries.
 """
 
@@ -15,17 +15,23 @@ import threading
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]  # not in the stubs
+
+# not in the stubs
+from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 ADDRESS_SECONDS = 2.0  # for one address of the hub: IPv6 may lead nowhere where IPv4 works
 PROBE_SECONDS = 6.0  # for the name and all its addresses
 FLAGS = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-READ_ON_IMPORT = ("huggingface_hub.constants", "datasets.config")  # modules that copy the first flag when they are imported
+# modules that copy the first flag when they are imported
+READ_ON_IMPORT = ("huggingface_hub.constants", "datasets.config")
 _switched: list[str] = []  # why this process uses caches only, if it was decided here
 
 
 def unavailable(name: str) -> str | None:
-    """Why a model's name cannot be resolved; None where it is cached here or the hub answers. Call it for what is no path."""
+    """Why a model's name cannot be resolved; None where it is cached here or the hub answers.
+
+    Call it for what is no path.
+    """
     why = offline()
     if why is None or cached(name):
         return None
@@ -33,8 +39,10 @@ def unavailable(name: str) -> str | None:
 
 
 def offline() -> str | None:
-    """Why the hub cannot be asked, or None. Where it certainly cannot, its libraries use their caches
-    from now on."""
+    """Why the hub cannot be asked, or None.
+
+    Where it certainly cannot, its libraries use their caches from now on.
+    """
     if _switched:
         return _switched[0]
     if os.environ.get(FLAGS[0], "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -54,7 +62,9 @@ def cached(name: str) -> bool:
     """Whether the cache has some version of this model. Which files of it, only loading tells."""
     from huggingface_hub import constants
 
-    return any(Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots").glob("*"))
+    return any(
+        Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots").glob("*")
+    )
 
 
 def _address(endpoint: str) -> tuple[str, int]:
@@ -62,7 +72,9 @@ def _address(endpoint: str) -> tuple[str, int]:
     name the hub."""
     hub = urlsplit(endpoint)
     proxy = _setting(f"{hub.scheme}_proxy") or _setting("all_proxy")
-    if proxy and not proxy_bypass_environment(hub.netloc.rpartition("@")[2], {"no": _setting("no_proxy")}):
+    if proxy and not proxy_bypass_environment(
+        hub.netloc.rpartition("@")[2], {"no": _setting("no_proxy")}
+    ):
         hub = urlsplit(proxy if "//" in proxy else f"//{proxy}")
     return hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)
 
@@ -73,7 +85,8 @@ def _setting(name: str) -> str:
 
 @cache
 def refused(address: tuple[str, int]) -> bool:
-    """Whether it is certain that no TCP connection can be opened; not if nobody has answered in time.
+    """Whether it is certain that no TCP connection can be opened; not if nobody has answered in
+    time.
 
     In a thread, because a name lookup has no timeout of its own.
     """

@@ -1,4 +1,6 @@
-"""From samples to packs that a loss can be computed on: annotated, and with the constants of the whole optimizer batch in place."""
+"""From samples to packs that a loss can be computed on: annotated, and with the constants of the
+whole optimizer batch in place.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,17 @@ from reinforge.core.sample import Sample
 
 
 def prepared(backend: Backend, loss: Loss, samples: Sequence[Sample]) -> list[Batch]:
-    """Packs with every stream that the loss reads. What the samples bring along (a reference computed beforehand) is not computed again."""
+    """Packs with every stream that the loss reads.
+
+    What the samples bring along (a reference computed beforehand) is not computed again.
+    """
     batches = pack(samples, backend.budget, unit=loss.unit, share=backend.share)
     backend.annotate(batches, loss.needs - batches[0].streams.keys() if batches else loss.needs)
     if isinstance(loss, Prepares) and batches:
         others = pack(loss.companions(samples), backend.budget, share=backend.share)
-        backend.annotate(others, frozenset({"old", "reference"}) - (others[0].streams.keys() if others else set()))
+        backend.annotate(
+            others,
+            frozenset({"old", "reference"}) - (others[0].streams.keys() if others else set()),
+        )
         loss.prepare(batches, others)
     return batches

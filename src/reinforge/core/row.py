@@ -1,4 +1,7 @@
-"""What goes into an episode, and how one ends. No torch here: environments that run in another interpreter import this."""
+"""What goes into an episode, and how one ends.
+
+No torch here: environments that run in another interpreter import this.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ class Row:
 
     id: str
     prompt: str | list[dict[str, Any]]  # text, or chat messages
-    columns: Mapping[str, Any] = field(default_factory=dict)  # everything else: answer, tools, metadata
-    place: str = field(default="", compare=False, repr=False)  # where it was read, e.g. rows.jsonl:3
+    # everything else: answer, tools, metadata
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    # where it was read, e.g. rows.jsonl:3
+    place: str = field(default="", compare=False, repr=False)
 
     @property
     def where(self) -> str:

@@ -1,7 +1,8 @@
 """The record that everything else passes around.
 
-A `Sample` is one training row: flat tokens with aligned streams. There is no prompt/completion split; a multi-turn
-episode is only more tokens. Position t of every stream speaks about token t: `logprobs[t]` is log p(tokens[t] | tokens[:t]).
+A `Sample` is one training row: flat tokens with aligned streams. There is no prompt/completion
+split; a multi-turn episode is only more tokens. Position t of every stream speaks about token t:
+`logprobs[t]` is log p(tokens[t] | tokens[:t]).
 """
 
 from __future__ import annotations
@@ -31,26 +32,38 @@ class Sample:
 
     uid: str  # stable across resume
     group: str  # samples of one prompt share it; statistics never cross it, whatever the order
-    episode: str  # rows forked from one episode share it and count once in group statistics and sequence means
+    # rows forked from one episode share it and count once in group statistics and sequence means
+    episode: str
     tokens: Tensor  # [T] int64: exactly the ids the engine saw and sampled, never re-tokenised text
-    trained: Tensor  # [T] bool: sampled by the policy (not prompt, not tool output); never True at position 0
-    logprobs: Tensor  # [T] float32: behaviour log-probs, post-temperature, full vocabulary; 0 where not trained
+    # [T] bool: sampled by the policy (not prompt, not tool output); never True at position 0
+    trained: Tensor
+    # [T] float32: behaviour log-probs, post-temperature, full vocabulary; 0 where not trained
+    logprobs: Tensor
     versions: Tensor  # [T] int32: which weights sampled this token; -1 where not sampled
-    rewards: dict[str, float | None] = field(default_factory=dict)  # by component; None = could not be scored
-    reward: float | None = None  # the weighted total; None = unscored: left out of statistics and of training
+    # by component; None = could not be scored
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    # the weighted total; None = unscored: left out of statistics and of training
+    reward: float | None = None
     token_rewards: Tensor | None = None  # [T] float32: per turn, per step, distillation
-    baseline: float | None = None  # reward of the greedy rollout of the same prompt, for remax; None = there is none
+    # reward of the greedy rollout of the same prompt, for remax; None = there is none
+    baseline: float | None = None
     stop: Stop = Stop.EOS
-    streams: dict[str, Tensor] = field(default_factory=dict)  # [T] each: old, reference, teacher, values, advantages
+    # [T] each: old, reference, teacher, values, advantages
+    streams: dict[str, Tensor] = field(default_factory=dict)
     extras: dict[str, Tensor] = field(default_factory=dict)  # images, expert routing: untouched
 
     def __post_init__(self) -> None:
         length = self.tokens.shape[0]
         for name in ("trained", "logprobs", "versions"):
             if getattr(self, name).shape != (length,):
-                raise ValueError(f"sample {self.uid}: {name} has shape {tuple(getattr(self, name).shape)}, not ({length},)")
+                raise ValueError(
+                    f"sample {self.uid}: {name} has shape {tuple(getattr(self, name).shape)}, not"
+                    f" ({length},)"
+                )
         if length and bool(self.trained[0]):
-            raise ValueError(f"sample {self.uid}: the first token has no context and cannot be trained")
+            raise ValueError(
+                f"sample {self.uid}: the first token has no context and cannot be trained"
+            )
 
     def with_(self, **changes: Any) -> Sample:
         return replace(self, **changes)
@@ -60,14 +73,32 @@ class Sample:
         return int(np.count_nonzero(self.trained.numpy()))  # in a tenth of the time of a torch call
 
     @classmethod
-    def from_tokens(cls, uid: str, tokens: list[int], trained: list[bool], *, group: str | None = None, **kw: Any) -> Sample:
-        """A row that no engine sampled (SFT, preference data): behaviour log-probs are 0 and versions -1."""
+    def from_tokens(
+        cls,
+        uid: str,
+        tokens: list[int],
+        trained: list[bool],
+        *,
+        group: str | None = None,
+        **kw: Any,
+    ) -> Sample:
+        """A row that no engine sampled (SFT, preference data): behaviour log-probs are 0 and
+        versions -1.
+        """
         n = len(tokens)
         mask = torch.tensor(trained, dtype=torch.bool)
         if n:
             mask[0] = False
-        return cls(uid=uid, group=group or uid, episode=uid, tokens=ints(tokens), trained=mask,
-                   logprobs=torch.zeros(n), versions=torch.full((n,), -1, dtype=torch.int32), **kw)  # fmt: skip
+        return cls(
+            uid=uid,
+            group=group or uid,
+            episode=uid,
+            tokens=ints(tokens),
+            trained=mask,
+            logprobs=torch.zeros(n),
+            versions=torch.full((n,), -1, dtype=torch.int32),
+            **kw,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +109,16 @@ class Group:
     samples: list[Sample]
     texts: list[str] = field(default_factory=list)  # one completion text per sample
     extra_tokens: int = 0  # sampled beside the samples and never trained (a greedy baseline)
-    faults: Mapping[str, int] = field(default_factory=dict)  # what went wrong, by kind: core/faults.py
-    metrics: Mapping[str, float] = field(default_factory=dict)  # means over its episodes of what an environment reports
-    given: Sample | None = None  # the data's own answer, where the algorithm trains on it too (self-play)
-    transcripts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)  # whole conversations by episode, for people
-    why: Mapping[str, str] = field(default_factory=dict)  # of the faults: what was said about the first of a kind
+    # what went wrong, by kind: core/faults.py
+    faults: Mapping[str, int] = field(default_factory=dict)
+    # means over its episodes of what an environment reports
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    # the data's own answer, where the algorithm trains on it too (self-play)
+    given: Sample | None = None
+    # whole conversations by episode, for people
+    transcripts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # of the faults: what was said about the first of a kind
+    why: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def episodes(self) -> list[Sample]:

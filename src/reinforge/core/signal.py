@@ -1,5 +1,9 @@
-"""Rows that can teach. A row whose advantages are all 0 has no gradient under most policy losses, so it need not be computed:
-in a group that is solved or hopeless that is every row, and of such groups there are often more than of the others."""
+"""Rows that can teach.
+
+A row whose advantages are all 0 has no gradient under most policy losses, so it need not be
+computed: in a group that is solved or hopeless that is every row, and of such groups there are
+often more than of the others.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,10 @@ from reinforge.core.batch import Batch, pack
 
 def active_samples(batches: Sequence[Batch]) -> list[torch.Tensor]:
     """For each batch, which of its samples have an advantage other than 0."""
-    return [torch.zeros(len(b.samples)).index_add_(0, b.sequence, b.streams["advantages"].abs()) > 0 for b in batches]
+    return [
+        torch.zeros(len(b.samples)).index_add_(0, b.sequence, b.streams["advantages"].abs()) > 0
+        for b in batches
+    ]
 
 
 def signal_share(batches: Sequence[Batch]) -> float | None:
@@ -24,9 +31,12 @@ def signal_share(batches: Sequence[Batch]) -> float | None:
 
 
 def with_signal(batches: Sequence[Batch], budget: int, *, share: bool) -> list[Batch]:
-    """The samples with an advantage other than 0, packed anew with their streams. Totals are counted before, on all samples.
+    """The samples with an advantage other than 0, packed anew with their streams.
 
-    Where no sample has one the first batch is kept: its gradient is 0, and entropy and KL are what one wants to see of such a step.
+    Totals are counted before, on all samples.
+
+    Where no sample has one the first batch is kept: its gradient is 0, and entropy and KL are what
+    one wants to see of such a step.
     """
     active = active_samples(batches)
     if all(bool(a.all()) for a in active):
@@ -40,7 +50,9 @@ def with_signal(batches: Sequence[Batch], budget: int, *, share: bool) -> list[B
         for i, sample in enumerate(batch.samples):
             if wanted[i]:
                 kept.append(sample)
-                streams[id(sample)] = {name: stream[ends[i] : ends[i + 1]] for name, stream in batch.streams.items()}
+                streams[id(sample)] = {
+                    name: stream[ends[i] : ends[i + 1]] for name, stream in batch.streams.items()
+                }
     packs = pack(kept, budget, share=share)
     for batch in packs:
         parts = [streams[id(sample)] for sample in batch.samples]

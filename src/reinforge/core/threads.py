@@ -9,8 +9,11 @@ from typing import Any
 
 
 async def in_thread(function: Callable[..., Any], *given: Any) -> Any:
-    """The function in a daemon thread of its own. Whoever stops waiting leaves it behind: a thread cannot be killed, and one that
-    hangs must keep neither a pool nor the end of the process waiting."""
+    """The function in a daemon thread of its own.
+
+    Whoever stops waiting leaves it behind: a thread cannot be killed, and one that hangs must keep
+    neither a pool nor the end of the process waiting.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -22,11 +25,16 @@ async def in_thread(function: Callable[..., Any], *given: Any) -> Any:
                 future.set_exception(error)
 
     def work() -> None:
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = function(*given)
         except BaseException as raised:  # StopIteration cannot pass through a future
-            error = raised if isinstance(raised, Exception) and not isinstance(raised, StopIteration) else RuntimeError(repr(raised))
+            error = (
+                raised
+                if isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                else RuntimeError(repr(raised))
+            )
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 

@@ -1,4 +1,7 @@
-"""How a trainer hands weights to an engine. `shared` means that both run the same module and nothing is copied."""
+"""How a trainer hands weights to an engine.
+
+`shared` means that both run the same module and nothing is copied.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 class Weights:
     kind: Literal["shared", "full", "adapter"]
     module: nn.Module | None = None  # shared: the very module that trains
-    buckets: Callable[[], Iterator[tuple[str, Tensor]]] | None = None  # otherwise (HF name, tensor) pairs
+    # otherwise (HF name, tensor) pairs
+    buckets: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
     fingerprint: str = ""  # of the values, so that a receiver can prove what it got
-    probe: Callable[[Sequence[int]], Tensor] | None = None  # the trainer's own log-probs of some tokens: a receiver must find the same
+    # the trainer's own log-probs of some tokens: a receiver must find the same
+    probe: Callable[[Sequence[int]], Tensor] | None = None

@@ -1,7 +1,10 @@
-"""Our own task: chains of sums. Problem i is a function of (seed, i), needs no download, and cannot leak into evaluation.
+"""Our own task: chains of sums.
 
-A problem text belongs to exactly one split, decided by a hash of the text itself: about one text in ten is an evaluation
-text, whatever the seed, the size or the other options. So `split: train` and `split: eval` are disjoint by construction.
+Problem i is a function of (seed, i), needs no download, and cannot leak into evaluation.
+
+A problem text belongs to exactly one split, decided by a hash of the text itself: about one text in
+ten is an evaluation text, whatever the seed, the size or the other options. So `split: train` and
+`split: eval` are disjoint by construction.
 """
 
 from __future__ import annotations
@@ -24,26 +27,45 @@ Terms = Annotated[int, Field(ge=2, le=1000)]
 class ChainOptions(Section):
     """Options of `arithmetic:chain`."""
 
-    terms: Terms | tuple[Terms, Terms] = Field((2, 4), description="Numbers per problem: one count, or (min, max).")
-    digits: Annotated[int, Field(ge=1, le=18)] | None = Field(None, description="Numbers of up to this many digits. Or give max_value.")
+    terms: Terms | tuple[Terms, Terms] = Field(
+        (2, 4), description="Numbers per problem: one count, or (min, max)."
+    )
+    digits: Annotated[int, Field(ge=1, le=18)] | None = Field(
+        None, description="Numbers of up to this many digits. Or give max_value."
+    )
     max_value: Count = Field(99, description="The largest number in a problem.")
-    operators: Annotated[str, Field(min_length=1, pattern=r"^[-+*]+$")] = Field("+-", description="Any of + - *; drawn uniformly.")
+    operators: Annotated[str, Field(min_length=1, pattern=r"^[-+*]+$")] = Field(
+        "+-", description="Any of + - *; drawn uniformly."
+    )
     size: Count = Field(1000, description="Problems.")
     seed: int = 0
-    split: Literal["train", "eval", "all"] = Field("train", description="Which problem texts: about 90%, the other 10%, or both.")
+    split: Literal["train", "eval", "all"] = Field(
+        "train", description="Which problem texts: about 90%, the other 10%, or both."
+    )
     sloppy: Fraction = Field(
-        0.0, description="The share of completions that forget the last number: demonstrations with mistakes. The answer is always right."
+        0.0,
+        description=(
+            "The share of completions that forget the last number: demonstrations with mistakes."
+            " The answer is always right."
+        ),
     )
     scratch: bool | Fraction = Field(
         False,
-        description="The completion shows each intermediate result before the answer: always, never, or for this share of the problems.",
+        description=(
+            "The completion shows each intermediate result before the answer: always, never, or for"
+            " this share of the problems."
+        ),
     )
     compare: bool = Field(
         False,
-        description="Also the columns chosen (the right completion), rejected (one that forgets the last number), label (whether the completion "
-        "is right) and score (1 or 0).",
+        description=(
+            "Also the columns chosen (the right completion), rejected (one that forgets the last"
+            " number), label (whether the completion is right) and score (1 or 0)."
+        ),
     )
-    marker: str = Field("#### ", description="What comes before the answer in a scratch completion.")
+    marker: str = Field(
+        "#### ", description="What comes before the answer in a scratch completion."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -82,10 +104,14 @@ def solve(numbers: list[int], operators: list[str]) -> tuple[int, list[str]]:
     >>> solve([12, 7, 3], ["+", "-"])
     (16, ['12+7=19', '19-3=16'])
     """
-    values, ops, steps = list(numbers), list(operators), []
+    values = list(numbers)
+    ops = list(operators)
+    steps = []
     while ops:
         i = ops.index("*") if "*" in ops else 0
-        a, op, b = values[i], ops.pop(i), values.pop(i + 1)
+        a = values[i]
+        op = ops.pop(i)
+        b = values.pop(i + 1)
         values[i] = a * b if op == "*" else a + b if op == "+" else a - b
         steps.append(f"{a}{op}{b}={values[i]}")
     return values[0], steps
@@ -97,44 +123,79 @@ def problem(options: ChainOptions, index: int) -> dict[str, Any]:
         rng = random.Random(seed_of(options.seed, "arithmetic:chain", index, attempt))
         numbers = [rng.randint(0, options.largest) for _ in range(rng.randint(*options.span))]
         operators = [rng.choice(options.operators) for _ in numbers[1:]]
-        text = str(numbers[0]) + "".join(op + str(n) for op, n in zip(operators, numbers[1:], strict=True)) + "="
+        text = (
+            str(numbers[0])
+            + "".join(op + str(n) for op, n in zip(operators, numbers[1:], strict=True))
+            + "="
+        )
         if options.split in ("all", split_of(text)):
             answer, steps = solve(numbers, operators)
             if seed_of(options.seed, "arithmetic:sloppy", index) % 1000 < 1000 * options.sloppy:
                 steps = solve(numbers[:-1], operators[:-1])[1]
-            shown = seed_of(options.seed, "arithmetic:scratch", index) % 1000 < 1000 * options.scratch
-            row = {"prompt": text, "answer": str(answer), "completion": _written(steps, numbers[0], options, shown)}
-            return {**row, **_compared(numbers, operators, options, shown, row["completion"])} if options.compare else row
-    raise InputError(f"so few problems exist that none is in split {options.split}", where="arithmetic:chain",
-                     fix="Use more terms or larger numbers, or split: all.")  # fmt: skip
+            shown = (
+                seed_of(options.seed, "arithmetic:scratch", index) % 1000 < 1000 * options.scratch
+            )
+            row = {
+                "prompt": text,
+                "answer": str(answer),
+                "completion": _written(steps, numbers[0], options, shown),
+            }
+            return (
+                {**row, **_compared(numbers, operators, options, shown, row["completion"])}
+                if options.compare
+                else row
+            )
+    raise InputError(
+        f"so few problems exist that none is in split {options.split}",
+        where="arithmetic:chain",
+        fix="Use more terms or larger numbers, or split: all.",
+    )
 
 
-def _compared(numbers: list[int], operators: list[str], options: ChainOptions, shown: bool, completion: str) -> dict[str, Any]:
-    """A right completion beside a wrong one; where forgetting the last number does no harm, the wrong one is off by one."""
+def _compared(
+    numbers: list[int], operators: list[str], options: ChainOptions, shown: bool, completion: str
+) -> dict[str, Any]:
+    """A right completion beside a wrong one; where forgetting the last number does no harm, the
+    wrong one is off by one.
+    """
     answer, steps = solve(numbers, operators)
     right = _written(steps, numbers[0], options, shown)
     wrong = _written(solve(numbers[:-1], operators[:-1])[1], numbers[0], options, shown)
     if wrong.rpartition(options.marker)[2] == str(answer):
         wrong = str(answer + 1)
-    return {"chosen": right, "rejected": wrong, "label": completion == right, "score": float(completion == right)}
+    return {
+        "chosen": right,
+        "rejected": wrong,
+        "label": completion == right,
+        "score": float(completion == right),
+    }
 
 
 def _written(steps: list[str], first: int, options: ChainOptions, shown: bool) -> str:
-    """What a demonstration writes: the last result alone, or all of them. Without a step (a sloppy sum of two) it is the first number."""
+    """What a demonstration writes: the last result alone, or all of them.
+
+    Without a step (a sloppy sum of two) it is the first number.
+    """
     results = [step.rpartition("=")[2] for step in steps] or [str(first)]
     return ",".join(steps) + f"\n{options.marker}{results[-1]}" if shown else results[-1]
 
 
 def parse(kind: str, options: dict[str, Any]) -> ChainOptions:
     if kind != "chain":
-        raise InputError(f"there is no arithmetic task {kind!r}", where=f"arithmetic:{kind}", fix="Did you mean arithmetic:chain?")
+        raise InputError(
+            f"there is no arithmetic task {kind!r}",
+            where=f"arithmetic:{kind}",
+            fix="Did you mean arithmetic:chain?",
+        )
     try:
         return ChainOptions.model_validate(options)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(["options", *(str(part) for part in first["loc"][:1])])
         known = ", ".join(ChainOptions.model_fields)
-        raise InputError(first["msg"], where=f"arithmetic:{kind} {key}", fix=f"Its options are: {known}.") from None
+        raise InputError(
+            first["msg"], where=f"arithmetic:{kind} {key}", fix=f"Its options are: {known}."
+        ) from None
 
 
 def generate(kind: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -3,8 +3,9 @@ from anybody.
 
 Jinja's sandbox keeps a template from reaching what it should not. It does not keep it from running
 on (`range` in `range` in `range`), or from making three gigabytes of one word
-(`"x".ljust(3 * 10 ** 9)`). The environment here is that of transformers, with the same filters, extensions and settings,
-so that an honest template renders to the same bytes; and a template pays for what it does:
+(`"x".ljust(3 * 10 ** 9)`). The environment here is that of transformers, with the same filters,
+extensions and settings, so that an honest template renders to the same bytes; and a template pays
+for what it does:
 
 steps     turns of loops, calls of macros and methods, filters, comparisons
 created   characters and items of everything it makes, whether it keeps it or not
@@ -37,16 +38,22 @@ from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
 LONGEST_SOURCE = 1_000_000  # characters of a template
-STEPS, CREATED, SIZE = 1_000_000, 50_000_000, 1_000_000  # of a render with an empty conversation
+# of a render with an empty conversation
+STEPS = 1_000_000
+CREATED = 50_000_000
+SIZE = 1_000_000
 SECONDS = 20.0  # of processor time
 DEPTH = 200  # of lists in lists
 BITS = 10_000  # of a whole number
-NUMBER, WORDS = 10_000, 10_000  # largest number, and longest text, that a filter takes for an option
+# largest number, and longest text, that a filter takes for an option
+NUMBER = 10_000
+WORDS = 10_000
 BUILDING = 20_000  # characters of a text that a filter with its own loops takes
 
 TEXTS = (str, bytes)
 CONTAINERS = (list, tuple, dict, set, frozenset)
-ORDERS = ("eq", "ne", "lt", "lteq", "gt", "gteq")  # comparisons that read no further than the shorter side
+# comparisons that read no further than the shorter side
+ORDERS = ("eq", "ne", "lt", "lteq", "gt", "gteq")
 
 
 class TooMuch(TemplateError):
@@ -61,7 +68,8 @@ class Budget:
     created: int = CREATED
     size: int = SIZE
     until: float = 0.0  # thread time; 0: from the first look at the clock on
-    known: dict[int, int] = field(default_factory=dict)  # weights of what the caller gave, by identity
+    # weights of what the caller gave, by identity
+    known: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any) -> Budget:
@@ -69,7 +77,9 @@ class Budget:
         known: dict[int, int] = {}
         weight = _remember(given, known, 0)
         turns = len(known)  # a template may build its text in a variable, turn by turn
-        return cls(STEPS + 100 * weight, CREATED + (100 + turns) * weight, SIZE + 16 * weight, known=known)
+        return cls(
+            STEPS + 100 * weight, CREATED + (100 + turns) * weight, SIZE + 16 * weight, known=known
+        )
 
     def step(self, count: int = 1) -> None:
         """`count` of them; reading 64 characters, or one item of a list, is one."""
@@ -109,7 +119,8 @@ class Budget:
             return weight
         if not isinstance(value, (*CONTAINERS, Namespace)):
             return 8
-        total, depth = 0, 0
+        total = 0
+        depth = 0
         open_values: list[Iterator[Any]] = [iter((value,))]
         while open_values:
             item = next(open_values[-1], None)
@@ -199,7 +210,9 @@ def _reading(value: Any) -> int:
     """The steps that reading a value takes."""
     if isinstance(value, str | bytes):
         return 1 + (len(value) >> 6)
-    return 1 + (len(value) if isinstance(value, list | tuple | dict | set | frozenset | range) else 0)
+    return 1 + (
+        len(value) if isinstance(value, list | tuple | dict | set | frozenset | range) else 0
+    )
 
 
 def _check_format(template: Any, values: Any = ()) -> None:
@@ -213,7 +226,9 @@ def _check_format(template: Any, values: Any = ()) -> None:
 
 def _check_replaced(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> None:
     text, old, new = (v if isinstance(v, str | bytes) else str(v) for v in (text, old, new))
-    budget().fits(len(text) + (text.count(old) if type(text) is type(old) else len(text)) * len(new))
+    budget().fits(
+        len(text) + (text.count(old) if type(text) is type(old) else len(text)) * len(new)
+    )
 
 
 def _check_joined(separator: Any, items: Any) -> None:
@@ -226,7 +241,9 @@ def _check_width(_: Any, width: Any = 0, *__: Any, **___: Any) -> None:
 
 
 def _check_tabs(text: Any, tabsize: Any = 8, **__: Any) -> None:
-    budget().fits(len(text) + text.count("\t" if isinstance(text, str) else b"\t") * _number(tabsize))
+    budget().fits(
+        len(text) + text.count("\t" if isinstance(text, str) else b"\t") * _number(tabsize)
+    )
 
 
 def _check_translated(text: Any, table: Any = None, *_: Any) -> None:
@@ -253,7 +270,10 @@ METHODS: dict[str, Callable[..., None]] = {  # of texts and numbers
 
 def _check_indent(text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
     text = str(text)
-    budget().fits(len(text) + (text.count("\n") + 1) * (len(width) if isinstance(width, str) else _number(width)))
+    budget().fits(
+        len(text)
+        + (text.count("\n") + 1) * (len(width) if isinstance(width, str) else _number(width))
+    )
 
 
 def _check_json(value: Any, *options: Any, **named: Any) -> None:
@@ -291,17 +311,58 @@ FILTERS: dict[str, Callable[..., None]] = {  # others: _check_options
     "striptags": _check_built,
     "wordwrap": _check_built,
     "xmlattr": _check_built,
-    **dict.fromkeys(("default", "d", "map", "select", "reject", "selectattr", "rejectattr", "attr"), lambda *_, **__: None),
+    **dict.fromkeys(
+        ("default", "d", "map", "select", "reject", "selectattr", "rejectattr", "attr"),
+        lambda *_, **__: None,
+    ),
 }
-AS_THEY_ARE = {"length", "count", "list", "first", "last", "default", "d", "attr", "items", "map", "select", "reject", "selectattr",
-               "rejectattr", "reverse", "int", "float", "abs", "round"}  # fmt: skip
-GLANCES = {"length", "count", "first", "last", "default", "d", "attr"}  # filters that do not read what they are given
-COMPARES = {"eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">=", "in"}
+AS_THEY_ARE = {
+    "length",
+    "count",
+    "list",
+    "first",
+    "last",
+    "default",
+    "d",
+    "attr",
+    "items",
+    "map",
+    "select",
+    "reject",
+    "selectattr",
+    "rejectattr",
+    "reverse",
+    "int",
+    "float",
+    "abs",
+    "round",
+}
+# filters that do not read what they are given
+GLANCES = {"length", "count", "first", "last", "default", "d", "attr"}
+COMPARES = {
+    "eq",
+    "equalto",
+    "==",
+    "ne",
+    "!=",
+    "lt",
+    "lessthan",
+    "<",
+    "le",
+    "<=",
+    "gt",
+    "greaterthan",
+    ">",
+    "ge",
+    ">=",
+    "in",
+}
 
 
 def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     check = FILTERS.get(name, _check_options)
-    passed = getattr(function, "jinja_pass_arg", None) is not None  # its first argument is the environment or the context
+    # its first argument is the environment or the context
+    passed = getattr(function, "jinja_pass_arg", None) is not None
 
     @functools.wraps(function)
     def bounded(*args: Any, **named: Any) -> Any:
@@ -387,7 +448,11 @@ class Metered(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        if len(node.ops) == 1 and node.ops[0].op in ORDERS and (_short(node.expr) or _short(node.ops[0].expr)):
+        if (
+            len(node.ops) == 1
+            and node.ops[0].op in ORDERS
+            and (_short(node.expr) or _short(node.ops[0].expr))
+        ):
             return node  # costs no more than the constant is long
         node.expr = _heavy(node.expr)
         for operand in node.ops:
@@ -396,11 +461,17 @@ class Metered(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        return _filtered(node, "_made") if isinstance(node.arg, nodes.Slice) and node.ctx == "load" else node
+        return (
+            _filtered(node, "_made")
+            if isinstance(node.arg, nodes.Slice) and node.ctx == "load"
+            else node
+        )
 
 
 def _filtered(node: Any, name: str, *options: Any) -> nodes.Filter:
-    return nodes.Filter(node, name, [nodes.Const(o) for o in options], [], None, None, lineno=node.lineno)
+    return nodes.Filter(
+        node, name, [nodes.Const(o) for o in options], [], None, None, lineno=node.lineno
+    )
 
 
 def _heavy(node: nodes.Expr) -> nodes.Expr:
@@ -409,14 +480,18 @@ def _heavy(node: nodes.Expr) -> nodes.Expr:
 
 def _short(node: nodes.Expr) -> bool:
     """A constant that is read in one step."""
-    return isinstance(node, nodes.Const) and (not isinstance(node.value, str) or len(node.value) <= 64)
+    return isinstance(node, nodes.Const) and (
+        not isinstance(node.value, str) or len(node.value) <= 64
+    )
 
 
 def _counted(body: list[nodes.Node]) -> nodes.ExprStmt:
     """A statement that counts one turn, and the text that stands in the body outside of bodies that
     count for themselves."""
     line = body[0].lineno if body else 1
-    return nodes.ExprStmt(_filtered(nodes.Const(0, lineno=line), "_tick", sum(map(_text_in, body))), lineno=line)
+    return nodes.ExprStmt(
+        _filtered(nodes.Const(0, lineno=line), "_tick", sum(map(_text_in, body))), lineno=line
+    )
 
 
 def _text_in(node: nodes.Node) -> int:
@@ -449,11 +524,17 @@ class Environment(ImmutableSandboxedEnvironment):
             extensions=[type(extension) for extension in like.extensions.values()],
             finalize=_shown,
         )
-        self.globals.update({name: value for name, value in like.globals.items() if name != "range"})
+        self.globals.update(
+            {name: value for name, value in like.globals.items() if name != "range"}
+        )
         self.globals["lipsum"] = _refused
-        self.filters.update({name: _filter(name, function) for name, function in like.filters.items()})
+        self.filters.update(
+            {name: _filter(name, function) for name, function in like.filters.items()}
+        )
         self.filters.update(_tick=_tick, _weighed=_weighed, _made=_made, _concat=_concat)
-        self.tests.update({name: _test(function) for name, function in like.tests.items() if name in COMPARES})
+        self.tests.update(
+            {name: _test(function) for name, function in like.tests.items() if name in COMPARES}
+        )
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > LONGEST_SOURCE:
@@ -465,7 +546,10 @@ class Environment(ImmutableSandboxedEnvironment):
         now.step()
         if isinstance(left, int | float) and isinstance(right, int | float):
             bits = [n.bit_length() if isinstance(n, int) else 64 for n in (left, right)]
-            if operator in "**" and (bits[0] * max(1, _number(right)) if operator == "**" else sum(bits)) > BITS:
+            if (
+                operator in "**"
+                and (bits[0] * max(1, _number(right)) if operator == "**" else sum(bits)) > BITS
+            ):
                 raise TooMuch("it computes with a number of more than 10,000 bits.")
         elif operator == "*":
             now.fits(max(_length(left) * _number(right), _length(right) * _number(left)))
@@ -478,13 +562,16 @@ class Environment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         if super().wrap_str_format(value) is None:
             return None
-        text, by_map = value.__self__, value.__name__ == "format_map"
+        text = value.__self__
+        by_map = value.__name__ == "format_map"
 
         def formatted(*args: Any, **named: Any) -> str:
             given = (args[0] if args else {}) if by_map else named
             now = budget()
             now.fits(len(text) + text.count("{") * now.weigh([*args, *named.values()]))
-            return now.made(type(text)(Formatter(self).vformat(text, () if by_map else args, given)))
+            return now.made(
+                type(text)(Formatter(self).vformat(text, () if by_map else args, given))
+            )
 
         return functools.update_wrapper(formatted, value)
 

@@ -1,7 +1,10 @@
-"""From rows to tokens. Prompts of rollouts and evaluations, and the prompt part of SFT rows, are the same ids by construction.
+"""From rows to tokens.
 
-Exactly one BOS: where the tokenizer would put one, and never a second. Ends are trained because the template or we put them
-there; nothing is ever masked by token id, so pad == eos does no harm.
+Prompts of rollouts and evaluations, and the prompt part of SFT rows, are the same ids by
+construction.
+
+Exactly one BOS: where the tokenizer would put one, and never a second. Ends are trained because the
+template or we put them there; nothing is ever masked by token id, so pad == eos does no harm.
 """
 
 from __future__ import annotations
@@ -27,16 +30,21 @@ Item = TypeVar("Item", Sample, list[int], tuple[Row, list[int]])
 
 class Renderer:
     """Turns rows into ids for one tokenizer. `counts` says what was unusual:
-    special_text (rows that spell special tokens; kept as text), split_token (a token that would have spanned the end of a
-    prompt was cut there, as it is in a rollout), template_reads_special_text (the template would have treated such text
-    in its own way, e.g. split at it; it did not get to see it)."""
+    special_text (rows that spell special tokens; kept as text), split_token (a token that would
+    have spanned the end of a prompt was cut there, as it is in a rollout),
+    template_reads_special_text (the template would have treated such text in its own way, e.g.
+    split at it; it did not get to see it).
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig):
         if cfg.chat == "always" and not tokenizer.chat_template:
             raise InputError(
-                "the tokenizer has no chat template", where="data.chat: always", fix="Set model.chat_template, or data.chat: auto."
+                "the tokenizer has no chat template",
+                where="data.chat: always",
+                fix="Set model.chat_template, or data.chat: auto.",
             )
-        self.tokenizer, self.cfg = tokenizer, cfg
+        self.tokenizer = tokenizer
+        self.cfg = cfg
         self.chat = cfg.chat != "never" and bool(tokenizer.chat_template)
         self.template = Template(tokenizer)
         self.counts: Counter[str] = Counter()
@@ -53,29 +61,44 @@ class Renderer:
         return self._with_bos(self.template.encode(rendered, _where(row)))
 
     def training_row(self, row: Row) -> Sample:
-        """An SFT row. Trained are: the assistant turns, or the completion, or everything (`data.loss_on`)."""
-        columns, everything = row.columns, self.cfg.loss_on == "all"
+        """An SFT row.
+
+        Trained are: the assistant turns, or the completion, or everything (`data.loss_on`).
+        """
+        columns = row.columns
+        everything = self.cfg.loss_on == "all"
         if columns.get("completion") is not None:
             self._count(row, [row.prompt, columns["completion"], columns.get("tools")])
             ids, trained = self._chat_completion(row) if self.chat else self._text_completion(row)
         elif columns.get("messages") is not None:
             self._count(row, [columns["messages"], columns.get("tools")])
-            ids, trained = self._conversation(row, check_messages(columns["messages"], _where(row), "messages"))
+            ids, trained = self._conversation(
+                row, check_messages(columns["messages"], _where(row), "messages")
+            )
         elif everything and not isinstance(row.prompt, str):
             self._count(row, [row.prompt, columns.get("tools")])
             ids, trained = self._conversation(row, self._messages(row))
         elif everything:
             self._count(row, row.prompt)
-            ids, trained = self.bos + self.template.plain(self._text(row)) + self._eos(), []
+            ids = self.bos + self.template.plain(self._text(row)) + self._eos()
+            trained = []
         elif columns.get("text") is not None:
             raise InputError(
-                "is one whole text, and nothing says which part the assistant wrote", where=_where(row), fix="Set data.loss_on: all."
+                "is one whole text, and nothing says which part the assistant wrote",
+                where=_where(row),
+                fix="Set data.loss_on: all.",
             )
         elif "completion" in columns:
-            raise InputError("completion is missing (null)", where=_where(row), fix="Repair or remove the row.")
+            raise InputError(
+                "completion is missing (null)", where=_where(row), fix="Repair or remove the row."
+            )
         else:
-            raise InputError(f"has no answer to train on: no column completion, messages or text, only {', '.join(columns) or 'the prompt'}",
-                             where=_where(row), fix="Name it with data.columns, e.g. {completion: answer}.")  # fmt: skip
+            raise InputError(
+                "has no answer to train on: no column completion, messages or text, only"
+                f" {', '.join(columns) or 'the prompt'}",
+                where=_where(row),
+                fix="Name it with data.columns, e.g. {completion: answer}.",
+            )
         mask = [True] * len(ids) if everything else trained
         if not any(mask[1:]):
             raise InputError("has no token to train on", where=_where(row), fix="Remove the row.")
@@ -83,11 +106,17 @@ class Renderer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a completion, without control tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The ids that end a completion: EOS, and what the template puts at the end of an assistant turn."""
+        """The ids that end a completion: EOS, and what the template puts at the end of an assistant
+        turn.
+        """
         end = turn_end(self.template) if self.chat else None
         return tuple(dict.fromkeys(i for i in (self.tokenizer.eos_token_id, end) if i is not None))
 
@@ -95,19 +124,35 @@ class Renderer:
 
     def _text(self, row: Row) -> str:
         if not isinstance(row.prompt, str):
-            why = "data.chat is never" if self.tokenizer.chat_template else "the tokenizer has no chat template"
-            raise InputError(f"its prompt is chat messages, but {why}", where=_where(row),
-                             fix="Use a chat model, set model.chat_template, or give text prompts without data.system.")  # fmt: skip
+            why = (
+                "data.chat is never"
+                if self.tokenizer.chat_template
+                else "the tokenizer has no chat template"
+            )
+            raise InputError(
+                f"its prompt is chat messages, but {why}",
+                where=_where(row),
+                fix=(
+                    "Use a chat model, set model.chat_template, or give text prompts without"
+                    " data.system."
+                ),
+            )
         return check_text(row.prompt, _where(row), "prompt")
 
     def _eos(self) -> list[int]:
         if self.tokenizer.eos_token_id is None:
-            raise InputError("the tokenizer has no EOS token, so that the model would never learn to stop", where="model.tokenizer")
+            raise InputError(
+                "the tokenizer has no EOS token, so that the model would never learn to stop",
+                where="model.tokenizer",
+            )
         return [self.tokenizer.eos_token_id]
 
     def _text_completion(self, row: Row) -> tuple[list[int], list[bool]]:
-        """Prompt, completion, EOS. Encoded together where that leaves the prompt's ids alone (some tokenizers begin every
-        text with a space), otherwise apart, as a rollout would."""
+        """Prompt, completion, EOS.
+
+        Encoded together where that leaves the prompt's ids alone (some tokenizers begin every text
+        with a space), otherwise apart, as a rollout would.
+        """
         text = check_text(row.columns["completion"], _where(row), "completion")
         prompt = self.template.plain(self._text(row))
         joint = self.template.plain(self._text(row) + text)
@@ -125,81 +170,125 @@ class Renderer:
             return [{"role": "user", "content": check_text(row.prompt, _where(row), "prompt")}]
         return check_messages(row.prompt, _where(row), "prompt")
 
-    def _render(self, row: Row, messages: list[dict[str, Any]], *, generation_prompt: bool = False, mark: bool = False) -> Rendered:
-        rendered = self.template.render(messages, _tools(row), generation_prompt=generation_prompt, where=_where(row), mark=mark)
+    def _render(
+        self,
+        row: Row,
+        messages: list[dict[str, Any]],
+        *,
+        generation_prompt: bool = False,
+        mark: bool = False,
+    ) -> Rendered:
+        rendered = self.template.render(
+            messages, _tools(row), generation_prompt=generation_prompt, where=_where(row), mark=mark
+        )
         self.counts["template_reads_special_text"] += rendered.differs
         return rendered
 
     def _chat_completion(self, row: Row) -> tuple[list[int], list[bool]]:
         value = row.columns["completion"]
         if isinstance(value, str):
-            answer = [{"role": "assistant", "content": check_text(value, _where(row), "completion")}]
+            answer = [
+                {"role": "assistant", "content": check_text(value, _where(row), "completion")}
+            ]
         else:
             answer = check_messages(value, _where(row), "completion")
         prompt = self._messages(row)
         turns = [len(prompt) + i for i, m in enumerate(answer) if m["role"] == "assistant"]
         return self._trained_turns(row, prompt + answer, turns)
 
-    def _conversation(self, row: Row, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
+    def _conversation(
+        self, row: Row, messages: list[dict[str, Any]]
+    ) -> tuple[list[int], list[bool]]:
         if not self.chat:
             self._text(Row(row.id, messages, place=row.place))  # raises: there is no template
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if self.cfg.loss_on == "all":
             rendered = self._render(row, messages)
             return self._with_bos(self.template.encode(rendered, _where(row))), []
-        if self.cfg.loss_on == "assistant" and turns and MARKER.search(self.template.source(_tools(row))):
+        if (
+            self.cfg.loss_on == "assistant"
+            and turns
+            and MARKER.search(self.template.source(_tools(row)))
+        ):
             rendered = self._render(row, messages, mark=True)
             return self._with_mask(row, rendered, rendered.generated, trim=False)
-        return self._trained_turns(row, messages, turns[-1:] if self.cfg.loss_on == "completion" else turns)
+        return self._trained_turns(
+            row, messages, turns[-1:] if self.cfg.loss_on == "completion" else turns
+        )
 
-    def _trained_turns(self, row: Row, messages: list[dict[str, Any]], turns: list[int]) -> tuple[list[int], list[bool]]:
-        """Trains the given assistant turns, found by rendering what comes before each: that must be a prefix of the whole."""
+    def _trained_turns(
+        self, row: Row, messages: list[dict[str, Any]], turns: list[int]
+    ) -> tuple[list[int], list[bool]]:
+        """Trains the given assistant turns, found by rendering what comes before each: that must be
+        a prefix of the whole.
+        """
         if not turns:
             raise InputError("has no assistant turn to train on", where=_where(row))
         whole = self._render(row, messages)
         spans: list[Span] = []
         for turn in turns:
             before = self._render(row, messages[:turn], generation_prompt=True).text
-            after = self._render(row, messages[: turn + 1]).text if turn + 1 < len(messages) else whole.text
+            after = (
+                self._render(row, messages[: turn + 1]).text
+                if turn + 1 < len(messages)
+                else whole.text
+            )
             if not whole.text.startswith(before) or not whole.text.startswith(after):
-                raise InputError(f"the chat template renders messages 0 to {turn} differently once more follow or the assistant answers: "
-                                 "what would be trained is not what a rollout sees", where=_where(row),
-                                 fix="Set data.loss_on: completion (only the last turn), or model.chat_template to one that does not "
-                                     "rewrite earlier turns.")  # fmt: skip
+                raise InputError(
+                    f"the chat template renders messages 0 to {turn} differently once more follow"
+                    " or the assistant answers: what would be trained is not what a rollout sees",
+                    where=_where(row),
+                    fix=(
+                        "Set data.loss_on: completion (only the last turn), or model.chat_template"
+                        " to one that does not rewrite earlier turns."
+                    ),
+                )
             spans.append((len(before), len(after)))
         return self._with_mask(row, whole, spans, trim=True)
 
-    def _with_mask(self, row: Row, whole: Rendered, spans: Sequence[Span], *, trim: bool) -> tuple[list[int], list[bool]]:
+    def _with_mask(
+        self, row: Row, whole: Rendered, spans: Sequence[Span], *, trim: bool
+    ) -> tuple[list[int], list[bool]]:
         """Ids of the whole, and the mask of the given character spans.
 
-        Where a token would span the begin or end of a turn it is cut there, as it is in a rollout, which has the prompt's
-        ids before there is an answer. `trim`: what follows the last control token of a turn (a newline) is the template's,
-        and no policy samples it.
+        Where a token would span the begin or end of a turn it is cut there, as it is in a rollout,
+        which has the prompt's ids before there is an answer. `trim`: what follows the last control
+        token of a turn (a newline) is the template's, and no policy samples it.
         """
-        encode, where = self.template.encode, _where(row)
+        encode = self.template.encode
+        where = _where(row)
         done: list[int] = []  # ids before the last cut
-        rest, cut = encode(whole, where), 0  # ids after it, and its character
+        rest = encode(whole, where)  # ids after it
+        cut = 0  # its character
         controls = self.template.controls(rest)
         index = {0: 0}  # character of a boundary -> index of the token that begins there
         for position in sorted({p for span in spans for p in span}):
             prefix = encode(whole.until(position).since(cut), where)
             if rest[: len(prefix)] != prefix:
-                done, rest, cut = done + prefix, encode(whole.since(position), where), position
+                done = done + prefix
+                rest = encode(whole.since(position), where)
+                cut = position
                 self.counts["split_token"] += 1
                 prefix = []
             index[position] = len(done) + len(prefix)
         ids = done + rest
-        assert self.template.controls(ids) == controls, f"row {row.id}: cutting at a turn changed the control tokens"
+        assert self.template.controls(ids) == controls, (
+            f"row {row.id}: cutting at a turn changed the control tokens"
+        )
         trained = [False] * len(ids)
         for start, end in spans:
-            first, last = index[start], index[end]
+            first = index[start]
+            last = index[end]
             last = self._trim(ids, first, last) if trim else last
             trained[first:last] = [True] * (last - first)
         complete = self._with_bos(ids)
         return complete, [False] * (len(complete) - len(ids)) + trained
 
     def _trim(self, ids: list[int], first: int, last: int) -> int:
-        end = next((i + 1 for i in reversed(range(first, last)) if ids[i] in self.template.special_ids), last)
+        end = next(
+            (i + 1 for i in reversed(range(first, last)) if ids[i] in self.template.special_ids),
+            last,
+        )
         return end if not str(self.tokenizer.decode(ids[end:last])).strip() else last
 
     def _with_bos(self, ids: list[int]) -> list[int]:
@@ -221,26 +310,45 @@ def _tools(row: Row) -> list[Any] | None:
             tools = json.loads(tools)
         except ValueError as error:
             raise InputError(f"tools is text but not JSON: {error}", where=_where(row)) from None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
-        raise InputError(f"tools is {type(tools).__name__}, not a list of JSON schemas", where=_where(row))
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(t, dict) for t in tools)
+    ):
+        raise InputError(
+            f"tools is {type(tools).__name__}, not a list of JSON schemas", where=_where(row)
+        )
     return tools or None
 
 
-def apply_length(cfg: DataConfig, items: Sequence[Item], limit: int | None) -> tuple[list[Item], dict[str, int]]:
-    """The items of at most `limit` tokens, by the policy `data.length`, and how many were changed or lost.
+def apply_length(
+    cfg: DataConfig, items: Sequence[Item], limit: int | None
+) -> tuple[list[Item], dict[str, int]]:
+    """The items of at most `limit` tokens, by the policy `data.length`, and how many were changed
+    or lost.
 
-    Samples lose their end (and are dropped if nothing trained is left); prompts, alone or as (row, ids), lose their beginning:
-    the header of the answer must stay.
+    Samples lose their end (and are dropped if nothing trained is left); prompts, alone or as (row,
+    ids), lose their beginning: the header of the answer must stay.
     """
     kept: list[Item] = []
     counts = {"rows": len(items), "dropped": 0, "truncated": 0}
     for i, item in enumerate(items):
-        ids = item.tokens if isinstance(item, Sample) else item[1] if isinstance(item, tuple) else item
+        ids = (
+            item.tokens
+            if isinstance(item, Sample)
+            else item[1]
+            if isinstance(item, tuple)
+            else item
+        )
         if limit is None or len(ids) <= limit:
             kept.append(item)
             continue
         if cfg.length == "error":
-            name = item.uid if isinstance(item, Sample) else item[0].id if isinstance(item, tuple) else str(i)
+            name = (
+                item.uid
+                if isinstance(item, Sample)
+                else item[0].id
+                if isinstance(item, tuple)
+                else str(i)
+            )
             raise InputError(
                 f"has {len(ids)} tokens, more than {limit}",
                 where=f"row {name}",
@@ -252,7 +360,9 @@ def apply_length(cfg: DataConfig, items: Sequence[Item], limit: int | None) -> t
             kept.append(short)
     if items and not kept:
         raise InputError(
-            f"all {len(items)} rows have more than {limit} tokens", where="data.max_length", fix="Raise it, or check the template."
+            f"all {len(items)} rows have more than {limit} tokens",
+            where="data.max_length",
+            fix="Raise it, or check the template.",
         )
     return kept, counts
 
@@ -267,5 +377,12 @@ def truncate(item: Item, limit: int) -> Item | None:
         return None
     streams = {name: stream[:limit] for name, stream in item.streams.items()}
     rewards = None if item.token_rewards is None else item.token_rewards[:limit]
-    return item.with_(tokens=item.tokens[:limit], trained=item.trained[:limit], logprobs=item.logprobs[:limit], versions=item.versions[:limit],
-                      streams=streams, token_rewards=rewards, stop=Stop.LENGTH)  # fmt: skip
+    return item.with_(
+        tokens=item.tokens[:limit],
+        trained=item.trained[:limit],
+        logprobs=item.logprobs[:limit],
+        versions=item.versions[:limit],
+        streams=streams,
+        token_rewards=rewards,
+        stop=Stop.LENGTH,
+    )

@@ -10,7 +10,8 @@ from reinforge.core.seeds import seed_of
 
 
 class Cursor:
-    """An endless walk over n rows: each epoch is a permutation of its own, and every row comes once in each.
+    """An endless walk over n rows: each epoch is a permutation of its own, and every row comes once
+    in each.
 
     >>> cursor = Cursor(3, seed=0, shuffle=False)
     >>> cursor.take(4), cursor.epoch == 4 / 3
@@ -18,10 +19,15 @@ class Cursor:
     """
 
     def __init__(self, n: int, seed: int, shuffle: bool, *, fingerprint: str = ""):
-        """`fingerprint` (of the rows) is optional; with it, a data set that changed but kept its size is noticed too."""
+        """`fingerprint` (of the rows) is optional; with it, a data set that changed but kept its
+        size is noticed too.
+        """
         if n < 1:
             raise InputError("there are no rows to walk over", where="data")
-        self.n, self.seed, self.shuffle, self.fingerprint = n, seed, shuffle, fingerprint
+        self.n = n
+        self.seed = seed
+        self.shuffle = shuffle
+        self.fingerprint = fingerprint
         self.taken = 0  # rows given out so far
         self._order: list[int] = []
         self._order_epoch = -1
@@ -53,20 +59,42 @@ class Cursor:
         return rows
 
     def state(self) -> dict[str, Any]:
-        return {"n": self.n, "seed": self.seed, "shuffle": self.shuffle, "fingerprint": self.fingerprint, "taken": self.taken}
+        return {
+            "n": self.n,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "fingerprint": self.fingerprint,
+            "taken": self.taken,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continues exactly where `state` was taken; refuses a state of other data or of another order."""
+        """Continues exactly where `state` was taken; refuses a state of other data or of another
+        order.
+        """
         if state["n"] != self.n:
-            raise InputError(f"the checkpoint was made with {state['n']} rows, now there are {self.n}: the data set changed",
-                             where="data", fix="Restore the data set, or start a new run (run.resume: never, another run.dir).")  # fmt: skip
+            raise InputError(
+                f"the checkpoint was made with {state['n']} rows, now there are {self.n}: the data"
+                " set changed",
+                where="data",
+                fix=(
+                    "Restore the data set, or start a new run (run.resume: never, another run.dir)."
+                ),
+            )
         if state["fingerprint"] and self.fingerprint and state["fingerprint"] != self.fingerprint:
-            raise InputError("the checkpoint was made with other rows (the number is the same, the contents are not)",
-                             where="data", fix="Restore the data set, or start a new run in another run.dir.")  # fmt: skip
+            raise InputError(
+                "the checkpoint was made with other rows (the number is the same, the contents are"
+                " not)",
+                where="data",
+                fix="Restore the data set, or start a new run in another run.dir.",
+            )
         for name, key in (("seed", "run.seed"), ("shuffle", "data.shuffle")):
             if state[name] != getattr(self, name):
-                raise InputError(f"the checkpoint was made with {key} {state[name]}, now it is {getattr(self, name)}: rows would repeat or be missed",
-                                 where=key, fix=f"Set {key} to {state[name]} to resume.")  # fmt: skip
+                raise InputError(
+                    f"the checkpoint was made with {key} {state[name]}, now it is"
+                    f" {getattr(self, name)}: rows would repeat or be missed",
+                    where=key,
+                    fix=f"Set {key} to {state[name]} to resume.",
+                )
         if not isinstance(state["taken"], int) or state["taken"] < 0:
             raise InputError(f"the cursor's position is {state['taken']!r}", where="checkpoint")
         self.taken = state["taken"]

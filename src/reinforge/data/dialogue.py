@@ -1,8 +1,9 @@
 """A conversation as ids that only grow: token in, token out.
 
-What the model sampled stays as it was sampled. Only new messages are tokenised: the chat template renders the whole conversation,
-and what it adds after the end of the model's turn is encoded and appended. A template that rewrites what was said before (strips
-earlier thinking) cannot be followed that way; then the conversation begins again from the template's own text, and says so.
+What the model sampled stays as it was sampled. Only new messages are tokenised: the chat template
+renders the whole conversation, and what it adds after the end of the model's turn is encoded and
+appended. A template that rewrites what was said before (strips earlier thinking) cannot be followed
+that way; then the conversation begins again from the template's own text, and says so.
 """
 
 from __future__ import annotations
@@ -25,26 +26,36 @@ class Added:
 
 
 class Dialogue:
-    """`begin` gives the first prompt, `go_on` what follows each answer. Without a chat template messages are plain text, one a line."""
+    """`begin` gives the first prompt, `go_on` what follows each answer.
+
+    Without a chat template messages are plain text, one a line.
+    """
 
     def __init__(self, renderer: Renderer, where: str):
-        self.renderer, self.where = renderer, where
+        self.renderer = renderer
+        self.where = where
         self.template = renderer.template
         self.messages: list[dict[str, Any]] = []
         self.tools: list[Any] | None = None
         self._prompt = ""  # the template's text up to the header of the model's turn
 
     def begin(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
-        self.messages, self.tools = list(messages), tools
+        self.messages = list(messages)
+        self.tools = tools
         if not self.renderer.chat:
             return self.renderer.bos + self.template.plain(_lines(messages))
         rendered = self._render(self.messages, generation_prompt=True)
         self._prompt = rendered.text
         return self._encode_all(rendered)
 
-    def go_on(self, sampled: Sequence[int], answer: dict[str, Any], new: list[dict[str, Any]]) -> Added:
-        """What the context gets after the model's turn `sampled`, which as a message is `answer`, and before its next one."""
-        history, prompt = self.messages, self._prompt
+    def go_on(
+        self, sampled: Sequence[int], answer: dict[str, Any], new: list[dict[str, Any]]
+    ) -> Added:
+        """What the context gets after the model's turn `sampled`, which as a message is `answer`,
+        and before its next one.
+        """
+        history = self.messages
+        prompt = self._prompt
         self.messages = [*history, answer, *new]
         if not self.renderer.chat:
             return Added(self.template.plain(f"\n{_lines(new)}\n"))
@@ -52,29 +63,64 @@ class Dialogue:
         before = self._render([*history, answer], generation_prompt=False)
         self._prompt = whole.text
         closing = self._closing(before, len(prompt))
-        end = before.text.rfind(closing) if closing else _content_end(before.text, len(prompt), answer)
-        if whole.text[:end] != before.text[:end]:  # the template writes this turn differently once it is not the last
+        end = (
+            before.text.rfind(closing)
+            if closing
+            else _content_end(before.text, len(prompt), answer)
+        )
+        # the template writes this turn differently once it is not the last
+        if whole.text[:end] != before.text[:end]:
             end = self._end_in(whole, history, answer, new, closing)
         said = _squeezed(whole.text[len(prompt) : end])
-        lost = [part for part in ("content", "thinking") if _squeezed(str(answer.get(part) or "")) not in said]
+        lost = [
+            part
+            for part in ("content", "thinking")
+            if _squeezed(str(answer.get(part) or "")) not in said
+        ]
         if not whole.text.startswith(prompt) or lost:
             return Added(self._encode_all(whole), fresh=True)
         ids = self._encode_since(whole, end)
-        ends = {*self.template.controls(ids[:1]), *(self.template.encode(Rendered(closing), self.where) if closing else [])}
+        ends = {
+            *self.template.controls(ids[:1]),
+            *(self.template.encode(Rendered(closing), self.where) if closing else []),
+        }
         return Added(ids[1:] if sampled and ids and sampled[-1] in ends and ids[0] in ends else ids)
 
     def _closing(self, before: Rendered, start: int) -> str:
-        """The control token with which the template ends the answer, the last of `before`; empty where it writes none."""
-        controls = [m for m in self.template.special.finditer(before.text, start) if not _inside(m.span(), before.literals)]
-        return controls[-1].group() if controls and not before.text[controls[-1].end() :].strip() else ""
+        """The control token with which the template ends the answer, the last of `before`; empty
+        where it writes none.
+        """
+        controls = [
+            m
+            for m in self.template.special.finditer(before.text, start)
+            if not _inside(m.span(), before.literals)
+        ]
+        return (
+            controls[-1].group()
+            if controls and not before.text[controls[-1].end() :].strip()
+            else ""
+        )
 
     def _end_in(
-        self, whole: Rendered, history: list[dict[str, Any]], answer: dict[str, Any], new: list[dict[str, Any]], closing: str
+        self,
+        whole: Rendered,
+        history: list[dict[str, Any]],
+        answer: dict[str, Any],
+        new: list[dict[str, Any]],
+        closing: str,
     ) -> int:
-        """Where the answer ends in the whole, found by rendering another answer in its place: what follows is the same."""
-        other = self._render([*history, {**answer, "content": "\u2060"}, *new], generation_prompt=True).text
+        """Where the answer ends in the whole, found by rendering another answer in its place: what
+        follows is the same.
+        """
+        other = self._render(
+            [*history, {**answer, "content": "\u2060"}, *new], generation_prompt=True
+        ).text
         n = next(
-            (i for i, (a, b) in enumerate(zip(reversed(whole.text), reversed(other), strict=False)) if a != b),
+            (
+                i
+                for i, (a, b) in enumerate(zip(reversed(whole.text), reversed(other), strict=False))
+                if a != b
+            ),
             min(len(whole.text), len(other)),
         )
         start = len(whole.text) - n
@@ -82,13 +128,22 @@ class Dialogue:
         return found if found >= 0 else start
 
     def _render(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> Rendered:
-        return self.template.render(messages, self.tools, generation_prompt=generation_prompt, where=self.where)
+        return self.template.render(
+            messages, self.tools, generation_prompt=generation_prompt, where=self.where
+        )
 
     def _encode_since(self, rendered: Rendered, start: int) -> list[int]:
-        """Ids of the text after a cut, as they are in the whole where the cut leaves the ids before it alone: some tokenizers begin
-        every text with a space."""
-        prefix, ids = (self.template.encode(r, self.where) for r in (rendered.until(start), rendered))
-        return ids[len(prefix) :] if ids[: len(prefix)] == prefix else self.template.encode(rendered.since(start), self.where)
+        """Ids of the text after a cut, as they are in the whole where the cut leaves the ids before
+        it alone: some tokenizers begin every text with a space.
+        """
+        prefix, ids = (
+            self.template.encode(r, self.where) for r in (rendered.until(start), rendered)
+        )
+        return (
+            ids[len(prefix) :]
+            if ids[: len(prefix)] == prefix
+            else self.template.encode(rendered.since(start), self.where)
+        )
 
     def _encode_all(self, rendered: Rendered) -> list[int]:
         ids = self.template.encode(rendered, self.where)

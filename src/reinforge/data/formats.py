@@ -2,14 +2,15 @@
 
 | shape | columns | becomes |
 |---|---|---|
-| Alpaca | instruction, input, output (Dolly: context, response), system, history | prompt, completion |
+| Alpaca | instruction, input, output, system, history | prompt, completion |
+| Dolly | instruction, context, response, system, history | prompt, completion |
 | Alpaca, compared | instruction, input, chosen, rejected | prompt |
 | ShareGPT | conversations: [{from, value}], system | messages |
-| ShareGPT, compared | conversations, chosen: {from, value}, rejected: {from, value} | prompt, chosen, rejected |
+| ShareGPT, compared | conversations; chosen, rejected: {from, value} | prompt, chosen, rejected |
 
 The columns themselves stay, for data.template and for the rewards. A row whose prompt comes from
-elsewhere (data.template, a prompt column of its own) is not refused for what stands in these columns.
-No torch here.
+elsewhere (data.template, a prompt column of its own) is not refused for what stands in these
+columns. No torch here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ OUTPUTS = ("output", "response")
 TALKS = ("conversations", "conversation")
 OURS = ("prompt", "question", "messages")  # a row that has one of these is no Alpaca row
 OWN = (*OURS, "text")  # nor, if it has one of these, is its prompt looked for in `conversations`
-REPAIR = "Repair or remove the row, or say what the prompt is: data.columns: {prompt: <their name>}, or data.template."
+REPAIR = (
+    "Repair or remove the row, or say what the prompt is: data.columns: {prompt: <their name>}, or"
+    " data.template."
+)
 SPEAKERS = {
     "system": "system",
     "human": "user",
@@ -74,9 +78,14 @@ def _alpaca(record: dict[str, Any], place: str, templated: bool) -> dict[str, An
 
 
 def _question(record: Mapping[str, Any], asked: str, place: str) -> str | list[dict[str, Any]]:
-    """The instruction and, on the next line, its input, as LLaMA-Factory joins them; after the system
-    prompt and the earlier turns, if there are any."""
-    parts = [part for part in (_line(record, asked, place), _line(record, _first(record, INPUTS), place)) if part]
+    """The instruction and, on the next line, its input, as LLaMA-Factory joins them; after the
+    system prompt and the earlier turns, if there are any.
+    """
+    parts = [
+        part
+        for part in (_line(record, asked, place), _line(record, _first(record, INPUTS), place))
+        if part
+    ]
     if not parts:
         raise InputError(f"{asked} is empty, and so is its input", where=place, fix=REPAIR)
     before = [*_system(record, place), *_history(record, place)]
@@ -94,14 +103,23 @@ def _line(record: Mapping[str, Any], name: str | None, place: str) -> str:
 def _history(record: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
     """Earlier turns: pairs of what was asked and what was answered."""
     turns = record.get("history") or []
-    if not isinstance(turns, list) or not all(isinstance(t, list | tuple) and len(t) == 2 for t in turns):
-        raise InputError("history is not a list of pairs [asked, answered]", where=place, fix=REPAIR)
-    return [{"role": role, "content": text} for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)]
+    if not isinstance(turns, list) or not all(
+        isinstance(t, list | tuple) and len(t) == 2 for t in turns
+    ):
+        raise InputError(
+            "history is not a list of pairs [asked, answered]", where=place, fix=REPAIR
+        )
+    return [
+        {"role": role, "content": text}
+        for pair in turns
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def check_nothing_lost(record: Mapping[str, Any], columns: Mapping[str, str], place: str) -> None:
-    """Refuses a mapping that takes half of an Alpaca row for the prompt and leaves the other half, a text
-    that is not empty, out."""
+    """Refuses a mapping that takes half of an Alpaca row for the prompt and leaves the other half,
+    a text that is not empty, out.
+    """
     taken = columns.get("prompt")
     if taken not in (*ASKS, *INPUTS):
         return
@@ -112,8 +130,10 @@ def check_nothing_lost(record: Mapping[str, Any], columns: Mapping[str, str], pl
         raise InputError(
             f"data.columns takes the prompt from {taken}, and {left[0]} would be left out",
             where=place,
-            fix="Remove prompt and completion from data.columns: these columns are read as they are. To leave it out all the "
-            f"same, set data.template: '{{{taken}}}'.",
+            fix=(
+                "Remove prompt and completion from data.columns: these columns are read as they"
+                f" are. To leave it out all the same, set data.template: '{{{taken}}}'."
+            ),
         )
 
 
@@ -128,10 +148,14 @@ def _sharegpt(record: dict[str, Any], place: str, templated: bool) -> dict[str, 
     }
     record = {**record, **sides}
     own = templated or any(record.get(name) is not None for name in OWN)
-    name = "messages" if record.get("messages") is not None else None if own else _first(record, TALKS)
+    name = (
+        "messages" if record.get("messages") is not None else None if own else _first(record, TALKS)
+    )
     if name is None or not isinstance(record[name], list):
         return record
-    if name == "messages" and not any(isinstance(turn, Mapping) and "from" in turn for turn in record[name]):
+    if name == "messages" and not any(
+        isinstance(turn, Mapping) and "from" in turn for turn in record[name]
+    ):
         return record
     messages = _turns(record[name], place, name)
     if messages and isinstance(messages[0], Mapping) and messages[0].get("role") != "system":
@@ -146,7 +170,10 @@ def _sharegpt(record: dict[str, Any], place: str, templated: bool) -> dict[str, 
 
 def _turns(turns: list[Any], place: str, name: str) -> list[Any]:
     """{from, value} as {role, content}; what is no such turn is left for the check of messages."""
-    return [_turn(turn, place, f"{name}[{i}]") if isinstance(turn, Mapping) else turn for i, turn in enumerate(turns)]
+    return [
+        _turn(turn, place, f"{name}[{i}]") if isinstance(turn, Mapping) else turn
+        for i, turn in enumerate(turns)
+    ]
 
 
 def _turn(turn: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
@@ -155,9 +182,15 @@ def _turn(turn: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
     speaker = turn["from"]
     role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
     if role is None:
-        raise InputError(f"{where} is from {speaker!r}", where=place, fix=f"Speakers are: {', '.join(SPEAKERS)}.")
+        raise InputError(
+            f"{where} is from {speaker!r}", where=place, fix=f"Speakers are: {', '.join(SPEAKERS)}."
+        )
     if speaker == "function_call":
-        return {"role": role, "content": None, "tool_calls": _calls(turn.get("value"), place, where)}
+        return {
+            "role": role,
+            "content": None,
+            "tool_calls": _calls(turn.get("value"), place, where),
+        }
     return {"role": role, "content": turn.get("value")}
 
 
@@ -168,13 +201,18 @@ def _calls(value: Any, place: str, where: str) -> list[dict[str, Any]]:
     except ValueError:
         found = None
     calls = found if isinstance(found, list) else [found]
-    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+    if not calls or not all(
+        isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls
+    ):
         raise InputError(
             f"{where} is a function_call whose value is no JSON of name and arguments",
             where=place,
             fix="Repair or remove the row.",
         )
-    return [{"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments", {})}} for c in calls]
+    return [
+        {"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments", {})}}
+        for c in calls
+    ]
 
 
 # both

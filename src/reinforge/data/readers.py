@@ -1,7 +1,9 @@
-"""From the name of a source to its records, lazily and strictly: (where it was found, a dict of its columns).
+"""From the name of a source to its records, lazily and strictly: (where it was found, a dict of its
+columns).
 
-Everything read here was written by somebody else: what JSON does not allow (NaN, 1e999, lone surrogates, two equal keys)
-is refused with file and line instead of turning up as a strange number in a loss.
+Everything read here was written by somebody else: what JSON does not allow (NaN, 1e999, lone
+surrogates, two equal keys) is refused with file and line instead of turning up as a strange number
+in a loss.
 """
 
 from __future__ import annotations
@@ -21,9 +23,15 @@ from reinforge.core.hub import offline
 from reinforge.data import arithmetic, games
 
 Record = tuple[str, dict[str, Any]]
-GENERATED = ("arithmetic", "games", "reasoning_gym", "episodes")  # episodes: rows for environments that bring their own tasks
-EXPANSION, UNPACKED = 1000, 256 << 20  # a parquet file may become so many times its size, or so many bytes
-FIRST_ROWS, MOST_ROWS, BATCH_BYTES = 16, 256, 4 << 20  # of a parquet file that are unpacked at a time
+# episodes: rows for environments that bring their own tasks
+GENERATED = ("arithmetic", "games", "reasoning_gym", "episodes")
+# a parquet file may become so many times its size, or so many bytes
+EXPANSION = 1000
+UNPACKED = 256 << 20
+# of a parquet file that are unpacked at a time
+FIRST_ROWS = 16
+MOST_ROWS = 256
+BATCH_BYTES = 4 << 20
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
@@ -45,23 +53,36 @@ def kind_of(source: str) -> str:
     if suffix in FILES:
         return suffix
     if Path(source).exists():
-        raise InputError(f"cannot read {'a directory' if Path(source).is_dir() else f'a {suffix or source} file'}", where=f"data.source {source}",
-                         fix=f"Give a file that ends in {', '.join(FILES)}.")  # fmt: skip
+        raise InputError(
+            "cannot read"
+            f" {'a directory' if Path(source).is_dir() else f'a {suffix or source} file'}",
+            where=f"data.source {source}",
+            fix=f"Give a file that ends in {', '.join(FILES)}.",
+        )
     if HUB_ID.match(source):
         return "hub"
     hint = did_you_mean(scheme, GENERATED) if colon else "Check the path."
-    raise InputError("is no file, no hub data set id and no generator", where=f"data.source {source}", fix=hint)
+    raise InputError(
+        "is no file, no hub data set id and no generator", where=f"data.source {source}", fix=hint
+    )
 
 
-def read(source: str, *, split: str = "train", options: dict[str, Any] | None = None) -> Iterator[Record]:
+def read(
+    source: str, *, split: str = "train", options: dict[str, Any] | None = None
+) -> Iterator[Record]:
     """The records of a source. Generators of problems never end: see `size_of`."""
     options = dict(options or {})
     kind = kind_of(source)
     name = source.partition(":")[2]
     if kind == "arithmetic":
-        return ((f"{source} problem {i}", record) for i, record in enumerate(arithmetic.generate(name, options)))
+        return (
+            (f"{source} problem {i}", record)
+            for i, record in enumerate(arithmetic.generate(name, options))
+        )
     if kind == "games":
-        return ((f"{source} game {i}", record) for i, record in enumerate(games.generate(name, options)))
+        return (
+            (f"{source} game {i}", record) for i, record in enumerate(games.generate(name, options))
+        )
     if kind == "reasoning_gym":
         return _reasoning_gym(name, options)
     if kind == "hub":
@@ -70,19 +91,27 @@ def read(source: str, *, split: str = "train", options: dict[str, Any] | None = 
         return ((f"{source} {i}", {"id": str(i), "prompt": f"episode {i}"}) for i in count())
     if options:
         raise InputError(
-            f"{'episodes' if kind == 'episodes' else 'a file'} has no options, but there are {', '.join(options)}",
+            f"{'episodes' if kind == 'episodes' else 'a file'} has no options, but there are"
+            f" {', '.join(options)}",
             where="data.options",
             fix="Remove them.",
         )
     path = Path(source).expanduser()
     if not path.is_file():
-        raise InputError("there is no such file", where=f"data.source {source}", fix=f"Paths are relative to {Path.cwd()}.")
+        raise InputError(
+            "there is no such file",
+            where=f"data.source {source}",
+            fix=f"Paths are relative to {Path.cwd()}.",
+        )
     return FILES[kind](path)
 
 
 def size_of(source: str, options: dict[str, Any]) -> int | None:
-    """How many problems a generated source is asked for; None for a file or hub data set, which has its own end."""
-    kind, name = kind_of(source), source.partition(":")[2]
+    """How many problems a generated source is asked for; None for a file or hub data set, which has
+    its own end.
+    """
+    kind = kind_of(source)
+    name = source.partition(":")[2]
     if kind == "arithmetic":
         return arithmetic.parse(name, options).size
     if kind == "games":
@@ -90,11 +119,17 @@ def size_of(source: str, options: dict[str, Any]) -> int | None:
     if kind == "reasoning_gym":
         size = options.get("size", 500)
         if not isinstance(size, int) or size < 1:
-            raise InputError(f"size is {size!r}, not a positive number", where=f"{source} options.size")
+            raise InputError(
+                f"size is {size!r}, not a positive number", where=f"{source} options.size"
+            )
         return size
     if kind == "episodes":
         if not name.isdecimal() or int(name) < 1:
-            raise InputError(f"{name!r} is no number of rows", where=f"data.source {source}", fix="Write for example episodes:256.")
+            raise InputError(
+                f"{name!r} is no number of rows",
+                where=f"data.source {source}",
+                fix="Write for example episodes:256.",
+            )
         return int(name)
     return None
 
@@ -115,26 +150,38 @@ def strict_json(text: str, where: str) -> Any:
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(result := dict(items)) != len(items):
-            raise ValueError(f"an object has two equal keys: {', '.join(k for k, _ in items)[:200]}")
+            raise ValueError(
+                f"an object has two equal keys: {', '.join(k for k, _ in items)[:200]}"
+            )
         return result
 
     try:
-        value = json.loads(text, parse_constant=constant, parse_float=number, object_pairs_hook=pairs)
+        value = json.loads(
+            text, parse_constant=constant, parse_float=number, object_pairs_hook=pairs
+        )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise InputError(
-            "has half of a surrogate pair (\\ud800 to \\udfff), which is no text", where=where, fix="Remove or repair it."
+            "has half of a surrogate pair (\\ud800 to \\udfff), which is no text",
+            where=where,
+            fix="Remove or repair it.",
         ) from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"is not valid JSON: {error or 'nested too deep'}", where=where, fix="Repair or remove it.") from None
+        raise InputError(
+            f"is not valid JSON: {error or 'nested too deep'}",
+            where=where,
+            fix="Repair or remove it.",
+        ) from None
     return value
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(
-            f"is {type(value).__name__}, not an object", where=where, fix='A row is an object such as {"prompt": "...", "answer": "..."}.'
+            f"is {type(value).__name__}, not an object",
+            where=where,
+            fix='A row is an object such as {"prompt": "...", "answer": "..."}.',
         )
     return value
 
@@ -143,7 +190,11 @@ def _text(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"is not UTF-8: {error.reason} at byte {error.start}", where=where, fix="Convert the file to UTF-8.") from None
+        raise InputError(
+            f"is not UTF-8: {error.reason} at byte {error.start}",
+            where=where,
+            fix="Convert the file to UTF-8.",
+        ) from None
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
@@ -158,7 +209,11 @@ def _jsonl(path: Path) -> Iterator[Record]:
 def _json(path: Path) -> Iterator[Record]:
     rows = strict_json(_text(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path)), str(path))
     if not isinstance(rows, list):
-        raise InputError(f"holds {type(rows).__name__}, not a list of rows", where=str(path), fix="For one row per line, name it .jsonl.")
+        raise InputError(
+            f"holds {type(rows).__name__}, not a list of rows",
+            where=str(path),
+            fix="For one row per line, name it .jsonl.",
+        )
     for i, row in enumerate(rows):
         where = f"{path} row {i}"
         yield where, _object(row, where)
@@ -172,19 +227,31 @@ def _csv(path: Path) -> Iterator[Record]:
         try:
             names = reader.fieldnames or []
             if len(set(names)) != len(names):
-                raise InputError(f"two columns have the same name: {', '.join(names)}", where=f"{path}:1", fix="Rename one.")
+                raise InputError(
+                    f"two columns have the same name: {', '.join(names)}",
+                    where=f"{path}:1",
+                    fix="Rename one.",
+                )
             for row in reader:
                 where = f"{path}:{reader.line_num}"
                 if None in row or None in row.values():
                     raise InputError(
-                        f"the row does not have the {len(names)} cells of the header", where=where, fix="Check its commas and quotes."
+                        f"the row does not have the {len(names)} cells of the header",
+                        where=where,
+                        fix="Check its commas and quotes.",
                     )
                 yield where, row
         except csv.Error as error:
-            raise InputError(f"is not valid CSV: {error}", where=f"{path}:{reader.line_num}", fix="Check its quotes.") from None
+            raise InputError(
+                f"is not valid CSV: {error}",
+                where=f"{path}:{reader.line_num}",
+                fix="Check its quotes.",
+            ) from None
         except UnicodeDecodeError as error:
             raise InputError(
-                f"is not UTF-8: {error.reason}", where=f"{path}, after line {reader.line_num}", fix="Convert the file to UTF-8."
+                f"is not UTF-8: {error.reason}",
+                where=f"{path}, after line {reader.line_num}",
+                fix="Convert the file to UTF-8.",
             ) from None
 
 
@@ -217,12 +284,15 @@ def _parquet(path: Path) -> Iterator[Record]:
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise InputError(f"is not a readable parquet file: {error}", where=str(path)) from None
     size = path.stat().st_size
-    most, unpacked, count = max(UNPACKED, EXPANSION * size), 0, 0
+    most = max(UNPACKED, EXPANSION * size)
+    unpacked = 0
+    count = 0
     for batch in _batches(file):
         unpacked += batch.nbytes
         if unpacked > most:
             raise InputError(
-                f"{size:,} bytes have become {unpacked:,} by row {count + batch.num_rows}, which is more than {EXPANSION} times as many",
+                f"{size:,} bytes have become {unpacked:,} by row {count + batch.num_rows}, which is"
+                f" more than {EXPANSION} times as many",
                 where=str(path),
                 fix="Data that are meant to repeat themselves like this can be given as .jsonl.",
             )
@@ -231,7 +301,12 @@ def _parquet(path: Path) -> Iterator[Record]:
             count += 1
 
 
-FILES: dict[str, Callable[[Path], Iterator[Record]]] = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, ".csv": _csv}
+FILES: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".parquet": _parquet,
+    ".csv": _csv,
+}
 
 
 # other people's data
@@ -245,26 +320,41 @@ def _hub(source: str, split: str, options: dict[str, Any]) -> Iterator[Record]:
         rows = datasets.load_dataset(source, split=split, **options)
     except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        raise InputError(f"cannot load split {split!r} of this hub data set: {reason}", where=f"data.source {source}",
-                         fix="Check the id, data.split, data.options and the network; offline, give a local .jsonl or .parquet file.") from None  # fmt: skip
+        raise InputError(
+            f"cannot load split {split!r} of this hub data set: {reason}",
+            where=f"data.source {source}",
+            fix=(
+                "Check the id, data.split, data.options and the network; offline, give a local"
+                " .jsonl or .parquet file."
+            ),
+        ) from None
     for i, row in enumerate(rows):
         yield f"{source} [{split}] row {i}", row
 
 
 def _reasoning_gym(task: str, options: dict[str, Any]) -> Iterator[Record]:
-    """Item i is drawn from seed + i, so two seeds closer than the size share items; `sources` removes the shared ones."""
+    """Item i is drawn from seed + i, so two seeds closer than the size share items; `sources`
+    removes the shared ones.
+    """
     where = f"reasoning_gym:{task}"
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise InputError(f"reasoning-gym cannot be imported: {error}.", where=where, fix="pip install 'reinforge[tasks]'") from error
+        raise InputError(
+            f"reasoning-gym cannot be imported: {error}.",
+            where=where,
+            fix="pip install 'reinforge[tasks]'",
+        ) from error
     if task not in DATASETS:
         raise InputError("there is no such task", where=where, fix=did_you_mean(task, DATASETS))
     known = set(DATASETS[task][1].__dataclass_fields__) | {"seed", "size"}
     if unknown := sorted(set(options) - known):
-        raise InputError(f"has no option {unknown[0]!r}", where=where, fix=did_you_mean(unknown[0], known))
-    options = {"seed": 0, "size": 500, **options}  # its own default seed is a different one each time
+        raise InputError(
+            f"has no option {unknown[0]!r}", where=where, fix=did_you_mean(unknown[0], known)
+        )
+    # its own default seed is a different one each time
+    options = {"seed": 0, "size": 500, **options}
     while True:  # past its size, go on with the next seeds
         try:
             dataset = reasoning_gym.create_dataset(task, **options)
@@ -272,6 +362,14 @@ def _reasoning_gym(task: str, options: dict[str, Any]) -> Iterator[Record]:
             raise InputError(f"refuses its options: {error}", where=f"{where} options") from None
         for i in range(options["size"]):
             entry = dataset[i]
-            columns = {"question": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"], "entry": entry}
-            yield f"{where} seed {options['seed']} item {i}", {"id": f"{task}-{options['seed']}-{i}", **columns}
+            columns = {
+                "question": entry["question"],
+                "answer": entry["answer"],
+                "metadata": entry["metadata"],
+                "entry": entry,
+            }
+            yield (
+                f"{where} seed {options['seed']} item {i}",
+                {"id": f"{task}-{options['seed']}-{i}", **columns},
+            )
         options["seed"] += options["size"]

@@ -1,4 +1,5 @@
-"""From records to `Row`s: columns mapped and filtered, prompts built and checked, ids made, evaluation rows split off.
+"""From records to `Row`s: columns mapped and filtered, prompts built and checked, ids made,
+evaluation rows split off.
 
 Imports neither torch nor transformers, so that `plan` can complain about data quickly.
 """
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked for, in this order
-MIXTURE = "mixture"  # data.source where there are several; also the column that says which one a row is of
+# data.source where there are several; also the column that says which one a row is of
+MIXTURE = "mixture"
 PYTHON = "python"  # data.source of rows that came as Python objects
 DECIMALS = re.compile(r"\.\d+f")  # what may stand behind a column's name in a template
-TRIES = 20  # generated problems looked at per evaluation row that is wanted, besides one per training row
+# generated problems looked at per evaluation row that is wanted, besides one per training row
+TRIES = 20
 
 
 def load_rows(cfg: DataConfig) -> list[Row]:
@@ -39,26 +42,48 @@ def load_rows(cfg: DataConfig) -> list[Row]:
     if cfg.source == MIXTURE:
         return _not_empty(list(islice(_mixed(cfg), cfg.limit)), "data.mixture", cfg.where)
     records = read(cfg.source, split=cfg.split, options=cfg.options)
-    rows = _rows(islice(records, size_of(cfg.source, cfg.options)), cfg.columns, cfg.where, cfg.system, cfg.template, cfg.fixed)
+    rows = _rows(
+        islice(records, size_of(cfg.source, cfg.options)),
+        cfg.columns,
+        cfg.where,
+        cfg.system,
+        cfg.template,
+        cfg.fixed,
+    )
     return _not_empty(list(islice(rows, cfg.limit)), f"data.source {cfg.source}", cfg.where)
 
 
 def _mixed(cfg: DataConfig) -> Iterator[Row]:
-    """The rows of every source of a mixture, one after the other; their column `mixture` says which source they are of."""
+    """The rows of every source of a mixture, one after the other; their column `mixture` says which
+    source they are of.
+    """
     from reinforge.core.sample import Row
 
     for item in cfg.mixture:
         name = item.name or item.source
-        own = {key: value for key, value in item.model_dump(exclude={"weight", "name"}).items() if value is not None}
+        own = {
+            key: value
+            for key, value in item.model_dump(exclude={"weight", "name"}).items()
+            if value is not None
+        }
         for row in load_rows(cfg.model_copy(update={"limit": None, **own, "mixture": []})):
             yield Row(f"{name}:{row.id}", row.prompt, {**row.columns, MIXTURE: name}, row.place)
 
 
 def rows_from(
-    items: Iterable[Any], *, columns: Mapping[str, str] | None = None, where: Mapping[str, Any] | None = None,
-    system: str | None = None, template: str | None = None, fixed: Mapping[str, Any] | None = None, limit: int | None = None, name: str = "rows",
-) -> list[Row]:  # fmt: skip
-    """Rows from what a Python caller has: dicts, texts that are prompts, or what `rows_of` makes dicts of."""
+    items: Iterable[Any],
+    *,
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, Any] | None = None,
+    system: str | None = None,
+    template: str | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    limit: int | None = None,
+    name: str = "rows",
+) -> list[Row]:
+    """Rows from what a Python caller has: dicts, texts that are prompts, or what `rows_of` makes
+    dicts of.
+    """
 
     def records() -> Iterator[Record]:
         for i, item in enumerate(rows_of(items, name)):
@@ -76,7 +101,9 @@ def rows_from(
 
 
 def fingerprint(rows: Sequence[Row]) -> str:
-    """Of ids and prompts in their order: what a checkpoint compares to know that the data are still the same."""
+    """Of ids and prompts in their order: what a checkpoint compares to know that the data are still
+    the same.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(f"{row.id}\x1f{prompt_text(row)}\x1e".encode())
@@ -86,7 +113,9 @@ def fingerprint(rows: Sequence[Row]) -> str:
 def _not_empty(rows: list[Row], where: str, condition: Mapping[str, Any]) -> list[Row]:
     if not rows and condition:
         raise InputError(
-            f"no row is left after data.where {dict(condition)}", where=where, fix="Check the values: text and numbers differ."
+            f"no row is left after data.where {dict(condition)}",
+            where=where,
+            fix="Check the values: text and numbers differ.",
         )
     if not rows:
         raise InputError("there are no rows", where=where)
@@ -97,11 +126,18 @@ def _not_empty(rows: list[Row], where: str, condition: Mapping[str, Any]) -> lis
 
 
 def _rows(
-    records: Iterable[Record], columns: Mapping[str, str], where: Mapping[str, Any], system: str | None, template: str | None,
+    records: Iterable[Record],
+    columns: Mapping[str, str],
+    where: Mapping[str, Any],
+    system: str | None,
+    template: str | None,
     fixed: Mapping[str, Any],
-) -> Iterator[Row]:  # fmt: skip
-    """Rows one by one; `fixed` columns have that value in all of them. Their ids: the id or uid column, which must be unique; otherwise a hash of the contents, and the
-    how-many-eth it is of equal rows."""
+) -> Iterator[Row]:
+    """Rows one by one; `fixed` columns have that value in all of them.
+
+    Their ids: the id or uid column, which must be unique; otherwise a hash of the contents, and the
+    how-many-eth it is of equal rows.
+    """
     from reinforge.core.sample import Row
 
     seen: dict[str, str] = {}  # id -> where it was
@@ -112,62 +148,98 @@ def _rows(
             continue
         if template is None:
             check_nothing_lost(raw, columns, place)
-        view = with_prompt(understood({**view, **fixed}, place, templated=template is not None), place)
+        view = with_prompt(
+            understood({**view, **fixed}, place, templated=template is not None), place
+        )
         moved = set(columns.values()) - set(columns)
-        prompt, rest = _prompt({k: v for k, v in view.items() if k not in moved}, view, template, system, place)
+        prompt, rest = _prompt(
+            {k: v for k, v in view.items() if k not in moved}, view, template, system, place
+        )
         key = next((name for name in ("id", "uid") if rest.get(name) is not None), None)
         if key is None:
             text = json.dumps([prompt, rest], sort_keys=True, default=str, ensure_ascii=False)
-            digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+            digest = hashlib.blake2b(
+                text.encode("utf-8", "surrogatepass"), digest_size=8
+            ).hexdigest()
             uid, equal[digest] = f"{digest}-{equal.get(digest, 0)}", equal.get(digest, 0) + 1
         else:
             uid = str(rest.pop(key))
         if uid in seen:
-            raise InputError(f"has the id {uid!r} that {seen[uid]} has too", where=place,
-                             fix=f"Ids must be unique. If {key!r} is no row id, rename it, e.g. data.columns: {{source_{key}: {key}}}.")  # fmt: skip
+            raise InputError(
+                f"has the id {uid!r} that {seen[uid]} has too",
+                where=place,
+                fix=(
+                    f"Ids must be unique. If {key!r} is no row id, rename it, e.g. data.columns:"
+                    f" {{source_{key}: {key}}}."
+                ),
+            )
         seen[uid] = place
         yield Row(id=uid, prompt=prompt, columns=rest, place=place)
 
 
 def _column(record: Mapping[str, Any], name: str, place: str) -> Any:
     if name not in record:
-        raise InputError(f"has no column {name!r}, only {', '.join(map(str, record)) or 'none at all'}", where=place,
-                         fix=f"{did_you_mean(name, map(str, record))} Columns are mapped by data.columns: {{our name: their name}}.")  # fmt: skip
+        raise InputError(
+            f"has no column {name!r}, only {', '.join(map(str, record)) or 'none at all'}",
+            where=place,
+            fix=(
+                f"{did_you_mean(name, map(str, record))} Columns are mapped by data.columns: {{our"
+                " name: their name}."
+            ),
+        )
     return record[name]
 
 
 def _equal(value: Any, wanted: Any) -> bool:
     """Equal, or equal as text: a CSV file knows no numbers."""
-    return bool(value == wanted) or (isinstance(value, str) and not isinstance(wanted, bool) and value == str(wanted))
+    return bool(value == wanted) or (
+        isinstance(value, str) and not isinstance(wanted, bool) and value == str(wanted)
+    )
 
 
 def _prompt(
-    record: dict[str, Any], view: Mapping[str, Any], template: str | None, system: str | None, place: str
+    record: dict[str, Any],
+    view: Mapping[str, Any],
+    template: str | None,
+    system: str | None,
+    place: str,
 ) -> tuple[Any, dict[str, Any]]:
     """The prompt, and the columns that are left."""
     if "messages" in record and record["messages"] is not None:
-        record["messages"] = _with_system(check_messages(record["messages"], place, "messages"), system, place)
+        record["messages"] = _with_system(
+            check_messages(record["messages"], place, "messages"), system, place
+        )
     if template is not None:
         record.pop("prompt", None)
         return _with_system(fill(template, view, place), system, place), record
     name = next((name for name in PROMPTS if name in record), None)
     if name is None:
         raise InputError(
-            f"has no prompt: none of the columns {', '.join(PROMPTS)}, only {', '.join(map(str, record)) or 'none at all'}",
+            f"has no prompt: none of the columns {', '.join(PROMPTS)}, only"
+            f" {', '.join(map(str, record)) or 'none at all'}",
             where=place,
-            fix="Name the column with data.columns: {prompt: <their name>}, or build a prompt with data.template.",
+            fix=(
+                "Name the column with data.columns: {prompt: <their name>}, or build a prompt with"
+                " data.template."
+            ),
         )
     value = record[name] if name in ("messages", "text") else record.pop(name)
     if name == "messages" and value is not None:
         prompt = value[:-1] if value[-1]["role"] == "assistant" else value
         if not prompt:
-            raise InputError("the conversation is one assistant turn that answers nothing", where=place)
+            raise InputError(
+                "the conversation is one assistant turn that answers nothing", where=place
+            )
         return prompt, record
     if isinstance(value, list):
         value = check_messages(value, place, name)
     elif name == "text":
         if system is not None:
-            raise InputError("is one whole text, which has no place for data.system", where=place, fix="Remove data.system.")
+            raise InputError(
+                "is one whole text, which has no place for data.system",
+                where=place,
+                fix="Remove data.system.",
+            )
         return check_text(value, place, name), record
     else:
         value = check_text(value, place, name)
@@ -176,40 +248,68 @@ def _prompt(
 
 def check_text(value: Any, place: str, name: str) -> str:
     if not isinstance(value, str) or not value:
-        what = "empty" if value == "" else "missing (null)" if value is None else f"{type(value).__name__}, not text"
+        what = (
+            "empty"
+            if value == ""
+            else "missing (null)"
+            if value is None
+            else f"{type(value).__name__}, not text"
+        )
         other = ", or build the prompt with data.template" if name in PROMPTS else ""
         raise InputError(f"{name} is {what}", where=place, fix=f"Repair or remove the row{other}.")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise InputError(f"{name} has half of a surrogate pair, which is no text", where=place, fix="Repair or remove the row.") from None
+        raise InputError(
+            f"{name} has half of a surrogate pair, which is no text",
+            where=place,
+            fix="Repair or remove the row.",
+        ) from None
     return value
 
 
 def check_messages(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """A list of messages with known roles and text; content may be missing only beside tool calls."""
+    """A list of messages with known roles and text; content may be missing only beside
+    tool calls.
+    """
     if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) for m in value):
-        raise InputError(f"{name} is not a list of messages", where=place, fix='A message is {"role": "user", "content": "..."}.')
+        raise InputError(
+            f"{name} is not a list of messages",
+            where=place,
+            fix='A message is {"role": "user", "content": "..."}.',
+        )
     for i, message in enumerate(value):
         if message.get("role") not in ROLES:
-            raise InputError(f"{name}[{i}] has the role {message.get('role')!r}", where=place, fix=f"Roles are: {', '.join(ROLES)}.")
+            raise InputError(
+                f"{name}[{i}] has the role {message.get('role')!r}",
+                where=place,
+                fix=f"Roles are: {', '.join(ROLES)}.",
+            )
         content = message.get("content")
         if content != "" and not (content is None and message.get("tool_calls")):
             check_text(content, place, f"{name}[{i}].content")
     return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
 
 
-def _with_system(prompt: str | list[dict[str, Any]], system: str | None, place: str) -> str | list[dict[str, Any]]:
+def _with_system(
+    prompt: str | list[dict[str, Any]], system: str | None, place: str
+) -> str | list[dict[str, Any]]:
     if system is None:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if messages[0]["role"] == "system":
-        raise InputError("begins with a system message of its own, and data.system is set too", where=place, fix="Remove data.system.")
+        raise InputError(
+            "begins with a system message of its own, and data.system is set too",
+            where=place,
+            fix="Remove data.system.",
+        )
     return [{"role": "system", "content": system}, *messages]
 
 
 def fill(template: str, record: Mapping[str, Any], place: str) -> str:
-    """`template` with each {column} replaced by the row's value; {{ and }} are braces. Numbers may be rounded: {score:.1f}.
+    """`template` with each {column} replaced by the row's value; {{ and }} are braces.
+
+    Numbers may be rounded: {score:.1f}.
 
     >>> fill("Q: {q}\\nA:", {"q": "1+1"}, "row 0"), fill("<{s:.0f}>", {"s": 3.6}, "row 0")
     ('Q: 1+1\\nA:', '<4>')
@@ -218,20 +318,32 @@ def fill(template: str, record: Mapping[str, Any], place: str) -> str:
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise InputError(str(error), where="data.template", fix="Write {{ and }} for braces that are not places.") from None
+        raise InputError(
+            str(error), where="data.template", fix="Write {{ and }} for braces that are not places."
+        ) from None
     for literal, name, spec, conversion in pieces:
         text += literal
         if name is None:
             continue
         if not name or conversion or (spec and not DECIMALS.fullmatch(spec)):
             raise InputError(
-                f"{{{name}...}} is not a {{column}} place", where="data.template", fix="Write {{ and }} for braces that are not places."
+                f"{{{name}...}} is not a {{column}} place",
+                where="data.template",
+                fix="Write {{ and }} for braces that are not places.",
             )
         value = _column(record, name, place)
         if not isinstance(value, str | int | float):
-            raise InputError(f"column {name!r} is {type(value).__name__}, and data.template needs text or a number", where=place)
+            raise InputError(
+                f"column {name!r} is {type(value).__name__}, and data.template needs text or a"
+                " number",
+                where=place,
+            )
         if spec and (isinstance(value, str) or not math.isfinite(value)):
-            raise InputError(f"column {name!r} is {value!r}, and {{{name}:{spec}}} in data.template needs a number", where=place)
+            raise InputError(
+                f"column {name!r} is {value!r}, and {{{name}:{spec}}} in data.template needs a"
+                " number",
+                where=place,
+            )
         text += format(value, spec) if spec else str(value)
     return check_text(text, place, "the filled data.template")
 
@@ -242,7 +354,13 @@ def fill(template: str, record: Mapping[str, Any], place: str) -> str:
 def prompt_text(row: Row) -> str:
     """The prompt as one normalised text: what decides whether two rows ask the same."""
     prompt = row.prompt
-    text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content')} {m.get('tool_calls') or ''}" for m in prompt)
+    text = (
+        prompt
+        if isinstance(prompt, str)
+        else "\n".join(
+            f"{m['role']}: {m.get('content')} {m.get('tool_calls') or ''}" for m in prompt
+        )
+    )
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
@@ -258,8 +376,11 @@ def train_and_eval_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
 
 
 def hold_out(cfg: DataConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """`rows` without those that `data.eval` splits off, and the held-out rows. Generated and split-off evaluation rows never
-    occur in training; for two separate files that is the user's promise, which `overlap` checks."""
+    """`rows` without those that `data.eval` splits off, and the held-out rows.
+
+    Generated and split-off evaluation rows never occur in training; for two separate files that is
+    the user's promise, which `overlap` checks.
+    """
     wanted = cfg.eval
     if wanted.source is None and wanted.size == 0:
         return rows, []
@@ -267,7 +388,11 @@ def hold_out(cfg: DataConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
     if generated:
         return rows, _generated(cfg, rows)
     if wanted.source is None and wanted.fixed:
-        raise InputError("rows that are split off have their prompts already.", where="data.eval.fixed", fix="Give data.eval.source.")
+        raise InputError(
+            "rows that are split off have their prompts already.",
+            where="data.eval.fixed",
+            fix="Give data.eval.source.",
+        )
     if wanted.source is None:
         return _split_off(rows, wanted.size, wanted.where)
     kind = kind_of(wanted.source)
@@ -299,7 +424,11 @@ def _kind(source: str) -> str:
 def _split_off(rows: list[Row], size: int, where: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
     """Exactly `size` rows to evaluation, or an error that says how many there can be."""
     if size >= len(rows):
-        raise InputError(f"cannot hold out {size} of {len(rows)} rows", where="data.eval.size", fix="Ask for fewer.")
+        raise InputError(
+            f"cannot hold out {size} of {len(rows)} rows",
+            where="data.eval.size",
+            fix="Ask for fewer.",
+        )
     held = held_out(rows, size, where)
     if len(held) < size:
         few = " and data.eval.where selects few" if where else ""
@@ -312,7 +441,9 @@ def _split_off(rows: list[Row], size: int, where: Mapping[str, Any]) -> tuple[li
 
 
 def held_out(rows: Sequence[Row], most: int, where: Mapping[str, Any]) -> set[str]:
-    """The ids of at most `most` rows: prompts in the order of their hashes, all rows of a prompt together."""
+    """The ids of at most `most` rows: prompts in the order of their hashes, all rows of a prompt
+    together.
+    """
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(prompt_text(row), []).append(row)
@@ -320,7 +451,9 @@ def held_out(rows: Sequence[Row], most: int, where: Mapping[str, Any]) -> set[st
     for text in sorted(groups, key=lambda t: seed_of("held out", t)):
         group = groups[text]
         if len(held) + len(group) <= most and all(
-            _equal(_column(row.columns, name, f"row {row.id}"), value) for row in group for name, value in where.items()
+            _equal(_column(row.columns, name, f"row {row.id}"), value)
+            for row in group
+            for name, value in where.items()
         ):
             held.update(row.id for row in group)
     return held
@@ -329,14 +462,25 @@ def held_out(rows: Sequence[Row], most: int, where: Mapping[str, Any]) -> set[st
 def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
     """Exactly as many fresh problems as asked for, none of which occurs in training or twice.
 
-    From the training source, arithmetic takes the other split, and the others the seeds after those of training.
+    From the training source, arithmetic takes the other split, and the others the seeds after those
+    of training.
     """
-    wanted, source = cfg.eval, cfg.eval.source or cfg.source
+    wanted = cfg.eval
+    source = cfg.eval.source or cfg.source
     kind = kind_of(source)
     same = source == cfg.source
-    options = {**cfg.options, **wanted.options} if same or (not wanted.options and kind == _kind(cfg.source)) else dict(wanted.options)
+    options = (
+        {**cfg.options, **wanted.options}
+        if same or (not wanted.options and kind == _kind(cfg.source))
+        else dict(wanted.options)
+    )
     size = wanted.size or size_of(source, options) or 0
-    if same and kind == "arithmetic" and "split" not in wanted.options and options.get("split", "train") == "train":
+    if (
+        same
+        and kind == "arithmetic"
+        and "split" not in wanted.options
+        and options.get("split", "train") == "train"
+    ):
         options["split"] = "eval"
     if same and kind in ("games", "reasoning_gym") and "seed" not in wanted.options:
         options["seed"] = options.get("seed", 0) + (size_of(source, cfg.options) or 0)
@@ -346,13 +490,21 @@ def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
     asked = {prompt_text(row) for row in train}
     kept: list[Row] = []
     records = islice(read(source, options=options), len(train) + size * TRIES)
-    for row in _rows(records, cfg.columns, where, cfg.system, cfg.template, {**cfg.fixed, **wanted.fixed}):
+    for row in _rows(
+        records, cfg.columns, where, cfg.system, cfg.template, {**cfg.fixed, **wanted.fixed}
+    ):
         if len(kept) == size:
             break
         if (text := prompt_text(row)) not in asked:
             asked.add(text)
             kept.append(row)
     if len(kept) < size:
-        raise InputError(f"only {len(kept)} of {size} evaluation problems are not also training problems", where=f"data.eval ({source})",
-                         fix="The task has too few problems: make it larger (more terms, more digits), or train on fewer (data.options.size).")  # fmt: skip
+        raise InputError(
+            f"only {len(kept)} of {size} evaluation problems are not also training problems",
+            where=f"data.eval ({source})",
+            fix=(
+                "The task has too few problems: make it larger (more terms, more digits), or train"
+                " on fewer (data.options.size)."
+            ),
+        )
     return kept

@@ -1,9 +1,11 @@
-"""From messages to ids through a chat template, such that text which somebody wrote never becomes a control token.
+"""From messages to ids through a chat template, such that text which somebody wrote never becomes a
+control token.
 
-The trick: special-token text inside messages is replaced by placeholders before the template renders, and put back after.
-So we know where in the rendered text each such literal is. The text is encoded as a whole, exactly as
-`apply_chat_template` would, and only the special ids that cover a literal are replaced by the tokens of its characters.
-Where no message has such text, the ids are those of `apply_chat_template`. What a template may cost is bounded: `bounded.py`.
+The trick: special-token text inside messages is replaced by placeholders before the template
+renders, and put back after. So we know where in the rendered text each such literal is. The text is
+encoded as a whole, exactly as `apply_chat_template` would, and only the special ids that cover a
+literal are replaced by the tokens of its characters. Where no message has such text, the ids are
+those of `apply_chat_template`. What a template may cost is bounded: `bounded.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Rendered:
         return Rendered(self.text[:end], tuple(s for s in self.literals if s[1] <= end))
 
     def since(self, start: int) -> Rendered:
-        return Rendered(self.text[start:], tuple((a - start, b - start) for a, b in self.literals if a >= start))
+        return Rendered(
+            self.text[start:], tuple((a - start, b - start) for a, b in self.literals if a >= start)
+        )
 
 
 class Template:
@@ -46,10 +50,16 @@ class Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        names = {token.content for token in added if token.special} | {str(t) for t in tokenizer.all_special_tokens}
-        self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        names = {token.content for token in added if token.special} | {
+            str(t) for t in tokenizer.all_special_tokens
+        }
+        self.special_ids = frozenset(tokenizer.all_special_ids) | {
+            i for i, t in tokenizer.added_tokens_decoder.items() if t.special
+        }
         ordered = sorted(names, key=lambda name: (-len(name), name))
-        self.special = re.compile("|".join(map(re.escape, ordered))) if ordered else re.compile(r"(?!)")
+        self.special = (
+            re.compile("|".join(map(re.escape, ordered))) if ordered else re.compile(r"(?!)")
+        )
 
     def has_special_text(self, value: Any) -> bool:
         """Whether any text in messages, tools or a plain string spells a special token."""
@@ -67,9 +77,17 @@ class Template:
         return self.tokenizer.get_chat_template(tools=tools)
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, *, generation_prompt: bool, where: str, mark: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        *,
+        generation_prompt: bool,
+        where: str,
+        mark: bool = False,
     ) -> Rendered:
-        """The text of a conversation, with the places of special-token literals and of the generation markers."""
+        """The text of a conversation, with the places of special-token literals and of the
+        generation markers.
+        """
         if not self.has_special_text([messages, tools]):
             text, generated = self._render(messages, tools, generation_prompt, where, mark)
             return Rendered(text, generated=generated)
@@ -83,8 +101,12 @@ class Template:
         def cover(text: str) -> str:
             return self.special.sub(hide, text)
 
-        masked, generated = self._render(_map_text(messages, cover), _map_text(tools, cover), generation_prompt, where, mark)
-        text, spans, moves = "", [], []
+        masked, generated = self._render(
+            _map_text(messages, cover), _map_text(tools, cover), generation_prompt, where, mark
+        )
+        text = ""
+        spans = []
+        moves = []
         last = 0
         for match in re.finditer(f"{fence}([0-9]+){fence}", masked):
             text += masked[last : match.start()]
@@ -96,15 +118,29 @@ class Template:
         text += masked[last:]
 
         def moved(position: int) -> int:
-            return position + next((shift for after, shift in reversed(moves) if position >= after), 0)
+            return position + next(
+                (shift for after, shift in reversed(moves) if position >= after), 0
+            )
 
         seen = self._render(messages, tools, generation_prompt, where, False)[0]
-        return Rendered(text, tuple(spans), tuple((moved(a), moved(b)) for a, b in generated), masked, differs=seen != text)
+        return Rendered(
+            text,
+            tuple(spans),
+            tuple((moved(a), moved(b)) for a, b in generated),
+            masked,
+            differs=seen != text,
+        )
 
-    def _render(self, messages: Any, tools: Any, generation_prompt: bool, where: str, mark: bool) -> tuple[str, tuple[Span, ...]]:
+    def _render(
+        self, messages: Any, tools: Any, generation_prompt: bool, where: str, mark: bool
+    ) -> tuple[str, tuple[Span, ...]]:
         given: dict[str, Any] = {
             "messages": messages,
-            "tools": None if tools is None else [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools],
+            "tools": (
+                None
+                if tools is None
+                else [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools]
+            ),
             "documents": None,
             "add_generation_prompt": generation_prompt,
             **self.tokenizer.special_tokens_map,
@@ -121,48 +157,102 @@ class Template:
             raise InputError(
                 f"the chat template costs more than it may: {error}",
                 where=where,
-                fix="Use another one (model.chat_template), and look at where this model comes from.",
+                fix=(
+                    "Use another one (model.chat_template), and look at where this model comes"
+                    " from."
+                ),
             ) from None
         except TemplateError as error:
-            raise InputError(f"the chat template refuses the messages: {error}", where=where, fix="Check roles and their order.") from None
-        except (ArithmeticError, LookupError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+            raise InputError(
+                f"the chat template refuses the messages: {error}",
+                where=where,
+                fix="Check roles and their order.",
+            ) from None
+        except (
+            ArithmeticError,
+            LookupError,
+            MemoryError,
+            RecursionError,
+            SyntaxError,
+            TypeError,
+            ValueError,
+        ) as error:
             said = f"{type(error).__name__}: {error}"
-            raise InputError(f"the chat template fails on the messages: {said}", where=where, fix="Check roles and their order.") from None
+            raise InputError(
+                f"the chat template fails on the messages: {said}",
+                where=where,
+                fix="Check roles and their order.",
+            ) from None
         return text, tuple((a, b) for a, b in generated)
 
     def continued(self, messages: list[dict[str, Any]], where: str) -> str:
-        """The text of a conversation up to the end of what its last message says, which somebody is to go on with."""
+        """The text of a conversation up to the end of what its last message says, which somebody is
+        to go on with.
+        """
         *before, last = messages
         marked = {**last, "content": str(last["content"]) + CONTINUES}
         text = self._render([*before, marked], None, False, where, False)[0]
         end = text.rfind(CONTINUES.strip())
         if end < 0:
-            raise InputError("the chat template drops the last message.", where=where, fix="Use another template (model.chat_template).")
+            raise InputError(
+                "the chat template drops the last message.",
+                where=where,
+                fix="Use another template (model.chat_template).",
+            )
         return text[:end] if text[end : end + len(CONTINUES)] == CONTINUES else text[:end].rstrip()
 
     def plain(self, text: str) -> list[int]:
         """Ids of text that has no control tokens, whatever it spells. No BOS, no EOS."""
-        return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
+        return list(
+            self.tokenizer(
+                text, add_special_tokens=False, split_special_tokens=True, verbose=False
+            )["input_ids"]
+        )
 
     def encode(self, rendered: Rendered, where: str) -> list[int]:
-        """Ids of rendered text: the template's control tokens are single ids, literals are characters."""
+        """Ids of rendered text: the template's control tokens are single ids, literals are
+        characters.
+        """
         if not rendered.literals:
-            return list(self.tokenizer(rendered.text, add_special_tokens=False, split_special_tokens=False, verbose=False)["input_ids"])
+            return list(
+                self.tokenizer(
+                    rendered.text,
+                    add_special_tokens=False,
+                    split_special_tokens=False,
+                    verbose=False,
+                )["input_ids"]
+            )
         if not self.tokenizer.is_fast:
-            raise InputError("has the text of a special token, which this (slow) tokenizer cannot keep apart from the token", where=where,
-                             fix="Remove the row, or use a tokenizer with a tokenizer.json.")  # fmt: skip
+            raise InputError(
+                "has the text of a special token, which this (slow) tokenizer cannot keep apart"
+                " from the token",
+                where=where,
+                fix="Remove the row, or use a tokenizer with a tokenizer.json.",
+            )
         encoded = self.tokenizer(
-            rendered.text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True, verbose=False
+            rendered.text,
+            add_special_tokens=False,
+            split_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,
         )
         ids: list[int] = []
-        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            literal = token in self.special_ids and any(start < b and a < end for a, b in rendered.literals)
+        for token, (start, end) in zip(
+            encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            literal = token in self.special_ids and any(
+                start < b and a < end for a, b in rendered.literals
+            )
             ids.extend(self.plain(rendered.text[start:end]) if literal else [token])
         if rendered.masked:
-            expected = self.tokenizer(rendered.masked, add_special_tokens=False, split_special_tokens=False, verbose=False)["input_ids"]
+            expected = self.tokenizer(
+                rendered.masked, add_special_tokens=False, split_special_tokens=False, verbose=False
+            )["input_ids"]
             if self.controls(ids) != self.controls(expected):
                 raise InputError(
-                    "has the text of a special token, and this tokenizer does not keep it text", where=where, fix="Remove the row."
+                    "has the text of a special token, and this tokenizer does not keep it text",
+                    where=where,
+                    fix="Remove the row.",
                 )
         return ids
 
@@ -187,7 +277,9 @@ def _map_text(value: Any, change: Callable[[str], str]) -> Any:
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer begins ordinary text with BOS."""
-    return tokenizer.bos_token_id is not None and list(tokenizer("a", verbose=False)["input_ids"])[:1] == [tokenizer.bos_token_id]
+    return tokenizer.bos_token_id is not None and list(tokenizer("a", verbose=False)["input_ids"])[
+        :1
+    ] == [tokenizer.bos_token_id]
 
 
 def turn_end(template: Template) -> int | None:
@@ -201,27 +293,45 @@ def turn_end(template: Template) -> int | None:
 def check_prefix(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What the chat template does, found by trying it:
 
-    chat: there is one. bos: who writes it (template, tokenizer or nobody). markers: it says which tokens the assistant generates.
-    prefix: a shorter conversation renders to a prefix of a longer one. keeps_thinking: also when earlier turns think.
-    keeps_space: content is not stripped. system, tools: it has a place for them. turn_end: the control token that ends an answer.
+    chat: there is one. bos: who writes it (template, tokenizer or nobody). markers: it says which
+    tokens the assistant generates. prefix: a shorter conversation renders to a prefix of a longer
+    one. keeps_thinking: also when earlier turns think. keeps_space: content is not stripped.
+    system, tools: it has a place for them. turn_end: the control token that ends an answer.
     """
     if not tokenizer.chat_template:
         return {"chat": False, "bos": "tokenizer" if adds_bos(tokenizer) else "nobody"}
     template = Template(tokenizer)
 
-    def text(messages: list[dict[str, Any]], tools: list[Any] | None = None, answer: bool = False) -> str:
-        return template.render(messages, tools, generation_prompt=answer, where="chat template").text
+    def text(
+        messages: list[dict[str, Any]], tools: list[Any] | None = None, answer: bool = False
+    ) -> str:
+        return template.render(
+            messages, tools, generation_prompt=answer, where="chat template"
+        ).text
 
     def stable(answers: tuple[str, str]) -> bool:
-        messages = [m for a in answers for m in ({"role": "user", "content": "alpha"}, {"role": "assistant", "content": a})]
+        messages = [
+            m
+            for a in answers
+            for m in ({"role": "user", "content": "alpha"}, {"role": "assistant", "content": a})
+        ]
         whole = text(messages)
         return all(whole.startswith(text(messages[:k], answer=k % 2 == 1)) for k in range(1, 5))
 
     user = {"role": "user", "content": "  alpha  "}
     system = {"role": "system", "content": "omega"}
-    tool = {"type": "function", "function": {"name": "omega", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "omega",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
     end = turn_end(template)
-    by_template = tokenizer.bos_token is not None and text([user]).startswith(str(tokenizer.bos_token))
+    by_template = tokenizer.bos_token is not None and text([user]).startswith(
+        str(tokenizer.bos_token)
+    )
     return {
         "chat": True,
         "bos": "template" if by_template else "tokenizer" if adds_bos(tokenizer) else "nobody",
@@ -238,26 +348,43 @@ def check_prefix(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 def takes_system(template: Template) -> bool:
     """Whether the template has a place for a system message."""
     messages = [{"role": "system", "content": "omega"}, {"role": "user", "content": "alpha"}]
-    return _accepts(lambda: template.render(messages, None, generation_prompt=True, where="chat template").text)
+    return _accepts(
+        lambda: template.render(messages, None, generation_prompt=True, where="chat template").text
+    )
 
 
 def takes_tools(template: Template) -> bool:
     """Whether the template has a place for tools, and for what they answer."""
     tool = {
         "type": "function",
-        "function": {"name": "omega", "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}},
+        "function": {
+            "name": "omega",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {}, "required": []},
+        },
     }
 
     def text(arguments: Any, *, answered: bool) -> str:
-        call = {"type": "function", "id": "abcdefghi", "function": {"name": "sigma", "arguments": arguments}}
+        call = {
+            "type": "function",
+            "id": "abcdefghi",
+            "function": {"name": "sigma", "arguments": arguments},
+        }
         answer: list[dict[str, Any]] = [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "name": "sigma", "tool_call_id": "abcdefghi", "content": "omega"},
         ]
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "alpha"}, *(answer if answered else [])]
-        return template.render(messages, None if answered else [tool], generation_prompt=True, where="chat template").text
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "alpha"},
+            *(answer if answered else []),
+        ]
+        return template.render(
+            messages, None if answered else [tool], generation_prompt=True, where="chat template"
+        ).text
 
-    has_role = _accepts(lambda: text({}, answered=True)) or _accepts(lambda: text("{}", answered=True))
+    has_role = _accepts(lambda: text({}, answered=True)) or _accepts(
+        lambda: text("{}", answered=True)
+    )
     return has_role and _accepts(lambda: text({}, answered=False))
 
 

@@ -1,7 +1,8 @@
-"""From rows to units: the samples that a row of a data set becomes and that stay together (one text, or the two answers of a pair).
+"""From rows to units: the samples that a row of a data set becomes and that stay together (one
+text, or the two answers of a pair).
 
-A `Units` function is chosen by the loss: what it compares says what a row must have. Numbers of a whole answer (a score, a label)
-reach the loss as streams that are constant over its tokens.
+A `Units` function is chosen by the loss: what it compares says what a row must have. Numbers of a
+whole answer (a score, a label) reach the loss as streams that are constant over its tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def texts(renderer: Renderer, row: Row) -> list[Unit]:
 
 
 def pairs(renderer: Renderer, row: Row, *, scores: bool = False) -> list[Unit]:
-    """The chosen answer and the rejected one, with the prompt's ids in common. `scores`: with the given rewards of both as `score`."""
+    """The chosen answer and the rejected one, with the prompt's ids in common.
+
+    `scores`: with the given rewards of both as `score`.
+    """
     unit = [_answer(renderer, row, side) for side in ("chosen", "rejected")]
     if torch.equal(unit[0].tokens, unit[1].tokens):
         raise InputError("chosen and rejected are the same", where=row.where, fix="Remove the row.")
@@ -43,60 +47,106 @@ def pairs(renderer: Renderer, row: Row, *, scores: bool = False) -> list[Unit]:
 
 
 def judged(renderer: Renderer, row: Row) -> list[Unit]:
-    """Answers with a `label`: {prompt, completion, label}, or a pair, which is one good answer and one bad one."""
+    """Answers with a `label`: {prompt, completion, label}, or a pair, which is one good answer and
+    one bad one.
+    """
     if row.columns.get("chosen") is not None:
         (unit,) = pairs(renderer, row)
-        return [[constant(sample, "label", float(good))] for sample, good in zip(unit, (True, False), strict=True)]
+        return [
+            [constant(sample, "label", float(good))]
+            for sample, good in zip(unit, (True, False), strict=True)
+        ]
     good = verdict(row.columns.get("label"), row.where)
     return [[constant(_answer(renderer, row, "completion"), "label", float(good))]]
 
 
 def one_sided(rows: Sequence[Row]) -> str | None:
-    """What is wrong with the labels of a run on judged answers: all of them say the same. None where both kinds are there."""
+    """What is wrong with the labels of a run on judged answers: all of them say the same.
+
+    None where both kinds are there.
+    """
     verdicts: set[bool] = set()
     for row in rows:
-        verdicts |= {True, False} if row.columns.get("chosen") is not None else {verdict(row.columns.get("label"), row.where)}
+        verdicts |= (
+            {True, False}
+            if row.columns.get("chosen") is not None
+            else {verdict(row.columns.get("label"), row.where)}
+        )
         if len(verdicts) == 2:
             return None
     if not verdicts:
         return None
     kind = "good" if verdicts.pop() else "bad"
-    return f"all {len(rows)} answers are labelled {kind}: the loss compares good ones with bad ones, and pushes all of these the same way."
+    return (
+        f"all {len(rows)} answers are labelled {kind}: the loss compares good ones with bad ones,"
+        " and pushes all of these the same way."
+    )
 
 
 BOTH_LABELS = "Add answers of the other kind, or train on the good ones with sft."
 
 
 def compared(renderer: Renderer, row: Row, *, gap: bool = False) -> list[Unit]:
-    """A reward model's pair. `gap`: the column `margin`, by how much the chosen answer is better, as the stream `gap`."""
+    """A reward model's pair.
+
+    `gap`: the column `margin`, by how much the chosen answer is better, as the stream `gap`.
+    """
     (unit,) = pairs(renderer, row)
     unit = [to_the_end(sample) for sample in unit]
-    return [[constant(s, "gap", number(row.columns, "margin", row.where)) for s in unit] if gap else unit]
+    return [
+        (
+            [constant(s, "gap", number(row.columns, "margin", row.where)) for s in unit]
+            if gap
+            else unit
+        )
+    ]
 
 
 def graded(renderer: Renderer, row: Row) -> list[Unit]:
     """A reward model's answer with the number it is to give: {prompt, completion, score}."""
-    return [[constant(to_the_end(_answer(renderer, row, "completion")), "target", number(row.columns, "score", row.where))]]
+    return [
+        [
+            constant(
+                to_the_end(_answer(renderer, row, "completion")),
+                "target",
+                number(row.columns, "score", row.where),
+            )
+        ]
+    ]
 
 
 def steps(renderer: Renderer, row: Row) -> list[Unit]:
-    """A process reward model's row: {prompt, steps, labels}; TRL's `completions` is another name for steps. Each step ends with a
-    newline, and the token that ends it has the verdict as stream `label`; nothing else is trained."""
-    where, columns = row.where, row.columns
-    parts, labels = columns.get("steps") or columns.get("completions"), columns.get("labels")
+    """A process reward model's row: {prompt, steps, labels}; TRL's `completions` is another name
+    for steps. Each step ends with a newline, and the token that ends it has the verdict as stream
+    `label`; nothing else is trained.
+    """
+    where = row.where
+    columns = row.columns
+    parts = columns.get("steps") or columns.get("completions")
+    labels = columns.get("labels")
     if (
         not isinstance(parts, list)
         or not isinstance(labels, list)
         or len(parts) != len(labels)
         or not all(isinstance(p, str) and p for p in parts)
     ):
-        raise InputError("needs steps, a list of texts, and labels, one for each", where=where, fix="Name them with data.columns.")
+        raise InputError(
+            "needs steps, a list of texts, and labels, one for each",
+            where=where,
+            fix="Name them with data.columns.",
+        )
     tokens = renderer.prompt(row)
-    trained, stream = [False] * len(tokens), [0.0] * len(tokens)
+    trained = [False] * len(tokens)
+    stream = [0.0] * len(tokens)
     for part, label in zip(parts, labels, strict=True):
         ids = renderer.template.plain(part.rstrip("\n") + "\n")
-        grade = float(label) if isinstance(label, float) and 0 <= label <= 1 else float(verdict(label, where))
-        tokens, trained = tokens + ids, [*trained, *[False] * (len(ids) - 1), True]
+        grade = (
+            float(label)
+            if isinstance(label, float) and 0 <= label <= 1
+            else float(verdict(label, where))
+        )
+        tokens = tokens + ids
+        trained = [*trained, *[False] * (len(ids) - 1), True]
         stream = [*stream, *[0.0] * (len(ids) - 1), grade]
     return [[Sample.from_tokens(row.id, tokens, trained, streams={"label": torch.tensor(stream)})]]
 
@@ -104,17 +154,24 @@ def steps(renderer: Renderer, row: Row) -> list[Unit]:
 def _answer(renderer: Renderer, row: Row, column: str) -> Sample:
     value = row.columns.get(column)
     if value is None:
-        raise InputError(f"has no column {column!r}, only {', '.join(['prompt', *row.columns])}", where=row.where,
-                         fix=f"Name it with data.columns: {{{column}: <their name>}}.")  # fmt: skip
-    rest: dict[str, Any] = {k: v for k, v in row.columns.items() if k not in ("chosen", "rejected", "messages", "text")}
+        raise InputError(
+            f"has no column {column!r}, only {', '.join(['prompt', *row.columns])}",
+            where=row.where,
+            fix=f"Name it with data.columns: {{{column}: <their name>}}.",
+        )
+    rest: dict[str, Any] = {
+        k: v for k, v in row.columns.items() if k not in ("chosen", "rejected", "messages", "text")
+    }
     sample = renderer.training_row(replace(row, columns={**rest, "completion": value}))
     uid = row.id if column == "completion" else f"{row.id}/{column}"
     return sample.with_(uid=uid, episode=uid, group=row.id)
 
 
 def to_the_end(sample: Sample) -> Sample:
-    """Everything from the first trained token to the last token of the text counts as trained: a reward model is read at the very
-    last token, also where a template puts something behind the end of the turn."""
+    """Everything from the first trained token to the last token of the text counts as trained: a
+    reward model is read at the very last token, also where a template puts something behind the end
+    of the turn.
+    """
     return sample.with_(trained=sample.trained.cumsum(0) > 0)
 
 
@@ -124,7 +181,9 @@ def constant(sample: Sample, name: str, value: float) -> Sample:
 
 
 def fit(cfg: DataConfig, units: Sequence[Unit], limit: int) -> tuple[list[Unit], dict[str, int]]:
-    """The units whose samples all have at most `limit` tokens, by the policy `data.length`; a unit is kept or dropped as a whole."""
+    """The units whose samples all have at most `limit` tokens, by the policy `data.length`; a unit
+    is kept or dropped as a whole.
+    """
     kept: list[Unit] = []
     counts = {"rows": len(units), "dropped": 0, "truncated": 0}
     for unit in units:
@@ -133,15 +192,24 @@ def fit(cfg: DataConfig, units: Sequence[Unit], limit: int) -> tuple[list[Unit],
             kept.append(unit)
             continue
         if cfg.length == "error":
-            raise InputError(f"has {len(longest.tokens)} tokens, more than {limit}", where=f"row {longest.uid}",
-                             fix="Set data.length: drop or truncate, or raise data.max_length.")  # fmt: skip
-        short = [s if len(s.tokens) <= limit else truncate(s, limit) for s in unit] if cfg.length == "truncate" else []
+            raise InputError(
+                f"has {len(longest.tokens)} tokens, more than {limit}",
+                where=f"row {longest.uid}",
+                fix="Set data.length: drop or truncate, or raise data.max_length.",
+            )
+        short = (
+            [s if len(s.tokens) <= limit else truncate(s, limit) for s in unit]
+            if cfg.length == "truncate"
+            else []
+        )
         whole = [s for s in short if s is not None]
         counts["truncated" if len(whole) == len(unit) else "dropped"] += 1
         if len(whole) == len(unit):
             kept.append(whole)
     if units and not kept:
         raise InputError(
-            f"all {len(units)} rows have more than {limit} tokens", where="data.max_length", fix="Raise it, or check the template."
+            f"all {len(units)} rows have more than {limit} tokens",
+            where="data.max_length",
+            fix="Raise it, or check the template.",
         )
     return kept, counts

@@ -14,10 +14,14 @@ PREFIX = "opponent_"  # of the second one's state
 
 
 class Both:
-    """An `Engine`: it answers with the first and keeps the second in step. Who wants the second's answers asks it itself."""
+    """An `Engine`: it answers with the first and keeps the second in step.
+
+    Who wants the second's answers asks it itself.
+    """
 
     def __init__(self, first: Engine, second: Engine):
-        self.first, self.second = first, second
+        self.first = first
+        self.second = second
         self.capabilities = first.capabilities
 
     @property
@@ -25,14 +29,18 @@ class Both:
         """Of the newest update, where the first one measures it."""
         return getattr(self.first, "measured", {})
 
-    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
+    ) -> list[Completion]:
         return await self.first.generate(tokens, params, key=key, n=n)
 
     async def score(self, tokens: Sequence[int]) -> Tensor:
         return await self.first.score(tokens)
 
     async def update(self, weights: Weights, version: int) -> None:
-        await asyncio.gather(self.first.update(weights, version), self.second.update(weights, version))
+        await asyncio.gather(
+            self.first.update(weights, version), self.second.update(weights, version)
+        )
 
     async def sleep(self) -> None:
         await asyncio.gather(self.first.sleep(), self.second.sleep())
@@ -41,8 +49,19 @@ class Both:
         await asyncio.gather(self.first.wake(), self.second.wake())
 
     def state(self) -> dict[str, int]:
-        return {**self.first.state(), **{PREFIX + name: value for name, value in self.second.state().items()}}
+        return {
+            **self.first.state(),
+            **{PREFIX + name: value for name, value in self.second.state().items()},
+        }
 
     def load(self, state: dict[str, int]) -> None:
-        self.first.load({name: value for name, value in state.items() if not name.startswith(PREFIX)})
-        self.second.load({name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)})
+        self.first.load(
+            {name: value for name, value in state.items() if not name.startswith(PREFIX)}
+        )
+        self.second.load(
+            {
+                name.removeprefix(PREFIX): value
+                for name, value in state.items()
+                if name.startswith(PREFIX)
+            }
+        )

@@ -1,4 +1,7 @@
-"""An engine without a model: scripted or hash-drawn tokens. For tests of loops, and for dry runs of rewards and environments."""
+"""An engine without a model: scripted or hash-drawn tokens.
+
+For tests of loops, and for dry runs of rewards and environments.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +18,59 @@ from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
 
-Script = Callable[[Sequence[int], int], Sequence[int]]  # (prompt, sample index) -> the ids it "samples"
+# (prompt, sample index) -> the ids it "samples"
+Script = Callable[[Sequence[int], int], Sequence[int]]
 
 
 class FakeEngine:
-    """Without a script every token is drawn uniformly from `vocabulary` by a hash of (key, sample, position, newest token);
-    temperature 0 leaves the key out. A script that runs out before a stop token repeats its last id."""
+    """Without a script every token is drawn uniformly from `vocabulary` by a hash of (key, sample,
+    position, newest token); temperature 0 leaves the key out. A script that runs out before a stop
+    token repeats its last id.
+    """
 
-    capabilities = Capabilities(logprobs=True, adapters=False, abort=True, exact=False, scoring=True)
+    capabilities = Capabilities(
+        logprobs=True, adapters=False, abort=True, exact=False, scoring=True
+    )
 
-    def __init__(self, script: Script | None = None, *, vocabulary: int = 64, stop_tokens: Iterable[int] = (),
-                 decode: Callable[[Sequence[int]], str] | None = None):  # fmt: skip
-        self.script, self.vocabulary, self.stop_tokens = script, vocabulary, frozenset(stop_tokens)
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        vocabulary: int = 64,
+        stop_tokens: Iterable[int] = (),
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ):
+        self.script = script
+        self.vocabulary = vocabulary
+        self.stop_tokens = frozenset(stop_tokens)
         self.decode = decode or (lambda tokens: "".join(map(chr, tokens)))
         self.version = 0
         self.running = 0  # completions being written
         self.awake = True
-        self.requests: list[tuple[list[int], Sampling, int, int]] = []  # (prompt, params, key, n) of every call
+        # (prompt, params, key, n) of every call
+        self.requests: list[tuple[list[int], Sampling, int, int]] = []
 
-    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
+    ) -> list[Completion]:
         if not tokens:
-            raise InputError("an empty prompt has nothing to continue.", fix="Give at least one token, e.g. the BOS token.")
+            raise InputError(
+                "an empty prompt has nothing to continue.",
+                fix="Give at least one token, e.g. the BOS token.",
+            )
         self.requests.append((list(tokens), params, key, n))
         self.awake = True
-        return list(await asyncio.gather(*(self._write(list(tokens), params, key, i) for i in range(n))))
+        return list(
+            await asyncio.gather(*(self._write(list(tokens), params, key, i) for i in range(n)))
+        )
 
     async def _write(self, prompt: list[int], params: Sampling, key: int, index: int) -> Completion:
-        """One token at a time with a breath between, so that updates and cancellations arrive in the middle."""
-        stops = frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
+        """One token at a time with a breath between, so that updates and cancellations arrive in
+        the middle.
+        """
+        stops = (
+            frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
+        )
         done = Completion([], [], [], Stop.LENGTH)
         self.running += 1
         try:
@@ -54,7 +82,9 @@ class FakeEngine:
                 done.tokens.append(drawn if written is None else written[min(t, len(written) - 1)])
                 done.logprobs.append(-math.log(self.vocabulary))
                 done.versions.append(self.version)
-                if done.tokens[-1] in stops or any(s in self.decode(done.tokens) for s in params.stop_strings):
+                if done.tokens[-1] in stops or any(
+                    s in self.decode(done.tokens) for s in params.stop_strings
+                ):
                     return Completion(done.tokens, done.logprobs, done.versions, Stop.EOS)
             return done
         finally:

@@ -1,4 +1,7 @@
-"""JSON over HTTP to a server that we trust and that may die. Used from whatever event loop runs, one pool of connections for each."""
+"""JSON over HTTP to a server that we trust and that may die.
+
+Used from whatever event loop runs, one pool of connections for each.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,27 @@ class ServerFault(ServerDown):
 
 class Http:
     def __init__(self, address: str, key: str | None = None):
-        self.address, self.key = address.rstrip("/"), key
+        self.address = address.rstrip("/")
+        self.key = key
         self._client: httpx2.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _here(self) -> httpx2.AsyncClient:
-        """The client of the running loop. That of a loop that is gone is dropped: its connections went with it."""
+        """The client of the running loop.
+
+        That of a loop that is gone is dropped: its connections went with it.
+        """
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)  # a kept one may be closed as it is used
+            # a kept one may be closed as it is used
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
             self._client = httpx2.AsyncClient(
-                base_url=self.address, headers=headers, limits=limits, timeout=httpx2.Timeout(None, connect=60.0), trust_env=False
+                base_url=self.address,
+                headers=headers,
+                limits=limits,
+                timeout=httpx2.Timeout(None, connect=60.0),
+                trust_env=False,
             )
             self._loop = loop
         return self._client
@@ -47,22 +59,39 @@ class Http:
         content = None if body is None else json.dumps(body).encode()
         try:
             reply = await asyncio.wait_for(
-                self._here().request(method, path, content=content, headers={"content-type": "application/json"}), timeout
+                self._here().request(
+                    method, path, content=content, headers={"content-type": "application/json"}
+                ),
+                timeout,
             )
         except (httpx2.TransportError, TimeoutError, OSError) as error:
-            raise ServerDown(f"{self.address}{path}: {type(error).__name__} {error}".strip()) from error
+            raise ServerDown(
+                f"{self.address}{path}: {type(error).__name__} {error}".strip()
+            ) from error
         if reply.status_code == 200:
             return json.loads(reply.content) if reply.content[:1] in (b"{", b"[") else reply.text
         said = reply.text[:600]
         if reply.status_code in (401, 403):
             raise InputError(
-                f"{self.address} refuses the key: {said}", where="engine.key_env", fix="Name the variable that holds the server's key."
+                f"{self.address} refuses the key: {said}",
+                where="engine.key_env",
+                fix="Name the variable that holds the server's key.",
             )
         if reply.status_code == 404:
             raise InputError(
-                f"{self.address} does not know {path}.", where="engine.address", fix="Start that server with our plug-in: docs/engines.md."
+                f"{self.address} does not know {path}.",
+                where="engine.address",
+                fix="Start that server with our plug-in: docs/engines.md.",
             )
         if 400 <= reply.status_code < 500:
-            raise InputError(f"{self.address}{path} refuses: {said}", where="rollout", fix="Change what was asked for.")
-        kind = ServerDown if "EngineDead" in said or reply.status_code in (502, 503, 504) else ServerFault
+            raise InputError(
+                f"{self.address}{path} refuses: {said}",
+                where="rollout",
+                fix="Change what was asked for.",
+            )
+        kind = (
+            ServerDown
+            if "EngineDead" in said or reply.status_code in (502, 503, 504)
+            else ServerFault
+        )
         raise kind(f"{self.address}{path}: {reply.status_code} {said}")

@@ -1,4 +1,6 @@
-"""One function that makes a served engine of plain values: what another process, or an actor, is given."""
+"""One function that makes a served engine of plain values: what another process, or an actor, is
+given.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,9 @@ from reinforge.weights.probe import Scorer
 
 
 def make_served(setup: Setup, score: Scorer | None = None) -> ServedEngine:
-    """The engine that a setup describes, its servers starting. `score`: the trainer's own log-probs, if the trainer is in this process."""
+    """The engine that a setup describes, its servers starting.
+
+    `score`: the trainer's own log-probs, if the trainer is in this process.
+    """
     dialects: dict[str, Callable[[], Dialect]] = {"vllm": Vllm, "sglang": Sglang}
     return ServedEngine(setup, dialects[setup.kind](), score)

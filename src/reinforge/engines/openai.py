@@ -1,6 +1,9 @@
-"""A server with the OpenAI API as a source of completions: text in, text out. Token ids only where the server gives them.
+"""A server with the OpenAI API as a source of completions: text in, text out.
 
-What may pass is tried again (429, 5xx, no connection) with growing pauses; what is wrong with the request is said at once.
+Token ids only where the server gives them.
+
+What may pass is tried again (429, 5xx, no connection) with growing pauses; what is wrong with the
+request is said at once.
 """
 
 from __future__ import annotations
@@ -46,10 +49,15 @@ class OpenAIClient:
     """Use within one event loop, as `async with`."""
 
     def __init__(self, server: Server, *, where: str = "--server"):
-        self.server, self.where = server, where
+        self.server = server
+        self.where = where
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
-        self.http = httpx2.AsyncClient(base_url=server.url.rstrip("/") + "/", headers=headers, timeout=httpx2.Timeout(server.timeout, connect=10.0),
-                                      limits=httpx2.Limits(max_connections=server.parallel))  # fmt: skip
+        self.http = httpx2.AsyncClient(
+            base_url=server.url.rstrip("/") + "/",
+            headers=headers,
+            timeout=httpx2.Timeout(server.timeout, connect=10.0),
+            limits=httpx2.Limits(max_connections=server.parallel),
+        )
         self._room = asyncio.Semaphore(server.parallel)
         self._next = 0.0  # when the next request may start
         self._model = server.model
@@ -66,18 +74,33 @@ class OpenAIClient:
             found = [m["id"] for m in (await self._request("GET", "models")).get("data", [])]
             if len(found) != 1:
                 raise InputError(
-                    f"{self.server.url} has the models {', '.join(found) or '(none)'}.", where=self.where, fix="Name one with --model-name."
+                    f"{self.server.url} has the models {', '.join(found) or '(none)'}.",
+                    where=self.where,
+                    fix="Name one with --model-name.",
                 )
             self._model = found[0]
         return self._model
 
     async def complete(
-        self, prompt: Prompt, params: Sampling, *, key: int, n: int = 1, raw: bool = False, logprobs: bool = False, token_ids: bool = False
+        self,
+        prompt: Prompt,
+        params: Sampling,
+        *,
+        key: int,
+        n: int = 1,
+        raw: bool = False,
+        logprobs: bool = False,
+        token_ids: bool = False,
     ) -> list[Answer]:
-        """n answers to a conversation, or to text as the first turn of one; `raw`: continuations of text. A server that gives
-        fewer than asked for is asked again, with another seed."""
+        """n answers to a conversation, or to text as the first turn of one; `raw`: continuations of
+        text. A server that gives fewer than asked for is asked again, with another seed.
+        """
         if raw and not isinstance(prompt, str):
-            raise InputError("a conversation cannot be continued as raw text.", where=self.where, fix="Leave --raw out.")
+            raise InputError(
+                "a conversation cannot be continued as raw text.",
+                where=self.where,
+                fix="Leave --raw out.",
+            )
         body: dict[str, Any] = {
             "model": await self.model(),
             "temperature": params.temperature,
@@ -99,32 +122,50 @@ class OpenAIClient:
             choices = reply.get("choices")
             if not choices:
                 raise InputError(f"the reply has no choices: {str(reply)[:300]}", where=self.where)
-            answers += [_answer(choice, raw) for choice in sorted(choices, key=lambda c: c.get("index", 0))]
+            answers += [
+                _answer(choice, raw) for choice in sorted(choices, key=lambda c: c.get("index", 0))
+            ]
         return answers[:n]
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What another service says: a path below the server's address, or an address of its own."""
+        """What another service says: a path below the server's address, or an address
+        of its own.
+        """
         return await self._request("POST", path, body)
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         async with self._room:
             for attempt in range(self.server.retries + 1):
                 await self._turn()
                 try:
                     reply = await self.http.request(method, path, json=body)
                 except httpx2.TransportError as error:
-                    problem, wait = f"{type(error).__name__} {error}".strip(), None
+                    problem = f"{type(error).__name__} {error}".strip()
+                    wait = None
                 else:
                     if reply.status_code == 200:
                         return _object(reply, self.where)
-                    problem, wait = f"{reply.status_code} {_message(reply)}", _seconds(reply.headers.get("retry-after"))
+                    problem = f"{reply.status_code} {_message(reply)}"
+                    wait = _seconds(reply.headers.get("retry-after"))
                     if reply.status_code not in AGAIN:
-                        raise InputError(f"{self.server.url} refuses: {problem}", where=self.where, fix=_advice(reply.status_code))
+                        raise InputError(
+                            f"{self.server.url} refuses: {problem}",
+                            where=self.where,
+                            fix=_advice(reply.status_code),
+                        )
                 if attempt < self.server.retries:
-                    grown = min(LONGEST_PAUSE, self.server.pause * 2**attempt) * random.uniform(0.5, 1.0)
+                    grown = min(LONGEST_PAUSE, self.server.pause * 2**attempt) * random.uniform(
+                        0.5, 1.0
+                    )
                     await asyncio.sleep(grown if wait is None else min(wait, 5 * LONGEST_PAUSE))
-            raise InputError(f"{self.server.url} does not answer after {self.server.retries + 1} tries: {problem}", where=self.where,
-                             fix="Run the same command again when it is back: what it answered so far is kept.")  # fmt: skip
+            raise InputError(
+                f"{self.server.url} does not answer after {self.server.retries + 1} tries:"
+                f" {problem}",
+                where=self.where,
+                fix="Run the same command again when it is back: what it answered so far is kept.",
+            )
 
     async def _turn(self) -> None:
         """Spaces requests evenly where there is a rate."""
@@ -138,9 +179,20 @@ class OpenAIClient:
 def _answer(choice: dict[str, Any], raw: bool) -> Answer:
     text = choice.get("text") if raw else (choice.get("message") or {}).get("content")
     found = choice.get("logprobs") or {}
-    logprobs = found.get("token_logprobs") if raw else [entry["logprob"] for entry in found["content"]] if found.get("content") else None
+    logprobs = (
+        found.get("token_logprobs")
+        if raw
+        else [entry["logprob"] for entry in found["content"]]
+        if found.get("content")
+        else None
+    )
     reasons = {"length": Stop.LENGTH, "content_filter": Stop.ERROR}
-    return Answer(text or "", reasons.get(str(choice.get("finish_reason")), Stop.EOS), logprobs, choice.get("token_ids"))
+    return Answer(
+        text or "",
+        reasons.get(str(choice.get("finish_reason")), Stop.EOS),
+        logprobs,
+        choice.get("token_ids"),
+    )
 
 
 def _object(reply: httpx2.Response, where: str) -> dict[str, Any]:
@@ -173,5 +225,8 @@ def _seconds(header: str | None) -> float | None:
 
 
 def _advice(status: int) -> str:
-    return {401: "Set the environment variable that --api-key-env names.", 403: "Check the API key.",
-            404: "Check the address, which usually ends in /v1, and --model-name."}.get(status, "If it does not know a parameter: --no-logprobs leaves one out.")  # fmt: skip
+    return {
+        401: "Set the environment variable that --api-key-env names.",
+        403: "Check the API key.",
+        404: "Check the address, which usually ends in /v1, and --model-name.",
+    }.get(status, "If it does not know a parameter: --no-logprobs leaves one out.")

@@ -1,4 +1,6 @@
-"""One server among several: where it is, whether it lives, what it serves, and how to speak to it (`Dialect`)."""
+"""One server among several: where it is, whether it lives, what it serves, and how to speak to it
+(`Dialect`).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,21 @@ from reinforge.core.errors import InputError
 from reinforge.engines.http import Http, ServerDown
 from reinforge.engines.process import ServerProcess, free_port
 
-FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONHOME", "VIRTUAL_ENV",
-           "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # fmt: skip  # of the trainer's own making: a server must not believe it is one of its ranks
+FOREIGN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PYTHONHOME",
+    "VIRTUAL_ENV",
+    # of the trainer's own making: a server must not believe it is one of its ranks
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +58,15 @@ class Setup:
 
     @property
     def sleep_level(self) -> int:
-        """0 never, 1 keeps the weights in host memory, 2 drops them too. A CPU gives nothing back."""
-        if self.device != "cuda" or self.cfg.sleep == "never" or (self.cfg.sleep == "auto" and not self.colocated):
+        """0 never, 1 keeps the weights in host memory, 2 drops them too.
+
+        A CPU gives nothing back.
+        """
+        if (
+            self.device != "cuda"
+            or self.cfg.sleep == "never"
+            or (self.cfg.sleep == "auto" and not self.colocated)
+        ):
             return 0
         return 2 if self.cfg.sleep == "all" else 1
 
@@ -77,7 +99,9 @@ class Dialect(Protocol):
         """Facts of a server that is ready: dtype, sleeps. Raises ServerDown while it is not."""
         ...
 
-    async def generate(self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]) -> list[Piece]: ...
+    async def generate(
+        self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
+    ) -> list[Piece]: ...
     async def score(self, http: Http, tokens: Sequence[int]) -> list[float]: ...
     async def stage(self, http: Http, message: Mapping[str, Any]) -> None: ...
     async def commit(self, http: Http, version: int, fix_head: bool) -> float:
@@ -98,11 +122,13 @@ class Replica:
     process: ServerProcess | None = None
     load: int = 0  # completions under way
     version: int | None = None  # what it serves; None: not known
-    facts: dict[str, Any] = field(default_factory=dict)  # of the running server; empty until it is ready
+    # of the running server; empty until it is ready
+    facts: dict[str, Any] = field(default_factory=dict)
     failures: int = 0  # starts that failed, one after the other
     checked: float = 0.0  # when it last proved that it generates
     last_words: str = ""  # of a server that is gone
-    life: int = 0  # how often it was started: who failed in an earlier one does not speak about this one
+    # how often it was started: who failed in an earlier one does not speak about this one
+    life: int = 0
 
     @property
     def where(self) -> str:
@@ -117,22 +143,41 @@ class Replica:
         self.life += 1
         cfg = self.setup.cfg
         if cfg.address:
-            self.http = Http(cfg.address[self.index], os.environ.get(cfg.key_env, "") if cfg.key_env else None)
+            self.http = Http(
+                cfg.address[self.index], os.environ.get(cfg.key_env, "") if cfg.key_env else None
+            )
             return
-        key, port = secrets.token_hex(24), free_port()
+        key = secrets.token_hex(24)
+        port = free_port()
         python = cfg.python or sys.executable
-        env = {name: value for name, value in os.environ.items() if name not in FOREIGN and not name.startswith("TORCHELASTIC_")}
-        if cfg.python is not None and Path(cfg.python).absolute() != Path(sys.executable).absolute():
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in FOREIGN and not name.startswith("TORCHELASTIC_")
+        }
+        if (
+            cfg.python is not None
+            and Path(cfg.python).absolute() != Path(sys.executable).absolute()
+        ):
             env.pop("PYTHONPATH", None)  # it points at the trainer's packages
         env |= cfg.env
         made = self.dialect.environment(self.setup, key)
-        env |= {name: value for name, value in made.items() if name not in cfg.env and name != "PYTHONPATH"}
-        env["PYTHONPATH"] = os.pathsep.join(part for part in (made.get("PYTHONPATH"), env.get("PYTHONPATH")) if part)
+        env |= {
+            name: value
+            for name, value in made.items()
+            if name not in cfg.env and name != "PYTHONPATH"
+        }
+        env["PYTHONPATH"] = os.pathsep.join(
+            part for part in (made.get("PYTHONPATH"), env.get("PYTHONPATH")) if part
+        )
         if cfg.devices:
             env["CUDA_VISIBLE_DEVICES"] = cfg.devices[self.index]
         self.http = Http(f"http://127.0.0.1:{port}", key)
         self.process = ServerProcess(
-            self.dialect.command(self.setup, python, port), env, self.setup.folder / f"engine-{self.index}.log", where=self.where
+            self.dialect.command(self.setup, python, port),
+            env,
+            self.setup.folder / f"engine-{self.index}.log",
+            where=self.where,
         )
 
     async def ready(self) -> None:
@@ -156,14 +201,18 @@ class Replica:
                 await asyncio.sleep(0.5)
                 continue
             raise InputError(
-                f"{self.http.address} does not answer.", where=self.where, fix="Start that server, or leave engine.address out."
+                f"{self.http.address} does not answer.",
+                where=self.where,
+                fix="Start that server, or leave engine.address out.",
             )
 
     def stop(self) -> None:
         if self.process is not None:
             self.last_words = self.process.tail()
             self.process.stop()
-        self.facts, self.version, self.process = {}, None, None
+        self.facts = {}
+        self.version = None
+        self.process = None
 
     async def healthy(self, every: float) -> bool:
         """One token, really generated. What was proved a moment ago is not proved again."""
@@ -172,7 +221,9 @@ class Replica:
         self.checked = time.monotonic()
         assert self.http is not None
         try:
-            asked = self.dialect.generate(self.http, [Draw([1], 0, 1)], Sampling(1, ignore_eos=True), frozenset())
+            asked = self.dialect.generate(
+                self.http, [Draw([1], 0, 1)], Sampling(1, ignore_eos=True), frozenset()
+            )
             return bool((await asyncio.wait_for(asked, max(5.0, every)))[0].tokens)
         except (ServerDown, TimeoutError):
             return False

@@ -1,8 +1,10 @@
 """An engine that lives in servers: the contract over one or several replicas of vLLM or SGLang.
 
-A request goes to the replica with least to do. What a dead replica held is sent to another; the dead one is started again and gets the
-current weights before it gets work. An update is staged everywhere while generation goes on, then what runs is interrupted, the new
-weights are committed, proved with a probe, and the interrupted samples go on under them: every token says which weights drew it.
+A request goes to the replica with least to do. What a dead replica held is sent to another; the
+dead one is started again and gets the current weights before it gets work. An update is staged
+everywhere while generation goes on, then what runs is interrupted, the new weights are committed,
+proved with a probe, and the interrupted samples go on under them: every token says which weights
+drew it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Draft:
 
     def draw(self, prompt: list[int], key: int, limit: int, seeded: bool) -> Draw:
         at = len(self.done.tokens)
-        seed = (seed_of(key, self.index, at) if at else seed_of(key, self.index)) if seeded else None
+        seed = (
+            (seed_of(key, self.index, at) if at else seed_of(key, self.index)) if seeded else None
+        )
         return Draw(prompt + self.done.tokens, seed, limit - at)
 
     def take(self, piece: Piece, version: int, limit: int, stops: frozenset[int]) -> None:
@@ -51,21 +55,30 @@ class Draft:
         stopped = bool(piece.tokens) and piece.tokens[-1] in stops
         self.open = piece.reason == "abort" and not stopped and len(self.done.tokens) < limit
         if stopped or piece.reason == "stop":
-            self.done = Completion(self.done.tokens, self.done.logprobs, self.done.versions, Stop.EOS)
+            self.done = Completion(
+                self.done.tokens, self.done.logprobs, self.done.versions, Stop.EOS
+            )
 
 
 class Here:
-    """What belongs to one event loop: the gate that an update closes, and the work of bringing replicas up."""
+    """What belongs to one event loop: the gate that an update closes, and the work of bringing
+    replicas up.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.gate = asyncio.Event()
         self.gate.set()
-        self.moving = asyncio.Lock()  # weights on their way: an update, or those of a replica that comes back; servers have room for one
+        # weights on their way: an update, or those of a replica that comes back; servers have room
+        # for one
+        self.moving = asyncio.Lock()
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def once(self, name: str, make: Awaitable[None]) -> None:
-        """The same work for everybody who asks for it now. Who stops waiting does not stop it for the others."""
+        """The same work for everybody who asks for it now.
+
+        Who stops waiting does not stop it for the others.
+        """
         task = self.tasks.get(name)
         if task is None or task.done():
             task = self.tasks[name] = asyncio.ensure_future(make)  # type: ignore[assignment]
@@ -75,19 +88,28 @@ class Here:
 
 
 class ServedEngine:
-    capabilities = Capabilities(logprobs=True, adapters=False, abort=True, exact=False, scoring=True)
+    capabilities = Capabilities(
+        logprobs=True, adapters=False, abort=True, exact=False, scoring=True
+    )
 
     def __init__(self, setup: Setup, dialect: Dialect, score: Scorer | None = None):
-        """Starts the servers; they are waited for when they are needed. `score`: the trainer's own log-probs, for the proof of an update."""
-        self.setup, self.dialect = setup, dialect
+        """Starts the servers; they are waited for when they are needed.
+
+        `score`: the trainer's own log-probs, for the proof of an update.
+        """
+        self.setup = setup
+        self.dialect = dialect
         self.stop_tokens = frozenset(setup.stop_tokens)
         self.version = 0
         self.stats = GenerationStats()
         self.measured: dict[str, float] = {}  # of the newest update, for the step's metrics
         self.restarts = 0
         self.asleep = 0  # the level at which they sleep
-        self._waiting, self._since = 0, 0.0
-        self.replicas = [Replica(i, setup, dialect) for i in range(len(setup.cfg.address) or setup.cfg.replicas)]
+        self._waiting = 0
+        self._since = 0.0
+        self.replicas = [
+            Replica(i, setup, dialect) for i in range(len(setup.cfg.address) or setup.cfg.replicas)
+        ]
         self.transfer = Transfer(setup, dialect, score)
         self._state: Here | None = None
         for replica in self.replicas:
@@ -102,14 +124,29 @@ class ServedEngine:
 
     # ---- the contract ----
 
-    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
-        prompt, limit = list(tokens), params.max_new_tokens
+    async def generate(
+        self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
+    ) -> list[Completion]:
+        prompt = list(tokens)
+        limit = params.max_new_tokens
         if not prompt:
-            raise InputError("an empty prompt has nothing to continue.", fix="Give at least one token, e.g. the BOS token.")
+            raise InputError(
+                "an empty prompt has nothing to continue.",
+                fix="Give at least one token, e.g. the BOS token.",
+            )
         if len(prompt) + limit > self.setup.context:
-            raise InputError(f"prompt of {len(prompt)} tokens + max_new_tokens {limit} is past the model's context of {self.setup.context}.",
-                             where="rollout.max_new_tokens", fix="Set fewer new tokens (reinforge generate: --max-new-tokens), or shorten the prompt with data.length.")  # fmt: skip
-        stops = frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
+            raise InputError(
+                f"prompt of {len(prompt)} tokens + max_new_tokens {limit} is past the model's"
+                f" context of {self.setup.context}.",
+                where="rollout.max_new_tokens",
+                fix=(
+                    "Set fewer new tokens (reinforge generate: --max-new-tokens), or shorten the"
+                    " prompt with data.length."
+                ),
+            )
+        stops = (
+            frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
+        )
         drafts = [Draft(i) for i in range(n)]
         self._begin()
         try:
@@ -142,8 +179,11 @@ class ServedEngine:
             replica.load += 1
             life = replica.life
             try:
-                return torch.tensor(await self.dialect.score(_of(replica), list(tokens)), dtype=torch.float32)
-            except ServerFault as error:  # an update interrupted it, or it can never be scored: the server is well
+                return torch.tensor(
+                    await self.dialect.score(_of(replica), list(tokens)), dtype=torch.float32
+                )
+            except ServerFault as error:
+                # an update interrupted it, or it can never be scored: the server is well
                 problem = error
             except ServerDown as error:
                 problem = error
@@ -153,8 +193,11 @@ class ServedEngine:
         raise RuntimeError(f"the same tokens could not be scored {RESENDS} times: {problem}")
 
     async def update(self, weights: Weights, version: int) -> None:
-        """Old or new, never mixed: what was published before stays until every replica has proved the new one."""
-        here, start = self._here(), time.monotonic()
+        """Old or new, never mixed: what was published before stays until every replica has proved
+        the new one.
+        """
+        here = self._here()
+        start = time.monotonic()
         await self._awake()
         await self._all_up()
         async with here.moving:
@@ -164,28 +207,48 @@ class ServedEngine:
             here.gate.clear()
             try:
                 await self._quiet()
-                staged = [r for r, life in up if r.up and r.life == life]  # who died and is up again has nothing staged
-                checks = await asyncio.gather(*(self._or_lost(r, self.transfer.commit(r, fresh)) for r in staged))
+                # who died and is up again has nothing staged
+                staged = [r for r, life in up if r.up and r.life == life]
+                checks = await asyncio.gather(
+                    *(self._or_lost(r, self.transfer.commit(r, fresh)) for r in staged)
+                )
                 self.version = version
                 self.transfer.keep(fresh)
             except BaseException:
                 fresh.channel.close()
                 for replica, _ in up:
-                    replica.stop()  # it serves the one or the other, nobody knows: started again, it gets what was served before
+                    # it serves the one or the other, nobody knows: started again, it gets what was
+                    # served before
+                    replica.stop()
                 raise
             finally:
                 here.gate.set()
         if not any(r.version == version for r in self.replicas):
             await self._free()  # all of them died of it: the first that is back proves it
         errors = [check.error for check in checks if check is not None]
-        self.measured = {"weights/seconds": time.monotonic() - start, "engine/restarts": float(self.restarts)}
+        self.measured = {
+            "weights/seconds": time.monotonic() - start,
+            "engine/restarts": float(self.restarts),
+        }
         self.measured |= {"weights/probe_error": max(errors)} if errors else {}
 
     async def sleep(self) -> None:
-        assert not any(r.load for r in self.replicas), "cannot sleep while completions are being written"
-        level = self.setup.sleep_level if self.transfer.published is not None else min(1, self.setup.sleep_level)
+        assert not any(r.load for r in self.replicas), (
+            "cannot sleep while completions are being written"
+        )
+        level = (
+            self.setup.sleep_level
+            if self.transfer.published is not None
+            else min(1, self.setup.sleep_level)
+        )
         if level and not self.asleep:
-            await asyncio.gather(*(self._or_lost(r, self.dialect.sleep(_of(r), level)) for r in self.replicas if r.up))
+            await asyncio.gather(
+                *(
+                    self._or_lost(r, self.dialect.sleep(_of(r), level))
+                    for r in self.replicas
+                    if r.up
+                )
+            )
             self.asleep = level
             if level == 2:
                 for replica in self.replicas:
@@ -207,20 +270,32 @@ class ServedEngine:
 
     # ---- sending ----
 
-    async def _send(self, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]) -> tuple[list[Piece], int]:
-        """Somebody's answer, and the version that gave it. The gate is looked at last: nothing is sent into an update."""
+    async def _send(
+        self, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
+    ) -> tuple[list[Piece], int]:
+        """Somebody's answer, and the version that gave it.
+
+        The gate is looked at last: nothing is sent into an update.
+        """
         problem: Exception | None = None
         for _ in range(RESENDS):
             replica = await self._free()
             replica.load += len(draws)
-            version, life = self.version, replica.life
+            version = self.version
+            life = replica.life
             try:
-                return await self._watched(replica, self.dialect.generate(_of(replica), draws, params, stops)), version
+                return (
+                    await self._watched(
+                        replica, self.dialect.generate(_of(replica), draws, params, stops)
+                    ),
+                    version,
+                )
             except ServerDown as error:
                 problem = error
                 if replica.life == life and replica.up and await replica.healthy(0.0):
                     if isinstance(error, ServerFault):
-                        raise RuntimeError(str(error)) from error  # it generates: the request is what is wrong
+                        # it generates: the request is what is wrong
+                        raise RuntimeError(str(error)) from error
                     continue  # it was the connection
                 self._lost(replica, life)
             finally:
@@ -241,23 +316,31 @@ class ServedEngine:
             task.cancel()
 
     async def _free(self) -> Replica:
-        """The replica with least to do among those that serve the current weights, once the gate is open and they are awake."""
+        """The replica with least to do among those that serve the current weights, once the gate is
+        open and they are awake.
+        """
         while True:
             here = self._here()
             await here.gate.wait()
             await self._awake()
             serving = [r for r in self.replicas if r.up and r.version == self.version]
             rising = [r for r in self.replicas if r not in serving and r.failures < STARTS]
-            works = [asyncio.ensure_future(here.once(f"rise {r.index}", self._rise(r))) for r in rising]
+            works = [
+                asyncio.ensure_future(here.once(f"rise {r.index}", self._rise(r))) for r in rising
+            ]
             for work in works:
-                work.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: an error is told below
+                # seen: an error is told below
+                work.add_done_callback(lambda done: done.cancelled() or done.exception())
             if serving:
                 if here.gate.is_set() and not self.asleep:
                     return min(serving, key=lambda r: (r.load, r.index))
                 continue
             if not works:
                 words = next((r.last_words for r in self.replicas if r.last_words), "")
-                raise RuntimeError(f"no replica is left: each failed {STARTS} times; see {self.setup.folder}/engine-*.log\n{words}")
+                raise RuntimeError(
+                    f"no replica is left: each failed {STARTS} times; see"
+                    f" {self.setup.folder}/engine-*.log\n{words}"
+                )
             done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
             for work in done:
                 work.result()
@@ -265,13 +348,19 @@ class ServedEngine:
     # ---- life and death ----
 
     def _lost(self, replica: Replica, life: int) -> None:
-        """It is gone, or must go: whatever it still does, nobody waits for it. The first of many who notice ends it."""
+        """It is gone, or must go: whatever it still does, nobody waits for it.
+
+        The first of many who notice ends it.
+        """
         if replica.life == life and (replica.up or replica.process is not None):
             replica.stop()
             self.restarts += 1
 
     async def _or_lost(self, replica: Replica, work: Awaitable[T]) -> T | None:
-        """What the replica answers; None, and the replica lost, where it died of it. What it says is wrong is raised."""
+        """What the replica answers; None, and the replica lost, where it died of it.
+
+        What it says is wrong is raised.
+        """
         life = replica.life
         try:
             return await work
@@ -305,27 +394,49 @@ class ServedEngine:
     async def _all_up(self) -> None:
         """Brings everybody up who can be; at least one."""
         here = self._here()
-        rising = [here.once(f"rise {r.index}", self._rise(r)) for r in self.replicas if not r.up and r.failures < STARTS]
+        rising = [
+            here.once(f"rise {r.index}", self._rise(r))
+            for r in self.replicas
+            if not r.up and r.failures < STARTS
+        ]
         results = await asyncio.gather(*rising, return_exceptions=True)
         up = [r for r in self.replicas if r.up]
-        if not up or (self.transfer.published is None and len(up) < len(self.replicas)):  # at the start nothing may be missing
-            raise next((r for r in results if isinstance(r, BaseException)), RuntimeError("no replica is up"))
+        # at the start nothing may be missing
+        if not up or (self.transfer.published is None and len(up) < len(self.replicas)):
+            raise next(
+                (r for r in results if isinstance(r, BaseException)),
+                RuntimeError("no replica is up"),
+            )
 
     async def _quiet(self) -> None:
-        """Interrupts everything until nothing is under way. What is sent late is interrupted in the next round."""
+        """Interrupts everything until nothing is under way.
+
+        What is sent late is interrupted in the next round.
+        """
         while busy := [r for r in self.replicas if r.load and r.up]:
             await asyncio.gather(*(self._or_lost(r, self.dialect.abort(_of(r))) for r in busy))
             await asyncio.sleep(0.01)
 
     async def _awake(self) -> None:
-        """Wakes whoever sleeps. Weights that were dropped come back with an update, or when the next request finds them missing."""
+        """Wakes whoever sleeps.
+
+        Weights that were dropped come back with an update, or when the next request finds them
+        missing.
+        """
         if self.asleep:
             await self._here().once("wake", self._wake_all())
 
     async def _wake_all(self) -> None:
         if self.setup.colocated and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what the trainer's allocator only keeps is room for the cache
-        await asyncio.gather(*(self._or_lost(r, self.dialect.wake(_of(r), self.asleep)) for r in self.replicas if r.up))
+            # what the trainer's allocator only keeps is room for the cache
+            torch.cuda.empty_cache()
+        await asyncio.gather(
+            *(
+                self._or_lost(r, self.dialect.wake(_of(r), self.asleep))
+                for r in self.replicas
+                if r.up
+            )
+        )
         self.asleep = 0
 
 

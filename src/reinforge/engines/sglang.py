@@ -1,6 +1,9 @@
-"""SGLang as a server of our own, over its HTTP API (0.5.23). No plug-in: weights go through a directory of safetensors that it loads.
+"""SGLang as a server of our own, over its HTTP API (0.5.23).
 
-Read from its sources and run against a stub that speaks this API (tests/unit/test_engine_sglang.py); its packages need CUDA.
+No plug-in: weights go through a directory of safetensors that it loads.
+
+Read from its sources and run against a stub that speaks this API
+(tests/unit/test_engine_sglang.py); its packages need CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from reinforge.engines.vllm import ASK, LOAD, options
 
 SEEDS = 2**31
 KEY = "REINFORGE_SGLANG_KEY"
-# SGLang takes its key only as an argument, and those of a process are there for every user to read: it becomes one inside
+# SGLang takes its key only as an argument, and those of a process are there for every user to read:
+# it becomes one inside
 BOOT = (
     f"import os, runpy, sys; sys.argv += ['--api-key=' + os.environ.pop('{KEY}')]; "
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
@@ -34,10 +38,17 @@ class Sglang:
 
     def command(self, setup: Setup, python: str, port: int) -> list[str]:
         args: dict[str, Any] = {
-            "model-path": setup.model, "host": "127.0.0.1", "port": port, "dtype": setup.dtype, "random-seed": setup.seed % SEEDS,
-            "context-length": min(setup.context, max(64, setup.longest + 1) if setup.longest else setup.context),
-            "max-running-requests": setup.max_batch, "mem-fraction-static": setup.cfg.memory,
-        }  # fmt: skip
+            "model-path": setup.model,
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": setup.dtype,
+            "random-seed": setup.seed % SEEDS,
+            "context-length": min(
+                setup.context, max(64, setup.longest + 1) if setup.longest else setup.context
+            ),
+            "max-running-requests": setup.max_batch,
+            "mem-fraction-static": setup.cfg.memory,
+        }
         args |= {"enable-deterministic-inference": True} if setup.cfg.seeded else {}
         args |= {"enable-memory-saver": True} if setup.sleep_level else {}
         args |= {"device": "cpu"} if setup.device == "cpu" else {}
@@ -45,30 +56,57 @@ class Sglang:
         return [python, "-c", BOOT, *options({**args, **given})]
 
     def environment(self, setup: Setup, key: str) -> dict[str, str]:
-        return {KEY: key, "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}  # log-probs after temperature: those of sampling
+        # log-probs after temperature: those of sampling
+        return {KEY: key, "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
     async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
         await http.get("/health_generate", timeout=ASK)
         info = await http.get("/model_info", timeout=ASK)
         return {"dtype": setup.dtype, "sleeps": setup.sleep_level > 0, "model": info["model_path"]}
 
-    async def generate(self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]) -> list[Piece]:
-        shared: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or -1, "min_p": params.min_p,
-                                  "stop_token_ids": sorted(stops), "ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True}  # fmt: skip
+    async def generate(
+        self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
+    ) -> list[Piece]:
+        shared: dict[str, Any] = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "stop_token_ids": sorted(stops),
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
         if params.stop_strings and not params.ignore_eos:
             shared["stop"] = list(params.stop_strings)
         sampling = [
-            {**shared, "max_new_tokens": d.max_tokens, **({} if d.seed is None else {"sampling_seed": d.seed % SEEDS})} for d in draws
+            {
+                **shared,
+                "max_new_tokens": d.max_tokens,
+                **({} if d.seed is None else {"sampling_seed": d.seed % SEEDS}),
+            }
+            for d in draws
         ]
-        reply = await http.post("/generate", {"input_ids": [d.tokens for d in draws], "sampling_params": sampling, "return_logprob": True,
-                                              "rid": [uuid.uuid4().hex for _ in draws]})  # fmt: skip
+        reply = await http.post(
+            "/generate",
+            {
+                "input_ids": [d.tokens for d in draws],
+                "sampling_params": sampling,
+                "return_logprob": True,
+                "rid": [uuid.uuid4().hex for _ in draws],
+            },
+        )
         return [self._piece(answer) for answer in reply]
 
     def _piece(self, answer: dict[str, Any]) -> Piece:
         meta = answer["meta_info"]
         drawn = meta.get("output_token_logprobs") or []
         reason = (meta.get("finish_reason") or {}).get("type", "abort")
-        return Piece([int(token) for _, token, *_ in drawn], [float(logprob) for logprob, *_ in drawn], reason)
+        return Piece(
+            [int(token) for _, token, *_ in drawn],
+            [float(logprob) for logprob, *_ in drawn],
+            reason,
+        )
 
     async def score(self, http: Http, tokens: Sequence[int]) -> list[float]:
         body = {
@@ -77,7 +115,9 @@ class Sglang:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        found = (await http.post("/generate", body, timeout=LOAD))["meta_info"]["input_token_logprobs"]
+        found = (await http.post("/generate", body, timeout=LOAD))["meta_info"][
+            "input_token_logprobs"
+        ]
         if [int(token) for _, token, *_ in found] != list(tokens):
             raise ServerDown(f"{http.address} scored other tokens than it was given")
         return [0.0, *(float(logprob) for logprob, *_ in found[1:])]
@@ -85,7 +125,9 @@ class Sglang:
     async def stage(self, http: Http, message: Mapping[str, Any]) -> None:
         if not (Path(message["folder"]) / "config.json").is_file():
             raise InputError(
-                f"{message['folder']} holds no weights.", where="engine.channel", fix="Use a place that the server sees: disk."
+                f"{message['folder']} holds no weights.",
+                where="engine.channel",
+                fix="Use a place that the server sees: disk.",
             )
         self.staged[http.address] = message
 
@@ -93,7 +135,10 @@ class Sglang:
         """SGLang loads, rolls back if that fails, and empties its cache."""
         message = self.staged.pop(http.address, None)
         if message is None or message["version"] != version:
-            raise ServerDown(f"weights of version {version} were to be served by {http.address}, but they are not staged")
+            raise ServerDown(
+                f"weights of version {version} were to be served by {http.address}, but they are"
+                " not staged"
+            )
         reply = await http.post(
             "/update_weights_from_disk",
             {"model_path": message["folder"], "weight_version": str(version), "flush_cache": True},

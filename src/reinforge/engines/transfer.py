@@ -1,4 +1,6 @@
-"""Weights on their way to a replica: published once, staged and committed by each, then proved against the trainer's own forward."""
+"""Weights on their way to a replica: published once, staged and committed by each, then proved
+against the trainer's own forward.
+"""
 
 from __future__ import annotations
 
@@ -32,39 +34,61 @@ class Published:
 
 class Transfer:
     def __init__(self, setup: Setup, dialect: Dialect, score: Scorer | None):
-        self.setup, self.dialect, self.score = setup, dialect, score
+        self.setup = setup
+        self.dialect = dialect
+        self.score = score
         self.tokens = probe_tokens(setup.vocabulary, min(48, setup.context // 2))
         self.fix_head = True  # a test turns it off to see that the proof notices
         self.kind = self._kind()
         self.published: Published | None = None  # what replicas serve
-        self.base: tuple[weakref.ref[torch.nn.Module], FileChannel] | None = None  # what an adapter is added to
+        # what an adapter is added to
+        self.base: tuple[weakref.ref[torch.nn.Module], FileChannel] | None = None
         self.note = ""
 
     def _kind(self) -> str:
         asked = self.setup.cfg.channel
         if asked != "auto":
             return asked
-        near = self.setup.device == "cuda" and self.setup.colocated and not self.setup.cfg.devices and not self.setup.cfg.address
+        near = (
+            self.setup.device == "cuda"
+            and self.setup.colocated
+            and not self.setup.cfg.devices
+            and not self.setup.cfg.address
+        )
         return "ipc" if near and "ipc" in self.dialect.channels and usable() else "memory"
 
     def publish(self, weights: Weights, version: int) -> Published:
         """The new weights, ready to be staged; those of before are still there."""
-        ours = weights.module is not None and next(weights.module.parameters()).is_cuda  # not where ranks gather into host memory
+        # not where ranks gather into host memory
+        ours = weights.module is not None and next(weights.module.parameters()).is_cuda
         channel: Channel
         if self.kind == "ipc" and ours:
-            channel, pairs = IpcChannel(), self.pairs(weights)  # handles of merged weights: nothing travels
+            # handles of merged weights: nothing travels
+            channel = IpcChannel()
+            pairs = self.pairs(weights)
         elif (low := self._low_rank(weights)) is not None and weights.module is not None:
             channel = AdapterChannel(self._base(weights.module), self._root)
-            pairs = (pair for name, (a, b) in low.items() for pair in ((f"{name}/a", a), (f"{name}/b", b)))
+            pairs = (
+                pair
+                for name, (a, b) in low.items()
+                for pair in ((f"{name}/a", a), (f"{name}/b", b))
+            )
         else:
-            channel, pairs = self._files(), self.pairs(weights)
+            channel = self._files()
+            pairs = self.pairs(weights)
         channel.publish(pairs, version)
         score = weights.probe or self.score
-        return Published(channel, version, None if score is None else score(self.tokens).float().cpu())
+        return Published(
+            channel, version, None if score is None else score(self.tokens).float().cpu()
+        )
 
     def _low_rank(self, weights: Weights) -> dict[str, LowRank] | None:
         """The adapter, where it can travel alone."""
-        alone = weights.kind == "shared" and weights.module is not None and "adapter" in self.dialect.channels
+        alone = (
+            weights.kind == "shared"
+            and weights.module is not None
+            and "adapter" in self.dialect.channels
+        )
         return low_rank(weights.module) if alone and weights.module is not None else None
 
     @property
@@ -72,7 +96,11 @@ class Transfer:
         return self.setup.folder / "engine-weights" if self.kind == "disk" else None
 
     def _files(self) -> FileChannel:
-        return FileChannel(self._root) if "files" in self.dialect.channels else SafetensorsChannel(self._root, Path(self.setup.model))
+        return (
+            FileChannel(self._root)
+            if "files" in self.dialect.channels
+            else SafetensorsChannel(self._root, Path(self.setup.model))
+        )
 
     def _base(self, module: torch.nn.Module) -> FileChannel:
         """The weights below an adapter, published once: afterwards only the adapter travels."""
@@ -94,26 +122,44 @@ class Transfer:
 
     def _cast(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, self.setup.dtype)
-        return ((name, t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t) for name, t in pairs)
+        return (
+            (name, t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
+            for name, t in pairs
+        )
 
     def keep(self, fresh: Published) -> None:
         """The update is through: what was served before may go."""
-        old, self.published = self.published, fresh
+        old = self.published
+        self.published = fresh
         if old is not None:
             old.channel.close()
-            if isinstance(old.channel, AdapterChannel) and (self.base is None or old.channel.base is not self.base[1]):
+            if isinstance(old.channel, AdapterChannel) and (
+                self.base is None or old.channel.base is not self.base[1]
+            ):
                 old.channel.base.close()  # of another model
 
     async def stage(self, replica: Replica, source: Published) -> None:
-        """Phase one. Where handles of GPU memory cannot be opened, files in memory do it from now on."""
+        """Phase one.
+
+        Where handles of GPU memory cannot be opened, files in memory do it from now on.
+        """
         assert replica.http is not None
         try:
             await self.dialect.stage(replica.http, source.channel.message())
         except ServerFault:
-            if not isinstance(source.channel, IpcChannel) or self.setup.cfg.channel == "ipc" or not replica.up:
+            if (
+                not isinstance(source.channel, IpcChannel)
+                or self.setup.cfg.channel == "ipc"
+                or not replica.up
+            ):
                 raise
-            self.kind, self.note = "memory", "the engine cannot open the trainer's GPU memory: weights go through files in host memory"
-            pairs, source.channel = source.channel.pairs, FileChannel()
+            self.kind = "memory"
+            self.note = (
+                "the engine cannot open the trainer's GPU memory: weights go through files in host"
+                " memory"
+            )
+            pairs = source.channel.pairs
+            source.channel = FileChannel()
             source.channel.publish(pairs, source.version)
             await self.dialect.stage(replica.http, source.channel.message())
 
@@ -125,9 +171,18 @@ class Transfer:
         check = None
         if source.want is not None:
             found = torch.tensor(await self.dialect.score(replica.http, self.tokens))
-            before = None if self.published is None or self.published is source else self.published.want
-            check = compare(found, source.want, version=source.version, dtype=self.setup.dtype, before=before, head_error=head_error,
-                            tolerance=self.setup.cfg.tolerance)  # fmt: skip
+            before = (
+                None if self.published is None or self.published is source else self.published.want
+            )
+            check = compare(
+                found,
+                source.want,
+                version=source.version,
+                dtype=self.setup.dtype,
+                before=before,
+                head_error=head_error,
+                tolerance=self.setup.cfg.tolerance,
+            )
         replica.version = source.version
         return check
 

@@ -1,4 +1,7 @@
-"""vLLM as a server of our own: started with our plug-in (`vllm_plugin.py`), spoken to in tokens. Spans vLLM 0.26 and 0.32."""
+"""vLLM as a server of our own: started with our plug-in (`vllm_plugin.py`), spoken to in tokens.
+
+Spans vLLM 0.26 and 0.32.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,11 @@ def options(args: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for name, value in args.items():
         flag = name.strip("-").replace("_", "-")
-        found += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        found += (
+            [f"--{flag}" if value else f"--no-{flag}"]
+            if isinstance(value, bool)
+            else [f"--{flag}", str(value)]
+        )
     return found
 
 
@@ -55,20 +62,44 @@ class Vllm:
 
     def command(self, setup: Setup, python: str, port: int) -> list[str]:
         args: dict[str, Any] = {
-            "model": setup.model, "served-model-name": "policy", "host": "127.0.0.1", "port": port, "dtype": setup.dtype, "seed": setup.seed % 2**31,
-            "max-model-len": min(setup.context, max(64, setup.longest + 1) if setup.longest else setup.context), "max-num-seqs": setup.max_batch,
-            "logprobs-mode": "processed_logprobs", "worker-extension-cls": f"{MODULE}.Worker", "middleware": f"{MODULE}.Front",
+            "model": setup.model,
+            "served-model-name": "policy",
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": setup.dtype,
+            "seed": setup.seed % 2**31,
+            "max-model-len": min(
+                setup.context, max(64, setup.longest + 1) if setup.longest else setup.context
+            ),
+            "max-num-seqs": setup.max_batch,
+            "logprobs-mode": "processed_logprobs",
+            "worker-extension-cls": f"{MODULE}.Worker",
+            "middleware": f"{MODULE}.Front",
             "disable-uvicorn-access-log": True,
-        }  # fmt: skip
+        }
         if setup.device == "cuda":
-            args |= {"gpu-memory-utilization": setup.cfg.memory} | ({"enable-sleep-mode": True} if setup.sleep_level else {})
-        else:  # a prompt cut in two rewinds its seeded generator, which a CPU's cannot: the worker would end
-            args |= {"enforce-eager": True, "enable-chunked-prefill": False, "max-num-batched-tokens": max(4096, args["max-model-len"])}
+            args |= {"gpu-memory-utilization": setup.cfg.memory} | (
+                {"enable-sleep-mode": True} if setup.sleep_level else {}
+            )
+        else:
+            # a prompt cut in two rewinds its seeded generator, which a CPU's cannot: the worker
+            # would end
+            args |= {
+                "enforce-eager": True,
+                "enable-chunked-prefill": False,
+                "max-num-batched-tokens": max(4096, args["max-model-len"]),
+            }
         given = {name.strip("-").replace("_", "-"): value for name, value in setup.cfg.args.items()}
         return [python, "-m", "vllm.entrypoints.openai.api_server", *options({**args, **given})]
 
     def environment(self, setup: Setup, key: str) -> dict[str, str]:
-        found = {"PYTHONPATH": str(install_plugin(setup.folder).absolute()), "VLLM_API_KEY": key, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")}  # fmt: skip
+        found = {
+            "PYTHONPATH": str(install_plugin(setup.folder).absolute()),
+            "VLLM_API_KEY": key,
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
+        }
         if setup.device == "cpu":
             found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(setup.kv_gib or 1)))
         return found
@@ -76,8 +107,12 @@ class Vllm:
     async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
         facts: dict[str, Any] = await http.post("/reinforge/status", timeout=ASK)
         if facts["logprobs"] != "processed_logprobs":
-            raise InputError(f"{http.address} reports {facts['logprobs']}: log-probs before temperature are not those of sampling.", where="engine.address",
-                             fix="Start it with --logprobs-mode processed_logprobs.")  # fmt: skip
+            raise InputError(
+                f"{http.address} reports {facts['logprobs']}: log-probs before temperature are not"
+                " those of sampling.",
+                where="engine.address",
+                fix="Start it with --logprobs-mode processed_logprobs.",
+            )
         if setup.cfg.address and facts["dtype"] != setup.dtype:
             raise InputError(
                 f"{http.address} computes in {facts['dtype']}, the trainer in {setup.dtype}.",
@@ -86,24 +121,38 @@ class Vllm:
             )
         return facts
 
-    async def generate(self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]) -> list[Piece]:
-        shared: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p,
-                                  "stop_token_ids": sorted(stops)}  # fmt: skip
+    async def generate(
+        self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
+    ) -> list[Piece]:
+        shared: dict[str, Any] = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "stop_token_ids": sorted(stops),
+        }
         if params.stop_strings and not params.ignore_eos:
             shared["stop"] = list(params.stop_strings)
         items = [{"tokens": d.tokens, "seed": d.seed, "max_tokens": d.max_tokens} for d in draws]
         reply = await http.post("/reinforge/generate", {"items": items, "params": shared})
-        return [Piece(unpacked("q", item["tokens"]), unpacked("f", item["logprobs"]), item["reason"]) for item in reply["items"]]
+        return [
+            Piece(unpacked("q", item["tokens"]), unpacked("f", item["logprobs"]), item["reason"])
+            for item in reply["items"]
+        ]
 
     async def score(self, http: Http, tokens: Sequence[int]) -> list[float]:
         reply = await http.post("/reinforge/score", {"tokens": list(tokens)}, timeout=LOAD)
         return unpacked("f", reply["logprobs"])
 
     async def stage(self, http: Http, message: Mapping[str, Any]) -> None:
-        await http.post("/reinforge/call", {"method": "stage", "args": [json.dumps(message)]}, timeout=LOAD)
+        await http.post(
+            "/reinforge/call", {"method": "stage", "args": [json.dumps(message)]}, timeout=LOAD
+        )
 
     async def commit(self, http: Http, version: int, fix_head: bool) -> float:
-        reply = await http.post("/reinforge/commit", {"version": version, "fix_head": fix_head}, timeout=LOAD)
+        reply = await http.post(
+            "/reinforge/commit", {"version": version, "fix_head": fix_head}, timeout=LOAD
+        )
         return max(float(result["head_error"]) for result in reply["results"])
 
     async def abort(self, http: Http) -> None:

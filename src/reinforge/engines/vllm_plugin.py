@@ -1,9 +1,11 @@
-"""Runs INSIDE a vLLM server, in vLLM's own Python: imports torch, vllm and the standard library, nothing of ours. Known there as
-`reinforge_vllm`.
+"""Runs INSIDE a vLLM server, in vLLM's own Python: imports torch, vllm and the standard library,
+nothing of ours. Known there as `reinforge_vllm`.
 
-`Front` (--middleware) answers POST /reinforge/* in the API process: tokens in, tokens and log-probs out, and the phases of a weight
-update; everything but /health wants the key. `Worker` (--worker-extension-cls) stages and loads weights where the model lives.
-Both sides of the wire are in this repository: `engines/vllm.py` speaks to it, `weights/` writes what it reads. vLLM 0.26 and 0.32.
+`Front` (--middleware) answers POST /reinforge/* in the API process: tokens in, tokens and log-probs
+out, and the phases of a weight update; everything but /health wants the key. `Worker`
+(--worker-extension-cls) stages and loads weights where the model lives. Both sides of the wire are
+in this repository: `engines/vllm.py` speaks to it, `weights/` writes what it reads. vLLM 0.26 and
+0.32.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ class Front:
         self.app = app
         self.running = 0  # completions being written
 
-    async def __call__(self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
+    async def __call__(
+        self,
+        scope: dict[str, Any],
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[[Any], Awaitable[None]],
+    ) -> None:
         if scope["type"] != "http" or scope["path"] == "/health":
             return await self.app(scope, receive, send)
         if not self._allowed(scope):
@@ -52,7 +59,9 @@ class Front:
         verb = getattr(self, "do_" + scope["path"].removeprefix(PREFIX), None)
         if verb is None:
             return await self._reply(send, 404, {"error": f"no such path: {scope['path']}"})
-        work = asyncio.ensure_future(verb(scope["app"].state.engine_client, json.loads(body or b"{}")))
+        work = asyncio.ensure_future(
+            verb(scope["app"].state.engine_client, json.loads(body or b"{}"))
+        )
         gone = asyncio.ensure_future(receive())  # the next message is that the client has left
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -71,18 +80,29 @@ class Front:
         given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
         return not key or hmac.compare_digest(given.encode(), f"Bearer {key}".encode())
 
-    async def _reply(self, send: Callable[[Any], Awaitable[None]], status: int, content: Any) -> None:
+    async def _reply(
+        self, send: Callable[[Any], Awaitable[None]], status: int, content: Any
+    ) -> None:
         body = json.dumps(content).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     # ---- verbs: (engine client, request) -> reply ----
 
     async def do_generate(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-        """items: [{tokens, seed, max_tokens}], one completion each; params: what they share. Aborted ones return what they have."""
+        """items: [{tokens, seed, max_tokens}], one completion each; params: what they share.
+
+        Aborted ones return what they have.
+        """
         self.running += len(asked["items"])
-        tasks = [asyncio.ensure_future(self._complete(engine, item, asked["params"])) for item in asked["items"]]
+        tasks = [
+            asyncio.ensure_future(self._complete(engine, item, asked["params"]))
+            for item in asked["items"]
+        ]
         try:
             return {"items": list(await asyncio.gather(*tasks))}
         finally:
@@ -91,46 +111,80 @@ class Front:
             await asyncio.wait(tasks)
             self.running -= len(tasks)
 
-    async def _complete(self, engine: Any, item: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    async def _complete(
+        self, engine: Any, item: dict[str, Any], params: dict[str, Any]
+    ) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(**params, seed=item["seed"], max_tokens=item["max_tokens"], logprobs=0, ignore_eos=True,
-                                  detokenize=bool(params.get("stop")), output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True)  # fmt: skip
+        sampling = SamplingParams(
+            **params,
+            seed=item["seed"],
+            max_tokens=item["max_tokens"],
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=bool(params.get("stop")),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            flat_logprobs=True,
+        )
         last = None
-        async for output in engine.generate({"prompt_token_ids": item["tokens"]}, sampling, uuid.uuid4().hex):
+        async for output in engine.generate(
+            {"prompt_token_ids": item["tokens"]}, sampling, uuid.uuid4().hex
+        ):
             last = output
         if last is None or not last.outputs:
             return {"tokens": "", "logprobs": "", "reason": "abort"}
         done = last.outputs[0]
-        tokens, flat = list(done.token_ids), done.logprobs
-        places = [] if flat is None else flat.start_indices  # at each of them the sampled token's comes first
+        tokens = list(done.token_ids)
+        flat = done.logprobs
+        # at each of them the sampled token's comes first
+        places = [] if flat is None else flat.start_indices
         logprobs = [flat.logprobs[at] for at in places]
         if [flat.token_ids[at] for at in places] != tokens:
             raise RuntimeError("the log-probs that came back are of other tokens than were sampled")
-        return {"tokens": packed("q", tokens), "logprobs": packed("f", logprobs), "reason": done.finish_reason or "abort"}
+        return {
+            "tokens": packed("q", tokens),
+            "logprobs": packed("f", logprobs),
+            "reason": done.finish_reason or "abort",
+        }
 
     async def do_score(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-        """Log-probs of the given tokens at temperature 1; 0 for the first, which nothing precedes."""
+        """Log-probs of the given tokens at temperature 1; 0 for the first, which
+        nothing precedes.
+        """
         from vllm import SamplingParams
 
-        tokens, last = asked["tokens"], None
+        tokens = asked["tokens"]
+        last = None
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        async for output in engine.generate({"prompt_token_ids": tokens}, sampling, uuid.uuid4().hex):
+        async for output in engine.generate(
+            {"prompt_token_ids": tokens}, sampling, uuid.uuid4().hex
+        ):
             last = output
         if last is None or last.prompt_logprobs is None:
             raise RuntimeError("no log-probs of the prompt came back")
-        found = [0.0] + [chosen[token].logprob for token, chosen in zip(tokens[1:], list(last.prompt_logprobs)[1:], strict=True)]
+        found = [0.0] + [
+            chosen[token].logprob
+            for token, chosen in zip(tokens[1:], list(last.prompt_logprobs)[1:], strict=True)
+        ]
         return {"logprobs": packed("f", found)}
 
     async def do_call(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
         """A method of `Worker` on every worker."""
-        found = await engine.collective_rpc("reinforge_" + asked["method"], args=tuple(asked.get("args", [])))
+        found = await engine.collective_rpc(
+            "reinforge_" + asked["method"], args=tuple(asked.get("args", []))
+        )
         return {"results": [json.loads(result) for result in found]}
 
     async def do_commit(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-        """The staged weights become the served ones, and what was cached under the old ones is dropped."""
-        results = (await self.do_call(engine, {"method": "commit", "args": [asked["version"], asked["fix_head"]]}))["results"]
+        """The staged weights become the served ones, and what was cached under the old ones is
+        dropped.
+        """
+        results = (
+            await self.do_call(
+                engine, {"method": "commit", "args": [asked["version"], asked["fix_head"]]}
+            )
+        )["results"]
         for _ in range(500):  # blocks of what was aborted may still be on their way back
             if await engine.reset_prefix_cache() is not False:
                 return {"results": results}
@@ -149,10 +203,20 @@ class Front:
         from vllm import __version__
 
         config = engine.vllm_config
-        return {"vllm": __version__, "running": self.running, "held": len(engine.output_processor.request_states),
-                "sleeps": bool(config.model_config.enable_sleep_mode), "dtype": str(config.model_config.dtype).removeprefix("torch."),
-                "logprobs": str(getattr(config.model_config.logprobs_mode, "value", config.model_config.logprobs_mode)),
-                "context": config.model_config.max_model_len, **(await self.do_call(engine, {"method": "facts"}))["results"][0]}  # fmt: skip
+        return {
+            "vllm": __version__,
+            "running": self.running,
+            "held": len(engine.output_processor.request_states),
+            "sleeps": bool(config.model_config.enable_sleep_mode),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "logprobs": str(
+                getattr(
+                    config.model_config.logprobs_mode, "value", config.model_config.logprobs_mode
+                )
+            ),
+            "context": config.model_config.max_model_len,
+            **(await self.do_call(engine, {"method": "facts"}))["results"][0],
+        }
 
     async def do_sleep(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
         if asked["level"] > 1:  # its weights will be gone
@@ -171,8 +235,14 @@ class Worker:
     def reinforge_facts(self) -> str:
         runner = self.model_runner  # type: ignore[attr-defined]
         head, embedding = head_of(runner.get_model())
-        return json.dumps({"device": self._reinforge_device().type, "tied": embedding is not None and head is not None,
-                           "version": getattr(self, "_reinforge_version", 0), "pid": os.getpid()})  # fmt: skip
+        return json.dumps(
+            {
+                "device": self._reinforge_device().type,
+                "tied": embedding is not None and head is not None,
+                "version": getattr(self, "_reinforge_version", 0),
+                "pid": os.getpid(),
+            }
+        )
 
     def _reinforge_device(self) -> torch.device:
         return next(self.model_runner.get_model().parameters()).device  # type: ignore[attr-defined]
@@ -183,25 +253,41 @@ class Worker:
         return self._reinforge_device().type == "cuda" and not quantised
 
     def reinforge_stage(self, message: str) -> str:
-        """Phase one: everything that is new is here, whole and proved; what is served has not changed."""
+        """Phase one: everything that is new is here, whole and proved; what is served has not
+        changed.
+        """
         asked = json.loads(message)
-        staged = from_files(Path(asked["folder"])) if asked["kind"] == "files" else from_ipc(asked["tensors"])
+        staged = (
+            from_files(Path(asked["folder"]))
+            if asked["kind"] == "files"
+            else from_ipc(asked["tensors"])
+        )
         base = asked.get("base")
         if base is not None:
             known = getattr(self, "_reinforge_base", None)
             if known is None or known[0] != base:
                 known = self._reinforge_base = (base, dict(from_files(Path(base))))
-            changed_only = getattr(self, "_reinforge_below", None) == base and self._reinforge_direct()
+            changed_only = (
+                getattr(self, "_reinforge_below", None) == base and self._reinforge_direct()
+            )
             staged = on_base(known[1], dict(staged), self._reinforge_device(), changed_only)
-        self._reinforge_staged, self._reinforge_next = (asked["version"], staged), base
-        return json.dumps({"tensors": len(staged), "bytes": sum(t.numel() * t.element_size() for _, t in staged)})
+        self._reinforge_staged = (asked["version"], staged)
+        self._reinforge_next = base
+        return json.dumps(
+            {"tensors": len(staged), "bytes": sum(t.numel() * t.element_size() for _, t in staged)}
+        )
 
     @torch.no_grad()
     def reinforge_commit(self, version: int, fix_head: bool) -> str:
-        """Phase two. Reports how far the head's logits are from those of the embedding that it is tied to."""
+        """Phase two.
+
+        Reports how far the head's logits are from those of the embedding that it is tied to.
+        """
         found, staged = getattr(self, "_reinforge_staged", (None, []))
         if found != version:
-            raise RuntimeError(f"weights of version {version} were to be served, but {found} are staged")
+            raise RuntimeError(
+                f"weights of version {version} were to be served, but {found} are staged"
+            )
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
         if self._reinforge_direct():  # into the parameters that kernels and graphs read
@@ -211,7 +297,9 @@ class Worker:
             runner.reload_weights(weights_iterator=iter(staged))
         if fix_head:
             point_head(model)
-        self._reinforge_staged, self._reinforge_version, self._reinforge_below = (None, []), version, self._reinforge_next
+        self._reinforge_staged = (None, [])
+        self._reinforge_version = version
+        self._reinforge_below = self._reinforge_next
         return json.dumps({"version": version, "head_error": head_error(model)})
 
     def reinforge_forget(self) -> str:
@@ -225,18 +313,34 @@ class Worker:
 
 
 def head_of(model: Any) -> tuple[Any, Any]:
-    """(output head, the embedding that it is tied to). The second is None where they are two, or the same module."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    """(output head, the embedding that it is tied to).
+
+    The second is None where they are two, or the same module.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
 
     heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
-    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)]
-    if not heads or len(embeddings) != 1 or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+    embeddings = [
+        m
+        for m in model.modules()
+        if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
+    ]
+    if (
+        not heads
+        or len(embeddings) != 1
+        or not getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    ):
         return (heads[0] if heads else None), None
     return heads[0], embeddings[0]
 
 
 def point_head(model: Any) -> None:
-    """A tied head keeps the old weights through a reload: it is pointed at the new ones, and its CPU kernel packs them again."""
+    """A tied head keeps the old weights through a reload: it is pointed at the new ones, and its
+    CPU kernel packs them again.
+    """
     head, embedding = head_of(model)
     if head is not None and embedding is not None and embedding.weight.numel():
         if head.weight is not embedding.weight:
@@ -245,12 +349,16 @@ def point_head(model: Any) -> None:
 
 
 def head_error(model: Any) -> float:
-    """Largest difference of the head's logits from the embedding's, relative to the largest logit, for a few random states."""
+    """Largest difference of the head's logits from the embedding's, relative to the largest logit,
+    for a few random states.
+    """
     head, embedding = head_of(model)
     if head is None or embedding is None:
         return 0.0
     weight = embedding.weight
-    states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(
+        weight.device, weight.dtype
+    )
     want = torch.nn.functional.linear(states, weight).float()
     found = head.quant_method.apply(head, states, bias=None).float()
     return float((found - want).abs().max() / want.abs().max().clamp_min(1e-20))
@@ -261,7 +369,9 @@ def from_files(folder: Path) -> list[tuple[str, torch.Tensor]]:
     manifest = json.loads((folder / "manifest.json").read_text())
     found: list[tuple[str, torch.Tensor]] = []
     for bucket in manifest["buckets"]:
-        flat = torch.from_file(str(folder / bucket["file"]), shared=False, size=bucket["bytes"], dtype=torch.uint8)
+        flat = torch.from_file(
+            str(folder / bucket["file"]), shared=False, size=bucket["bytes"], dtype=torch.uint8
+        )
         if int(flat.view(torch.int64).sum()) != bucket["sum"]:
             raise RuntimeError(f"{bucket['file']} does not hold what the trainer wrote")
         for name, dtype, shape, start, size in bucket["tensors"]:
@@ -270,12 +380,23 @@ def from_files(folder: Path) -> list[tuple[str, torch.Tensor]]:
 
 
 def on_base(
-    base: dict[str, torch.Tensor], low: dict[str, torch.Tensor], device: torch.device, changed_only: bool
+    base: dict[str, torch.Tensor],
+    low: dict[str, torch.Tensor],
+    device: torch.device,
+    changed_only: bool,
 ) -> list[tuple[str, torch.Tensor]]:
-    """Base weights, and for each NAME with `NAME/a` and `NAME/b` the sum of base and b @ a, rounded once."""
-    found = [] if changed_only else [(name, tensor) for name, tensor in base.items() if f"{name}/a" not in low]
+    """Base weights, and for each NAME with `NAME/a` and `NAME/b` the sum of base and b @ a, rounded
+    once.
+    """
+    found = (
+        []
+        if changed_only
+        else [(name, tensor) for name, tensor in base.items() if f"{name}/a" not in low]
+    )
     for name in sorted({key.rpartition("/")[0] for key in low}):
-        weight, a, b = (tensor.to(device) for tensor in (base[name], low[f"{name}/a"], low[f"{name}/b"]))
+        weight, a, b = (
+            tensor.to(device) for tensor in (base[name], low[f"{name}/a"], low[f"{name}/b"])
+        )
         found.append((name, (weight.float() + b @ a).to(weight.dtype)))
     return found
 
@@ -287,9 +408,38 @@ def from_ipc(tensors: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
     def raw(value: str) -> bytes:
         return base64.b64decode(value)
 
-    found, device = [], torch.cuda.current_device()
-    for name, dtype, shape, stride, offset, handle, size, at, counter, counter_at, event, sync in tensors:
-        tensor = rebuild_cuda_tensor(torch.Tensor, torch.Size(shape), tuple(stride), offset, torch.UntypedStorage, getattr(torch, dtype), device,
-                                     raw(handle), size, at, False, raw(counter), counter_at, raw(event), sync)  # fmt: skip
+    found = []
+    device = torch.cuda.current_device()
+    for (
+        name,
+        dtype,
+        shape,
+        stride,
+        offset,
+        handle,
+        size,
+        at,
+        counter,
+        counter_at,
+        event,
+        sync,
+    ) in tensors:
+        tensor = rebuild_cuda_tensor(
+            torch.Tensor,
+            torch.Size(shape),
+            tuple(stride),
+            offset,
+            torch.UntypedStorage,
+            getattr(torch, dtype),
+            device,
+            raw(handle),
+            size,
+            at,
+            False,
+            raw(counter),
+            counter_at,
+            raw(event),
+            sync,
+        )
         found.append((name, tensor))
     return found

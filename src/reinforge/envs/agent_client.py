@@ -1,7 +1,8 @@
-"""The client that an agent function gets: `openai`'s where it is installed, otherwise a small one of the same shape.
+"""The client that an agent function gets: `openai`'s where it is installed, otherwise a small one
+of the same shape.
 
-Ours knows `chat.completions.create`, `completions.create` and `models.list`, with `stream=True` too. It needs nothing but the
-standard library.
+Ours knows `chat.completions.create`, `completions.create` and `models.list`, with `stream=True`
+too. It needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ from urllib.parse import urlsplit
 
 
 def make_client(base_url: str, api_key: str, *, asynchronous: bool, small: bool = False) -> Any:
-    """Without retries and time limits: the endpoint answers when it can, and the episode has a deadline. `small`: ours in any case."""
+    """Without retries and time limits: the endpoint answers when it can, and the episode has a
+    deadline. `small`: ours in any case.
+    """
     if small or importlib.util.find_spec("openai") is None:
         return AsyncClient(base_url, api_key) if asynchronous else Client(base_url, api_key)
     openai = importlib.import_module("openai")
-    common: dict[str, Any] = {"base_url": base_url, "api_key": api_key, "max_retries": 0, "timeout": None}
+    common: dict[str, Any] = {
+        "base_url": base_url,
+        "api_key": api_key,
+        "max_retries": 0,
+        "timeout": None,
+    }
     plain = {
         "verify": False,
         "trust_env": False,
@@ -33,11 +41,15 @@ def make_client(base_url: str, api_key: str, *, asynchronous: bool, small: bool 
 
 
 class StatusError(Exception):
-    """The endpoint refused. `status_code` is the HTTP status, `code` what the endpoint calls the problem."""
+    """The endpoint refused.
+
+    `status_code` is the HTTP status, `code` what the endpoint calls the problem.
+    """
 
     def __init__(self, status_code: int, message: str, code: str | None):
         super().__init__(f"{status_code}: {message}")
-        self.status_code, self.code = status_code, code
+        self.status_code = status_code
+        self.code = code
 
 
 class Reply:
@@ -63,7 +75,8 @@ def _wrapped(value: Any) -> Any:
 
 class _Transport:
     def __init__(self, base_url: str, api_key: str):
-        self.base_url, self.api_key = base_url.rstrip("/"), api_key
+        self.base_url = base_url.rstrip("/")
+        self.api_key = api_key
 
     def send(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
         parts = urlsplit(self.base_url)
@@ -90,7 +103,9 @@ class _Transport:
                 if data:
                     chunk = json.loads(data)
                     if "error" in chunk:
-                        raise StatusError(500, str(chunk["error"].get("message")), chunk["error"].get("code"))
+                        raise StatusError(
+                            500, str(chunk["error"].get("message")), chunk["error"].get("code")
+                        )
                     yield Reply(chunk)
 
 
@@ -103,7 +118,8 @@ def _error(body: bytes) -> dict[str, Any]:
 
 class _Completions:
     def __init__(self, transport: _Transport, path: str):
-        self.transport, self.path = transport, path
+        self.transport = transport
+        self.path = path
 
     def create(self, *, stream: bool = False, **body: Any) -> Any:
         if stream:
@@ -145,10 +161,12 @@ class _Chat:
 class Client:
     """In the shape of `openai.OpenAI`."""
 
-    completions_type, models_type = _Completions, _Models
+    completions_type = _Completions
+    models_type = _Models
 
     def __init__(self, base_url: str, api_key: str):
-        self.base_url, self.api_key = base_url, api_key
+        self.base_url = base_url
+        self.api_key = api_key
         transport = _Transport(base_url, api_key)
         self.chat = _Chat(self.completions_type(transport, "chat/completions"))
         self.completions = self.completions_type(transport, "completions")
@@ -160,6 +178,7 @@ class Client:
 class AsyncClient(Client):
     """In the shape of `openai.AsyncOpenAI`."""
 
-    completions_type, models_type = _AsyncCompletions, _AsyncModels
+    completions_type = _AsyncCompletions
+    models_type = _AsyncModels
 
     async def close(self) -> None: ...  # type: ignore[override]

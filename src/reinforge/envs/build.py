@@ -30,7 +30,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A `MakeEnv`: the row's column `env` names the environment; a row without one gets one by the weights, always the same."""
+    """A `MakeEnv`: the row's column `env` names the environment; a row without one gets one by the
+    weights, always the same.
+    """
 
     entries: Sequence[Entry]
     seed: int = 0
@@ -53,7 +55,9 @@ class Mixture:
             return found
         if len(self.entries) == 1:
             return self.entries[0]
-        point = (seed_of(self.seed, "env", row.id) >> 10) / 2**53 * sum(e.weight for e in self.entries)
+        point = (
+            (seed_of(self.seed, "env", row.id) >> 10) / 2**53 * sum(e.weight for e in self.entries)
+        )
         for entry in self.entries:
             point -= entry.weight
             if point < 0:
@@ -61,16 +65,29 @@ class Mixture:
         return self.entries[-1]
 
 
-def entry_of(name: str, options: Mapping[str, Any], *, weight: float = 1.0, where: str = "env", python: str | None = None) -> Entry:
-    """`name`: built in, `library:its name`, `file.py:Class` or `package.module:Class`; a function that returns an environment will do
-    too. `python`: another interpreter that runs it."""
+def entry_of(
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    weight: float = 1.0,
+    where: str = "env",
+    python: str | None = None,
+) -> Entry:
+    """`name`: built in, `library:its name`, `file.py:Class` or `package.module:Class`; a function
+    that returns an environment will do too. `python`: another interpreter that runs it.
+    """
     library, _, known_as = name.partition(":")
     given = (known_as,) if known_as and library in FOREIGN else ()
     target = FOREIGN[library] if given else BUILTIN.get(name, name)
     if ":" not in target:
         near = get_close_matches(name, BUILTIN, n=1)
-        raise InputError(f"there is no environment {name!r}.", where=f"{where}.name",
-                         fix=(f"Did you mean {near[0]}? " if near else "") + f"Built in: {', '.join(BUILTIN)}; of others: {', '.join(FOREIGN)}, each with a colon and its name; your own: file.py:Class.")  # fmt: skip
+        raise InputError(
+            f"there is no environment {name!r}.",
+            where=f"{where}.name",
+            fix=(f"Did you mean {near[0]}? " if near else "")
+            + f"Built in: {', '.join(BUILTIN)}; of others: {', '.join(FOREIGN)}, each with a colon"
+            " and its name; your own: file.py:Class.",
+        )
     if given or python is None:
         made = load_function(target, f"{where}.name")
         make = partial(made, *given) if given else made
@@ -80,22 +97,36 @@ def entry_of(name: str, options: Mapping[str, Any], *, weight: float = 1.0, wher
     return Entry(name.rpartition(":")[2], make, weight, options)
 
 
-def check_options(make: Callable[..., Any], options: Mapping[str, Any], name: str, where: str) -> None:
+def check_options(
+    make: Callable[..., Any], options: Mapping[str, Any], name: str, where: str
+) -> None:
     parameters = inspect.signature(make).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     unknown = sorted(set(options) - set(parameters))
     if unknown:
         near = get_close_matches(unknown[0], parameters, n=1)
-        raise InputError(f"{name} has no option {', '.join(unknown)}.", where=where,
-                         fix=(f"Did you mean {near[0]}? " if near else "") + f"It has: {', '.join(parameters) or 'none'}.")  # fmt: skip
-    missing = [n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and n not in options]
+        raise InputError(
+            f"{name} has no option {', '.join(unknown)}.",
+            where=where,
+            fix=(f"Did you mean {near[0]}? " if near else "")
+            + f"It has: {', '.join(parameters) or 'none'}.",
+        )
+    missing = [
+        n
+        for n, p in parameters.items()
+        if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and n not in options
+    ]
     if missing:
-        raise InputError(f"{name} needs the option {', '.join(missing)}.", where=where, fix="Give it.")
+        raise InputError(
+            f"{name} needs the option {', '.join(missing)}.", where=where, fix="Give it."
+        )
 
 
 def as_make(env: MakeEnv | Mixture | Callable[[], Env]) -> MakeEnv:
-    """Whatever Python gives as an environment: a class or function without arguments, or one that wants the row."""
+    """Whatever Python gives as an environment: a class or function without arguments, or one that
+    wants the row.
+    """
     if isinstance(env, Mixture):
         return env
     wants = [

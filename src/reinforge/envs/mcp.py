@@ -1,10 +1,13 @@
-"""MCP servers as sources of tools: `tools: [{mcp: {command: [python, server.py]}}, {mcp: {url: "http://host/mcp"}}]`.
+"""MCP servers as sources of tools: `tools: [{mcp: {command: [python, server.py]}}, {mcp: {url:
+"http://host/mcp"}}]`.
 
-A connection belongs to a task of its own, since the client must be closed where it was opened. By default all episodes of a run share
-one; it ends with the event loop. With `shared: false` every episode has a server of its own, which ends with it.
+A connection belongs to a task of its own, since the client must be closed where it was opened. By
+default all episodes of a run share one; it ends with the event loop. With `shared: false` every
+episode has a server of its own, which ends with it.
 
-What a tool says of itself (isError, wrong arguments) is for the model to read. A server that is gone says nothing about the model: the
-episode cannot be scored, and the next one starts the server again.
+What a tool says of itself (isError, wrong arguments) is for the model to read. A server that is
+gone says nothing about the model: the episode cannot be scored, and the next one starts the server
+again.
 """
 
 from __future__ import annotations
@@ -30,13 +33,19 @@ MARK = "REINFORGE_MCP"  # in the environment of a server and of all that it star
 PAGES = 100  # of a server's list of tools
 TAIL = 2000  # bytes of stderr that are kept
 # PR_SET_PDEATHSIG, SIGKILL: a server ends with the run, however that ends
-LEASH = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+LEASH = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execvp(sys.argv[1],"
+    " sys.argv[1:])"
+)
 WHERE = "env.options.tools"
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server is. A command runs with PATH, HOME and the like, and `env`; nothing else of our environment."""
+    """Where a server is.
+
+    A command runs with PATH, HOME and the like, and `env`; nothing else of our environment.
+    """
 
     command: tuple[str, ...] = ()
     url: str | None = None
@@ -52,7 +61,9 @@ class Server:
 
     @property
     def key(self) -> str:
-        return json.dumps([self.command, self.url, dict(self.env), self.cwd, self.only], default=str)
+        return json.dumps(
+            [self.command, self.url, dict(self.env), self.cwd, self.only], default=str
+        )
 
 
 def server_of(given: Mapping[str, Any]) -> Server:
@@ -60,42 +71,72 @@ def server_of(given: Mapping[str, Any]) -> Server:
     unknown = sorted(set(given) - set(Server.__dataclass_fields__))
     if unknown or ("command" in given) == ("url" in given):
         raise InputError(
-            f"mcp has no option {', '.join(unknown)}." if unknown else "mcp needs a command or a url; one of them.", where=WHERE,
-            fix="Write {mcp: {command: [python, server.py]}} or {mcp: {url: http://host/mcp}}; also: env, cwd, only, shared, start_seconds.",
-        )  # fmt: skip
+            (
+                f"mcp has no option {', '.join(unknown)}."
+                if unknown
+                else "mcp needs a command or a url; one of them."
+            ),
+            where=WHERE,
+            fix=(
+                "Write {mcp: {command: [python, server.py]}} or {mcp: {url: http://host/mcp}};"
+                " also: env, cwd, only, shared, start_seconds."
+            ),
+        )
     _package()
     command = given.get("command", ())
     words = tuple(command.split() if isinstance(command, str) else map(str, command))
     if words and words[0] == "python":
         words = (sys.executable, *words[1:])
     if words and shutil.which(words[0], path=given.get("env", {}).get("PATH")) is None:
-        raise InputError(f"there is no program {words[0]!r} to run the MCP server.", where=WHERE, fix="Install it, or give its whole path.")
+        raise InputError(
+            f"there is no program {words[0]!r} to run the MCP server.",
+            where=WHERE,
+            fix="Install it, or give its whole path.",
+        )
     only = given.get("only")
     env = {str(k): str(v) for k, v in (given.get("env") or {}).items()}
-    return Server(words, given.get("url"), env, given.get("cwd"), None if only is None else tuple(only), bool(given.get("shared", True)),
-                  float(given.get("start_seconds", 30.0)))  # fmt: skip
+    return Server(
+        words,
+        given.get("url"),
+        env,
+        given.get("cwd"),
+        None if only is None else tuple(only),
+        bool(given.get("shared", True)),
+        float(given.get("start_seconds", 30.0)),
+    )
 
 
 class McpTool(Tool):
-    """Its schema is the server's, and so is the last word on arguments: simple types are checked here, the rest there."""
+    """Its schema is the server's, and so is the last word on arguments: simple types are checked
+    here, the rest there.
+    """
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         known = self.parameters["properties"]
         missing = [name for name in self.parameters["required"] if name not in arguments]
         if missing:
             raise ToolError(f"{self.name} needs the argument {', '.join(missing)}")
-        return {n: fitted(v, known[n], f"{self.name}: {n}") if _simple(known.get(n)) else v for n, v in arguments.items()}
+        return {
+            n: fitted(v, known[n], f"{self.name}: {n}") if _simple(known.get(n)) else v
+            for n, v in arguments.items()
+        }
 
 
 def _simple(schema: Any) -> bool:
-    return isinstance(schema, dict) and isinstance(schema.get("type"), str) and schema["type"] in NAMES and "items" not in schema
+    return (
+        isinstance(schema, dict)
+        and isinstance(schema.get("type"), str)
+        and schema["type"] in NAMES
+        and "items" not in schema
+    )
 
 
 class Connection:
     """One session with a server, from the running event loop."""
 
     def __init__(self, server: Server):
-        self.server, self.over = server, False
+        self.server = server
+        self.over = False
         self._mark = secrets.token_hex(16)
         self._stderr = b""
         self._client: Any = None
@@ -110,13 +151,18 @@ class Connection:
                 listed = await asyncio.shield(self._listed)
         except TimeoutError:
             await self.close()
-            raise Unavailable(f"the MCP server {self.server.name} was not ready after {self.server.start_seconds:g} s") from None
+            raise Unavailable(
+                f"the MCP server {self.server.name} was not ready after"
+                f" {self.server.start_seconds:g} s"
+            ) from None
         wanted = self.server.only
         lost = sorted(set(wanted or ()) - {t.name for t in listed})
         if lost:
             raise InputError(
-                f"the MCP server {self.server.name} has no tool {', '.join(lost)}.", where=WHERE, fix=f"It has: {', '.join(t.name for t in listed)}."
-            )  # fmt: skip
+                f"the MCP server {self.server.name} has no tool {', '.join(lost)}.",
+                where=WHERE,
+                fix=f"It has: {', '.join(t.name for t in listed)}.",
+            )
         return [self._tool(t) for t in listed if wanted is None or t.name in wanted]
 
     async def close(self) -> None:
@@ -130,11 +176,15 @@ class Connection:
     # ---- inside ----
 
     async def _hold(self) -> None:
-        """Opens the session, keeps it open, and closes it: all in one task, as the client wants it."""
+        """Opens the session, keeps it open, and closes it: all in one task, as the
+        client wants it.
+        """
         mcp = _package()
         try:
             with _Heard(self) as errors:
-                async with mcp.Client(self.server.url or mcp.stdio_client(self._settings(mcp), errlog=errors)) as client:
+                async with mcp.Client(
+                    self.server.url or mcp.stdio_client(self._settings(mcp), errlog=errors)
+                ) as client:
                     self._client = client
                     self._listed.set_result(await _all_tools(client))
                     await self._stop.wait()
@@ -149,7 +199,12 @@ class Connection:
         words = list(self.server.command)
         if sys.platform == "linux":
             words = [sys.executable, "-I", "-S", "-c", LEASH, *words]
-        return mcp.StdioServerParameters(command=words[0], args=words[1:], env={**self.server.env, MARK: self._mark}, cwd=self.server.cwd)
+        return mcp.StdioServerParameters(
+            command=words[0],
+            args=words[1:],
+            env={**self.server.env, MARK: self._mark},
+            cwd=self.server.cwd,
+        )
 
     def _failed(self, error: BaseException) -> None:
         while isinstance(error, BaseExceptionGroup):
@@ -157,7 +212,9 @@ class Connection:
         if not self._listed.done():
             last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
             why = "; it said: ".join([f"{type(error).__name__}: {error}", *last])
-            self._listed.set_exception(Unavailable(f"the MCP server {self.server.name} did not start: {why}"))
+            self._listed.set_exception(
+                Unavailable(f"the MCP server {self.server.name} did not start: {why}")
+            )
             self._listed.exception()  # whoever waits hears it; if nobody does, that is no news
 
     def _tool(self, listed: Any) -> Tool:
@@ -183,7 +240,9 @@ class Connection:
             if error.code == mcp.types.CONNECTION_CLOSED or self._task.done():
                 self.over = True
                 self._stop.set()
-                raise Unavailable(f"the MCP server {self.server.name} ended while {name} ran") from error
+                raise Unavailable(
+                    f"the MCP server {self.server.name} ended while {name} ran"
+                ) from error
             raise ToolError(str(error)) from None
         text = text_of(result)
         if result.is_error:
@@ -205,7 +264,8 @@ def connect(server: Server) -> Connection:
 
 
 async def _all_tools(client: Any) -> list[Any]:
-    found, cursor = [], None
+    found = []
+    cursor = None
     for _ in range(PAGES):
         page = await client.list_tools(cursor=cursor)
         found += page.tools
@@ -224,18 +284,29 @@ def text_of(result: Any) -> str:
         elif block.type == "resource" and getattr(block.resource, "text", None) is not None:
             parts.append(block.resource.text)
         else:
-            data = getattr(block, "data", "") or getattr(getattr(block, "resource", None), "blob", "") or ""
-            parts.append(f"({block.type}, {getattr(block, 'mime_type', None) or 'unknown type'}, {len(data) * 3 // 4} bytes)")
+            data = (
+                getattr(block, "data", "")
+                or getattr(getattr(block, "resource", None), "blob", "")
+                or ""
+            )
+            parts.append(
+                f"({block.type}, {getattr(block, 'mime_type', None) or 'unknown type'},"
+                f" {len(data) * 3 // 4} bytes)"
+            )
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
 
 
 class _Heard:
-    """A file for a server's stderr, of which the end is kept. It must not fill the terminal, nor block the server."""
+    """A file for a server's stderr, of which the end is kept.
+
+    It must not fill the terminal, nor block the server.
+    """
 
     def __init__(self, connection: Connection):
-        self.connection, self.loop = connection, asyncio.get_running_loop()
+        self.connection = connection
+        self.loop = asyncio.get_running_loop()
 
     def __enter__(self) -> Any:
         self.source, sink = os.pipe()
@@ -259,8 +330,11 @@ class _Heard:
 
 
 def kill_marked(mark: str) -> int:
-    """Kills every process that has the mark in its environment, children that left the server's process group too. How many there were."""
-    wanted, found = f"{MARK}={mark}".encode(), 0
+    """Kills every process that has the mark in its environment, children that left the server's
+    process group too. How many there were.
+    """
+    wanted = f"{MARK}={mark}".encode()
+    found = 0
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
@@ -274,6 +348,8 @@ def _package() -> Any:
         import mcp
     except ModuleNotFoundError as error:
         raise InputError(
-            f"MCP servers need {error.name}, which is not installed.", where=WHERE, fix="pip install 'reinforge[mcp]'"
+            f"MCP servers need {error.name}, which is not installed.",
+            where=WHERE,
+            fix="pip install 'reinforge[mcp]'",
         ) from error
     return mcp

@@ -1,4 +1,6 @@
-"""Names of the built-in environments and of the formats of tool calls, for those who must not import them."""
+"""Names of the built-in environments and of the formats of tool calls, for those who must not
+import them.
+"""
 
 BUILTIN = {
     "single": "reinforge.envs.single:SingleTurnEnv",
@@ -17,5 +19,16 @@ FOREIGN = {  # `name:what` is an environment of another library
     "nemo_rl": "reinforge.envs.adapters.nemo_rl:NemoRlEnv",
     "tinker": "reinforge.envs.adapters.tinker:TinkerEnv",
 }
-FORMATS = ("hermes", "llama_json", "llama_pythonic", "mistral", "pythonic", "harmony", "deepseek", "qwen_xml", "glm", "lfm2")
+FORMATS = (
+    "hermes",
+    "llama_json",
+    "llama_pythonic",
+    "mistral",
+    "pythonic",
+    "harmony",
+    "deepseek",
+    "qwen_xml",
+    "glm",
+    "lfm2",
+)
 UNSCORED = ("single", "tools")  # environments that give no reward of their own

@@ -1,7 +1,10 @@
-"""Agent programs, and how they are run: an async function, a function, or a command. They know an address, a key and a row.
+"""Agent programs, and how they are run: an async function, a function, or a command.
 
-Each runs by itself: a function in a daemon thread (an async one with an event loop of its own there), a command in a process
-group. Whoever stops waiting leaves a thread behind, whose key is worth nothing any more, and kills a process group.
+They know an address, a key and a row.
+
+Each runs by itself: a function in a daemon thread (an async one with an event loop of its own
+there), a command in a process group. Whoever stops waiting leaves a thread behind, whose key is
+worth nothing any more, and kills a process group.
 """
 
 from __future__ import annotations
@@ -47,17 +50,27 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class FunctionAgent:
-    """`async def agent(client, row)` or `def agent(client, row)` -> reward, None, or a dict with `reward` and metrics. `client` is
-    openai's (ours where that is not installed), set up for this sample."""
+    """`async def agent(client, row)` or `def agent(client, row)` -> reward, None, or a dict with
+    `reward` and metrics. `client` is openai's (ours where that is not installed), set up for this
+    sample.
+    """
 
     function: Callable[[Any, dict[str, Any]], Any]
 
     async def run(self, address: Address, row: dict[str, Any]) -> Outcome:
-        return outcome_of(await (self._in_own_loop(address, row) if self.asynchronous else in_thread(self._call, address, row)))
+        return outcome_of(
+            await (
+                self._in_own_loop(address, row)
+                if self.asynchronous
+                else in_thread(self._call, address, row)
+            )
+        )
 
     @property
     def asynchronous(self) -> bool:
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            type(self.function).__call__
+        )
 
     def _call(self, address: Address, row: dict[str, Any]) -> Any:
         client = make_client(address.base_url, address.api_key, asynchronous=False)
@@ -90,47 +103,77 @@ class FunctionAgent:
 
 @dataclass(frozen=True)
 class CommandAgent:
-    """A program of its own. It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and the row as JSON on stdin and, where the
-    command has `{row}`, in the file of that name. Its reward is the last line of stdout that is an object with `reward`, or
-    else the last line if that is a number. An exit code other than 0 means that it failed."""
+    """A program of its own.
+
+    It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and the row as JSON on stdin
+    and, where the command has `{row}`, in the file of that name. Its reward is the last line of
+    stdout that is an object with `reward`, or else the last line if that is a number. An exit code
+    other than 0 means that it failed.
+    """
 
     command: Sequence[str]
 
     async def run(self, address: Address, row: dict[str, Any]) -> Outcome:
         text = json.dumps(row, default=str)
         with contextlib.ExitStack() as stack:
-            command = [sys.executable if i == 0 and part == "python" else part for i, part in enumerate(self.command)]
+            command = [
+                sys.executable if i == 0 and part == "python" else part
+                for i, part in enumerate(self.command)
+            ]
             if any("{row}" in part for part in command):
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reinforge-agent-")))
+                folder = Path(
+                    stack.enter_context(tempfile.TemporaryDirectory(prefix="reinforge-agent-"))
+                )
                 (folder / "row.json").write_text(text)
                 command = [part.replace("{row}", str(folder / "row.json")) for part in command]
             return _printed(await self._output(command, environment(address), text.encode()))
 
     async def _output(self, command: Sequence[str], env: dict[str, str], data: bytes) -> str:
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=env)
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        tails = [asyncio.ensure_future(_tail(stream)) for stream in (process.stdout, process.stderr)]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=env
+        )
+        assert (
+            process.stdin is not None and process.stdout is not None and process.stderr is not None
+        )
+        tails = [
+            asyncio.ensure_future(_tail(stream)) for stream in (process.stdout, process.stderr)
+        ]
         feeding = asyncio.ensure_future(_feed(process.stdin, data))
         try:
             code = await process.wait()
         finally:
             _kill(process.pid)  # also after a normal end: whatever it started goes with it
             feeding.cancel()
-            await asyncio.wait(tails, timeout=1.0)  # who left the group may keep its pipes open for ever
+            # who left the group may keep its pipes open for ever
+            await asyncio.wait(tails, timeout=1.0)
             for tail in tails:
                 tail.cancel()
         out, err = ("" if tail.cancelled() or not tail.done() else tail.result() for tail in tails)
         if code != 0:
             last = next((line for line in reversed(err.splitlines()) if line.strip()), "no message")
-            raise RuntimeError(f"{command[0]} {f'was killed by signal {-code}' if code < 0 else f'ended with code {code}'}: {last[:500]}")
+            raise RuntimeError(
+                f"{command[0]}"
+                f" {f'was killed by signal {-code}' if code < 0 else f'ended with code {code}'}:"
+                f" {last[:500]}"
+            )
         return out
 
 
 def environment(address: Address) -> dict[str, str]:
     """Ours, with the address. Proxies are not asked for loopback."""
-    skip = ",".join(part for part in (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1") if part)
-    return {**os.environ, "OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key, "NO_PROXY": skip, "no_proxy": skip}
+    skip = ",".join(
+        part
+        for part in (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1")
+        if part
+    )
+    return {
+        **os.environ,
+        "OPENAI_BASE_URL": address.base_url,
+        "OPENAI_API_KEY": address.api_key,
+        "NO_PROXY": skip,
+        "no_proxy": skip,
+    }
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
@@ -173,19 +216,38 @@ def outcome_of(value: Any) -> Outcome:
     >>> outcome_of(True), outcome_of({"reward": 0.5, "tries": 3})
     (Outcome(reward=1.0, metrics={}), Outcome(reward=0.5, metrics={'tries': 3.0}))
     """
-    reward, rest = (value.get("reward"), {k: v for k, v in value.items() if k != "reward"}) if isinstance(value, Mapping) else (value, {})
+    reward, rest = (
+        (value.get("reward"), {k: v for k, v in value.items() if k != "reward"})
+        if isinstance(value, Mapping)
+        else (value, {})
+    )
     for name, number in {"reward": reward, **rest}.items():
-        if not (number is None and name == "reward") and not (isinstance(number, int | float) and math.isfinite(number)):
+        if not (number is None and name == "reward") and not (
+            isinstance(number, int | float) and math.isfinite(number)
+        ):
             raise TypeError(f"the agent returned {number!r} as {name}, which is no finite number")
-    return Outcome(None if reward is None else float(reward), {str(k): float(v) for k, v in rest.items()})
+    return Outcome(
+        None if reward is None else float(reward), {str(k): float(v) for k, v in rest.items()}
+    )
 
 
 def as_program(agent: Program | Callable[..., Any] | Sequence[str]) -> Program:
-    """Whatever Python gives as an agent: a function (client, row), a command as a list, or a program."""
+    """Whatever Python gives as an agent: a function (client, row), a command as a list, or a
+    program.
+    """
     if isinstance(getattr(agent, "run", None), Callable):  # type: ignore[arg-type]
         return agent  # type: ignore[return-value]
     if callable(agent):
         return FunctionAgent(agent)
-    if isinstance(agent, Sequence) and not isinstance(agent, str) and agent and all(isinstance(part, str) for part in agent):
+    if (
+        isinstance(agent, Sequence)
+        and not isinstance(agent, str)
+        and agent
+        and all(isinstance(part, str) for part in agent)
+    ):
         return CommandAgent(list(agent))
-    raise InputError(f"{agent!r} is no agent.", where="agent", fix="Give a function (client, row), or a command as a list of words.")
+    raise InputError(
+        f"{agent!r} is no agent.",
+        where="agent",
+        fix="Give a function (client, row), or a command as a list of words.",
+    )

@@ -1,4 +1,7 @@
-"""One question, one answer: the environment that is none. What the answer is worth is for the config's rewards to say."""
+"""One question, one answer: the environment that is none.
+
+What the answer is worth is for the config's rewards to say.
+"""
 
 from __future__ import annotations
 
@@ -20,4 +23,8 @@ class SingleTurnEnv:
 
 def messages_of(row: Row) -> list[dict[str, object]]:
     """The row's prompt as messages."""
-    return [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+    return (
+        [{"role": "user", "content": row.prompt}]
+        if isinstance(row.prompt, str)
+        else list(row.prompt)
+    )

@@ -1,5 +1,6 @@
-"""Python functions as tools: type hints and docstring become the JSON schema that the model sees, and what the model passes is
-checked against it before anything is called."""
+"""Python functions as tools: type hints and docstring become the JSON schema that the model sees,
+and what the model passes is checked against it before anything is called.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,16 @@ from typing import Any, Literal, Union
 from reinforge.core.errors import InputError
 
 Schema = dict[str, Any]
-SIMPLE: dict[Any, Schema] = {str: {"type": "string"}, int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"},
-                             type(None): {"type": "null"}, Any: {}, list: {"type": "array"}, dict: {"type": "object"}}  # fmt: skip
+SIMPLE: dict[Any, Schema] = {
+    str: {"type": "string"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"},
+    Any: {},
+    list: {"type": "array"},
+    dict: {"type": "object"},
+}
 NAMES = {
     "string": "text",
     "integer": "a whole number",
@@ -26,8 +35,18 @@ NAMES = {
     "object": "an object",
     "null": "null",
 }
-KINDS: dict[str, tuple[type, ...]] = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,), "object": (dict,), "null": (type(None),)}  # fmt: skip
-SECTION = re.compile(r"^\s*(args|arguments|parameters|returns|raises|example|examples)\s*:\s*$", re.IGNORECASE)
+KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+SECTION = re.compile(
+    r"^\s*(args|arguments|parameters|returns|raises|example|examples)\s*:\s*$", re.IGNORECASE
+)
 ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
@@ -36,7 +55,10 @@ class ToolError(Exception):
 
 
 class Unavailable(Exception):
-    """The tool itself cannot work now. That says nothing about the model, and its episode is not scored."""
+    """The tool itself cannot work now.
+
+    That says nothing about the model, and its episode is not scored.
+    """
 
     kind = "error"
 
@@ -49,7 +71,10 @@ class NoSandbox(Unavailable):
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call. `pure`: fast and repeatable, called in place and never journalled."""
+    """A function that a model may call.
+
+    `pure`: fast and repeatable, called in place and never journalled.
+    """
 
     name: str
     description: str
@@ -60,7 +85,14 @@ class Tool:
     @property
     def schema(self) -> Schema:
         """As chat templates and the OpenAI API want it."""
-        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": self.parameters}}
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": self.parameters,
+            },
+        }
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the function takes them. Raises ToolError."""
@@ -68,10 +100,16 @@ class Tool:
         unknown = [name for name in arguments if name not in known]
         missing = [name for name in self.parameters["required"] if name not in arguments]
         if unknown:
-            raise ToolError(f"{self.name} has no argument {', '.join(unknown)}; it has: {', '.join(known) or 'none'}")
+            raise ToolError(
+                f"{self.name} has no argument {', '.join(unknown)}; it has:"
+                f" {', '.join(known) or 'none'}"
+            )
         if missing:
             raise ToolError(f"{self.name} needs the argument {', '.join(missing)}")
-        return {name: fitted(value, known[name], f"{self.name}: {name}") for name, value in arguments.items()}
+        return {
+            name: fitted(value, known[name], f"{self.name}: {name}")
+            for name, value in arguments.items()
+        }
 
 
 def tool(function: Callable[..., Any], *, name: str | None = None, pure: bool = False) -> Tool:
@@ -89,14 +127,24 @@ def tool(function: Callable[..., Any], *, name: str | None = None, pure: bool = 
         hints = typing.get_type_hints(called)
     except NameError as error:
         raise InputError(
-            f"the type hints of {label} cannot be read: {error}.", where=f"tool {label}", fix="Import what they name."
+            f"the type hints of {label} cannot be read: {error}.",
+            where=f"tool {label}",
+            fix="Import what they name.",
         ) from None
     description, documented = _described(inspect.getdoc(called) or "")
     properties: Schema = {}
     required: list[str] = []
     for key, parameter in inspect.signature(called).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise InputError(f"{label} takes {parameter}, which no schema can say.", where=f"tool {label}", fix="Name every argument.")
+        if parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ):
+            raise InputError(
+                f"{label} takes {parameter}, which no schema can say.",
+                where=f"tool {label}",
+                fix="Name every argument.",
+            )
         properties[key] = schema_of(hints.get(key, Any), f"tool {label}, argument {key}")
         if key in documented:
             properties[key] = {**properties[key], "description": documented[key]}
@@ -104,14 +152,21 @@ def tool(function: Callable[..., Any], *, name: str | None = None, pure: bool = 
             required.append(key)
         elif _is_json(parameter.default):
             properties[key] = {**properties[key], "default": parameter.default}
-    return Tool(label, description, {"type": "object", "properties": properties, "required": required}, function, pure)
+    return Tool(
+        label,
+        description,
+        {"type": "object", "properties": properties, "required": required},
+        function,
+        pure,
+    )
 
 
 def schema_of(hint: Any, where: str) -> Schema:
     """JSON schema of a type hint."""
     if hint in SIMPLE:
         return dict(SIMPLE[hint])
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if origin is Literal:
         kinds = {type(v) for v in inner}
         return {**(SIMPLE.get(kinds.pop(), {}) if len(kinds) == 1 else {}), "enum": list(inner)}
@@ -121,7 +176,10 @@ def schema_of(hint: Any, where: str) -> Schema:
     if origin in (list, tuple, set) or hint in (tuple, set):
         return {"type": "array", **({"items": schema_of(inner[0], where)} if inner else {})}
     if origin is dict:
-        return {"type": "object", **({"additionalProperties": schema_of(inner[1], where)} if len(inner) == 2 else {})}
+        return {
+            "type": "object",
+            **({"additionalProperties": schema_of(inner[1], where)} if len(inner) == 2 else {}),
+        }
     if typing.is_typeddict(hint):
         hints = typing.get_type_hints(hint)
         return {
@@ -129,11 +187,18 @@ def schema_of(hint: Any, where: str) -> Schema:
             "properties": {k: schema_of(v, where) for k, v in hints.items()},
             "required": sorted(hint.__required_keys__),
         }
-    raise InputError(f"{hint!r} is no type that JSON has.", where=where, fix="Use str, int, float, bool, list, dict, Literal or Optional.")
+    raise InputError(
+        f"{hint!r} is no type that JSON has.",
+        where=where,
+        fix="Use str, int, float, bool, list, dict, Literal or Optional.",
+    )
 
 
 def fitted(value: Any, schema: Schema, what: str) -> Any:
-    """The value, made to fit where nothing is lost by it (formats without types write 5 for "5"). Raises ToolError."""
+    """The value, made to fit where nothing is lost by it (formats without types write 5 for "5").
+
+    Raises ToolError.
+    """
     if "anyOf" in schema:
         for option in schema["anyOf"]:
             try:
@@ -186,11 +251,13 @@ def _described(text: str) -> tuple[str, dict[str, str]]:
     """The docstring before its sections, and what `Args:` says of each argument."""
     summary: list[str] = []
     arguments: dict[str, str] = {}
-    section, last = "", ""
+    section = ""
+    last = ""
     for line in text.splitlines():
         heading = SECTION.match(line)
         if heading:
-            section, last = heading.group(1).lower(), ""
+            section = heading.group(1).lower()
+            last = ""
         elif not section:
             summary.append(line)
         elif section in ("args", "arguments", "parameters"):

@@ -1,4 +1,6 @@
-"""Scores a model on held-out rows: generation with its own sampling settings, and the loss of given completions."""
+"""Scores a model on held-out rows: generation with its own sampling settings, and the loss of given
+completions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ CORRECT = 0.999  # a total reward of at least this share of the best possible co
 
 @dataclass
 class HeldOut:
-    """Generates for every row and scores. `best` is the largest possible total reward (the sum of positive weights)."""
+    """Generates for every row and scores.
+
+    `best` is the largest possible total reward (the sum of positive weights).
+    """
 
     rollout: Rollout
     rows: Sequence[Row]
@@ -27,7 +32,9 @@ class HeldOut:
     on_groups: Callable[[list[Group]], None] | None = None
 
     async def __call__(self) -> dict[str, float]:
-        groups = await asyncio.gather(*(self.rollout(row, f"eval:{i}:{row.id}") for i, row in enumerate(self.rows)))
+        groups = await asyncio.gather(
+            *(self.rollout(row, f"eval:{i}:{row.id}") for i, row in enumerate(self.rows))
+        )
         if self.on_groups is not None:
             self.on_groups(list(groups))
         rewards = [[s.reward for s in g.episodes if s.reward is not None] for g in groups]
@@ -36,16 +43,23 @@ class HeldOut:
         trials = sum(map(len, scored))
         n = len(scored)
         share = sum(c / len(r) for c, r in zip(solved, scored, strict=True)) / max(1, n)
-        low, high = wilson(share * n, n)  # the problems are the independent trials, not their samples
+        # the problems are the independent trials, not their samples
+        low, high = wilson(share * n, n)
         lengths = [s.n_trained for g in groups for s in g.samples]
         out = {
-            "eval/accuracy": share, "eval/accuracy_low": low, "eval/accuracy_high": high, "eval/n": n,
-            "eval/reward": sum(sum(r) for r in scored) / max(1, trials), "eval/length": sum(lengths) / max(1, sum(len(g.episodes) for g in groups)),
+            "eval/accuracy": share,
+            "eval/accuracy_low": low,
+            "eval/accuracy_high": high,
+            "eval/n": n,
+            "eval/reward": sum(sum(r) for r in scored) / max(1, trials),
+            "eval/length": sum(lengths) / max(1, sum(len(g.episodes) for g in groups)),
             "eval/unscored": sum(len(g.episodes) for g in groups) - trials,
-        }  # fmt: skip
+        }
         out |= fault_metrics(groups, "eval/")
         for name in sorted({name for g in groups for name in g.metrics}):
-            out[f"eval/{name}"] = sum(g.metrics[name] for g in groups if name in g.metrics) / sum(name in g.metrics for g in groups)
+            out[f"eval/{name}"] = sum(g.metrics[name] for g in groups if name in g.metrics) / sum(
+                name in g.metrics for g in groups
+            )
         if self.samples > 1 and all(len(r) == self.samples for r in scored):
             out[f"eval/pass@{self.samples}"] = pass_at_k(solved, self.samples, self.samples)
         return out
@@ -53,7 +67,8 @@ class HeldOut:
 
 def heldout_loss(backend: Backend, samples: Sequence[Sample], budget: int) -> dict[str, float]:
     """Mean negative log-likelihood per trained token of held-out completions."""
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for batch in pack(samples, budget):
         backend.annotate([batch], frozenset({"old"}))
         total -= float(batch.streams["old"].double().sum())

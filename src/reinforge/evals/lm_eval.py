@@ -1,7 +1,9 @@
-"""lm-evaluation-harness (`pip install 'reinforge[lm-eval]'`) on our own forward and engine: its tasks, prompts and metrics, our numbers.
+"""lm-evaluation-harness (`pip install 'reinforge[lm-eval]'`) on our own forward and engine: its
+tasks, prompts and metrics, our numbers.
 
-Log-likelihoods go through the packed forward that training uses: requests with the same context (the options of a question) share it, so that it is
-computed once. `generate_until` is the native engine. The only file that imports lm_eval.
+Log-likelihoods go through the packed forward that training uses: requests with the same context
+(the options of a question) share it, so that it is computed once. `generate_until` is the native
+engine. The only file that imports lm_eval.
 """
 
 from __future__ import annotations
@@ -38,13 +40,20 @@ Scored = tuple[float, bool]  # sum of log-probs, and whether greedy decoding wou
 
 
 class NativeLM(TemplateLM):
-    """A model of ours as the harness sees one. Tokens are made as its own HuggingFace class makes them."""
+    """A model of ours as the harness sees one.
+
+    Tokens are made as its own HuggingFace class makes them.
+    """
 
     def __init__(self, model: CausalModel, *, max_batch: int = 512, seed: int = 0):
         super().__init__()
-        self.model, self.seed, self.tokenizer = model, seed, model.tokenizer
+        self.model = model
+        self.seed = seed
+        self.tokenizer = model.tokenizer
         self.max_length = model.context or 1 << 20
-        self.engine = NativeEngine(model, stop_tokens=stop_tokens(model), max_batch=max_batch, context=self.max_length)
+        self.engine = NativeEngine(
+            model, stop_tokens=stop_tokens(model), max_batch=max_batch, context=self.max_length
+        )
         self._device = model.device
 
     @property
@@ -61,27 +70,41 @@ class NativeLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        template, messages = Template(self.tokenizer), list(chat_history)
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        template = Template(self.tokenizer)
+        messages = list(chat_history)
         if add_generation_prompt:
-            return template.render(messages, None, generation_prompt=True, where="chat template").text
+            return template.render(
+                messages, None, generation_prompt=True, where="chat template"
+            ).text
         return template.continued(messages, "chat template")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         """With the tokenizer's own special tokens, and never with a second BOS."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
-    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Scored]:
-        samples = [self._sample(i, context, continuation) for i, (_, context, continuation) in enumerate(requests)]
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[Scored]:
+        samples = [
+            self._sample(i, context, continuation)
+            for i, (_, context, continuation) in enumerate(requests)
+        ]
         found: dict[str, Scored] = {}
         for batch in pack(samples, BUDGET.get(self.model.device.type, BUDGET["cpu"]), share=True):
             found |= self._score(batch)
         return [found[sample.uid] for sample in samples]
 
     def _sample(self, i: int, context: list[int], continuation: list[int]) -> Sample:
-        """A row whose trained tokens are the continuation; from the left as much as the model can read."""
+        """A row whose trained tokens are the continuation; from the left as much as the model can
+        read.
+        """
         tokens = (context + continuation)[-self.max_length :]
         group = hashlib.blake2b(repr(context).encode(), digest_size=12).hexdigest()
         trained = [t >= len(tokens) - len(continuation) for t in range(len(tokens))]
@@ -89,31 +112,48 @@ class NativeLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, batch: Batch) -> dict[str, Scored]:
-        """Every sample's sum of log-probs (float64) and whether each of its tokens is the likeliest."""
+        """Every sample's sum of log-probs (float64) and whether each of its tokens is the
+        likeliest.
+        """
         count = len(batch.samples)
-        sums, right = torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.bool)
+        sums = torch.zeros(count, dtype=torch.float64)
+        right = torch.ones(count, dtype=torch.bool)
         if batch.n_trained:
             moved = batch.to(self.model.device)
-            rows, targets = self.model.states(moved).index_select(0, moved.sources), moved.tokens[moved.targets]
+            rows = self.model.states(moved).index_select(0, moved.sources)
+            targets = moved.tokens[moved.targets]
             size = chunk_rows(len(rows), self.model.head.weight.shape[0], rows.device)
-            own, best = [], []
+            own = []
+            best = []
             for hidden, target in zip(rows.split(size), targets.split(size), strict=True):
                 logp = self.model.logits(hidden).log_softmax(-1)
                 own.append(logp.gather(-1, target[:, None])[:, 0])
                 best.append(logp.argmax(-1) == target)
             sums.index_add_(0, batch.sequence, torch.cat(own).double().cpu())
             right[batch.sequence[~torch.cat(best).cpu()]] = False
-        return {s.uid: (float(total), bool(all_right)) for s, total, all_right in zip(batch.samples, sums, right, strict=True)}
+        return {
+            s.uid: (float(total), bool(all_right))
+            for s, total, all_right in zip(batch.samples, sums, right, strict=True)
+        }
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """Whole texts, in windows that do not overlap."""
         windows: list[tuple[Any, list[int], list[int]]] = []
         counts = []
         for request in requests:
             (text,) = request.args
-            cut = get_rolling_token_windows(self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length - 1, context_len=1)  # fmt: skip
+            cut = get_rolling_token_windows(
+                self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length - 1,
+                context_len=1,
+            )
             parts = [make_disjoint_window(window) for window in cut]
-            windows += [(None, list(context), list(continuation)) for context, continuation in parts]
+            windows += [
+                (None, list(context), list(continuation)) for context, continuation in parts
+            ]
             counts.append(len(parts))
         scores = iter(self._loglikelihood_tokens(windows))
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
@@ -122,7 +162,10 @@ class NativeLM(TemplateLM):
         return asyncio.run(self._generate([request.args for request in requests]))
 
     async def _generate(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        """All at once: the engine decides how many run together. Draw i depends on the seed and on i alone."""
+        """All at once: the engine decides how many run together.
+
+        Draw i depends on the seed and on i alone.
+        """
         params = [self._sampling(settings) for _, settings in requests]
         prompts = [
             self.tok_encode(text)[-(self.max_length - p.max_new_tokens) :] or [self.prefix_token_id]
@@ -132,17 +175,29 @@ class NativeLM(TemplateLM):
             self.engine.generate(ids, p, key=seed_of(self.seed, "lm_eval", i))
             for i, (ids, p) in enumerate(zip(prompts, params, strict=True))
         ]
-        return [self._text(found[0], p) for found, p in zip(await asyncio.gather(*work), params, strict=True)]
+        return [
+            self._text(found[0], p)
+            for found, p in zip(await asyncio.gather(*work), params, strict=True)
+        ]
 
     def _sampling(self, settings: dict[str, Any]) -> Sampling:
         given: dict[str, Any] = dict(normalize_gen_kwargs(settings, NEW_TOKENS))
         if odd := sorted(given.keys() - KNOWN):
-            raise InputError(f"a task sets {odd[0]}={given[odd[0]]!r}, which the native engine does not have.", where="--tasks",
-                             fix=f"It has: {', '.join(sorted(KNOWN))}.")  # fmt: skip
+            raise InputError(
+                f"a task sets {odd[0]}={given[odd[0]]!r}, which the native engine does not have.",
+                where="--tasks",
+                fix=f"It has: {', '.join(sorted(KNOWN))}.",
+            )
         until = [stop for stop in given.get("until") or [] if stop]
         new = min(int(given["max_gen_toks"]), self.max_length - 1)
-        return Sampling(new, float(given["temperature"]) if given.get("do_sample") else 0.0, top_p=float(given.get("top_p") or 1.0),
-                        top_k=int(given.get("top_k") or 0), min_p=float(given.get("min_p") or 0.0), stop_strings=tuple(until))  # fmt: skip
+        return Sampling(
+            new,
+            float(given["temperature"]) if given.get("do_sample") else 0.0,
+            top_p=float(given.get("top_p") or 1.0),
+            top_k=int(given.get("top_k") or 0),
+            min_p=float(given.get("min_p") or 0.0),
+            stop_strings=tuple(until),
+        )
 
     def _text(self, completion: Completion, params: Sampling) -> str:
         """Without special tokens, up to the first stop string."""
@@ -152,24 +207,52 @@ class NativeLM(TemplateLM):
         return text
 
 
-def run_tasks(model: CausalModel, tasks: Sequence[str], *, include: Path | None = None, limit: int | None = None, fewshot: int | None = None,
-              chat: bool = False, max_batch: int = 512, seed: int = 0) -> dict[str, Any]:  # fmt: skip
-    """The harness's results of `tasks`, its own or those of YAML files in the directory `include`: {task: {metric: value}}."""
+def run_tasks(
+    model: CausalModel,
+    tasks: Sequence[str],
+    *,
+    include: Path | None = None,
+    limit: int | None = None,
+    fewshot: int | None = None,
+    chat: bool = False,
+    max_batch: int = 512,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The harness's results of `tasks`, its own or those of YAML files in the directory `include`:
+    {task: {metric: value}}.
+    """
     manager = _manager(tasks, include)
     found = simple_evaluate(
-        model=NativeLM(model, max_batch=max_batch, seed=seed), tasks=list(tasks), task_manager=manager, limit=limit, num_fewshot=fewshot,
-        apply_chat_template=chat, log_samples=False, random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
-    )  # fmt: skip
+        model=NativeLM(model, max_batch=max_batch, seed=seed),
+        tasks=list(tasks),
+        task_manager=manager,
+        limit=limit,
+        num_fewshot=fewshot,
+        apply_chat_template=chat,
+        log_samples=False,
+        random_seed=seed,
+        numpy_random_seed=seed,
+        torch_random_seed=seed,
+        fewshot_random_seed=seed,
+    )
     return {name: dict(values) for name, values in found["results"].items()}
 
 
 def _manager(tasks: Sequence[str], include: Path | None) -> TaskManager:
-    """The tasks of `include` alone where they are all there: to read the thousands that the harness brings takes a minute."""
-    own = TaskManager(include_path=None if include is None else str(include), include_defaults=False)
+    """The tasks of `include` alone where they are all there: to read the thousands that the harness
+    brings takes a minute.
+    """
+    own = TaskManager(
+        include_path=None if include is None else str(include), include_defaults=False
+    )
     if include is not None and all(task in own.all_tasks for task in tasks):
         return own
     manager = TaskManager(include_path=None if include is None else str(include))
     for task in tasks:
         if task not in manager.all_tasks:
-            raise InputError(f"lm_eval has no task {task!r}.", where="--tasks", fix="`lm-eval ls tasks` lists them; --include names a directory of your own.")  # fmt: skip
+            raise InputError(
+                f"lm_eval has no task {task!r}.",
+                where="--tasks",
+                fix="`lm-eval ls tasks` lists them; --include names a directory of your own.",
+            )
     return manager

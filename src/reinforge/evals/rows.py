@@ -1,4 +1,6 @@
-"""Scores a model on held-out rows without generating: the loss it is trained with, and what a reward model's scores are worth."""
+"""Scores a model on held-out rows without generating: the loss it is trained with, and what a
+reward model's scores are worth.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +19,47 @@ BINS = 10  # of confidence, between 1/2 and 1
 HIDDEN = ("train/", "logps/")  # metrics that say nothing more of held-out rows
 
 
-def heldout_rows(backend: Backend, loss: Loss, units: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """The metrics of the loss over all held-out rows as one batch: eval/loss, eval/accuracy, eval/margin, ... A loss that learns
-    from what it sees (a running mean) does not learn from these."""
+def heldout_rows(
+    backend: Backend, loss: Loss, units: Sequence[Sequence[Sample]]
+) -> dict[str, float]:
+    """The metrics of the loss over all held-out rows as one batch: eval/loss, eval/accuracy,
+    eval/margin, ... A loss that learns from what it sees (a running mean) does not learn from
+    these.
+    """
     own = copy.copy(loss)
     batches = prepared(backend, own, [sample for unit in units for sample in unit])
     found = backend.evaluate(batches, own, Totals.of(batches))
-    return {f"eval/{name.partition('/')[2]}": value for name, value in found.items() if not name.startswith(HIDDEN)} | {
-        "eval/n": len(units)
-    }
+    return {
+        f"eval/{name.partition('/')[2]}": value
+        for name, value in found.items()
+        if not name.startswith(HIDDEN)
+    } | {"eval/n": len(units)}
 
 
 def heldout_scores(backend: Backend, units: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Of a reward model on held-out pairs: eval/calibration, the expected error of sigma(margin) as a probability."""
+    """Of a reward model on held-out pairs: eval/calibration, the expected error of sigma(margin) as
+    a probability.
+    """
     scores: dict[str, float] = {}
-    for batch in pack([sample for unit in units for sample in unit], backend.budget, share=backend.share):
+    for batch in pack(
+        [sample for unit in units for sample in unit], backend.budget, share=backend.share
+    ):
         backend.annotate([batch], frozenset({"values_after"}))
         ends = batch.trained_lengths().cumsum(0) - 1
-        scores |= {sample.uid: float(batch.streams["values_after"][end]) for sample, end in zip(batch.samples, ends, strict=True)}
-    margins = torch.tensor([scores[chosen.uid] - scores[rejected.uid] for chosen, rejected in units], dtype=torch.float64)
+        scores |= {
+            sample.uid: float(batch.streams["values_after"][end])
+            for sample, end in zip(batch.samples, ends, strict=True)
+        }
+    margins = torch.tensor(
+        [scores[chosen.uid] - scores[rejected.uid] for chosen, rejected in units],
+        dtype=torch.float64,
+    )
     return {"eval/calibration": calibration_error(margins)}
 
 
 def calibration_error(margins: Tensor) -> float:
-    """sum over bins of confidence c = max(p, 1 - p), p = sigma(margin), of n_b / n · |share that is right - mean confidence| (1706.04599).
-    A tie is half right.
+    """sum over bins of confidence c = max(p, 1 - p), p = sigma(margin), of n_b / n · |share that is
+    right - mean confidence| (1706.04599). A tie is half right.
 
     >>> calibration_error(torch.zeros(4)), round(calibration_error(torch.full((4,), 40.0)), 9)
     (0.0, 0.0)
@@ -50,6 +68,7 @@ def calibration_error(margins: Tensor) -> float:
     right = 0.5 * (1 + margins.double().sign())
     place = ((confidence - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
     count, sums, hits = (
-        torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, x) for x in (torch.ones_like(right), confidence, right)
+        torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, x)
+        for x in (torch.ones_like(right), confidence, right)
     )
     return float((sums - hits).abs().sum() / count.sum())

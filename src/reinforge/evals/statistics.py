@@ -9,7 +9,9 @@ Z95 = 1.959963984540054
 
 
 def wilson(successes: float, trials: int) -> tuple[float, float]:
-    """The 95% Wilson score interval of a proportion (Wilson 1927). Never leaves [0, 1], sane at 0 and at n.
+    """The 95% Wilson score interval of a proportion (Wilson 1927).
+
+    Never leaves [0, 1], sane at 0 and at n.
 
     >>> low, high = wilson(5, 10); round(low, 4), round(high, 4)
     (0.2366, 0.7634)
@@ -24,11 +26,14 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
 
 
 def pass_at_k(correct: Sequence[int], samples: int, k: int) -> float:
-    """Mean over problems of the unbiased 1 − C(n−c, k)/C(n, k) (2107.03374), from c of n correct samples each.
+    """Mean over problems of the unbiased 1 − C(n−c, k)/C(n, k) (2107.03374), from c of n correct
+    samples each.
 
     >>> pass_at_k([1, 0], 2, 1), pass_at_k([1, 0], 2, 2)
     (0.25, 0.5)
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs at least {k} samples per problem, there are {samples}")
-    return sum(1 - math.comb(samples - c, k) / math.comb(samples, k) for c in correct) / max(1, len(correct))
+    return sum(1 - math.comb(samples - c, k) / math.comb(samples, k) for c in correct) / max(
+        1, len(correct)
+    )

@@ -1,10 +1,12 @@
 """LoRA and its kin through peft. Nothing is merged or copied.
 
-The policy that a run starts from is its reference. With a new adapter, which begins as nothing, that is the module with its adapter off;
-with one that was trained before (adapter.path), it is the module with the adapter as it was loaded.
+The policy that a run starts from is its reference. With a new adapter, which begins as nothing,
+that is the module with its adapter off; with one that was trained before (adapter.path), it is the
+module with the adapter as it was loaded.
 
-lora: W + s B A with s = alpha / rank (2106.09685). rslora: s = alpha / sqrt(rank) (2312.03732). dora: direction and length of each output are
-trained apart (2402.09353). qlora: lora on a base in 4 bits, NF4 with double quantisation (2305.14314); the base is quantised as it is loaded.
+lora: W + s B A with s = alpha / rank (2106.09685). rslora: s = alpha / sqrt(rank) (2312.03732).
+dora: direction and length of each output are trained apart (2402.09353). qlora: lora on a base in 4
+bits, NF4 with double quantisation (2305.14314); the base is quantised as it is loaded.
 """
 
 from __future__ import annotations
@@ -24,23 +26,36 @@ _NEW = "_begins_as_its_base"  # on a wrapped module: its adapter adds nothing be
 
 
 def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None = None) -> Any:
-    """Wraps the module. Adapter weights are float32 (they are small and learn at small rates) and initialised by `seed`. `head` names a layer
-    (of a reward model) that has no adapter and is trained whole."""
+    """Wraps the module.
+
+    Adapter weights are float32 (they are small and learn at small rates) and initialised by `seed`.
+    `head` names a layer (of a reward model) that has no adapter and is trained whole.
+    """
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if cfg.path:
         wrapped = PeftModel.from_pretrained(module, cfg.path, is_trainable=True)
     else:
-        lora = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha or 2 * cfg.rank, lora_dropout=0.0, bias="none", task_type=None if head else "CAUSAL_LM",
-                          use_dora=cfg.kind == "dora", use_rslora=cfg.kind == "rslora", exclude_modules=[head] if head else None,
-                          target_modules=cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets))  # fmt: skip
+        lora = LoraConfig(
+            r=cfg.rank,
+            lora_alpha=cfg.alpha or 2 * cfg.rank,
+            lora_dropout=0.0,
+            bias="none",
+            task_type=None if head else "CAUSAL_LM",
+            use_dora=cfg.kind == "dora",
+            use_rslora=cfg.kind == "rslora",
+            exclude_modules=[head] if head else None,
+            target_modules=cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets),
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
                 wrapped = get_peft_model(module, lora)
             except ValueError as error:
                 raise InputError(
-                    str(error).splitlines()[0], where="adapter.targets", fix="Use all-linear, or names that occur in the model."
+                    str(error).splitlines()[0],
+                    where="adapter.targets",
+                    fix="Use all-linear, or names that occur in the model.",
                 ) from error
     if head:
         getattr(wrapped.get_base_model(), head).requires_grad_(True)
@@ -50,21 +65,33 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
 
 
 def quantization(dtype: torch.dtype) -> Any:
-    """How transformers is to load a base in NF4. The 4-bit weights are computed with in the model's own precision `dtype`."""
+    """How transformers is to load a base in NF4.
+
+    The 4-bit weights are computed with in the model's own precision `dtype`.
+    """
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
         raise InputError(
-            "QLoRA needs bitsandbytes, which is not installed.", where="adapter.kind", fix="pip install 'reinforge[qlora]'"
+            "QLoRA needs bitsandbytes, which is not installed.",
+            where="adapter.kind",
+            fix="pip install 'reinforge[qlora]'",
         ) from None
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def keep_unpacked(module: Any) -> None:
-    """On some CPUs bitsandbytes repacks a layer for inference, in place and in bfloat16, at its first forward in evaluation mode; what
-    was repacked passes no gradient on. Our modules are always in evaluation mode, so it must not."""
+    """On some CPUs bitsandbytes repacks a layer for inference, in place and in bfloat16, at its
+    first forward in evaluation mode; what was repacked passes no gradient on. Our modules are
+    always in evaluation mode, so it must not.
+    """
     for layer in module.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
@@ -72,8 +99,11 @@ def keep_unpacked(module: Any) -> None:
 
 @torch.no_grad()
 def merged(module: Any) -> Any:
-    """The plain model with the adapter in its weights. A quantised base becomes what it stood for: the 4-bit weights written out, then the
-    adapter added. Rounding the sum to 4 bits again would lose much of what was learned."""
+    """The plain model with the adapter in its weights.
+
+    A quantised base becomes what it stood for: the 4-bit weights written out, then the adapter
+    added. Rounding the sum to 4 bits again would lose much of what was learned.
+    """
     from peft.tuners.lora import LoraLayer
 
     for name, layer in list(module.named_modules()):
@@ -82,9 +112,16 @@ def merged(module: Any) -> Any:
             continue
         weight = _written_out(base)
         if isinstance(layer, LoraLayer) and not layer.merged:
-            weight += sum(layer.get_delta_weight(adapter).to(weight.dtype) for adapter in layer.active_adapters)
+            weight += sum(
+                layer.get_delta_weight(adapter).to(weight.dtype)
+                for adapter in layer.active_adapters
+            )
         plain = torch.nn.Linear(
-            base.in_features, base.out_features, bias=base.bias is not None, device=weight.device, dtype=base.compute_dtype
+            base.in_features,
+            base.out_features,
+            bias=base.bias is not None,
+            device=weight.device,
+            dtype=base.compute_dtype,
         )
         plain.weight.copy_(weight)
         if base.bias is not None:
@@ -103,20 +140,29 @@ def _written_out(layer: Any) -> Tensor:
 
 
 def make_lean(module: Any) -> None:
-    """Plain LoRA layers compute in the precision of their input: peft casts the input to the adapter's float32 first, which moves more
-    memory than the base layer does. The weights stay float32, and so do their gradients."""
+    """Plain LoRA layers compute in the precision of their input: peft casts the input to the
+    adapter's float32 first, which moves more memory than the base layer does. The weights stay
+    float32, and so do their gradients.
+    """
     from peft.tuners.lora import Linear
 
     for layer in module.modules():
-        if type(layer) is Linear and not any(layer.use_dora.values()) and not any(layer.lora_bias.values()):
+        if (
+            type(layer) is Linear
+            and not any(layer.use_dora.values())
+            and not any(layer.lora_bias.values())
+        ):
             layer.forward = _Lean(layer, layer.forward).forward
 
 
 class _Lean:
-    """y = base(x) + s B A x, and peft's own way whenever there is anything else about it (several adapters, merged, a mixed batch)."""
+    """y = base(x) + s B A x, and peft's own way whenever there is anything else about it (several
+    adapters, merged, a mixed batch).
+    """
 
     def __init__(self, layer: Any, usual: Any):
-        self.layer, self.usual = layer, usual
+        self.layer = layer
+        self.usual = usual
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.layer
@@ -125,7 +171,8 @@ class _Lean:
         if layer.merged or len(layer.active_adapters) != 1 or kwargs:
             return self.usual(x, *args, **kwargs)
         name = layer.active_adapters[0]
-        down, up = layer.lora_A[name].weight.to(x.dtype), layer.lora_B[name].weight.to(x.dtype)
+        down = layer.lora_A[name].weight.to(x.dtype)
+        up = layer.lora_B[name].weight.to(x.dtype)
         return layer.base_layer(x, *args) + F.linear(F.linear(x, down), up) * layer.scaling[name]
 
 
@@ -141,6 +188,7 @@ def is_adapted(module: Any) -> bool:
 
 
 def begins_as_base(module: Any) -> bool:
-    """Whether the module with its adapter off is the policy that the run starts from: the adapter is new.
-    One that was trained before, here or elsewhere, is a part of that policy."""
+    """Whether the module with its adapter off is the policy that the run starts from: the adapter
+    is new. One that was trained before, here or elsewhere, is a part of that policy.
+    """
     return is_adapted(module) and getattr(module, _NEW, False)

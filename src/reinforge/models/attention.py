@@ -1,10 +1,13 @@
-"""One attention function for training, prefill and decoding, registered with transformers under a name.
+"""One attention function for training, prefill and decoding, registered with transformers under a
+name.
 
-transformers hands us q, k, v after projections and rotary embedding, whatever the architecture; a `layout` that travels
-as a keyword argument says how the [N] tokens of this forward relate. `Packed` is sequences end to end (training,
-scoring, prefill); `Paged` is one new token for each of B sequences whose past lies in cache blocks (decoding).
+transformers hands us q, k, v after projections and rotary embedding, whatever the architecture; a
+`layout` that travels as a keyword argument says how the [N] tokens of this forward relate. `Packed`
+is sequences end to end (training, scoring, prefill); `Paged` is one new token for each of B
+sequences whose past lies in cache blocks (decoding).
 
-Legend: N tokens, B sequences, H query heads, K key/value heads, G = H / K, D head size, L padded length.
+Legend: N tokens, B sequences, H query heads, K key/value heads, G = H / K, D head size, L padded
+length.
 """
 
 from __future__ import annotations
@@ -25,20 +28,41 @@ from reinforge.core.errors import InputError
 NAME = "reinforge"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 EVEN_RUNS = 4  # a pack of so many runs of equal lengths goes through the dense kernel, run by run
-PADDING_WASTE = 1.25  # neighbours share a padded tile while it holds at most this many times their real tokens
+# neighbours share a padded tile while it holds at most this many times their real tokens
+PADDING_WASTE = 1.25
 
 
 class Layout(Protocol):
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         """q [N, H, D], k and v [N, K, D] -> [N, H, D]."""
         ...
 
 
-def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, *, scaling: float | None = None,
-               layout: Layout | None = None, sliding_window: int | None = None, softcap: float | None = None,
-               **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+def _attention(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Any = None,
+    *,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     assert layout is not None, (
-        "a layer does not hand its arguments on to attention, or the model was called directly instead of with CausalModel.hidden"
+        "a layer does not hand its arguments on to attention, or the model was called directly"
+        " instead of with CausalModel.hidden"
     )
     assert q.shape[0] == 1, f"packed forward has batch size 1, got {q.shape[0]}"
     if kwargs.get("s_aux") is not None:
@@ -53,17 +77,25 @@ def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any
         sliding_window = getattr(module, WINDOW, None)
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = layout.attend(
-        int(module.layer_idx), q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), scale, sliding_window, softcap
+        int(module.layer_idx),
+        q[0].transpose(0, 1),
+        k[0].transpose(0, 1),
+        v[0].transpose(0, 1),
+        scale,
+        sliding_window,
+        softcap,
     )
     return out[None], None
 
 
 # ---- what transformers' masks say ----
 #
-# Our attention gets no mask: the layout says who sees whom. Some architectures tell a window to the mask alone, so once, before a
-# model is used, a mask is asked for and what it says is written down on each attention layer.
+# Our attention gets no mask: the layout says who sees whom. Some architectures tell a window to the
+# mask alone, so once, before a model is used, a mask is asked for and what it says is written down
+# on each attention layer.
 
-WINDOW = "mask_window"  # on an attention layer: the window of its mask; None: it sees everything before it
+# on an attention layer: the window of its mask; None: it sees everything before it
+WINDOW = "mask_window"
 
 
 class _Mask(Tensor):
@@ -75,15 +107,22 @@ class _Mask(Tensor):
 def _make_mask(*, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> Tensor:
     from transformers.masking_utils import sdpa_mask
 
-    made = sdpa_mask(mask_function=mask_function, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    made = sdpa_mask(
+        mask_function=mask_function,
+        **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+    )
     assert made is not None, "a mask was asked for"
     mask = made.as_subclass(_Mask)
     mask.window = window_of(mask_function, local_size, mask.device)
     return mask
 
 
-def window_of(mask_function: Any, size: int | None, device: torch.device | None = None) -> int | None:
-    """The window of a mask of transformers, looked at around its edge: None where each token sees all before it. Refuses others."""
+def window_of(
+    mask_function: Any, size: int | None, device: torch.device | None = None
+) -> int | None:
+    """The window of a mask of transformers, looked at around its edge: None where each token sees
+    all before it. Refuses others.
+    """
     reach = size if size is not None else 1 << 20
     at = torch.tensor([0, 1, 2, reach - 1, reach, reach + 1, 2 * reach + 1], device=device)
     q, k = (x.reshape(-1) for x in torch.meshgrid(at, at, indexing="ij"))
@@ -95,7 +134,8 @@ def window_of(mask_function: Any, size: int | None, device: torch.device | None 
     if size is not None and torch.equal(seen, causal & (q - k < size)):
         return size
     raise InputError(
-        "this architecture's attention is neither causal nor causal within a sliding window: it attends in chunks or in both directions.",
+        "this architecture's attention is neither causal nor causal within a sliding window: it"
+        " attends in chunks or in both directions.",
         where="model.path",
         fix="Use another model.",
     )
@@ -105,14 +145,16 @@ def _hear(module: Any, mask: Any, sliding_window: int | None) -> None:
     """Writes the window of a layer's mask down. What the layer says itself must be the same."""
     if not isinstance(mask, _Mask) or not hasattr(mask, "window"):
         raise InputError(
-            f"layer {module.layer_idx} attends under a mask of its own making, which the native attention does not know.",
+            f"layer {module.layer_idx} attends under a mask of its own making, which the native"
+            " attention does not know.",
             where="model.path",
             fix="Use another model.",
         )
     setattr(module, WINDOW, mask.window)
     if sliding_window is not None and sliding_window != mask.window:
         raise InputError(
-            f"layer {module.layer_idx} says that its window is {sliding_window}, and its mask says {mask.window}.",
+            f"layer {module.layer_idx} says that its window is {sliding_window}, and its mask says"
+            f" {mask.window}.",
             where="model.path",
             fix="Correct the window in the model's config.json.",
         )
@@ -120,7 +162,9 @@ def _hear(module: Any, mask: Any, sliding_window: int | None) -> None:
 
 @contextmanager
 def hear_masks() -> Iterator[None]:
-    """Inside, forwards of one sequence make masks, and each attention layer takes its window from its own."""
+    """Inside, forwards of one sequence make masks, and each attention layer takes its window from
+    its own.
+    """
     from transformers import AttentionMaskInterface
 
     AttentionMaskInterface.register(NAME, _make_mask)
@@ -140,20 +184,41 @@ _compiled = False
 
 
 def register(compiled: bool = False) -> None:
-    """Makes the function known to transformers; `compiled`: layers are compiled around it, and it is not traced. That stays so: a
-    second model (a reference, a critic) may be made after the first was compiled."""
+    """Makes the function known to transformers; `compiled`: layers are compiled around it, and it
+    is not traced. That stays so: a second model (a reference, a critic) may be made after the first
+    was compiled.
+    """
     from transformers import AttentionInterface
 
     global _compiled
     _compiled = _compiled or compiled
-    AttentionInterface.register(NAME, torch.compiler.disable(_attention) if _compiled else _attention)
+    AttentionInterface.register(
+        NAME, torch.compiler.disable(_attention) if _compiled else _attention
+    )
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None, causal: bool, softcap: float | None) -> Tensor:
-    """q [B, H, Lq, D], k and v [B, K, L, D]. softmax(softcap(q·k·scale) + mask)·v with grouped heads; mask True = attend."""
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    softcap: float | None,
+) -> Tensor:
+    """q [B, H, Lq, D], k and v [B, K, L, D]. softmax(softcap(q·k·scale) + mask)·v with grouped
+    heads; mask True = attend.
+    """
     if softcap is None:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=causal and mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
     groups = q.shape[1] // k.shape[1]
     scores = torch.matmul(q, k.repeat_interleave(groups, 1).transpose(-1, -2)) * scale
@@ -166,12 +231,20 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tens
 
 
 def tile_runs(queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
-    """Runs of neighbouring segments [a, b) that share one padded tile. Packs are sorted by length, so runs are long."""
+    """Runs of neighbouring segments [a, b) that share one padded tile.
+
+    Packs are sorted by length, so runs are long.
+    """
     runs: list[tuple[int, int]] = []
     first = 0
     for i in range(1, len(queries) + 1):
-        q, k = queries[first : i + 1], keys[first : i + 1]
-        if i == len(queries) or max(q) * len(q) > PADDING_WASTE * sum(q) or max(k) * len(k) > PADDING_WASTE * sum(k):
+        q = queries[first : i + 1]
+        k = keys[first : i + 1]
+        if (
+            i == len(queries)
+            or max(q) * len(q) > PADDING_WASTE * sum(q)
+            or max(k) * len(k) > PADDING_WASTE * sum(k)
+        ):
             runs.append((first, i))
             first = i
     return runs
@@ -179,7 +252,10 @@ def tile_runs(queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _Tile:
-    """Segments padded on the right to Lq queries and Lk keys. A pad stands after every real token of its row: the causal mask hides it."""
+    """Segments padded on the right to Lq queries and Lk keys.
+
+    A pad stands after every real token of its row: the causal mask hides it.
+    """
 
     rows: int
     queries: tuple[int, int]  # [a, b) of the pack
@@ -193,9 +269,12 @@ class _Tile:
 
 @dataclass(slots=True)
 class Segments:
-    """Several sequences end to end, each of n queries and at least as many keys: the last query of a segment sees its last key.
+    """Several sequences end to end, each of n queries and at least as many keys: the last query of
+    a segment sees its last key.
 
-    On a GPU all of them go through one variable-length kernel; elsewhere through tiles of segments of like length."""
+    On a GPU all of them go through one variable-length kernel; elsewhere through tiles of segments
+    of like length.
+    """
 
     lengths: list[int]  # queries of each segment
     starts: Tensor  # [S+1] int32 on the device
@@ -203,11 +282,29 @@ class Segments:
     key_starts: Tensor
     _cut: list[_Tile] | None = field(init=False, default=None)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         """q [N, H, D], k and v [sum of key lengths, K, D] -> [N, H, D]."""
         if softcap is None and v.shape[-1] == q.shape[-1] and self._varlen(q):
             left = -1 if window is None else window - 1
-            return varlen_attention(q, k, v, self.starts, self.key_starts, max(self.lengths), max(self.key_lengths), scale, left)
+            return varlen_attention(
+                q,
+                k,
+                v,
+                self.starts,
+                self.key_starts,
+                max(self.lengths),
+                max(self.key_lengths),
+                scale,
+                left,
+            )
         if self._cut is None:
             self._cut = self._tiles()
         outs = [_attend_tile(tile, q, k, v, scale, window, softcap) for tile in self._cut]
@@ -217,13 +314,23 @@ class Segments:
         """Sequences of one length are served best by the dense kernel."""
         runs = 1 + sum(a != b for a, b in itertools.pairwise(self.lengths))
         even = self.key_lengths is self.lengths and runs <= EVEN_RUNS
-        return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and not even
+        return (
+            q.is_cuda
+            and q.dtype in (torch.bfloat16, torch.float16)
+            and q.shape[-1] % 8 == 0
+            and q.shape[-1] <= 256
+            and not even
+        )
 
     def _tiles(self) -> list[_Tile]:
         assert min(self.lengths) > 0, "a segment without tokens"
-        device, tiles, at, key_at = self.starts.device, [], 0, 0
+        device = self.starts.device
+        tiles = []
+        at = 0
+        key_at = 0
         for a, b in tile_runs(self.lengths, self.key_lengths):
-            queries, keys = self.lengths[a:b], self.key_lengths[a:b]
+            queries = self.lengths[a:b]
+            keys = self.key_lengths[a:b]
             index = real = key_index = before = None
             if max(queries) * (b - a) != sum(queries):
                 index, mask = _padded(queries, at, device)
@@ -231,14 +338,27 @@ class Segments:
             if max(keys) * (b - a) != sum(keys):
                 key_index = _padded(keys, key_at, device)[0]
             if queries != keys:
-                before = torch.tensor([k - q for k, q in zip(keys, queries, strict=True)], device=device)
+                before = torch.tensor(
+                    [k - q for k, q in zip(keys, queries, strict=True)], device=device
+                )
             spans = (at, at + sum(queries)), (key_at, key_at + sum(keys))
-            tiles.append(_Tile(b - a, *spans, index, key_index, real, before, (max(queries), max(keys))))
-            at, key_at = at + sum(queries), key_at + sum(keys)
+            tiles.append(
+                _Tile(b - a, *spans, index, key_index, real, before, (max(queries), max(keys)))
+            )
+            at = at + sum(queries)
+            key_at = key_at + sum(keys)
         return tiles
 
 
-def _attend_tile(tile: _Tile, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def _attend_tile(
+    tile: _Tile,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
     n_queries, n_keys = tile.lengths
 
     def rows(x: Tensor, span: tuple[int, int], index: Tensor | None, size: int) -> Tensor:
@@ -247,25 +367,34 @@ def _attend_tile(tile: _Tile, q: Tensor, k: Tensor, v: Tensor, scale: float, win
 
     mask = None
     if tile.before is not None or (window is not None and n_keys > window):
-        at = torch.arange(n_queries, device=q.device)[None, :] + (0 if tile.before is None else tile.before[:, None])
+        at = torch.arange(n_queries, device=q.device)[None, :] + (
+            0 if tile.before is None else tile.before[:, None]
+        )
         distance = at[:, :, None] - torch.arange(n_keys, device=q.device)
         mask = ((distance >= 0) & (distance < (window or n_keys + 1)))[:, None]
     tq = rows(q, tile.queries, tile.query_index, n_queries)
     tk, tv = (rows(x, tile.keys, tile.key_index, n_keys) for x in (k, v))
-    out = dense_attention(tq, tk, tv, scale, mask=mask, causal=True, softcap=softcap).transpose(1, 2)
+    out = dense_attention(tq, tk, tv, scale, mask=mask, causal=True, softcap=softcap).transpose(
+        1, 2
+    )
     out = out.reshape(tile.rows * n_queries, out.shape[2], out.shape[3])
     return out if tile.real is None else out.index_select(0, tile.real)
 
 
 @dataclass(slots=True)
 class Packed:
-    """Causal attention inside each of several segments that lie end to end. A segment may continue an earlier one (`prefix`): then
-    it sees that one's keys first. So the prompt of a group is computed once, and each answer continues it."""
+    """Causal attention inside each of several segments that lie end to end.
+
+    A segment may continue an earlier one (`prefix`): then it sees that one's keys first. So the
+    prompt of a group is computed once, and each answer continues it.
+    """
 
     lengths: list[int]
     starts: Tensor  # [S+1] int32 on the device
-    prefix: list[int] | None = None  # which segment each one continues, -1 = none; a prefix continues nothing
-    keys: Tensor | None = field(init=False, default=None)  # [sum of key lengths]: gathers keys where prefixes are shared
+    # which segment each one continues, -1 = none; a prefix continues nothing
+    prefix: list[int] | None = None
+    # [sum of key lengths]: gathers keys where prefixes are shared
+    keys: Tensor | None = field(init=False, default=None)
     segments: Segments = field(init=False)
 
     def __post_init__(self) -> None:
@@ -275,7 +404,8 @@ class Packed:
         begins = [0]
         for n in self.lengths:
             begins.append(begins[-1] + n)
-        pieces, key_lengths = [], []
+        pieces = []
+        key_lengths = []
         for i, (n, before) in enumerate(zip(self.lengths, self.prefix, strict=True)):
             if before >= 0:
                 assert self.prefix[before] < 0, "a segment continues one that continues another"
@@ -284,11 +414,23 @@ class Packed:
             key_lengths.append(n + (self.lengths[before] if before >= 0 else 0))
         device = self.starts.device
         self.keys = torch.cat(pieces).to(device)
-        self.segments = Segments(self.lengths, self.starts, key_lengths, starts_of(key_lengths, device))
+        self.segments = Segments(
+            self.lengths, self.starts, key_lengths, starts_of(key_lengths, device)
+        )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         if self.keys is not None:
-            k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+            k = k.index_select(0, self.keys)
+            v = v.index_select(0, self.keys)
         return self.segments.attend(q, k, v, scale, window, softcap)
 
 
@@ -297,36 +439,78 @@ def starts_of(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def _padded(lengths: list[int], offset: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(where each place of a right-padded tile comes from, which places are real), both [rows * longest]; pads repeat the last token."""
+    """(where each place of a right-padded tile comes from, which places are real), both [rows *
+    longest]; pads repeat the last token.
+    """
     size = torch.tensor(lengths, device=device)
     within = torch.arange(max(lengths), device=device)
     begin = offset + torch.cumsum(size, 0) - size
-    return (begin[:, None] + torch.minimum(within[None], size[:, None] - 1)).reshape(-1), (within[None] < size[:, None]).reshape(-1)
+    return (begin[:, None] + torch.minimum(within[None], size[:, None] - 1)).reshape(-1), (
+        within[None] < size[:, None]
+    ).reshape(-1)
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_key: int, scale: float, left: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_key: int,
+    scale: float,
+    left: int,
 ) -> Tensor:
-    """Causal attention of segments of any lengths in one kernel (torch's flash attention). The last query of a segment sees its
-    last key; `left` keys before a query's own are visible, -1 = all. q [N, H, D], k and v [Nk, K, D]."""
+    """Causal attention of segments of any lengths in one kernel (torch's flash attention).
+
+    The last query of a segment sees its last key; `left` keys before a query's own are visible, -1
+    = all. q [N, H, D], k and v [Nk, K, D].
+    """
     return torch.ops.aten._flash_attention_forward(
-        q.contiguous(), k.contiguous(), v.contiguous(), starts, key_starts, longest, longest_key, 0.0, True, False,
-        scale=scale, window_size_left=left if left >= 0 else None, window_size_right=0 if left >= 0 else None,
-    )[0]  # fmt: skip
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        starts,
+        key_starts,
+        longest,
+        longest_key,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=left if left >= 0 else None,
+        window_size_right=0 if left >= 0 else None,
+    )[0]
 
 
 @dataclass(slots=True)
 class Cache:
-    """Key/value blocks of every layer: [blocks, block_size, K, D]. Which block belongs to whom is the engine's business."""
+    """Key/value blocks of every layer: [blocks, block_size, K, D].
+
+    Which block belongs to whom is the engine's business.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
     block_size: int
 
     @classmethod
-    def allocate(cls, shapes: list[tuple[int, int]], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Cache:
+    def allocate(
+        cls,
+        shapes: list[tuple[int, int]],
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Cache:
         """`shapes` is (K, D) of each layer."""
-        make = lambda: [torch.zeros(blocks, block_size, heads, size, dtype=dtype, device=device) for heads, size in shapes]  # noqa: E731
+
+        def make() -> list[Tensor]:
+            return [
+                torch.zeros(blocks, block_size, heads, size, dtype=dtype, device=device)
+                for heads, size in shapes
+            ]
+
         return cls(make(), make(), block_size)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -337,14 +521,18 @@ class Cache:
 
 @dataclass(slots=True)
 class Prefill:
-    """Packed pieces of prompts whose keys and values are also written to the cache. A piece may continue what is there already (an
-    earlier chunk of a long prompt, a turn before this one): then its keys are read from the cache."""
+    """Packed pieces of prompts whose keys and values are also written to the cache.
+
+    A piece may continue what is there already (an earlier chunk of a long prompt, a turn before
+    this one): then its keys are read from the cache.
+    """
 
     lengths: list[int]  # new tokens of each prompt
     starts: Tensor
     cache: Cache
     slots: Tensor  # [N] int64: where the new ones go
-    key_slots: Tensor | None = None  # [sum of key lengths]: all keys of each prompt in order; None: nothing was there before
+    # [sum of key lengths]: all keys of each prompt in order; None: nothing was there before
+    key_slots: Tensor | None = None
     key_lengths: list[int] | None = None
     segments: Segments = field(init=False)
 
@@ -352,41 +540,78 @@ class Prefill:
         if self.key_lengths is None:
             self.segments = Segments(self.lengths, self.starts, self.lengths, self.starts)
         else:
-            self.segments = Segments(self.lengths, self.starts, self.key_lengths, starts_of(self.key_lengths, self.starts.device))
+            self.segments = Segments(
+                self.lengths,
+                self.starts,
+                self.key_lengths,
+                starts_of(self.key_lengths, self.starts.device),
+            )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         self.cache.write(layer, self.slots, k, v)
         if self.key_slots is not None:
-            k, v = (part[layer].view(-1, *k.shape[1:]).index_select(0, self.key_slots) for part in (self.cache.keys, self.cache.values))
+            k, v = (
+                part[layer].view(-1, *k.shape[1:]).index_select(0, self.key_slots)
+                for part in (self.cache.keys, self.cache.values)
+            )
         return self.segments.attend(q, k, v, scale, window, softcap)
 
 
 @dataclass(slots=True)
 class Paged:
-    """Decoding: one new token for each of B sequences; its key and value are written first, then it attends to all."""
+    """Decoding: one new token for each of B sequences; its key and value are written first, then it
+    attends to all.
+    """
 
     cache: Cache
-    tables: Tensor  # [B, W] int64 cache blocks of each sequence, in order; unused entries point at any block
+    # [B, W] int64 cache blocks of each sequence, in order; unused entries point at any block
+    tables: Tensor
     cached: Tensor  # [B] int64 tokens in the cache before the new one: where it goes
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        keys = self.cache.keys[layer]
+        values = self.cache.values[layer]
         if q.is_cuda and HAS_TRITON:
             from reinforge.models.kernels import paged_decode
 
-            return paged_decode(q, k, v, keys, values, self.tables, self.cached, scale, window or 0, softcap or 0.0)
+            return paged_decode(
+                q, k, v, keys, values, self.tables, self.cached, scale, window or 0, softcap or 0.0
+            )
         size = self.cache.block_size
         block = self.tables.gather(1, (self.cached // size)[:, None])[:, 0]
         self.cache.write(layer, block * size + self.cached % size, k, v)
         rows, width = self.tables.shape
         past_k, past_v = (
-            x.index_select(0, self.tables.reshape(-1)).view(rows, width * size, k.shape[1], k.shape[2]).transpose(1, 2)
+            x.index_select(0, self.tables.reshape(-1))
+            .view(rows, width * size, k.shape[1], k.shape[2])
+            .transpose(1, 2)
             for x in (keys, values)
         )
         at = torch.arange(width * size, device=q.device)[None]
         mask = at <= self.cached[:, None]
         if window is not None:
             mask &= at > self.cached[:, None] - window
-        grouped = q.view(rows, k.shape[1], -1, k.shape[2])  # the G query heads of a key head are G queries of one position
-        out = dense_attention(grouped, past_k, past_v, scale, mask=mask[:, None, None], causal=False, softcap=softcap)
+        # the G query heads of a key head are G queries of one position
+        grouped = q.view(rows, k.shape[1], -1, k.shape[2])
+        out = dense_attention(
+            grouped, past_k, past_v, scale, mask=mask[:, None, None], causal=False, softcap=softcap
+        )
         return out.reshape(rows, -1, k.shape[2])

@@ -1,9 +1,11 @@
-"""The load-balancing loss of a mixture of experts: what keeps its router from sending everything to a few of them.
+"""The load-balancing loss of a mixture of experts: what keeps its router from sending everything to
+a few of them.
 
     L = E sum over experts e of f_e P_e
 
-f_e: assignments to expert e per token, P_e: the mean of the router's probability of e, both over all tokens of a forward and all
-layers together (Switch Transformer, 2101.03961, equations 4 to 6). It is transformers' own function of the router's logits.
+f_e: assignments to expert e per token, P_e: the mean of the router's probability of e, both over
+all tokens of a forward and all layers together (Switch Transformer, 2101.03961, equations 4 to 6).
+It is transformers' own function of the router's logits.
 
 Legend: N tokens of a pack, E experts.
 """
@@ -24,7 +26,8 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
 KEY = "train.router_aux_loss"
-ARGUMENTS = ["gate_logits", "num_experts", "top_k"]  # of transformers' function; that of one architecture has others
+# of transformers' function; that of one architecture has others
+ARGUMENTS = ["gate_logits", "num_experts", "top_k"]
 
 
 @dataclass(frozen=True)
@@ -37,28 +40,45 @@ class Balance:
 
     @classmethod
     def of(cls, model: PackedModel, asked: float | None) -> Balance | None:
-        """`asked` is the coefficient; None: what the model's own config says (`output_router_logits`, `router_aux_loss_coef`).
-        None comes back where there is no such loss. A critic and a reward model have none, as in transformers."""
+        """`asked` is the coefficient; None: what the model's own config says
+        (`output_router_logits`, `router_aux_loss_coef`). None comes back where there is no such
+        loss. A critic and a reward model have none, as in transformers.
+        """
         plain = model.plain
         function = getattr(sys.modules[type(plain).__module__], "load_balancing_loss_func", None)
-        able = isinstance(model, CausalModel) and function is not None and list(signature(function).parameters)[:3] == ARGUMENTS
+        able = (
+            isinstance(model, CausalModel)
+            and function is not None
+            and list(signature(function).parameters)[:3] == ARGUMENTS
+        )
         if asked and not able:
-            raise InputError(f"{type(plain).__name__} has no load-balancing loss of its router.", where=KEY,
-                             fix="Leave it out, or train a mixture-of-experts model that transformers has the loss for.")  # fmt: skip
+            raise InputError(
+                f"{type(plain).__name__} has no load-balancing loss of its router.",
+                where=KEY,
+                fix=(
+                    "Leave it out, or train a mixture-of-experts model that transformers has the"
+                    " loss for."
+                ),
+            )
         wanted = able and getattr(model.config, "output_router_logits", False)
         said = getattr(plain, "router_aux_loss_coef", 0.0) if wanted else 0.0
         coefficient = float(said if asked is None else asked)
         if not coefficient:
             return None
         if model.slices is not None:
-            raise InputError("the router's load is that of whole packs, and sequence parallelism cuts them.", where=KEY,
-                             fix="Set it to 0, or train.sequence_parallel=1.")  # fmt: skip
+            raise InputError(
+                "the router's load is that of whole packs, and sequence parallelism cuts them.",
+                where=KEY,
+                fix="Set it to 0, or train.sequence_parallel=1.",
+            )
         assert isinstance(model, CausalModel) and function is not None
         return cls(model, coefficient, function)
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:
-        """Inside, the router's logits [N, E] of every layer are put into the list that is yielded."""
+        """Inside, the router's logits [N, E] of every layer are put into the list that
+        is yielded.
+        """
         found: list[Tensor] = []
 
         def ask(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -82,7 +102,8 @@ class Balance:
         plain = self.model.plain
         if not logits:
             raise InputError(
-                f"{type(plain).__name__} does not say how it routes its tokens, so their load cannot be balanced.",
+                f"{type(plain).__name__} does not say how it routes its tokens, so their load"
+                " cannot be balanced.",
                 where=KEY,
                 fix="Set it to 0.",
             )

@@ -1,18 +1,23 @@
-"""`model.exact`: every number of a token's forward has the same bits whichever other tokens run beside it.
+"""`model.exact`: every number of a token's forward has the same bits whichever other tokens run
+beside it.
 
-Then decoding, prefill and training give bit-identical log-probs, and there is no mismatch to correct. What breaks this in an
-ordinary forward is the order of additions (and which of two implementations of `exp` an element meets), because both depend on how
-many rows there are. `RowWise` is a context in which the architecture's own code runs: calls that add numbers up or that are not
-elementwise-safe are replaced by ones whose arithmetic for a row is fixed, and calls that cannot be made so are refused.
+Then decoding, prefill and training give bit-identical log-probs, and there is no mismatch to
+correct. What breaks this in an ordinary forward is the order of additions (and which of two
+implementations of `exp` an element meets), because both depend on how many rows there are.
+`RowWise` is a context in which the architecture's own code runs: calls that add numbers up or that
+are not elementwise-safe are replaced by ones whose arithmetic for a row is fixed, and calls that
+cannot be made so are refused.
 
-- matrix products: on a CPU tiles of `TILE` rows, the last one filled up, so that BLAS always sees one shape; on a GPU a Triton
-  kernel with one configuration per weight, whatever the number of rows
-- sums over the last dimension: never one lone row on a CPU (torch would split it among threads); a program per row on a GPU
-- exp, silu, gelu, ... on a CPU: `models.exact_functions`, which builds them from additions and products; on a GPU every element runs
-  the same instructions already
+- matrix products: on a CPU tiles of `TILE` rows, the last one filled up, so that BLAS always sees
+  one shape; on a GPU a Triton kernel with one configuration per weight, whatever the number of rows
+- sums over the last dimension: never one lone row on a CPU (torch would split it among threads); a
+  program per row on a GPU
+- exp, silu, gelu, ... on a CPU: `models.exact_functions`, which builds them from additions and
+  products; on a GPU every element runs the same instructions already
 - attention: `models.exact_attention`
 
-Backward passes are ordinary: nothing samples from a gradient. `models.exact_proof.prove` checks the whole on the model at hand.
+Backward passes are ordinary: nothing samples from a gradient. `models.exact_proof.prove` checks the
+whole on the model at hand.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ from reinforge.models import exact_functions
 
 TILE = 32  # rows of a matrix product on a CPU; a tile begins on a cache line in either precision
 
-_places: dict[tuple[Any, ...], bool] = {}  # matrix shapes whose rows were seen to be independent of their place in a tile
+# matrix shapes whose rows were seen to be independent of their place in a tile
+_places: dict[tuple[Any, ...], bool] = {}
 
 
 # ---- matrix products ----
@@ -71,12 +77,15 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _in_tiles(x: Tensor, weight: Tensor) -> Tensor:
-    """x [R, K] times weight [K, N], a tile of rows at a time: BLAS may choose its loops by the shape, and there is one shape."""
+    """x [R, K] times weight [K, N], a tile of rows at a time: BLAS may choose its loops by the
+    shape, and there is one shape.
+    """
     x = x.contiguous()
     if x.data_ptr() % 64:
         x = x.clone()
     tile = TILE if _place_is_free(weight) else 1
-    rows, out = x.shape[0], x.new_empty(x.shape[0], weight.shape[1])
+    rows = x.shape[0]
+    out = x.new_empty(x.shape[0], weight.shape[1])
     whole = rows - rows % tile
     for a in range(0, whole, tile):
         torch.mm(x[a : a + tile], weight, out=out[a : a + tile])
@@ -88,10 +97,15 @@ def _in_tiles(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _place_is_free(weight: Tensor) -> bool:
-    """Whether this BLAS gives a row of a tile the same bits in every place; asked once per shape. If not, rows go one by one."""
+    """Whether this BLAS gives a row of a tile the same bits in every place; asked once per shape.
+
+    If not, rows go one by one.
+    """
     key = (*weight.shape, weight.stride(), weight.dtype, torch.get_num_threads())
     if key not in _places:
-        row = torch.randn(weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        row = torch.randn(weight.shape[0], generator=torch.Generator().manual_seed(0)).to(
+            weight.dtype
+        )
         out = torch.mm(row.expand(TILE, -1).contiguous(), weight.detach())
         _places[key] = bool((out == out[:1]).all())
     return _places[key]
@@ -105,7 +119,8 @@ class _RowSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.shape = x.shape
+        ctx.dtype = x.dtype
         rows = x.reshape(-1, x.shape[-1])
         if x.is_cuda:
             from reinforge.models import exact_kernels
@@ -131,21 +146,31 @@ def _is_last(x: Tensor, dim: Any) -> bool:
     return len(dims) == 1 and dims[0] in (-1, x.ndim - 1)
 
 
-def row_sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def row_sum(
+    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     if not _is_last(input, dim):
         _refuse("a sum over other dimensions than the last")
     total: Tensor = _RowSum.apply(input)
     return (total if keepdim else total[..., 0]).to(dtype or input.dtype)
 
 
-def row_mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def row_mean(
+    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     if not _is_last(input, dim):
         _refuse("a mean over other dimensions than the last")
     mean: Tensor = _RowSum.apply(input) / input.shape[-1]
     return (mean if keepdim else mean[..., 0]).to(dtype or input.dtype)
 
 
-def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
     if len(normalized_shape) != 1:
         _refuse("a layer norm over several dimensions")
     x = input.float()
@@ -155,11 +180,15 @@ def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = Non
     return (x if bias is None else x + bias.float()).to(input.dtype)
 
 
-def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     if len(normalized_shape) != 1:
         _refuse("an RMS norm over several dimensions")
     x = input.float()
-    x = x * torch.rsqrt(row_mean(x * x, -1, True) + (torch.finfo(input.dtype).eps if eps is None else eps))
+    x = x * torch.rsqrt(
+        row_mean(x * x, -1, True) + (torch.finfo(input.dtype).eps if eps is None else eps)
+    )
     return (x if weight is None else x * weight.float()).to(input.dtype)
 
 
@@ -184,12 +213,16 @@ class _Elementwise(torch.autograd.Function):
         return torch.autograd.grad(y, x, g)[0], None, None, None, None
 
 
-def elementwise(name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def elementwise(
+    name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """func(x, ...), where func is torch's function of this name."""
     if x.is_cuda:
         return func(x, *args, **kwargs)
     kwargs.pop("inplace", None)
-    out: Tensor = _Elementwise.apply(x, name, lambda part: func(part, *args, **kwargs), args, kwargs)
+    out: Tensor = _Elementwise.apply(
+        x, name, lambda part: func(part, *args, **kwargs), args, kwargs
+    )
     return out
 
 
@@ -200,7 +233,9 @@ def power(func: Callable[..., Tensor], x: Any, exponent: Any) -> Tensor:
     if isinstance(exponent, Tensor):
         if exponent.is_cuda:
             return func(x, exponent)
-        out: Tensor = _Elementwise.apply(exponent, "rpow", lambda part: func(x, part), (float(x),), {})
+        out: Tensor = _Elementwise.apply(
+            exponent, "rpow", lambda part: func(x, part), (float(x),), {}
+        )
         return out
     if exponent in (1, 2, 3):
         return func(x, exponent)
@@ -208,7 +243,9 @@ def power(func: Callable[..., Tensor], x: Any, exponent: Any) -> Tensor:
 
 
 def _product(func: Callable[..., Tensor], a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-    """a @ b: an outer product adds nothing up; a product with one matrix is a linear layer; others mix rows."""
+    """a @ b: an outer product adds nothing up; a product with one matrix is a linear layer; others
+    mix rows.
+    """
     if a.ndim >= 2 and b.ndim >= 2 and a.shape[-1] == 1:
         return a * b
     if b.ndim == 2:
@@ -220,8 +257,15 @@ def _product(func: Callable[..., Tensor], a: Tensor, b: Tensor, **kwargs: Any) -
 
 
 def _refuse(what: str) -> Any:
-    raise InputError(f"the forward of this architecture contains {what}, whose bits depend on the rest of the batch.", where="model.exact",
-                     fix="Set model.exact=false, or use an architecture of linear layers, norms and softmax attention.")  # fmt: skip
+    raise InputError(
+        f"the forward of this architecture contains {what}, whose bits depend on the rest of the"
+        " batch.",
+        where="model.exact",
+        fix=(
+            "Set model.exact=false, or use an architecture of linear layers, norms and softmax"
+            " attention."
+        ),
+    )
 
 
 _REPLACED: dict[str, Callable[..., Tensor]] = {
@@ -231,14 +275,43 @@ _REPLACED: dict[str, Callable[..., Tensor]] = {
     "sum": lambda func, *a, **k: row_sum(*a, **k),
     "layer_norm": lambda func, *a, **k: layer_norm(*a, **k),
     "rms_norm": lambda func, *a, **k: rms_norm(*a, **k),
-    "pow": power, "__pow__": power, "__rpow__": lambda func, exponent, x: power(torch.pow, x, exponent),
+    "pow": power,
+    "__pow__": power,
+    "__rpow__": lambda func, exponent, x: power(torch.pow, x, exponent),
     **dict.fromkeys(("matmul", "__matmul__", "mm"), _product),
-    **{name: partial(elementwise, name) for name in exact_functions.FUNCTIONS if name not in ("pow", "rpow")},
+    **{
+        name: partial(elementwise, name)
+        for name in exact_functions.FUNCTIONS
+        if name not in ("pow", "rpow")
+    },
     "log_sigmoid": partial(elementwise, "logsigmoid"),
-}  # fmt: skip
-_REFUSED = {"bmm", "baddbmm", "einsum", "tensordot", "mv", "dot", "addmv", "chain_matmul", "conv1d", "conv2d", "cumsum", "cumprod", "var", "std",
-            "var_mean", "std_mean", "norm", "vector_norm", "logcumsumexp", "group_norm", "scaled_dot_product_attention", "_grouped_mm",
-            "grouped_mm", "_scaled_mm"}  # fmt: skip
+}
+_REFUSED = {
+    "bmm",
+    "baddbmm",
+    "einsum",
+    "tensordot",
+    "mv",
+    "dot",
+    "addmv",
+    "chain_matmul",
+    "conv1d",
+    "conv2d",
+    "cumsum",
+    "cumprod",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "norm",
+    "vector_norm",
+    "logcumsumexp",
+    "group_norm",
+    "scaled_dot_product_attention",
+    "_grouped_mm",
+    "grouped_mm",
+    "_scaled_mm",
+}
 # Elementwise, and so harmless on a GPU; on a CPU nobody has written them as exact functions yet.
 _REFUSED_ON_CPU = {
     *("addcmul", "addcdiv", "lerp", "glu", "logaddexp", "float_power", "erfinv", "xlogy"),
@@ -250,7 +323,13 @@ _REFUSED_ON_CPU = {
 class RowWise(TorchFunctionMode):
     """Inside, torch functions called by a model's own code compute each row alone."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _REPLACED or name in _REFUSED or name in _REFUSED_ON_CPU:
@@ -264,5 +343,7 @@ class RowWise(TorchFunctionMode):
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For gradient checkpointing, which runs layers again from the backward pass, outside of `RowWise`."""
+    """For gradient checkpointing, which runs layers again from the backward pass, outside of
+    `RowWise`.
+    """
     return nullcontext(), RowWise()

@@ -1,11 +1,15 @@
-"""Attention with the same bits for a query wherever it is computed: in a training pack, in a prefill, in a decode step.
+"""Attention with the same bits for a query wherever it is computed: in a training pack, in a
+prefill, in a decode step.
 
-Queries are cut into tiles of P neighbouring positions of one segment times the G query heads of a key head. P is a power of two that
-divides the tile of keys and tiles begin at multiples of P, so all queries of a tile need the same tiles of keys. These are visited in
-order from position 0 with an online softmax of fixed shape. In a decode step a tile holds one position, its other rows are empty.
+Queries are cut into tiles of P neighbouring positions of one segment times the G query heads of a
+key head. P is a power of two that divides the tile of keys and tiles begin at multiples of P, so
+all queries of a tile need the same tiles of keys. These are visited in order from position 0 with
+an online softmax of fixed shape. In a decode step a tile holds one position, its other rows are
+empty.
 
-`layout` turns the layouts of `models.attention` into exact ones; a `Plan` says where queries and keys of the tiles lie.
-Legend: N tokens, T tiles, H query heads, K key/value heads, G = H / K, D head size.
+`layout` turns the layouts of `models.attention` into exact ones; a `Plan` says where queries and
+keys of the tiles lie. Legend: N tokens, T tiles, H query heads, K key/value heads, G = H / K, D
+head size.
 """
 
 from __future__ import annotations
@@ -19,15 +23,19 @@ from torch import Tensor
 from reinforge.models import exact_functions
 from reinforge.models.attention import Layout, Packed, Paged, Prefill, Segments
 
-QUERIES, KEYS = 8, 64  # a tile on a CPU (more queries where more heads share a key head)
+# a tile on a CPU (more queries where more heads share a key head)
+QUERIES = 8
+KEYS = 64
 SCORES = 1 << 14  # numbers in the tiles that a CPU works on at once
 GPU_QUERIES = 64  # a tile on a GPU: what one warp group multiplies at once
 
 
 @dataclass(slots=True)
 class Plan:
-    """[T] int32 each, on the device: a query at position p of tile t is row base + p of q, if low <= p < high; key number i is row
-    keys + i of k, or, where there are block tables, wherever line t of them says."""
+    """[T] int32 each, on the device: a query at position p of tile t is row base + p of q, if low
+    <= p < high; key number i is row keys + i of k, or, where there are block tables, wherever line
+    t of them says.
+    """
 
     first: Tensor  # the tile's first position
     base: Tensor
@@ -50,10 +58,19 @@ def plan_segments(segments: Segments, positions: int) -> Plan:
     start = key_start = 0
     for n, n_keys in zip(segments.lengths, segments.key_lengths, strict=True):
         before = n_keys - n  # tokens that this segment continues
-        tiles += [(p, start - before, before, n_keys, key_start) for p in range(before // positions * positions, n_keys, positions)]
-        start, key_start = start + n, key_start + n_keys
+        tiles += [
+            (p, start - before, before, n_keys, key_start)
+            for p in range(before // positions * positions, n_keys, positions)
+        ]
+        start = start + n
+        key_start = key_start + n_keys
     first, base, low, high, keys = (
-        torch.tensor(tiles, dtype=torch.int32).reshape(-1, 5).t().contiguous().to(segments.starts.device).unbind(0)
+        torch.tensor(tiles, dtype=torch.int32)
+        .reshape(-1, 5)
+        .t()
+        .contiguous()
+        .to(segments.starts.device)
+        .unbind(0)
     )
     return Plan(first, base, low, high, keys, positions)
 
@@ -64,31 +81,81 @@ def plan_paged(cached: Tensor) -> Plan:
     return Plan(now, row - now, now, now + 1, row, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, tables: Tensor | None, block: int, scale: float, window: int | None,
-           softcap: float | None) -> Tensor:  # fmt: skip
-    """q [N, H, D]; k, v [rows, K, D], or [blocks * block, K, D] with `tables` [T, W] -> [N, H, D]."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    tables: Tensor | None,
+    block: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """q [N, H, D]; k, v [rows, K, D], or [blocks * block, K, D] with `tables` [T, W] ->
+    [N, H, D].
+    """
     if q.is_cuda:
         from reinforge.models import exact_kernels
 
-        return exact_kernels.attend(q, k, v, plan, tables, block, scale, window or 0, softcap or 0.0)
-    groups, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
+        return exact_kernels.attend(
+            q, k, v, plan, tables, block, scale, window or 0, softcap or 0.0
+        )
+    groups = q.shape[1] // k.shape[1]
+    kv_heads = k.shape[1]
     rows, _ = tile_shape(groups, False)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     jobs = len(plan.first) * kv_heads
     size = max(1, SCORES // (rows * KEYS))
-    order = torch.argsort(plan.first.long().repeat_interleave(kv_heads), stable=True)  # neighbours need about the same number of key tiles
+    # neighbours need about the same number of key tiles
+    order = torch.argsort(plan.first.long().repeat_interleave(kv_heads), stable=True)
     for a in range(0, jobs, size):
         chosen = order[a : a + size]
         job = torch.cat([chosen, chosen[-1:].expand(size - len(chosen))])
-        _attend_jobs(q, k, v, plan, tables, block, scale, window, softcap, job // kv_heads, job % kv_heads, groups, rows, len(chosen), out)
+        _attend_jobs(
+            q,
+            k,
+            v,
+            plan,
+            tables,
+            block,
+            scale,
+            window,
+            softcap,
+            job // kv_heads,
+            job % kv_heads,
+            groups,
+            rows,
+            len(chosen),
+            out,
+        )
     return out
 
 
-def _attend_jobs(q: Tensor, k: Tensor, v: Tensor, plan: Plan, tables: Tensor | None, block: int, scale: float, window: int | None,
-                 softcap: float | None, tile: Tensor, head: Tensor, groups: int, rows: int, count: int, out: Tensor) -> None:  # fmt: skip
-    """J jobs (tile, key head) at once, always as many: the first `count` of them write to `out`. R rows, C keys of a tile."""
+def _attend_jobs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    tables: Tensor | None,
+    block: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    tile: Tensor,
+    head: Tensor,
+    groups: int,
+    rows: int,
+    count: int,
+    out: Tensor,
+) -> None:
+    """J jobs (tile, key head) at once, always as many: the first `count` of them write to `out`.
+
+    R rows, C keys of a tile.
+    """
     row = torch.arange(rows)
-    first, high = plan.first.long()[tile], plan.high.long()[tile]
+    first = plan.first.long()[tile]
+    high = plan.high.long()[tile]
     at = first[:, None] + row // groups  # [J, R] positions
     real = (row // groups < plan.positions) & (at >= plan.low[tile, None]) & (at < high[:, None])
     real[count:] = False
@@ -114,7 +181,8 @@ def _attend_jobs(q: Tensor, k: Tensor, v: Tensor, plan: Plan, tables: Tensor | N
             seen = seen & (t > at[:, :, None] - window)
         x = torch.where(seen, x, -1e30)
         new_top = torch.maximum(top, x.amax(-1, keepdim=True))
-        p = torch.exp(torch.where(seen, x - new_top, 0.0)).masked_fill_(~seen, 0.0)  # exp is slow where it underflows
+        # exp is slow where it underflows
+        p = torch.exp(torch.where(seen, x - new_top, 0.0)).masked_fill_(~seen, 0.0)
         keep = exact_functions.evaluate(
             "exp", top - new_top
         )  # here the neighbours in a vector are other rows; above they are keys of one row
@@ -130,7 +198,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, segments, plan, options):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(q, k, v)
-        ctx.segments, ctx.options = segments, options
+        ctx.segments = segments
+        ctx.options = options
         return attend(q, k, v, plan, None, 1, *options)
 
     @staticmethod
@@ -145,12 +214,22 @@ class _Attention(torch.autograd.Function):
 class ExactSegments(Segments):
     plans: dict[int, Plan] = field(default_factory=dict)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         with torch._C.DisableTorchFunction():
             positions = tile_shape(q.shape[1] // k.shape[1], q.is_cuda)[1]
             if positions not in self.plans:
                 self.plans[positions] = plan_segments(self, positions)
-            out: Tensor = _Attention.apply(q, k, v, self, self.plans[positions], (scale, window, softcap))
+            out: Tensor = _Attention.apply(
+                q, k, v, self, self.plans[positions], (scale, window, softcap)
+            )
             return out
 
 
@@ -166,12 +245,31 @@ class ExactPaged:
         block = paged.tables.gather(1, (paged.cached // size)[:, None])[:, 0]
         return cls(paged, block * size + paged.cached % size, plan_paged(paged.cached))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         with torch._C.DisableTorchFunction():
             cache = self.paged.cache
             cache.write(layer, self.slots, k, v)
             keys, values = (x[layer].view(-1, *k.shape[1:]) for x in (cache.keys, cache.values))
-            return attend(q, keys, values, self.plan, self.paged.tables, cache.block_size, scale, window, softcap)
+            return attend(
+                q,
+                keys,
+                values,
+                self.plan,
+                self.paged.tables,
+                cache.block_size,
+                scale,
+                window,
+                softcap,
+            )
 
 
 @dataclass(slots=True)
@@ -180,7 +278,16 @@ class _Foreign:
 
     ordinary: Layout
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         with torch._C.DisableTorchFunction():
             return self.ordinary.attend(layer, q, k, v, scale, window, softcap)
 
@@ -188,7 +295,8 @@ class _Foreign:
 def layout(ordinary: Layout) -> Layout:
     """The exact counterpart of a layout."""
     if isinstance(ordinary, (Packed, Prefill)):
-        s, exact = ordinary.segments, copy.copy(ordinary)
+        s = ordinary.segments
+        exact = copy.copy(ordinary)
         exact.segments = ExactSegments(s.lengths, s.starts, s.key_lengths, s.key_starts)
         return exact
     return ExactPaged.of(ordinary) if isinstance(ordinary, Paged) else _Foreign(ordinary)

@@ -1,12 +1,14 @@
 """exp, tanh, gelu, cos, ... of a CPU tensor with the same bits for a number wherever it stands.
 
-Torch's own functions do not have them: what is left over at the end of a row or of a thread's share goes through scalar code, and
-some vector code looks at its neighbours (SLEEF's `erf`, `sin` and `cos` take a shorter way if all lanes of a vector allow it).
-So which bits a number gets depends on the CPU's vector length, on the number of threads and on who stands beside it.
+Torch's own functions do not have them: what is left over at the end of a row or of a thread's share
+goes through scalar code, and some vector code looks at its neighbours (SLEEF's `erf`, `sin` and
+`cos` take a shorter way if all lanes of a vector allow it). So which bits a number gets depends on
+the CPU's vector length, on the number of threads and on who stands beside it.
 
 Here a function is built from additions, products, quotients, roots and bit operations in float64.
-IEEE 754 says what each of these rounds to, in scalar code as in vectors of any length, so nothing else can matter.
-The result is rounded to the input's precision once. Each formula is good to 2 units in the last place of float32 or better.
+IEEE 754 says what each of these rounds to, in scalar code as in vectors of any length, so nothing
+else can matter. The result is rounded to the input's precision once. Each formula is good to 2
+units in the last place of float32 or better.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from torch import Tensor
 
 PIECE = 1 << 17  # numbers at once: their float64 stays near the cache
 
-MANTISSA_BITS, BIAS = 52, 1023  # of a float64
+# of a float64
+MANTISSA_BITS = 52
+BIAS = 1023
 LARGEST = 709.0  # exp of it is a float64, and far beyond float32
 TINY = 1e-5  # below, two terms of a series are exact enough
 
@@ -41,7 +45,13 @@ def exp(x: Tensor) -> Tensor:
     x = x.clamp(-LARGEST + 1, LARGEST)
     n = (x * (1 / math.log(2))).round_()
     r = x.sub_(n * math.log(2))
-    power = n.nan_to_num_(0.0).to(torch.int64).add_(BIAS).bitwise_left_shift_(MANTISSA_BITS).view(torch.float64)
+    power = (
+        n.nan_to_num_(0.0)
+        .to(torch.int64)
+        .add_(BIAS)
+        .bitwise_left_shift_(MANTISSA_BITS)
+        .view(torch.float64)
+    )
     return polynomial(r, *(1 / math.factorial(k) for k in range(8, -1, -1))).mul_(power)
 
 
@@ -78,7 +88,9 @@ def tanh(x: Tensor) -> Tensor:
 
 
 def erfc(x: Tensor) -> Tensor:
-    """1 - erf(x) to 1.2e-7 of itself: Press et al., Numerical Recipes, section 6.2 (a Chebyshev fit)."""
+    """1 - erf(x) to 1.2e-7 of itself: Press et al., Numerical Recipes, section 6.2 (a Chebyshev
+    fit).
+    """
     z = x.abs()
     t = 1 / (1 + 0.5 * z)
     fit = polynomial(
@@ -99,7 +111,9 @@ def erfc(x: Tensor) -> Tensor:
 
 
 def erf(x: Tensor) -> Tensor:
-    """Near 0, where 1 - erfc(x) would lose digits, the Maclaurin series 2/sqrt(pi) sum (-1)^k x^(2k+1) / (k! (2k+1))."""
+    """Near 0, where 1 - erfc(x) would lose digits, the Maclaurin series 2/sqrt(pi) sum (-1)^k
+    x^(2k+1) / (k! (2k+1)).
+    """
     terms = [(-1) ** k / (math.factorial(k) * (2 * k + 1)) for k in range(13, -1, -1)]
     near = polynomial(x * x, *terms).mul_(x).mul_(2 / math.sqrt(math.pi))
     return torch.where(x.abs() < 1, near, 1 - erfc(x))
@@ -136,11 +150,15 @@ def power(x: Tensor, exponent: float) -> Tensor:
 def cos(x: Tensor, turns: int = 0) -> Tensor:
     """cos(x - turns pi/2) = ± cos r or ± sin r, where x = n pi/2 + r; for |x| up to 1e8."""
     n = (x * (2 / math.pi)).round_()
-    high, low = 1.57079632673412561417, 6.07710050650619224932e-11  # pi/2, the first part with 33 bits so that n times it is exact
+    # pi/2, the first part with 33 bits so that n times it is exact
+    high = 1.57079632673412561417
+    low = 6.07710050650619224932e-11
     r = (x - n * high) - n * low
     square = r * r
     even = polynomial(square, *((-1) ** k / math.factorial(2 * k) for k in range(7, -1, -1)))
-    odd = polynomial(square, *((-1) ** k / math.factorial(2 * k + 1) for k in range(7, -1, -1))).mul_(r)
+    odd = polynomial(
+        square, *((-1) ** k / math.factorial(2 * k + 1) for k in range(7, -1, -1))
+    ).mul_(r)
     quarter = (n.nan_to_num_(0.0).to(torch.int64) - turns) & 3
     found = torch.where(quarter % 2 == 0, even, odd)
     return torch.where((quarter == 1) | (quarter == 2), -found, found)
@@ -179,5 +197,7 @@ def evaluate(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     flat = x.contiguous().view(-1)
     result = torch.empty_like(flat)
     for a in range(0, flat.numel(), PIECE):
-        result[a : a + PIECE] = FUNCTIONS[name](flat[a : a + PIECE].to(torch.float64), *args, **kwargs)
+        result[a : a + PIECE] = FUNCTIONS[name](
+            flat[a : a + PIECE].to(torch.float64), *args, **kwargs
+        )
     return result.view(x.shape)

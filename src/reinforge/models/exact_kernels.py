@@ -1,8 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of `model.exact`. What a program computes for a row depends on that row and on constants of the model alone:
-the shapes of tiles, the number of warps and the order of every sum are the same for one row and for a million.
+"""Triton kernels of `model.exact`.
 
-Legend: M rows, N outputs, K inputs (of a matrix product) or key/value heads (of attention), G query heads per key head, D head size.
+What a program computes for a row depends on that row and on constants of the model alone: the
+shapes of tiles, the number of warps and the order of every sum are the same for one row and for a
+million.
+
+Legend: M rows, N outputs, K inputs (of a matrix product) or key/value heads (of attention), G query
+heads per key head, D head size.
 """
 
 from __future__ import annotations
@@ -17,16 +21,40 @@ from torch import Tensor
 if TYPE_CHECKING:
     from reinforge.models.exact_attention import Plan
 
-BM, BN, BK = 128, 128, 64  # one tile of a matrix product: two warp groups, each a chain of m64n128k16 products over K
+# one tile of a matrix product: two warp groups, each a chain of m64n128k16 products over K
+BM = 128
+BN = 128
+BK = 64
 GROUP = 8  # row tiles that share a column tile's weights in the cache
 
 
 @triton.jit(do_not_specialize=["M"])
-def _matmul(X, W, B, Y, M, N, K, x_m, w_n, w_k, BIAS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-            GROUP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Y [M, N] = X [M, K]·Wᵀ + B. One program per output tile, K from front to back in one float32 accumulator, never split."""
+def _matmul(
+    X,
+    W,
+    B,
+    Y,
+    M,
+    N,
+    K,
+    x_m,
+    w_n,
+    w_k,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Y [M, N] = X [M, K]·Wᵀ + B.
+
+    One program per output tile, K from front to back in one float32 accumulator, never split.
+    """
     pid = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
     first = pid // (GROUP * tiles_n) * GROUP
     height = tl.minimum(tiles_m - first, GROUP)
     m = (first + pid % (GROUP * tiles_n) % height) * BM + tl.arange(0, BM)
@@ -47,7 +75,11 @@ def _matmul(X, W, B, Y, M, N, K, x_m, w_n, w_k, BIAS: tl.constexpr, EVEN: tl.con
         w_at += BK * w_k
     if BIAS:
         acc += tl.load(B + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(Y + m.to(tl.int64)[:, None] * N + n[None, :], acc.to(Y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(
+        Y + m.to(tl.int64)[:, None] * N + n[None, :],
+        acc.to(Y.dtype.element_ty),
+        mask=(m < M)[:, None] & (n < N)[None, :],
+    )
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,9 +92,26 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide = x.dtype == torch.float32
     bm, bn, bk = (64, 64, 32) if wide else (BM, BN, BK)
     _matmul[(triton.cdiv(rows, bm) * triton.cdiv(outer, bn),)](
-        x, weight, y if bias is None else bias, y, rows, outer, inner, inner, weight.stride(0), weight.stride(1), BIAS=bias is not None,
-        EVEN=inner % bk == 0, BM=bm, BN=bn, BK=bk, GROUP=GROUP, PRECISION="ieee" if wide else "tf32", num_warps=4 if wide else 8, num_stages=2 if wide else 4,
-    )  # fmt: skip
+        x,
+        weight,
+        y if bias is None else bias,
+        y,
+        rows,
+        outer,
+        inner,
+        inner,
+        weight.stride(0),
+        weight.stride(1),
+        BIAS=bias is not None,
+        EVEN=inner % bk == 0,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        GROUP=GROUP,
+        PRECISION="ieee" if wide else "tf32",
+        num_warps=4 if wide else 8,
+        num_stages=2 if wide else 4,
+    )
     return y
 
 
@@ -82,18 +131,60 @@ def row_sum(x: Tensor) -> Tensor:
     y = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if len(y):
         block = min(4096, triton.next_power_of_2(x.shape[1]))
-        _row_sum[(x.shape[0],)](x, y, x.shape[1], x.shape[1], BLOCK=block, num_warps=8 if block > 1024 else 4 if block > 256 else 1)
+        _row_sum[(x.shape[0],)](
+            x,
+            y,
+            x.shape[1],
+            x.shape[1],
+            BLOCK=block,
+            num_warps=8 if block > 1024 else 4 if block > 256 else 1,
+        )
     return y
 
 
 @triton.jit(do_not_specialize=["P", "window"])
-def _attend(Q, K, V, O, TABLES, FIRST, BASE, LOW, HIGH, KEYS, scale, softcap, window, P, q_n, q_h, k_n, k_h, v_n, v_h, W,
-            H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            CAP: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """One program per (tile of queries, key head). PAGED changes where keys are looked up, nothing else: see `exact_attention.Plan`."""
+def _attend(
+    Q,
+    K,
+    V,
+    O,
+    TABLES,
+    FIRST,
+    BASE,
+    LOW,
+    HIGH,
+    KEYS,
+    scale,
+    softcap,
+    window,
+    P,
+    q_n,
+    q_h,
+    k_n,
+    k_h,
+    v_n,
+    v_h,
+    W,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program per (tile of queries, key head).
+
+    PAGED changes where keys are looked up, nothing else: see `exact_attention.Plan`.
+    """
     tile = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
-    first, high = tl.load(FIRST + tile), tl.load(HIGH + tile)
+    first = tl.load(FIRST + tile)
+    high = tl.load(HIGH + tile)
     r = tl.arange(0, BM)
     g = r % G
     at = first + r // G
@@ -101,7 +192,11 @@ def _attend(Q, K, V, O, TABLES, FIRST, BASE, LOW, HIGH, KEYS, scale, softcap, wi
     row = (tl.load(BASE + tile) + at).to(tl.int64)
     d = tl.arange(0, DP)
     real_d = d < D
-    q = tl.load(Q + row[:, None] * q_n + (h * G + g)[:, None] * q_h + d[None, :], mask=real[:, None] & real_d[None, :], other=0.0)
+    q = tl.load(
+        Q + row[:, None] * q_n + (h * G + g)[:, None] * q_h + d[None, :],
+        mask=real[:, None] & real_d[None, :],
+        other=0.0,
+    )
     m = tl.full([BM], -1e30, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
@@ -133,26 +228,75 @@ def _attend(Q, K, V, O, TABLES, FIRST, BASE, LOW, HIGH, KEYS, scale, softcap, wi
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
         m = new_m
     out = (acc / total[:, None]).to(O.dtype.element_ty)
-    tl.store(O + row[:, None] * (H * D) + (h * G + g)[:, None] * D + d[None, :], out, mask=real[:, None] & real_d[None, :])
+    tl.store(
+        O + row[:, None] * (H * D) + (h * G + g)[:, None] * D + d[None, :],
+        out,
+        mask=real[:, None] & real_d[None, :],
+    )
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, tables: Tensor | None, block: int, scale: float, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    tables: Tensor | None,
+    block: int,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> Tensor:
-    """Twin of `exact_attention.attend`; window and softcap 0 = none. No fused multiply-adds: whether the compiler may fuse must not
-    depend on the code around an operation, which differs between the two ways of finding keys."""
+    """Twin of `exact_attention.attend`; window and softcap 0 = none.
+
+    No fused multiply-adds: whether the compiler may fuse must not depend on the code around an
+    operation, which differs between the two ways of finding keys.
+    """
     from reinforge.models.exact_attention import KEYS, tile_shape
 
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    heads, size, kv_heads = q.shape[1], q.shape[2], k.shape[1]
-    groups, padded = heads // kv_heads, max(16, triton.next_power_of_2(size))
+    heads = q.shape[1]
+    size = q.shape[2]
+    kv_heads = k.shape[1]
+    groups = heads // kv_heads
+    padded = max(16, triton.next_power_of_2(size))
     out = torch.empty(q.shape[0], heads, size, dtype=q.dtype, device=q.device)
     if not len(plan.first):
         return out
     _attend[(len(plan.first), kv_heads)](
-        q, k, v, out, plan.first if tables is None else tables, plan.first, plan.base, plan.low, plan.high, plan.keys, scale, softcap, window, plan.positions,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), 0 if tables is None else tables.stride(0), H=heads, G=groups, D=size,
-        DP=padded, BLOCK=block, BM=tile_shape(groups, True)[0], BN=KEYS, CAP=softcap > 0, WINDOW=window > 0, PAGED=tables is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2 if padded * q.element_size() <= 256 else 1, enable_fp_fusion=False,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        out,
+        plan.first if tables is None else tables,
+        plan.first,
+        plan.base,
+        plan.low,
+        plan.high,
+        plan.keys,
+        scale,
+        softcap,
+        window,
+        plan.positions,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        0 if tables is None else tables.stride(0),
+        H=heads,
+        G=groups,
+        D=size,
+        DP=padded,
+        BLOCK=block,
+        BM=tile_shape(groups, True)[0],
+        BN=KEYS,
+        CAP=softcap > 0,
+        WINDOW=window > 0,
+        PAGED=tables is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=2 if padded * q.element_size() <= 256 else 1,
+        enable_fp_fusion=False,
+    )
     return out

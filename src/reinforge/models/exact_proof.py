@@ -1,4 +1,6 @@
-"""Proves on the model and machine at hand that `model.exact` is kept: libraries differ, and an architecture may do what nobody foresaw."""
+"""Proves on the model and machine at hand that `model.exact` is kept: libraries differ, and an
+architecture may do what nobody foresaw.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from reinforge.models.attention import Cache, Packed, Paged, starts_of
 from reinforge.models.causal import CausalModel
 
 BLOCK = 16
-LONG, SHORT, DECODED = 70, 5, 6  # tokens; a long one crosses a tile of keys, and its last ones are decoded
+# tokens; a long one crosses a tile of keys, and its last ones are decoded
+LONG = 70
+SHORT = 5
+DECODED = 6
 
 
 @dataclass(slots=True)
@@ -23,41 +28,72 @@ class _Listening:
     packed: Packed
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         self.kept[layer] = k.contiguous(), v.contiguous()
         return exact_attention.layout(self.packed).attend(layer, q, k, v, scale, window, softcap)
 
 
 @torch.no_grad()
 def prove(model: CausalModel) -> None:
-    """Raw logits of two sequences: packed together, each alone, packed in another order with copies, and the end of the long one
-    decoded in a batch from cache blocks. Raises unless all bits are equal."""
+    """Raw logits of two sequences: packed together, each alone, packed in another order with
+    copies, and the end of the long one decoded in a batch from cache blocks. Raises unless all bits
+    are equal.
+    """
     device = model.device
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randint(0, model.head.weight.shape[0], (n,), generator=generator).to(device) for n in (LONG, SHORT))
+    a, b = (
+        torch.randint(0, model.head.weight.shape[0], (n,), generator=generator).to(device)
+        for n in (LONG, SHORT)
+    )
 
     def packed(*parts: Tensor) -> list[Tensor]:
         lengths = [len(p) for p in parts]
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        hidden = model.hidden(torch.cat(parts), positions, Packed(lengths, starts_of(lengths, device)))
+        hidden = model.hidden(
+            torch.cat(parts), positions, Packed(lengths, starts_of(lengths, device))
+        )
         return list(model.project(hidden).split(lengths))
 
     want_a, want_b = packed(a, b)
     found = {"alone": (packed(a)[0], packed(b)[0]), "in another pack": packed(b, b, a, b)[2:]}
-    odd = [name for name, (x, y) in found.items() if not (torch.equal(x, want_a) and torch.equal(y, want_b))]
+    odd = [
+        name
+        for name, (x, y) in found.items()
+        if not (torch.equal(x, want_a) and torch.equal(y, want_b))
+    ]
     odd += [] if torch.equal(_decoded(model, a), want_a[-DECODED:]) else ["decoded"]
     if odd:
-        raise InputError(f"log-probs of {type(model.causal).__name__} on this machine depend on the rest of the batch ({', '.join(odd)}).",
-                         where="model.exact", fix="Set model.exact=false; engine and trainer then differ by rounding.")  # fmt: skip
+        raise InputError(
+            f"log-probs of {type(model.causal).__name__} on this machine depend on the rest of the"
+            f" batch ({', '.join(odd)}).",
+            where="model.exact",
+            fix="Set model.exact=false; engine and trainer then differ by rounding.",
+        )
 
 
 def _decoded(model: CausalModel, tokens: Tensor) -> Tensor:
     """Logits of the last tokens, one decode step each, beside another row."""
-    device, done = model.device, len(tokens) - DECODED
+    device = model.device
+    done = len(tokens) - DECODED
     listening = _Listening(Packed([done], starts_of([done], device)))
     model.hidden(tokens[:done], torch.arange(done, device=device), listening)
     width = -(-len(tokens) // BLOCK)
-    cache = Cache.allocate([(k.shape[1], k.shape[2]) for k, _ in listening.kept.values()], 2 * width, BLOCK, model.dtype, device)
+    cache = Cache.allocate(
+        [(k.shape[1], k.shape[2]) for k, _ in listening.kept.values()],
+        2 * width,
+        BLOCK,
+        model.dtype,
+        device,
+    )
     tables = torch.arange(2 * width - 1, -1, -1, device=device).view(2, width)
     at = torch.arange(done, device=device)
     for layer, (k, v) in enumerate(listening.kept.values()):

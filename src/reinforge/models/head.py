@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of given tokens without ever holding the full [M, V] logits.
 
-The forward walks over chunks of rows and keeps one number per row (the log-sum-exp); the backward computes each chunk's
-logits again. Softmax statistics are float32 whatever the model's precision.
+The forward walks over chunks of rows and keeps one number per row (the log-sum-exp); the backward
+computes each chunk's logits again. Softmax statistics are float32 whatever the model's precision.
 
 Legend: M rows, V vocabulary, E hidden size, z = logits / temperature, p = softmax(z).
 """
@@ -20,7 +20,9 @@ from reinforge.models.attention import HAS_TRITON
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """What an architecture does to its logits: z = cap·tanh(x·scale / cap) where it caps, else x·scale."""
+    """What an architecture does to its logits: z = cap·tanh(x·scale / cap) where it caps, else
+    x·scale.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
@@ -32,7 +34,9 @@ class LogitRule:
 
 
 def chunk_rows(rows: int, vocabulary: int, device: torch.device) -> int:
-    """Rows per chunk: about 8 MB of float32 logits on a CPU (stays near the cache), 1 GB on a GPU (fills it)."""
+    """Rows per chunk: about 8 MB of float32 logits on a CPU (stays near the cache), 1 GB on a GPU
+    (fills it).
+    """
     elements = (1 << 28) if device.type == "cuda" else (1 << 21)
     return max(1, min(rows, elements // vocabulary))
 
@@ -40,12 +44,15 @@ def chunk_rows(rows: int, vocabulary: int, device: torch.device) -> int:
 def statistics(
     x: Tensor, targets: Tensor, temperature: float | Tensor, rule: LogitRule, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(logp [R], log-sum-exp [R], entropy [R]) of one chunk of raw logits x [R, V], which may be overwritten.
-    `temperature` is one number or [R] of them."""
+    """(logp [R], log-sum-exp [R], entropy [R]) of one chunk of raw logits x [R, V], which may be
+    overwritten. `temperature` is one number or [R] of them.
+    """
     if x.is_cuda and HAS_TRITON:
         from reinforge.models import kernels
 
-        return kernels.softmax_statistics(x, targets, temperature, rule.scale, rule.softcap, entropy)
+        return kernels.softmax_statistics(
+            x, targets, temperature, rule.scale, rule.softcap, entropy
+        )
     z = rule.apply(x.float())
     if isinstance(temperature, Tensor):
         z = z / temperature[:, None]
@@ -57,14 +64,20 @@ def statistics(
     exp = z.exp()
     total = exp.sum(-1)
     lse = total.log() + top[:, 0]
-    return chosen - lse, lse, total.log() - exp.mul_(z).nan_to_num_(0.0).sum(-1) / total if entropy else None
+    return (
+        chosen - lse,
+        lse,
+        total.log() - exp.mul_(z).nan_to_num_(0.0).sum(-1) / total if entropy else None,
+    )
 
 
 def exact_statistics(
     x: Tensor, targets: Tensor, temperatures: Tensor, rule: LogitRule, entropy: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`statistics` with the same bits for a row whichever rows are beside it: sampling and training both end here in exact mode.
-    On a GPU a row is a program of its own; on a CPU functions and sums are those of `models.exact`."""
+    """`statistics` with the same bits for a row whichever rows are beside it: sampling and training
+    both end here in exact mode. On a GPU a row is a program of its own; on a CPU functions and sums
+    are those of `models.exact`.
+    """
     if x.is_cuda:
         return statistics(x, targets, temperatures, rule, entropy)
     with rowwise.RowWise():
@@ -72,16 +85,26 @@ def exact_statistics(
 
 
 def gradient(
-    x: Tensor, targets: Tensor, lse: Tensor, g: Tensor, temperature: float, rule: LogitRule, entropy: Tensor | None, e: Tensor | None
+    x: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    g: Tensor,
+    temperature: float,
+    rule: LogitRule,
+    entropy: Tensor | None,
+    e: Tensor | None,
 ) -> Tensor:
     """∂/∂x of Σ g·logp + e·H for one chunk of raw logits, in their precision; x may be overwritten.
 
-    ∂/∂z_v = g(1[v = y] − p_v) − e·p_v(log p_v + H), then through the logit rule and the temperature.
+    ∂/∂z_v = g(1[v = y] − p_v) − e·p_v(log p_v + H), then through the logit rule and the
+    temperature.
     """
     if x.is_cuda and HAS_TRITON:
         from reinforge.models import kernels
 
-        return kernels.softmax_gradient(x, targets, lse, g, temperature, rule.scale, rule.softcap, entropy, e)
+        return kernels.softmax_gradient(
+            x, targets, lse, g, temperature, rule.scale, rule.softcap, entropy, e
+        )
     z = rule.apply(x.float())
     logp = (z / temperature if temperature != 1.0 else z) - lse[:, None]
     p = logp.exp()
@@ -96,13 +119,26 @@ def gradient(
 
 
 class HeadGradients:
-    """Gradients of [N, E] states and of the head that reads them, gathered from the logits' chunk by chunk. `needs`: which of the three."""
+    """Gradients of [N, E] states and of the head that reads them, gathered from the logits' chunk
+    by chunk. `needs`: which of the three.
+    """
 
-    def __init__(self, h: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...], dtype: torch.dtype):
-        self._h, self._weight, self._bias = h, weight, bias
+    def __init__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: tuple[bool, ...],
+        dtype: torch.dtype,
+    ):
+        self._h = h
+        self._weight = weight
+        self._bias = bias
         self._of_h = torch.empty_like(h) if needs[0] else None
         self._of_weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
-        self._of_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needs[2] else None
+        self._of_bias = (
+            torch.zeros_like(bias, dtype=dtype) if bias is not None and needs[2] else None
+        )
 
     def add(self, part: slice, grad: Tensor) -> None:
         """`grad` [n, V]: of the logits of these rows."""
@@ -115,15 +151,23 @@ class HeadGradients:
 
     def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         weight = None if self._of_weight is None else self._of_weight.to(self._weight.dtype)
-        bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
+        bias = (
+            None
+            if self._of_bias is None or self._bias is None
+            else self._of_bias.to(self._bias.dtype)
+        )
         return self._of_h, weight, bias
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward: logp_i = z_i[y_i] − lse_i, H_i = lse_i − Σ_v p_iv z_iv; backward: `gradient`, from logits computed again."""
+    """Forward: logp_i = z_i[y_i] − lse_i, H_i = lse_i − Σ_v p_iv z_iv; backward: `gradient`, from
+    logits computed again.
+    """
 
     @staticmethod
-    def forward(ctx, h, weight, bias, targets, temperature, rule, want_entropy, entropy_gradient, exact):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, h, weight, bias, targets, temperature, rule, want_entropy, entropy_gradient, exact
+    ):
         rows = h.shape[0]
         logp = torch.empty(rows, dtype=torch.float32, device=h.device)
         lse = torch.empty_like(logp)
@@ -134,10 +178,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if exact:
                 x = rowwise.linear(h[part], weight, bias)
                 heat = torch.full((len(x),), temperature, dtype=torch.float32, device=x.device)
-                logp[part], lse[part], found = exact_statistics(x, targets[part], heat, rule, want_entropy)
+                logp[part], lse[part], found = exact_statistics(
+                    x, targets[part], heat, rule, want_entropy
+                )
             else:
                 x = F.linear(h[part], weight, bias)
-                logp[part], lse[part], found = statistics(x, targets[part], temperature, rule, want_entropy)
+                logp[part], lse[part], found = statistics(
+                    x, targets[part], temperature, rule, want_entropy
+                )
             if found is not None:
                 entropy[part] = found
         ctx.save_for_backward(h, weight, bias, targets, lse, entropy)
@@ -155,14 +203,40 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(a, a + step)
             x = F.linear(h[part], weight, bias)
             terms = (entropy[part], g_entropy[part]) if use_entropy else (None, None)
-            grads.add(part, gradient(x, targets[part], lse[part], g_logp[part], temperature, rule, *terms))
+            grads.add(
+                part, gradient(x, targets[part], lse[part], g_logp[part], temperature, rule, *terms)
+            )
         return *grads.found(), None, None, None, None, None, None
 
 
-def token_logprobs(h: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float = 1.0, rule: LogitRule | None = None,
-                   entropy: bool = False, entropy_gradient: bool = False, exact: bool = False) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """[M] float32 log-probs of `targets` under softmax(logits / temperature), and [M] entropies when asked. `exact`: see `models.exact`."""
-    assert h.ndim == 2 and targets.shape == h.shape[:1], f"h {tuple(h.shape)} and targets {tuple(targets.shape)} do not align"
+def token_logprobs(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    rule: LogitRule | None = None,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+    exact: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """[M] float32 log-probs of `targets` under softmax(logits / temperature), and [M] entropies
+    when asked. `exact`: see `models.exact`.
+    """
+    assert h.ndim == 2 and targets.shape == h.shape[:1], (
+        f"h {tuple(h.shape)} and targets {tuple(targets.shape)} do not align"
+    )
     assert temperature > 0, "greedy decoding has no distribution; score at temperature 1"
-    logp, ent = _ChunkedLogprobs.apply(h, weight, bias, targets, float(temperature), rule or LogitRule(), entropy, entropy_gradient, exact)
+    logp, ent = _ChunkedLogprobs.apply(
+        h,
+        weight,
+        bias,
+        targets,
+        float(temperature),
+        rule or LogitRule(),
+        entropy,
+        entropy_gradient,
+        exact,
+    )
     return logp, ent if entropy else None

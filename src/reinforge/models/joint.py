@@ -1,8 +1,10 @@
-"""Linear layers that read the same input (q, k, v; gate, up) as one matrix product while nothing is trained.
+"""Linear layers that read the same input (q, k, v; gate, up) as one matrix product while nothing is
+trained.
 
-Decoding a token is many small products; a joint one takes about as long as the largest of its parts. The weights of the parts
-become views of one tensor, so there is no second copy, and whatever updates them in place updates the joint one. Who gives them other
-tensors (`parameter.data = ...`) takes them apart first: see `separate`. With gradients each layer computes for itself.
+Decoding a token is many small products; a joint one takes about as long as the largest of its
+parts. The weights of the parts become views of one tensor, so there is no second copy, and whatever
+updates them in place updates the joint one. Who gives them other tensors (`parameter.data = ...`)
+takes them apart first: see `separate`. With gradients each layer computes for itself.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Joint:
-    """The first part computes for all; the others pick up what is theirs if they are asked about the very same input."""
+    """The first part computes for all; the others pick up what is theirs if they are asked about
+    the very same input.
+    """
 
     def __init__(self, parts: Sequence[nn.Linear]):
         self.sizes = [part.out_features for part in parts]
         self.weight = torch.cat([part.weight.detach() for part in parts])
-        self.bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
+        self.bias = (
+            torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
+        )
         self.input: Tensor | None = None
         self.ready: list[Tensor] = []
         for i, part in enumerate(parts):
@@ -34,7 +40,9 @@ class Joint:
 
 class _Part:
     def __init__(self, joint: Joint, layer: nn.Linear, index: int):
-        self.joint, self.layer, self.index = joint, layer, index
+        self.joint = joint
+        self.layer = layer
+        self.index = index
 
     def forward(self, input: Tensor) -> Tensor:
         joint = self.joint
@@ -42,19 +50,24 @@ class _Part:
             return F.linear(input, self.layer.weight, self.layer.bias)
         if self.index == 0:
             pieces = F.linear(input, joint.weight, joint.bias).split(joint.sizes, -1)
-            joint.input, joint.ready = input, list(pieces)
+            joint.input = input
+            joint.ready = list(pieces)
             return pieces[0]
         if joint.input is not input:
             return F.linear(input, self.layer.weight, self.layer.bias)
         piece = joint.ready[self.index]
         if self.index == len(joint.sizes) - 1:
-            joint.input, joint.ready = None, []
+            joint.input = None
+            joint.ready = []
         return piece
 
 
 def join(module: nn.Module) -> int:
-    """Joins what can be joined; returns how many. Layers that are not plain linear ones, are trained in part or lie on several
-    devices stay as they are, and joined ones are not joined again."""
+    """Joins what can be joined; returns how many.
+
+    Layers that are not plain linear ones, are trained in part or lie on several devices stay as
+    they are, and joined ones are not joined again.
+    """
     count = 0
     for parent in module.modules():
         for names in FAMILIES:
@@ -68,8 +81,10 @@ def join(module: nn.Module) -> int:
 
 
 def separate(module: nn.Module) -> int:
-    """Takes apart what `join` has joined, in this module and not in what it was copied from; returns how many layers. Weights stay
-    where they are, and from now on each layer computes with its own, whatever tensor that is."""
+    """Takes apart what `join` has joined, in this module and not in what it was copied from;
+    returns how many layers. Weights stay where they are, and from now on each layer computes with
+    its own, whatever tensor that is.
+    """
     count = 0
     for part in module.modules():
         forward = vars(part).get("forward")
@@ -80,5 +95,11 @@ def separate(module: nn.Module) -> int:
 
 
 def _alike(layers: Sequence[nn.Linear]) -> bool:
-    facts = {(p.in_features, p.bias is None, p.weight.dtype, p.weight.device, p.weight.requires_grad) for p in layers}
-    return len(facts) == 1 and all(type(p.weight) is nn.Parameter and not p._forward_hooks and not p._forward_pre_hooks for p in layers)
+    facts = {
+        (p.in_features, p.bias is None, p.weight.dtype, p.weight.device, p.weight.requires_grad)
+        for p in layers
+    }
+    return len(facts) == 1 and all(
+        type(p.weight) is nn.Parameter and not p._forward_hooks and not p._forward_pre_hooks
+        for p in layers
+    )

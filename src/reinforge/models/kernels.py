@@ -2,7 +2,8 @@
 """Triton kernels for decoding on a GPU. Each has a plain-torch twin that defines its result:
 `paged_decode` ↔ `attention.Paged.attend`, `draw` ↔ `engines.native.sampling.draw`.
 
-Legend: B sequences, H query heads, K key/value heads, G = H / K, D head size, V vocabulary, W cache blocks per sequence.
+Legend: B sequences, H query heads, K key/value heads, G = H / K, D head size, V vocabulary, W cache
+blocks per sequence.
 """
 
 from __future__ import annotations
@@ -14,17 +15,50 @@ from torch import Tensor
 
 
 @triton.jit
-def _paged_decode(Q, KN, VN, KC, VC, O, TABLES, CACHED, scale, softcap, window, q_b, q_h, kn_b, kn_h, vn_b, vn_h, W,
-                  HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
-                  CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """One program per (sequence, key head): stores the new key and value, then attends with its G query heads at once."""
+def _paged_decode(
+    Q,
+    KN,
+    VN,
+    KC,
+    VC,
+    O,
+    TABLES,
+    CACHED,
+    scale,
+    softcap,
+    window,
+    q_b,
+    q_h,
+    kn_b,
+    kn_h,
+    vn_b,
+    vn_h,
+    W,
+    HK: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program per (sequence, key head): stores the new key and value, then attends with its G
+    query heads at once.
+    """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     n = tl.load(CACHED + b).to(tl.int32)  # tokens before the new one
     d = tl.arange(0, DP)
     g = tl.arange(0, GP)
     real_d = d < D
-    q = tl.load(Q + b * q_b + (h * G + g)[:, None] * q_h + d[None, :], mask=(g < G)[:, None] & real_d[None, :], other=0.0)
+    q = tl.load(
+        Q + b * q_b + (h * G + g)[:, None] * q_h + d[None, :],
+        mask=(g < G)[:, None] & real_d[None, :],
+        other=0.0,
+    )
     k_new = tl.load(KN + b * kn_b + h * kn_h + d, mask=real_d, other=0.0)
     v_new = tl.load(VN + b * vn_b + h * vn_h + d, mask=real_d, other=0.0)
     slot = tl.load(TABLES + b * W + n // BLOCK).to(tl.int64) * BLOCK + n % BLOCK
@@ -59,28 +93,72 @@ def _paged_decode(Q, KN, VN, KC, VC, O, TABLES, CACHED, scale, softcap, window, 
         total = total * keep + tl.sum(p, 1)
         m = new_m
     out = (acc / total[:, None]).to(O.dtype.element_ty)
-    tl.store(O + (b * HK * G + h * G + g)[:, None] * D + d[None, :], out, mask=(g < G)[:, None] & real_d[None, :])
+    tl.store(
+        O + (b * HK * G + h * G + g)[:, None] * D + d[None, :],
+        out,
+        mask=(g < G)[:, None] & real_d[None, :],
+    )
 
 
 @torch.library.custom_op("reinforge::paged_decode", mutates_args=("keys", "values"))
 def paged_decode(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, cached: Tensor, scale: float, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    cached: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> Tensor:
-    """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D]; writes k and v there. window/softcap 0 = none."""
+    """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D]; writes k and v
+    there. window/softcap 0 = none.
+    """
     rows, heads, size = q.shape
-    kv_heads, block = keys.shape[2], keys.shape[1]
+    kv_heads = keys.shape[2]
+    block = keys.shape[1]
     groups = heads // kv_heads
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     _paged_decode[(rows, kv_heads)](
-        q, k, v, keys, values, out, tables, cached, scale, softcap, window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        tables.stride(0), HK=kv_heads, G=groups, GP=max(16, triton.next_power_of_2(groups)), D=size, DP=max(16, triton.next_power_of_2(size)), BLOCK=block,
-        CAP=softcap > 0, WINDOW=window > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=2, **_decode_tile(rows * kv_heads, size),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        keys,
+        values,
+        out,
+        tables,
+        cached,
+        scale,
+        softcap,
+        window,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        tables.stride(0),
+        HK=kv_heads,
+        G=groups,
+        GP=max(16, triton.next_power_of_2(groups)),
+        D=size,
+        DP=max(16, triton.next_power_of_2(size)),
+        BLOCK=block,
+        CAP=softcap > 0,
+        WINDOW=window > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_stages=2,
+        **_decode_tile(rows * kv_heads, size),
+    )
     return out
 
 
 def _decode_tile(programs: int, size: int) -> dict[str, int]:
-    """Keys per step and warps, as measured on an H200: few programs take large steps, many take small ones."""
+    """Keys per step and warps, as measured on an H200: few programs take large steps, many take
+    small ones.
+    """
     if programs < 264:  # two for each of its multiprocessors
         return {"BN": 128, "num_warps": 4}
     return {"BN": 64 if size <= 64 else 32, "num_warps": 2}
@@ -100,8 +178,23 @@ def _mix(x):
 
 
 @triton.jit
-def _draw(LOGITS, TEMPERATURES, SEEDS, POSITIONS, TOKENS, LOGPROBS, stride, V, scale, softcap, CAP: tl.constexpr, BV: tl.constexpr):
-    """One program per row, two passes: the log-sum-exp (and the argmax, for greedy rows), then the crossing of u in the CDF."""
+def _draw(
+    LOGITS,
+    TEMPERATURES,
+    SEEDS,
+    POSITIONS,
+    TOKENS,
+    LOGPROBS,
+    stride,
+    V,
+    scale,
+    softcap,
+    CAP: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program per row, two passes: the log-sum-exp (and the argmax, for greedy rows), then the
+    crossing of u in the CDF.
+    """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(TEMPERATURES + row)
     greedy = temperature == 0.0
@@ -111,9 +204,14 @@ def _draw(LOGITS, TEMPERATURES, SEEDS, POSITIONS, TOKENS, LOGPROBS, stride, V, s
     best = 0
     for start in range(0, V, BV):
         at = start + tl.arange(0, BV)
-        x = tl.load(LOGITS + row * stride + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
+        x = (
+            tl.load(LOGITS + row * stride + at, mask=at < V, other=-float("inf")).to(tl.float32)
+            * scale
+        )
         if CAP:
-            x = tl.where(at < V, softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0), -float("inf"))
+            x = tl.where(
+                at < V, softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0), -float("inf")
+            )
         x = x * inverse
         peak = tl.max(x, 0)
         if peak > top:
@@ -130,9 +228,14 @@ def _draw(LOGITS, TEMPERATURES, SEEDS, POSITIONS, TOKENS, LOGPROBS, stride, V, s
     picked = -1
     while (start < V) & (picked < 0):
         at = start + tl.arange(0, BV)
-        x = tl.load(LOGITS + row * stride + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
+        x = (
+            tl.load(LOGITS + row * stride + at, mask=at < V, other=-float("inf")).to(tl.float32)
+            * scale
+        )
         if CAP:
-            x = tl.where(at < V, softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0), -float("inf"))
+            x = tl.where(
+                at < V, softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0), -float("inf")
+            )
         p = tl.exp(x * inverse - top)
         mass = tl.sum(p, 0)
         if before + mass > target:
@@ -150,14 +253,35 @@ def _draw(LOGITS, TEMPERATURES, SEEDS, POSITIONS, TOKENS, LOGPROBS, stride, V, s
 
 
 def draw(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, scale: float = 1.0, softcap: float | None = None
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B] int64 and log-probs [B] float32 from raw logits [B, V] in any precision; temperature 0 is greedy."""
+    """Tokens [B] int64 and log-probs [B] float32 from raw logits [B, V] in any precision;
+    temperature 0 is greedy.
+    """
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _draw[(rows,)](logits, temperatures, seeds, positions, tokens, logprobs, logits.stride(0), vocabulary, scale, softcap or 0.0, CAP=softcap is not None,
-                   BV=min(4096, triton.next_power_of_2(vocabulary)), num_warps=8)  # fmt: skip
+    _draw[(rows,)](
+        logits,
+        temperatures,
+        seeds,
+        positions,
+        tokens,
+        logprobs,
+        logits.stride(0),
+        vocabulary,
+        scale,
+        softcap or 0.0,
+        CAP=softcap is not None,
+        BV=min(4096, triton.next_power_of_2(vocabulary)),
+        num_warps=8,
+    )
     return tokens, logprobs
 
 
@@ -170,7 +294,20 @@ def _capped(x, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _statistics(X, TARGETS, LOGP, LSE, ENTROPY, INVERSE, V, scale, softcap, CAP: tl.constexpr, WITH: tl.constexpr, BV: tl.constexpr):
+def _statistics(
+    X,
+    TARGETS,
+    LOGP,
+    LSE,
+    ENTROPY,
+    INVERSE,
+    V,
+    scale,
+    softcap,
+    CAP: tl.constexpr,
+    WITH: tl.constexpr,
+    BV: tl.constexpr,
+):
     """One program per row, one pass: running maximum, Σ exp and Σ exp·z."""
     row = tl.program_id(0).to(tl.int64)
     inverse = tl.load(INVERSE + row)
@@ -179,7 +316,14 @@ def _statistics(X, TARGETS, LOGP, LSE, ENTROPY, INVERSE, V, scale, softcap, CAP:
     weighted = 0.0
     for start in range(0, V, BV):
         at = start + tl.arange(0, BV)
-        z = _capped(tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale, softcap, CAP) * inverse
+        z = (
+            _capped(
+                tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale,
+                softcap,
+                CAP,
+            )
+            * inverse
+        )
         z = tl.where(at < V, z, -float("inf"))
         new_top = tl.maximum(top, tl.max(z, 0))
         keep = tl.exp(top - new_top)
@@ -189,7 +333,10 @@ def _statistics(X, TARGETS, LOGP, LSE, ENTROPY, INVERSE, V, scale, softcap, CAP:
             weighted = weighted * keep + tl.sum(tl.where(e > 0, e * z, 0.0), 0)
         top = new_top
     lse = top + tl.log(total)
-    chosen = _capped(tl.load(X + row * V + tl.load(TARGETS + row)).to(tl.float32) * scale, softcap, CAP) * inverse
+    chosen = (
+        _capped(tl.load(X + row * V + tl.load(TARGETS + row)).to(tl.float32) * scale, softcap, CAP)
+        * inverse
+    )
     tl.store(LOGP + row, chosen - lse)
     tl.store(LSE + row, lse)
     if WITH:
@@ -197,11 +344,23 @@ def _statistics(X, TARGETS, LOGP, LSE, ENTROPY, INVERSE, V, scale, softcap, CAP:
 
 
 def softmax_statistics(
-    x: Tensor, targets: Tensor, temperature: float | Tensor, scale: float, softcap: float | None, entropy: bool
+    x: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    scale: float,
+    softcap: float | None,
+    entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Twin of `head.statistics`. No fused multiply-adds: the log-prob must not depend on whether the entropy is computed too."""
+    """Twin of `head.statistics`.
+
+    No fused multiply-adds: the log-prob must not depend on whether the entropy is computed too.
+    """
     rows, vocabulary = x.shape
-    inverse = 1.0 / temperature if isinstance(temperature, Tensor) else torch.full((rows,), 1.0 / temperature, device=x.device)
+    inverse = (
+        1.0 / temperature
+        if isinstance(temperature, Tensor)
+        else torch.full((rows,), 1.0 / temperature, device=x.device)
+    )
     logp, lse, ent = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(3))
     _statistics[(rows,)](
         x,
@@ -223,11 +382,27 @@ def softmax_statistics(
 
 
 @triton.jit
-def _gradient(X, TARGETS, LSE, G, ENTROPY, E, V, scale, inverse, softcap, CAP: tl.constexpr, WITH: tl.constexpr, BV: tl.constexpr):
+def _gradient(
+    X,
+    TARGETS,
+    LSE,
+    G,
+    ENTROPY,
+    E,
+    V,
+    scale,
+    inverse,
+    softcap,
+    CAP: tl.constexpr,
+    WITH: tl.constexpr,
+    BV: tl.constexpr,
+):
     """One program per (row, block of the vocabulary); replaces the logits by their gradient."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BV + tl.arange(0, BV)
-    capped = _capped(tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale, softcap, CAP)
+    capped = _capped(
+        tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale, softcap, CAP
+    )
     g = tl.load(G + row)
     logp = capped * inverse - tl.load(LSE + row)
     p = tl.exp(logp)
@@ -239,13 +414,34 @@ def _gradient(X, TARGETS, LSE, G, ENTROPY, E, V, scale, inverse, softcap, CAP: t
     tl.store(X + row * V + at, (grad * scale * inverse).to(X.dtype.element_ty), mask=at < V)
 
 
-def softmax_gradient(x: Tensor, targets: Tensor, lse: Tensor, g: Tensor, temperature: float, scale: float, softcap: float | None,
-                     entropy: Tensor | None, e: Tensor | None) -> Tensor:  # fmt: skip
+def softmax_gradient(
+    x: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    g: Tensor,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+    entropy: Tensor | None,
+    e: Tensor | None,
+) -> Tensor:
     """Twin of `head.gradient`, in place."""
     rows, vocabulary = x.shape
     block = 4096
     _gradient[(rows, triton.cdiv(vocabulary, block))](
-        x, targets, lse, g.contiguous(), lse if entropy is None else entropy, g if e is None else e.contiguous(), vocabulary, scale, 1.0 / temperature, softcap or 0.0,
-        CAP=softcap is not None, WITH=e is not None, BV=block, num_warps=8,
-    )  # fmt: skip
+        x,
+        targets,
+        lse,
+        g.contiguous(),
+        lse if entropy is None else entropy,
+        g if e is None else e.contiguous(),
+        vocabulary,
+        scale,
+        1.0 / temperature,
+        softcap or 0.0,
+        CAP=softcap is not None,
+        WITH=e is not None,
+        BV=block,
+        num_warps=8,
+    )
     return x

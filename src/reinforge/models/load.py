@@ -1,8 +1,9 @@
 """Models and tokenizers from a directory, a hub id or a GGUF file.
 
-Loading runs no code from a checkpoint: every call into transformers says so, because it would otherwise ask on standard input. Only
-`model.trust_remote_code` allows it, and only for that model and its tokenizer. A checkpoint cannot choose its attention either, which
-transformers may fetch from a hub.
+Loading runs no code from a checkpoint: every call into transformers says so, because it would
+otherwise ask on standard input. Only `model.trust_remote_code` allows it, and only for that model
+and its tokenizer. A checkpoint cannot choose its attention either, which transformers may fetch
+from a hub.
 """
 
 from __future__ import annotations
@@ -32,26 +33,45 @@ def _source(cfg: ModelConfig, where: str = "model.path") -> tuple[str, dict[str,
     path = Path(cfg.path).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise InputError(f"no such file: {path}", where=where, fix="Give the path of an existing .gguf file.")
+            raise InputError(
+                f"no such file: {path}", where=where, fix="Give the path of an existing .gguf file."
+            )
         return str(path.parent), {"gguf_file": path.name}
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file() and where != "model.tokenizer":
+    if (
+        (path / "adapter_config.json").is_file()
+        and not (path / "config.json").is_file()
+        and where != "model.tokenizer"
+    ):
         raise InputError(
-            f"{path} is a peft adapter, not a model.", where=where, fix="Put its base model here, and this path under adapter.path."
+            f"{path} is a peft adapter, not a model.",
+            where=where,
+            fix="Put its base model here, and this path under adapter.path.",
         )
     if (path / "checkpoints").is_dir() and (path / "metrics.jsonl").is_file():
         raise InputError(
             f"{path} is the directory of a run, not a model.",
             where=where,
-            fix=f"Write its model with `reinforge export {path} DIRECTORY`, and give that directory.",
+            fix=(
+                f"Write its model with `reinforge export {path} DIRECTORY`, and give that"
+                " directory."
+            ),
         )
     if path.exists():
         return str(path), {}
-    if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1 or ("/" in cfg.path and path.parent.is_dir()):
+    if (
+        cfg.path.startswith((".", "/", "~"))
+        or cfg.path.count("/") > 1
+        or ("/" in cfg.path and path.parent.is_dir())
+    ):
         raise InputError(
-            f"no such directory: {path}", where=where, fix="Give a local directory, a .gguf file or a hub id such as org/name."
+            f"no such directory: {path}",
+            where=where,
+            fix="Give a local directory, a .gguf file or a hub id such as org/name.",
         )
     if (why := unavailable(cfg.path)) is not None:
-        raise InputError(f"{why}.", where=where, fix="Check the path, the spelling and the network.")
+        raise InputError(
+            f"{why}.", where=where, fix="Check the path, the spelling and the network."
+        )
     return cfg.path, {"revision": cfg.revision} if cfg.revision else {}
 
 
@@ -63,9 +83,13 @@ def _fetch(what: str, cfg: ModelConfig, load: Any, where: str = "model.path") ->
         return load(trust_remote_code=cfg.trust_remote_code)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         if "trust_remote_code" in str(error):
-            trust = "If you have read it and trust it, set model.trust_remote_code to true; otherwise use another model."
+            trust = (
+                "If you have read it and trust it, set model.trust_remote_code to true; otherwise"
+                " use another model."
+            )
             raise InputError(
-                f"the {what} of {cfg.path!r} is Python code in its own directory, and that is not run.",
+                f"the {what} of {cfg.path!r} is Python code in its own directory, and that is not"
+                " run.",
                 where=where,
                 fix=trust if where.startswith("model.") else "Use a model that transformers knows.",
             ) from error
@@ -81,8 +105,13 @@ def load_tokenizer(cfg: ModelConfig, where: str = "model.path") -> Any:
     from transformers import AutoTokenizer
 
     own = cfg.tokenizer is not None
-    source, kwargs = _source(cfg.model_copy(update={"path": cfg.tokenizer}) if own else cfg, "model.tokenizer" if own else where)
-    tokenizer = _fetch("tokenizer", cfg, partial(AutoTokenizer.from_pretrained, source, **kwargs), where)
+    source, kwargs = _source(
+        cfg.model_copy(update={"path": cfg.tokenizer}) if own else cfg,
+        "model.tokenizer" if own else where,
+    )
+    tokenizer = _fetch(
+        "tokenizer", cfg, partial(AutoTokenizer.from_pretrained, source, **kwargs), where
+    )
     if cfg.chat_template:
         tokenizer.chat_template = Path(cfg.chat_template).read_text()
     if tokenizer.pad_token_id is None:
@@ -94,24 +123,35 @@ def load_config(cfg: ModelConfig, where: str = "model.path") -> Any:
     from transformers import AutoConfig
 
     source, kwargs = _source(cfg, where)
-    config = _fetch("configuration", cfg, partial(AutoConfig.from_pretrained, source, **kwargs), where)
-    config._attn_implementation = "eager"  # a config.json may name an attention of a hub, which transformers would fetch and run
+    config = _fetch(
+        "configuration", cfg, partial(AutoConfig.from_pretrained, source, **kwargs), where
+    )
+    # a config.json may name an attention of a hub, which transformers would fetch and run
+    config._attn_implementation = "eager"
     return config
 
 
 def context_length(cfg: ModelConfig) -> int:
-    """The longest sequence the model was made for, read from its configuration without loading weights."""
+    """The longest sequence the model was made for, read from its configuration without loading
+    weights.
+    """
     return rope.context(load_config(cfg).get_text_config()) or 1 << 20
 
 
-def check_architecture(shape: Any, path: str, where: str = "model.path", *, scores: bool = False) -> None:
-    """Refuses, before weights are read, what is known of a model's configuration: an architecture that cannot be trained, and a reward
-    model where a policy is wanted. `scores`: a reward model is wanted."""
+def check_architecture(
+    shape: Any, path: str, where: str = "model.path", *, scores: bool = False
+) -> None:
+    """Refuses, before weights are read, what is known of a model's configuration: an architecture
+    that cannot be trained, and a reward model where a policy is wanted. `scores`: a reward model is
+    wanted.
+    """
     facts = shape.to_dict()
     name = next(iter(shape.architectures or []), shape.model_type)
     if reason := architectures.refusal(facts):
         raise InputError(
-            f"{name} cannot be trained here: {reason}.", where=where, fix="Use a model whose layers all have standard attention."
+            f"{name} cannot be trained here: {reason}.",
+            where=where,
+            fix="Use a model whose layers all have standard attention.",
         )
     if not scores and (kind := architectures.scores(facts)):
         raise InputError(
@@ -121,7 +161,9 @@ def check_architecture(shape: Any, path: str, where: str = "model.path", *, scor
         )
 
 
-def _check_architecture(cfg: ModelConfig, where: str = "model.path", *, scores: bool = False) -> None:
+def _check_architecture(
+    cfg: ModelConfig, where: str = "model.path", *, scores: bool = False
+) -> None:
     check_architecture(load_config(cfg, where), cfg.path, where, scores=scores)
 
 
@@ -130,7 +172,11 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("there is no GPU that torch can use.", where="model.device", fix="Set model.device=cpu or auto.")
+        raise InputError(
+            "there is no GPU that torch can use.",
+            where="model.device",
+            fix="Set model.device=cpu or auto.",
+        )
     return device
 
 
@@ -141,23 +187,36 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def check_index(folder: Path, where: str = "model.path") -> None:
-    """Refuses a model whose index of shards names files outside of its directory, which transformers would open."""
+    """Refuses a model whose index of shards names files outside of its directory, which
+    transformers would open.
+    """
     for index in sorted(folder.glob("*.index.json")) if folder.is_dir() else ():
         try:
             named = set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"not an index of shards: {error!r}.", where=str(index), fix="Copy the model again.") from error
-        outside = sorted(str(name) for name in named if Path(str(name)).is_absolute() or ".." in Path(str(name)).parts)
+            raise InputError(
+                f"not an index of shards: {error!r}.", where=str(index), fix="Copy the model again."
+            ) from error
+        outside = sorted(
+            str(name)
+            for name in named
+            if Path(str(name)).is_absolute() or ".." in Path(str(name)).parts
+        )
         if outside:
             raise InputError(
                 f"{index} names {outside[0]!r}, which lies outside of the model's directory.",
                 where=where,
-                fix="A model's files lie beside its index: copy them there, and correct the index if you trust it.",
+                fix=(
+                    "A model's files lie beside its index: copy them there, and correct the index"
+                    " if you trust it."
+                ),
             )
 
 
 def no_foreign_bars() -> None:
-    """The terminal belongs to our own view: transformers draws no bars when it loads or writes weights. Those of downloads stay."""
+    """The terminal belongs to our own view: transformers draws no bars when it loads or writes
+    weights. Those of downloads stay.
+    """
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
@@ -169,8 +228,11 @@ def no_foreign_bars() -> None:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Around `save_pretrained` of a model that nothing wraps. No bars; and the search for a wrapper is left out, which imports
-    DeepSpeed where that is installed: it takes seconds and prints warnings."""
+    """Around `save_pretrained` of a model that nothing wraps.
+
+    No bars; and the search for a wrapper is left out, which imports DeepSpeed where that is
+    installed: it takes seconds and prints warnings.
+    """
     from transformers import modeling_utils
 
     no_foreign_bars()
@@ -182,8 +244,12 @@ def writing() -> Iterator[None]:
         modeling_utils.unwrap_model = search
 
 
-def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path", *, quantize: bool = False) -> Any:
-    """The transformers model of an Auto class, on its device, with every weight from the checkpoint. `quantize`: to NF4 (QLoRA)."""
+def _load_module(
+    cfg: ModelConfig, kind: Any, where: str = "model.path", *, quantize: bool = False
+) -> Any:
+    """The transformers model of an Auto class, on its device, with every weight from the
+    checkpoint. `quantize`: to NF4 (QLoRA).
+    """
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
     no_foreign_bars()
@@ -193,7 +259,11 @@ def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path", *, quan
         from reinforge.models.adapters import keep_unpacked, quantization
 
         if "gguf_file" in kwargs:
-            raise InputError("a GGUF file is quantised in its own way.", where="adapter.kind", fix="Use lora, or the original model.")
+            raise InputError(
+                "a GGUF file is quantised in its own way.",
+                where="adapter.kind",
+                fix="Use lora, or the original model.",
+            )
         kwargs |= {"quantization_config": quantization(dtype), "device_map": {"": device}}
     if "gguf_file" not in kwargs:
         kwargs["config"] = load_config(cfg, where)
@@ -201,8 +271,15 @@ def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path", *, quan
     module, info = _fetch("model", cfg, load, where)
     missing = sorted(info["missing_keys"])
     if missing:
-        raise InputError(f"{cfg.path} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]}; they would be random.", where=where,
-                         fix="Give a complete model (not a base model without its head, an adapter, or a part of a sharded model).")  # fmt: skip
+        raise InputError(
+            f"{cfg.path} lacks {len(missing)} weights of {type(module).__name__}, e.g."
+            f" {missing[0]}; they would be random.",
+            where=where,
+            fix=(
+                "Give a complete model (not a base model without its head, an adapter, or a part of"
+                " a sharded model)."
+            ),
+        )
     if "gguf_file" in kwargs:
         module = without_quantization(module, dtype)
     if quantize:
@@ -211,8 +288,13 @@ def _load_module(cfg: ModelConfig, kind: Any, where: str = "model.path", *, quan
     return module.to(device).eval()
 
 
-def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: int = 0) -> CausalModel:
-    """The model ready to train and to generate, checked against transformers' own forward. `seed` initialises the adapter."""
+def load_model(
+    cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: int = 0
+) -> CausalModel:
+    """The model ready to train and to generate, checked against transformers' own forward.
+
+    `seed` initialises the adapter.
+    """
     from transformers import AutoModelForCausalLM
 
     from reinforge.models.adapters import add_adapter
@@ -223,7 +305,9 @@ def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: 
 
     _check_architecture(cfg)
     tokenizer = load_tokenizer(cfg)
-    module = _load_module(cfg, AutoModelForCausalLM, quantize=adapter is not None and adapter.kind == "qlora")
+    module = _load_module(
+        cfg, AutoModelForCausalLM, quantize=adapter is not None and adapter.kind == "qlora"
+    )
     with refusing(module):
         CausalModel(module, tokenizer).verify()
     if adapter is not None:
@@ -235,17 +319,26 @@ def load_model(cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: 
         model.compile_layers()
     if cfg.gradient_checkpointing:
         again = {"context_fn": checkpoint_contexts} if cfg.exact else {}
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **again})
+        module.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, **again}
+        )
         if adapter is not None:
             module.enable_input_require_grads()
     return model
 
 
 def load_scalar(
-    cfg: ModelConfig, adapter: AdapterConfig | None = None, *, where: str = "model.path", fresh: bool = False, seed: int = 0
+    cfg: ModelConfig,
+    adapter: AdapterConfig | None = None,
+    *,
+    where: str = "model.path",
+    fresh: bool = False,
+    seed: int = 0,
 ) -> ScalarModel:
-    """A critic or reward model, checked against transformers' own forward: a sequence classifier with one label, or, with `fresh`,
-    also a causal LM, which gets a head that starts at 0. With an adapter the head is trained whole."""
+    """A critic or reward model, checked against transformers' own forward: a sequence classifier
+    with one label, or, with `fresh`, also a causal LM, which gets a head that starts at 0. With an
+    adapter the head is trained whole.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from reinforge.models.adapters import add_adapter
@@ -256,27 +349,43 @@ def load_scalar(
     names = load_config(cfg, where).architectures or []
     classifier = any(name.endswith("ForSequenceClassification") for name in names)
     if not classifier and not fresh:
-        raise InputError(f"{cfg.path} is a {', '.join(names) or 'model of unknown kind'}: it has no head that gives a score.", where=where,
-                         fix="Give a reward model: a sequence-classification checkpoint with one label.")  # fmt: skip
+        raise InputError(
+            f"{cfg.path} is a {', '.join(names) or 'model of unknown kind'}: it has no head that"
+            " gives a score.",
+            where=where,
+            fix="Give a reward model: a sequence-classification checkpoint with one label.",
+        )
     tokenizer = load_tokenizer(cfg, where)
-    module = _load_module(cfg, AutoModelForSequenceClassification if classifier else AutoModelForCausalLM, where)
+    module = _load_module(
+        cfg, AutoModelForSequenceClassification if classifier else AutoModelForCausalLM, where
+    )
     with refusing(module, where):
-        model = (ScalarModel if classifier else ScalarModel.on_trunk)(module, tokenizer, where=where)
+        model = (ScalarModel if classifier else ScalarModel.on_trunk)(
+            module, tokenizer, where=where
+        )
         model.verify()
     if adapter is not None:
-        model = ScalarModel(add_adapter(model.module, adapter, seed=seed, head=HEAD), tokenizer, where=where)
+        model = ScalarModel(
+            add_adapter(model.module, adapter, seed=seed, head=HEAD), tokenizer, where=where
+        )
     if cfg.compile and model.device.type == "cuda":
         model.compile_layers()
     if cfg.gradient_checkpointing and adapter is not None:
         model.plain.enable_input_require_grads()
     if cfg.gradient_checkpointing:
-        model.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        model.module.gradient_checkpointing_enable(  # type: ignore[operator]
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
     return model
 
 
 def without_quantization(module: Any, dtype: torch.dtype) -> Any:
-    """What is dequantised (a GGUF file, a merged QLoRA) but still says that it is quantised cannot be saved: make a plain one."""
-    config = type(module.config).from_dict({k: v for k, v in module.config.to_dict().items() if k != "quantization_config"})
+    """What is dequantised (a GGUF file, a merged QLoRA) but still says that it is quantised cannot
+    be saved: make a plain one.
+    """
+    config = type(module.config).from_dict(
+        {k: v for k, v in module.config.to_dict().items() if k != "quantization_config"}
+    )
     plain = type(module)._from_config(config, dtype=dtype)
     plain.load_state_dict(module.state_dict())
     plain.generation_config = module.generation_config
@@ -292,5 +401,7 @@ def stop_tokens(model: CausalModel) -> tuple[int, ...]:
         getattr(generation, "eos_token_id", None),
         getattr(model.config, "eos_token_id", None),
     ):
-        found.extend(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+        found.extend(
+            value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        )
     return tuple(sorted({int(t) for t in found if 0 <= int(t) < model.head.weight.shape[0]}))

@@ -1,7 +1,7 @@
 """Two models as one to sample from: pi^(1-c) mu^c, token by token, by mixing their logits.
 
-An engine sees a model with twice the layers: the second one's keys and values lie behind the first one's in the same cache. At c = 1 it is
-the second model alone.
+An engine sees a model with twice the layers: the second one's keys and values lie behind the first
+one's in the same cache. At c = 1 it is the second model alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from reinforge.models.attention import Layout
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import LogitRule
 
-Active = Callable[[], AbstractContextManager[CausalModel]]  # inside, what it yields computes as the second model
+# inside, what it yields computes as the second model
+Active = Callable[[], AbstractContextManager[CausalModel]]
 
 
 @dataclass(slots=True)
@@ -27,31 +28,57 @@ class _Behind:
     layout: Layout
     layers: int
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         return self.layout.attend(layer + self.layers, q, k, v, scale, window, softcap)
 
 
 class Mixture(CausalModel):
-    """What an engine asks of a model, answered by two. `coefficient` c is the second one's share. They must have the same tokens.
+    """What an engine asks of a model, answered by two.
 
-    Sampled at temperature T it is softmax(((1-c) z_pi + c z_mu) / T), which is the geometric mixture of both at that temperature."""
+    `coefficient` c is the second one's share. They must have the same tokens.
+
+    Sampled at temperature T it is softmax(((1-c) z_pi + c z_mu) / T), which is the geometric
+    mixture of both at that temperature.
+    """
 
     def __init__(self, policy: CausalModel, other: Active, coefficient: float):
         assert 0 < coefficient <= 1
-        self.policy, self.other, self.coefficient = policy, other, coefficient
-        self.module, self.plain, self.tokenizer, self.exact = policy.module, policy.plain, policy.tokenizer, False
-        self.config, self.trunk, self.causal, self.head = policy.config, policy.trunk, policy.causal, policy.head
+        self.policy = policy
+        self.other = other
+        self.coefficient = coefficient
+        self.module = policy.module
+        self.plain = policy.plain
+        self.tokenizer = policy.tokenizer
+        self.exact = False
+        self.config = policy.config
+        self.trunk = policy.trunk
+        self.causal = policy.causal
+        self.head = policy.head
         self.reach = policy.reach
         self.rule = LogitRule()  # each model's own is applied before they are mixed
         with other() as model:
-            self.width, self.layer_count = policy.head.weight.shape[1], len(policy.layers)
+            self.width = policy.head.weight.shape[1]
+            self.layer_count = len(policy.layers)
             assert len(model.head.weight) == len(policy.head.weight), "two vocabularies"
 
     def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """[N, E] of the second model, or [N, 2 E] of both."""
         parts = [] if self.coefficient == 1 else [self.policy.hidden(tokens, positions, layout)]
         with self.other() as model:
-            parts.append(model.hidden(tokens, positions, _Behind(layout, self.layer_count) if parts else layout))
+            parts.append(
+                model.hidden(
+                    tokens, positions, _Behind(layout, self.layer_count) if parts else layout
+                )
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def project(self, hidden: Tensor) -> Tensor:
@@ -60,4 +87,6 @@ class Mixture(CausalModel):
             theirs = model.logits(hidden[:, -self.width :])
         if self.coefficient == 1:
             return theirs
-        return (1 - self.coefficient) * self.policy.logits(hidden[:, : self.width]) + self.coefficient * theirs
+        return (1 - self.coefficient) * self.policy.logits(
+            hidden[:, : self.width]
+        ) + self.coefficient * theirs

@@ -1,4 +1,6 @@
-"""A module's weights as (checkpoint name, tensor): what `save_pretrained` would write, one at a time, with the adapter in them."""
+"""A module's weights as (checkpoint name, tensor): what `save_pretrained` would write, one at a
+time, with the adapter in them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,18 @@ from reinforge.models.causal import VALUE_HEAD
 
 
 @torch.no_grad()
-def named_weights(module: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Tied weights come once, a value head does not come. `dtype`: of what comes, where it is not the module's own (an NF4 base)."""
+def named_weights(
+    module: nn.Module, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Tied weights come once, a value head does not come.
+
+    `dtype`: of what comes, where it is not the module's own (an NF4 base).
+    """
     plain: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
     found = _plain(plain) if not is_adapted(module) else _merged(plain, dtype)
     pairs = ((name, tensor) for name, tensor in found if not name.startswith(VALUE_HEAD))
-    if getattr(plain, "_weight_conversions", None) != []:  # stored under other names than it is computed with (experts, mostly)
+    # stored under other names than it is computed with (experts, mostly)
+    if getattr(plain, "_weight_conversions", None) != []:
         from transformers.core_model_loading import revert_weight_conversion
 
         yield from revert_weight_conversion(plain, dict(pairs)).items()
@@ -36,22 +44,35 @@ class LowRank(NamedTuple):
 
 @torch.no_grad()
 def low_rank(module: nn.Module) -> dict[str, LowRank] | None:
-    """The adapter alone, by the names of the weights it changes. None where weights are no plain sum of base and product: no adapter, DoRA, embeddings,
-    a base in 4 bits, one that is stored under other names or trained as well."""
+    """The adapter alone, by the names of the weights it changes.
+
+    None where weights are no plain sum of base and product: no adapter, DoRA, embeddings, a base in
+    4 bits, one that is stored under other names or trained as well.
+    """
     if not is_adapted(module):
         return None
     from peft.tuners.lora import LoraLayer
 
     plain: Any = module.get_base_model()  # type: ignore[operator]
     layers = {name: layer for name, layer in plain.named_modules() if isinstance(layer, LoraLayer)}
-    others = [name for name, p in plain.named_parameters() if p.requires_grad and ".lora_" not in name and not name.startswith(VALUE_HEAD)]
-    if others or not all(_is_sum(layer) for layer in layers.values()) or not _stored_as_computed(plain, dict(base_weights(module))):
+    others = [
+        name
+        for name, p in plain.named_parameters()
+        if p.requires_grad and ".lora_" not in name and not name.startswith(VALUE_HEAD)
+    ]
+    if (
+        others
+        or not all(_is_sum(layer) for layer in layers.values())
+        or not _stored_as_computed(plain, dict(base_weights(module)))
+    ):
         return None
     found = {}
     for name, layer in layers.items():
         used: Any = layer.active_adapters
         a = torch.cat([layer.lora_A[adapter].weight.float() for adapter in used])
-        b = torch.cat([layer.lora_B[adapter].weight.float() * layer.scaling[adapter] for adapter in used], 1)
+        b = torch.cat(
+            [layer.lora_B[adapter].weight.float() * layer.scaling[adapter] for adapter in used], 1
+        )
         found[f"{name}.weight"] = LowRank(a, b)
     return found
 
@@ -69,7 +90,12 @@ def _is_sum(layer: Any) -> bool:
     base = layer.get_base_layer()
     return (
         type(base) is nn.Linear
-        and not (layer.merged or layer.disable_adapters or any(layer.use_dora.values()) or any(layer.lora_bias.values()))
+        and not (
+            layer.merged
+            or layer.disable_adapters
+            or any(layer.use_dora.values())
+            or any(layer.lora_bias.values())
+        )
         and not getattr(layer, "fan_in_fan_out", False)
         and all(adapter in layer.lora_A for adapter in layer.active_adapters)
     )
@@ -102,7 +128,8 @@ def _merged(plain: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, 
     layers = {name: layer for name, layer in plain.named_modules() if isinstance(layer, LoraLayer)}
     for name, layer in layers.items():
         if name.removesuffix(".base_layer") in layers and name.endswith(".base_layer"):
-            continue  # one of several adapters around one module, which its outermost one answers for
+            # one of several adapters around one module, which its outermost one answers for
+            continue
         yield from ((f"{name}.{key}", tensor) for key, tensor in _of_layer(layer, dtype))
     for name, tensor in _plain(plain):
         if not any(name.startswith(f"{layer}.") for layer in layers):
@@ -110,11 +137,15 @@ def _merged(plain: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, 
 
 
 def _of_layer(layer: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Everything of the module that a layer of an adapter wraps. Several wrap one module where it keeps several matrices, as the
-    experts of a mixture do: each of them has the name of its own."""
+    """Everything of the module that a layer of an adapter wraps.
+
+    Several wrap one module where it keeps several matrices, as the experts of a mixture do: each of
+    them has the name of its own.
+    """
     from peft.tuners.lora import LoraLayer
 
-    base, adapted = layer.get_base_layer(), dict[str, Any]()
+    base = layer.get_base_layer()
+    adapted = dict[str, Any]()
     while isinstance(layer, LoraLayer):
         adapted[getattr(layer, "parameter_name", "weight")] = layer
         layer = layer.base_layer
@@ -137,5 +168,7 @@ def _sum(layer: Any, base: Any, key: str, dtype: torch.dtype | None) -> Tensor:
         twin = copy.deepcopy(layer)  # merging divides by lengths, which cannot be undone to the bit
         twin.merge()
         return twin.get_base_layer().weight.detach()  # type: ignore[no-any-return]
-    weight = own.float() + sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
+    weight = own.float() + sum(
+        layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters
+    )
     return weight.to(own.dtype)

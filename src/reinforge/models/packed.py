@@ -1,4 +1,5 @@
-"""What every model of ours has in common: a transformers trunk under our packed attention, and how scalars are read from it.
+"""What every model of ours has in common: a transformers trunk under our packed attention, and how
+scalars are read from it.
 
 Legend: N tokens of a pack, M trained tokens, S samples, E hidden size.
 """
@@ -22,27 +23,42 @@ from reinforge.models.sequence import Reading, Slices, Ulysses
 
 
 class PackedModel:
-    """A transformers model (or its peft wrapper) whose trunk runs on sequences that lie end to end. `value_head` reads one number
-    from a hidden state: the score head of a `ScalarModel`, or what `CausalModel.add_value_head` put there, or nothing."""
+    """A transformers model (or its peft wrapper) whose trunk runs on sequences that lie end to end.
+
+    `value_head` reads one number from a hidden state: the score head of a `ScalarModel`, or what
+    `CausalModel.add_value_head` put there, or nothing.
+    """
 
     value_head: nn.Linear | None = None
-    reach: int | None = None  # the longest sequence that is computed right; None: any (see `models.rope`)
-    slices: Slices | None = None  # the ranks that each compute a part of every pack; None: this process computes it all
+    # the longest sequence that is computed right; None: any (see `models.rope`)
+    reach: int | None = None
+    # the ranks that each compute a part of every pack; None: this process computes it all
+    slices: Slices | None = None
 
     def __init__(self, module: nn.Module, tokenizer: Any = None, *, exact: bool = False):
-        self.module = module  # what is trained and saved: the transformers model, or its peft wrapper
+        # what is trained and saved: the transformers model, or its peft wrapper
+        self.module = module
         self.plain: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
-        self.tokenizer, self.exact = tokenizer, exact  # exact: see `models.exact`
+        # exact: see `models.exact`
+        self.tokenizer = tokenizer
+        self.exact = exact
         self.config = self.plain.config.get_text_config()
         self.trunk = self.plain.base_model
         self.reach = rope.reach(self.config)
         rope.hold_still(self.trunk)
         attention.register()
-        if attention.NAME not in {self.plain.config._attn_implementation, self.config._attn_implementation}:
+        if attention.NAME not in {
+            self.plain.config._attn_implementation,
+            self.config._attn_implementation,
+        }:
             self.plain.set_attn_implementation(attention.NAME)
         _silence_dropout(module.eval())
         if exact and self.device.type == "cuda" and not attention.HAS_TRITON:
-            raise InputError("exact log-probs on a GPU need triton, which is not installed.", where="model.exact", fix="pip install triton")
+            raise InputError(
+                "exact log-probs on a GPU need triton, which is not installed.",
+                where="model.exact",
+                fix="pip install triton",
+            )
 
     @property
     def context(self) -> int | None:
@@ -60,12 +76,18 @@ class PackedModel:
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers."""
-        stacks = (part for part in self.trunk.modules() if isinstance(part, nn.ModuleList) and len(part) == self.config.num_hidden_layers)
+        stacks = (
+            part
+            for part in self.trunk.modules()
+            if isinstance(part, nn.ModuleList) and len(part) == self.config.num_hidden_layers
+        )
         return next(stacks)
 
     def compile_layers(self) -> None:
-        """torch.compile of each decoder layer, attention left out: norms, rotary embedding and activations are fused. All
-        layers of a class share one compilation, for any number of tokens; training and decoding make one each."""
+        """torch.compile of each decoder layer, attention left out: norms, rotary embedding and
+        activations are fused. All layers of a class share one compilation, for any number of
+        tokens; training and decoding make one each.
+        """
         import torch._dynamo
 
         assert not self.exact, "a compiler may add up in another order for another number of tokens"
@@ -75,8 +97,11 @@ class PackedModel:
             layer.compile(dynamic=True)
 
     def recompute(self, on: bool) -> None:
-        """Lets layers with gradient checkpointing do it. Only their own flag is set: the rest stays in evaluation mode, where no
-        architecture adds noise (router jitter, dropout of its own making) that the sampling policy did not have."""
+        """Lets layers with gradient checkpointing do it.
+
+        Only their own flag is set: the rest stays in evaluation mode, where no architecture adds
+        noise (router jitter, dropout of its own making) that the sampling policy did not have.
+        """
         for part in self.module.modules():
             if getattr(part, "gradient_checkpointing", False):
                 part.training = on
@@ -86,24 +111,32 @@ class PackedModel:
         if self.exact:
             layout = exact_layout(layout)
         with RowWise() if self.exact else nullcontext():
-            out = self.trunk(input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout)
+            out = self.trunk(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout
+            )
         return out.last_hidden_state[0]
 
     def states(self, batch: Batch) -> Tensor:
-        """[N, E] hidden states of a pack; of this rank's slice of it where there are `slices`. `reading` finds places in them."""
+        """[N, E] hidden states of a pack; of this rank's slice of it where there are `slices`.
+
+        `reading` finds places in them.
+        """
         self._check_reach(batch)
         whole = Packed(batch.lengths, batch.starts, batch.prefix)
         if self.slices is None:
             return self.hidden(batch.tokens, batch.positions, whole)
         here = self.slices.span(batch.n_tokens)
-        return self.hidden(batch.tokens[here], batch.positions[here], Ulysses(whole, self.slices, batch.n_tokens))
+        return self.hidden(
+            batch.tokens[here], batch.positions[here], Ulysses(whole, self.slices, batch.n_tokens)
+        )
 
     def _check_reach(self, batch: Batch) -> None:
         longest = max((len(s.tokens) for s in batch.samples), default=0)
         if self.reach is not None and longest > self.reach:
             raise InputError(
-                f"a sequence of {longest} tokens is past the {self.reach} of this model's own rotary embedding; past them its frequencies "
-                "would depend on the length of each sequence.",
+                f"a sequence of {longest} tokens is past the {self.reach} of this model's own"
+                " rotary embedding; past them its frequencies would depend on the length of each"
+                " sequence.",
                 where="data.max_length",
                 fix=f"Keep prompt and answer together within {self.reach} tokens.",
             )
@@ -113,30 +146,41 @@ class PackedModel:
         return Reading.of(places, batch.n_tokens, self.slices)
 
     def values(self, batch: Batch, states: Tensor | None = None, *, after: bool = False) -> Tensor:
-        """[M] float32: the head before each trained token, at row t-1 for token t, so it cannot know what was sampled (a critic); or
-        `after` it, at row t (a reward model). `states` are those of the pack, where the caller has them."""
+        """[M] float32: the head before each trained token, at row t-1 for token t, so it cannot
+        know what was sampled (a critic); or `after` it, at row t (a reward model). `states` are
+        those of the pack, where the caller has them.
+        """
         states = self.states(batch) if states is None else states
         places = self.reading(batch, batch.targets if after else batch.sources)
         return places.join(self.read(places.rows(states)))
 
     def last_values(self, batch: Batch, states: Tensor | None = None) -> Tensor:
-        """[S] float32: the head at the last token of every sample; 0 for a sample that a pack left out (nothing to train)."""
+        """[S] float32: the head at the last token of every sample; 0 for a sample that a pack left
+        out (nothing to train).
+        """
         states = self.states(batch) if states is None else states
         places = self.reading(batch, batch.ends.clamp(min=0))
         return torch.where(batch.ends < 0, 0.0, places.join(self.read(places.rows(states))))
 
     def read(self, rows: Tensor) -> Tensor:
-        """The value head, in float32 whatever the model's precision: bfloat16 keeps three digits, and advantages are differences."""
+        """The value head, in float32 whatever the model's precision: bfloat16 keeps three digits,
+        and advantages are differences.
+        """
         head = self.value_head
         assert head is not None, "this model has no value head"
-        return F.linear(rows.float(), head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
+        return F.linear(
+            rows.float(), head.weight.float(), None if head.bias is None else head.bias.float()
+        )[:, 0]
 
 
 def _silence_dropout(module: nn.Module) -> None:
-    """Dropout makes the policy that trains another one than the policy that sampled: it is off everywhere."""
+    """Dropout makes the policy that trains another one than the policy that sampled: it is off
+    everywhere.
+    """
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
-        for name, value in list(vars(part).items()):  # architectures that call F.dropout keep the rate as a number: dropout, layerdrop, ...
+        # architectures that call F.dropout keep the rate as a number: dropout, layerdrop, ...
+        for name, value in list(vars(part).items()):
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)

@@ -1,15 +1,20 @@
-"""Proves that a module computes in our packed forward what it computes in transformers, whatever its architecture.
+"""Proves that a module computes in our packed forward what it computes in transformers, whatever
+its architecture.
 
-Nobody keeps a list of architectures that work. When a model is loaded, four things are shown on it with a few tokens:
+Nobody keeps a list of architectures that work. When a model is loaded, four things are shown on it
+with a few tokens:
 
-1. Every decoder layer attends exactly once, through our attention. A layer that does not (a convolution, a recurrence, an attention
-   of its own making) keeps state that neither a pack nor the paged cache knows of.
-2. The mask that transformers would have made is causal, all the way or within a window. Windows that only the mask carries are read
-   from it here (`hear_masks`).
-3. In float32, the packed forward gives the numbers of transformers' own forward of each sample alone: samples of several lengths, two
-   of them with one shared prompt, longer than a window where windows are short enough.
-4. In the precision that is used, no number passes from one sample to another. Rounding hides a small leak, so the input of a sample
-   is made NaN: what depends on it becomes NaN, what does not stays finite, and there is nothing between the two.
+1. Every decoder layer attends exactly once, through our attention. A layer that does not (a
+   convolution, a recurrence, an attention of its own making) keeps state that neither a pack nor
+   the paged cache knows of.
+2. The mask that transformers would have made is causal, all the way or within a window. Windows
+   that only the mask carries are read from it here (`hear_masks`).
+3. In float32, the packed forward gives the numbers of transformers' own forward of each sample
+   alone: samples of several lengths, two of them with one shared prompt, longer than a window where
+   windows are short enough.
+4. In the precision that is used, no number passes from one sample to another. Rounding hides a
+   small leak, so the input of a sample is made NaN: what depends on it becomes NaN, what does not
+   stays finite, and there is nothing between the two.
 
 Legend: N tokens of a pack.
 """
@@ -35,9 +40,12 @@ from reinforge.models.attention import Layout, Packed, starts_of
 if TYPE_CHECKING:
     from reinforge.models.packed import PackedModel
 
-LIMIT = 1e-3  # in float32: mean |difference| of log-probs in nats, or relative difference of hidden states
-ROW = 12  # tokens of the longest sample; on a CPU a model of a billion parameters takes seconds for it
-LONGEST_WINDOW = 64  # a sample longer than such a window is computed; of a wider one the mask alone is looked at
+# in float32: mean |difference| of log-probs in nats, or relative difference of hidden states
+LIMIT = 1e-3
+# tokens of the longest sample; on a CPU a model of a billion parameters takes seconds for it
+ROW = 12
+# a sample longer than such a window is computed; of a wider one the mask alone is looked at
+LONGEST_WINDOW = 64
 FIX = "Use a model whose layers all have standard attention."
 
 
@@ -51,7 +59,10 @@ def refusing(module: Any, where: str = "model.path") -> Iterator[None]:
     except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "")
         raise InputError(
-            f"{type(module).__name__} cannot run through the packed forward ({type(error).__name__}: {first}).", where=where, fix=FIX
+            f"{type(module).__name__} cannot run through the packed forward"
+            f" ({type(error).__name__}: {first}).",
+            where=where,
+            fix=FIX,
         ) from error
 
 
@@ -65,17 +76,29 @@ class _Counting:
     packed: Packed
     calls: list[int] = field(default_factory=list)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         self.calls.append(layer)
         return self.packed.attend(layer, q, k, v, scale, window, softcap)
 
 
 def prove_layers(model: PackedModel, where: str) -> None:
-    """One call of our attention from each decoder layer, under a mask that we know how to keep to."""
+    """One call of our attention from each decoder layer, under a mask that we know how
+    to keep to.
+    """
     layout = _Counting(Packed([2], starts_of([2], model.device)))
     with attention.hear_masks():
         _forward(model, layout)
-    name, expected = type(model.plain).__name__, int(model.config.num_hidden_layers)
+    name = type(model.plain).__name__
+    expected = int(model.config.num_hidden_layers)
     if sorted(layout.calls) == list(range(expected)):
         return
     silent = [i for i in range(expected) if i not in layout.calls]
@@ -83,11 +106,19 @@ def prove_layers(model: PackedModel, where: str) -> None:
         kinds = getattr(model.config, "layer_types", None) or []
         kind = f" ({kinds[silent[0]]})" if silent[0] < len(kinds) else ""
         what = (
-            f"{len(silent)} of the {expected} layers of {name}, the first of them layer {silent[0]}{kind}, do not use the shared attention"
+            f"{len(silent)} of the {expected} layers of {name}, the first of them layer"
+            f" {silent[0]}{kind}, do not use the shared attention"
         )
-        raise InputError(f"{what}: they keep state of their own, or attend in their own way.", where=where, fix=FIX)
+        raise InputError(
+            f"{what}: they keep state of their own, or attend in their own way.",
+            where=where,
+            fix=FIX,
+        )
     raise InputError(
-        f"{name} has {expected} layers and attends {len(layout.calls)} times, as layers {sorted(set(layout.calls))}.", where=where, fix=FIX
+        f"{name} has {expected} layers and attends {len(layout.calls)} times, as layers"
+        f" {sorted(set(layout.calls))}.",
+        where=where,
+        fix=FIX,
     )
 
 
@@ -104,15 +135,20 @@ def probe(model: PackedModel) -> Batch:
     vocabulary = int(model.plain.get_input_embeddings().weight.shape[0])
     most = max([ROW, *(w + 6 for w in attention.windows(model.trunk) if w <= LONGEST_WINDOW)])
     longest = min(most, model.context or most)
-    prompt, own = longest // 2, [longest - longest // 2, max(1, longest // 4)]
-    stream = iter((torch.arange(4 * longest + 4) * 7919 % min(vocabulary, 1000) % vocabulary).tolist())
+    prompt = longest // 2
+    own = [longest - longest // 2, max(1, longest // 4)]
+    stream = iter(
+        (torch.arange(4 * longest + 4) * 7919 % min(vocabulary, 1000) % vocabulary).tolist()
+    )
     avoid = getattr(model.config, "pad_token_id", None)  # a classifier would not look at it
 
     def draw(n: int) -> list[int]:
         return [t if t != avoid else (t + 1) % vocabulary for t in (next(stream) for _ in range(n))]
 
     shared = draw(prompt)
-    rows = [(shared + draw(n), prompt, "pair") for n in own] + [(draw(max(2, longest * 2 // 3)), 1, "alone")]
+    rows = [(shared + draw(n), prompt, "pair") for n in own] + [
+        (draw(max(2, longest * 2 // 3)), 1, "alone")
+    ]
     samples = [
         Sample.from_tokens(str(i), tokens, [at >= start for at in range(len(tokens))], group=group)
         for i, (tokens, start, group) in enumerate(rows)
@@ -143,10 +179,14 @@ def by_transformers(module: Any) -> Iterator[None]:
 
 
 class InFloat32(TorchFunctionMode):
-    """Inside, a module in a lower precision computes in float32: each tensor is widened when it takes part in a calculation, so there
-    is never more than one layer's weight in float32 at a time. Two forwards can then be compared to six digits."""
+    """Inside, a module in a lower precision computes in float32: each tensor is widened when it
+    takes part in a calculation, so there is never more than one layer's weight in float32 at a
+    time. Two forwards can then be compared to six digits.
+    """
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in _MOVES:
             return func(*args, **kwargs)
@@ -155,9 +195,30 @@ class InFloat32(TorchFunctionMode):
 
 
 _NARROW = (torch.bfloat16, torch.float16)
-# what only moves values about: a whole embedding or a stack of experts is not widened to take a piece of it
-_MOVES = frozenset({"__get__", "__set__", "embedding", "__getitem__", "index_select", "view", "reshape", "transpose", "permute", "t",
-                    "chunk", "split", "unbind", "size", "numel", "dim", "data_ptr", "is_floating_point"})  # fmt: skip
+# what only moves values about: a whole embedding or a stack of experts is not widened to take a
+# piece of it
+_MOVES = frozenset(
+    {
+        "__get__",
+        "__set__",
+        "embedding",
+        "__getitem__",
+        "index_select",
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "t",
+        "chunk",
+        "split",
+        "unbind",
+        "size",
+        "numel",
+        "dim",
+        "data_ptr",
+        "is_floating_point",
+    }
+)
 
 
 def _wide(x: Any) -> Any:
@@ -174,20 +235,29 @@ def widened(model: PackedModel) -> Any:
 
 
 def prove_isolation(model: PackedModel, batch: Batch, where: str) -> None:
-    """Each segment of the pack in turn is made NaN. It must reach the segments that continue it and no others."""
-    name, prefix = type(model.plain).__name__, batch.prefix or [-1] * len(batch.lengths)
+    """Each segment of the pack in turn is made NaN.
+
+    It must reach the segments that continue it and no others.
+    """
+    name = type(model.plain).__name__
+    prefix = batch.prefix or [-1] * len(batch.lengths)
     for poisoned in range(len(batch.lengths)):
         with _poison(model, int(batch.starts[poisoned]), int(batch.starts[poisoned + 1])):
             finite = [part.isfinite().all(-1) for part in model.states(batch).split(batch.lengths)]
         for i, rows in enumerate(finite):
             sees = poisoned in (i, prefix[i])
-            if sees and bool(rows[0]):  # its first row surely sees it; a later one may be past a window
+            # its first row surely sees it; a later one may be past a window
+            if sees and bool(rows[0]):
                 what = "a sample does not see the prompt that it shares"
             elif not sees and not bool(rows.all()):
                 what = "one sample reaches another"
             else:
                 continue
-            raise InputError(f"in a pack of {name} {what}: it would be trained on wrong numbers.", where=where, fix=FIX)
+            raise InputError(
+                f"in a pack of {name} {what}: it would be trained on wrong numbers.",
+                where=where,
+                fix=FIX,
+            )
 
 
 @contextmanager
@@ -205,7 +275,11 @@ def _poison(model: PackedModel, start: int, stop: int) -> Iterator[None]:
 
 
 def prove(model: PackedModel, compare: Callable[[Batch], float], where: str, what: str) -> float:
-    """The whole proof. `compare` gives the difference between our forward of a pack and transformers' own of its samples."""
+    """The whole proof.
+
+    `compare` gives the difference between our forward of a pack and transformers' own of its
+    samples.
+    """
     with refusing(model.plain, where):
         prove_layers(model, where)
         batch = probe(model)
@@ -213,8 +287,8 @@ def prove(model: PackedModel, compare: Callable[[Batch], float], where: str, wha
             error = compare(batch)
         if not error < LIMIT:
             raise InputError(
-                f"{type(model.plain).__name__} computes other {what} through the packed forward than through transformers "
-                f"(difference {error:.3g}).",
+                f"{type(model.plain).__name__} computes other {what} through the packed forward"
+                f" than through transformers (difference {error:.3g}).",
                 where=where,
                 fix="This architecture keeps state or treats its outputs in its own way. " + FIX,
             )

@@ -1,11 +1,14 @@
-"""A pack split over the k ranks of a sequence group (Ulysses, 2309.14509): each rank runs the trunk on a slice of the tokens, and around
-attention the ranks change places with heads: all tokens of H / k heads instead of 1 / k of the tokens of all heads.
+"""A pack split over the k ranks of a sequence group (Ulysses, 2309.14509): each rank runs the trunk
+on a slice of the tokens, and around attention the ranks change places with heads: all tokens of H /
+k heads instead of 1 / k of the tokens of all heads.
 
-What is read of the hidden states (log-probs, values) is computed by the rank that has the row and then joined, so every rank sees the
-[M] numbers of the whole pack and computes the same loss. Going back, each rank takes the gradient of its own rows only: summed over
-the group that is the gradient of the unsplit pack.
+What is read of the hidden states (log-probs, values) is computed by the rank that has the row and
+then joined, so every rank sees the [M] numbers of the whole pack and computes the same loss. Going
+back, each rank takes the gradient of its own rows only: summed over the group that is the gradient
+of the unsplit pack.
 
-Legend: N tokens of a pack, n of a slice, M places that are read, m of them here, k ranks, H query heads, K key/value heads, D head size.
+Legend: N tokens of a pack, n of a slice, M places that are read, m of them here, k ranks, H query
+heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ class Slices:
     """The ranks that share every pack of a model, seen from one of them."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def sizes(self, tokens: int) -> list[int]:
         """Tokens of each rank: even but for one, the first ranks get more."""
@@ -41,7 +46,10 @@ class Slices:
 
 @dataclass(slots=True)
 class Reading:
-    """M places of a pack whose hidden states are read, and which m of them lie here. Without slices that is all of them."""
+    """M places of a pack whose hidden states are read, and which m of them lie here.
+
+    Without slices that is all of them.
+    """
 
     places: Tensor  # [m] rows of this rank's states
     mine: Tensor | None = None  # [m] which of the M they are; None: all
@@ -73,8 +81,11 @@ class Reading:
 
 
 class _Joined(torch.autograd.Function):
-    """The sum over ranks of vectors of which each place is 0 on all ranks but one. All ranks go on to compute the same loss with it, so
-    the gradient that arrives is complete on each, and a rank takes its own places of it."""
+    """The sum over ranks of vectors of which each place is 0 on all ranks but one.
+
+    All ranks go on to compute the same loss with it, so the gradient that arrives is complete on
+    each, and a rank takes its own places of it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -88,10 +99,14 @@ class _Joined(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """all_to_all of rows: `give[j]` of x go to rank j, `take[j]` come from it. Going back they return."""
+    """all_to_all of rows: `give[j]` of x go to rank j, `take[j]` come from it. Going back they
+    return.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, give: list[int], take: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, give: list[int], take: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.way = (give, take, group)
         return _exchanged(x, give, take, group)
 
@@ -109,41 +124,72 @@ def _exchanged(x: Tensor, give: list[int], take: list[int], group: dist.ProcessG
 
 @dataclass(slots=True)
 class Ulysses:
-    """The layout of one slice. `whole` is that of the pack: it knows segments, shared prompts and windows, and never hears of slices."""
+    """The layout of one slice.
+
+    `whole` is that of the pack: it knows segments, shared prompts and windows, and never hears of
+    slices.
+    """
 
     whole: Layout
     slices: Slices
     tokens: int  # N
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         """q [n, H, D], k and v [n, K, D] -> [n, H, D]."""
-        ranks, heads = self.slices.size, q.shape[1]
+        ranks = self.slices.size
+        heads = q.shape[1]
         check_heads(heads, ranks)
-        copies = math.lcm(k.shape[1], ranks) // k.shape[1]  # fewer key heads than ranks: each rank gets the one that its query heads share
+        # fewer key heads than ranks: each rank gets the one that its query heads share
+        copies = math.lcm(k.shape[1], ranks) // k.shape[1]
         k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
         q, k, v = self._all_tokens(q, k, v)
         return self._all_heads(self.whole.attend(layer, q, k, v, scale, window, softcap))
 
     def _all_tokens(self, *parts: Tensor) -> list[Tensor]:
         """[n, H, D] each -> [N, H / k, D] each, in one exchange."""
-        ranks, n = self.slices.size, parts[0].shape[0]
+        ranks = self.slices.size
+        n = parts[0].shape[0]
         sizes = self.slices.sizes(self.tokens)
         shapes = [(x.shape[1] // ranks, x.shape[2]) for x in parts]
         widths = [heads * size for heads, size in shapes]
-        flat = torch.cat([x.reshape(n, ranks, width) for x, width in zip(parts, widths, strict=True)], -1)
-        rows = _Exchange.apply(flat.transpose(0, 1).reshape(ranks * n, -1), [n] * ranks, sizes, self.slices.group)
-        return [x.view(self.tokens, *shape) for x, shape in zip(rows.split(widths, -1), shapes, strict=True)]
+        flat = torch.cat(
+            [x.reshape(n, ranks, width) for x, width in zip(parts, widths, strict=True)], -1
+        )
+        rows = _Exchange.apply(
+            flat.transpose(0, 1).reshape(ranks * n, -1), [n] * ranks, sizes, self.slices.group
+        )
+        return [
+            x.view(self.tokens, *shape)
+            for x, shape in zip(rows.split(widths, -1), shapes, strict=True)
+        ]
 
     def _all_heads(self, x: Tensor) -> Tensor:
         """[N, H / k, D] -> [n, H, D]."""
-        ranks, sizes = self.slices.size, self.slices.sizes(self.tokens)
-        n, heads, size = sizes[self.slices.rank], x.shape[1], x.shape[2]
-        rows: Tensor = _Exchange.apply(x.reshape(self.tokens, heads * size), sizes, [n] * ranks, self.slices.group)
+        ranks = self.slices.size
+        sizes = self.slices.sizes(self.tokens)
+        n = sizes[self.slices.rank]
+        heads = x.shape[1]
+        size = x.shape[2]
+        rows: Tensor = _Exchange.apply(
+            x.reshape(self.tokens, heads * size), sizes, [n] * ranks, self.slices.group
+        )
         return rows.view(ranks, n, heads, size).transpose(0, 1).reshape(n, ranks * heads, size)
 
 
 def check_heads(heads: int, ranks: int) -> None:
     if heads % ranks:
         fits = [k for k in range(1, heads + 1) if heads % k == 0]
-        raise InputError(f"{heads} attention heads do not divide by {ranks} ranks of a sequence group.", where="train.sequence_parallel",
-                         fix=f"Set it to one of {', '.join(map(str, fits))}.")  # fmt: skip
+        raise InputError(
+            f"{heads} attention heads do not divide by {ranks} ranks of a sequence group.",
+            where="train.sequence_parallel",
+            fix=f"Set it to one of {', '.join(map(str, fits))}.",
+        )

@@ -1,9 +1,13 @@
-"""Reward functions written for other libraries, called as they expect. No torch here: workers import this.
+"""Reward functions written for other libraries, called as they expect.
 
-trl    f(prompts, completions, completion_ids, **columns): where a prompt is a chat, its completion is one too,
-       [{"role": "assistant", "content": ...}]. TRL also passes log_extra and log_metric, which drop what they are given here, and
-       trainer_state and environments, which nothing stands for here: a function that requires one of them is refused
-verl   compute_score(data_source, solution_str, ground_truth, extra_info): one completion at a time; a dict's `score` counts
+No torch here: workers import this.
+
+trl    f(prompts, completions, completion_ids, **columns): where a prompt is a chat, its completion
+       is one too, [{"role": "assistant", "content": ...}]. TRL also passes log_extra and
+       log_metric, which drop what they are given here, and trainer_state and environments, which
+       nothing stands for here: a function that requires one of them is refused
+verl   compute_score(data_source, solution_str, ground_truth, extra_info): one completion at a time;
+       a dict's `score` counts
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from reinforge.core.errors import InputError
 
 Kind = Literal["trl", "verl"]
 VERL = ("data_source", "solution_str", "ground_truth")
-COLUMNS = ("data_source", "ground_truth", "extra_info", "reward_model", "answer")  # of verl's rows; `answer` where ground_truth is missing
+# of verl's rows; `answer` where ground_truth is missing
+COLUMNS = ("data_source", "ground_truth", "extra_info", "reward_model", "answer")
 ALWAYS = ("prompts", "completions")
 IDS = "completion_ids"
 LOGS = ("log_extra", "log_metric")  # of TRL: functions that a reward may call
@@ -44,7 +49,11 @@ def adapted(function: Callable[..., Any], kind: str | None) -> Callable[..., Any
 def _trl(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    needed = [name for name in TRAINER if name in parameters and parameters[name].default is inspect.Parameter.empty]
+    needed = [
+        name
+        for name in TRAINER
+        if name in parameters and parameters[name].default is inspect.Parameter.empty
+    ]
     if needed:
         raise InputError(
             f"asks for {' and '.join(needed)} of TRL's trainer, which is not here.",
@@ -53,8 +62,16 @@ def _trl(function: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     def reward(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> Any:
-        said = [c if isinstance(p, str) else [{"role": "assistant", "content": c}] for p, c in zip(prompts, completions, strict=True)]
-        given = {"prompts": prompts, "completions": said, **dict.fromkeys(LOGS, _dropped), **columns}
+        said = [
+            c if isinstance(p, str) else [{"role": "assistant", "content": c}]
+            for p, c in zip(prompts, completions, strict=True)
+        ]
+        given = {
+            "prompts": prompts,
+            "completions": said,
+            **dict.fromkeys(LOGS, _dropped),
+            **columns,
+        }
         return function(**{k: v for k, v in given.items() if takes_all or k in parameters})
 
     more = [p for p in parameters.values() if p.name not in (*ALWAYS, *LOGS, *TRAINER)]
@@ -71,11 +88,17 @@ def _verl(function: Callable[..., Any]) -> Callable[..., Any]:
     own = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in own.values())
 
-    def reward(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float | None]:
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[str], **columns: Any
+    ) -> list[float | None]:
         scores: list[float | None] = []
         for i, text in enumerate(completions):
             row = {
-                name: values[i] if isinstance(values, list) and len(values) == len(completions) else values
+                name: (
+                    values[i]
+                    if isinstance(values, list) and len(values) == len(completions)
+                    else values
+                )
                 for name, values in columns.items()
             }
             given = {

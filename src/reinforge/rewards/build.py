@@ -24,9 +24,14 @@ GivenReward = str | Function | tuple[str | Function, float]
 GivenRewards = GivenReward | Sequence[GivenReward]
 
 
-def describe_rewards(given: GivenRewards, declared: Sequence[RewardConfig] = ()) -> tuple[list[RewardConfig], dict[str, Function]]:
-    """What a Python caller gave, as a config would say it, and the functions behind the names. A reward that `declared` has by
-    the same name takes its weight and options from there; a weight given beside it counts more."""
+def describe_rewards(
+    given: GivenRewards, declared: Sequence[RewardConfig] = ()
+) -> tuple[list[RewardConfig], dict[str, Function]]:
+    """What a Python caller gave, as a config would say it, and the functions behind the names.
+
+    A reward that `declared` has by the same name takes its weight and options from there; a weight
+    given beside it counts more.
+    """
     items = [item if isinstance(item, tuple | list) else (item, None) for item in _listed(given)]
     known = {d.name.rpartition(":")[2]: d for d in reversed(declared)}
     taken = {pair[0] for pair in items if pair and isinstance(pair[0], str)}
@@ -34,16 +39,30 @@ def describe_rewards(given: GivenRewards, declared: Sequence[RewardConfig] = ())
     functions: dict[str, Function] = {}
     for i, pair in enumerate(items):
         item, weight = pair if len(pair) == 2 else (None, None)
-        if not (isinstance(item, str) or callable(item)) or not (weight is None or _is_number(weight)):
-            raise InputError(f"{pair!r} is no reward.", where=f"rewards[{i}]", fix="Give a name, a function, or (function, weight).")
-        name = base = item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
+        if not (isinstance(item, str) or callable(item)) or not (
+            weight is None or _is_number(weight)
+        ):
+            raise InputError(
+                f"{pair!r} is no reward.",
+                where=f"rewards[{i}]",
+                fix="Give a name, a function, or (function, weight).",
+            )
+        name = base = (
+            item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
+        )
         cfg = known.get(base.rpartition(":")[2])
         if not isinstance(item, str):
-            name = next(n for n in (base, *(f"{base}_{k}" for k in range(2, len(items) + 2))) if n not in taken)
+            name = next(
+                n
+                for n in (base, *(f"{base}_{k}" for k in range(2, len(items) + 2)))
+                if n not in taken
+            )
             taken.add(name)
             functions[name] = item
         weight = weight if weight is not None else cfg.weight if cfg is not None else 1.0
-        described.append((cfg or RewardConfig(name=name)).model_copy(update={"name": name, "weight": weight}))
+        described.append(
+            (cfg or RewardConfig(name=name)).model_copy(update={"name": name, "weight": weight})
+        )
     return described, functions
 
 
@@ -52,7 +71,11 @@ def _listed(given: GivenRewards) -> Sequence[Any]:
     if isinstance(given, str) or callable(given):
         return [given]
     items = list(given)
-    return [tuple(items)] if isinstance(given, tuple) and len(items) == 2 and _is_number(items[1]) else items
+    return (
+        [tuple(items)]
+        if isinstance(given, tuple) and len(items) == 2 and _is_number(items[1])
+        else items
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -60,28 +83,40 @@ def _is_number(value: Any) -> bool:
 
 
 def build_rewards(
-    rewards: Sequence[RewardConfig], functions: Mapping[str, Function] | None = None, device: str | None = None,
+    rewards: Sequence[RewardConfig],
+    functions: Mapping[str, Function] | None = None,
+    device: str | None = None,
     load: Callable[[Any], Function] | None = None,
-) -> list[FunctionReward]:  # fmt: skip
-    """Reward models are loaded to `device`, or by `load`; None: not at all, where only the names and options are of interest. `functions` are those that came from Python, by the names that `describe_rewards` gave them. Two of one name get a number."""
+) -> list[FunctionReward]:
+    """Reward models are loaded to `device`, or by `load`; None: not at all, where only the names
+    and options are of interest. `functions` are those that came from Python, by the names that
+    `describe_rewards` gave them. Two of one name get a number.
+    """
     functions = functions or {}
     built = [
-        placed(cfg, cfg.name, functions[cfg.name], f"rewards.{i}") if cfg.name in functions else _from_config(cfg, f"rewards.{i}.name", device, load)
+        (
+            placed(cfg, cfg.name, functions[cfg.name], f"rewards.{i}")
+            if cfg.name in functions
+            else _from_config(cfg, f"rewards.{i}.name", device, load)
+        )
         for i, cfg in enumerate(rewards)
-    ]  # fmt: skip
+    ]
     seen: dict[str, int] = {}
     for reward in built:
         seen[reward.name] = seen.get(reward.name, 0) + 1
         if seen[reward.name] > 1:
             reward.name = f"{reward.name}_{seen[reward.name]}"
     for cfg, reward in zip(rewards, built, strict=True):
-        reward.gate, reward.gate_at = cfg.gate, cfg.gate_at
+        reward.gate = cfg.gate
+        reward.gate_at = cfg.gate_at
         reward.rule = Rule(cfg.center is not None, cfg.scale is not None, cfg.clip)
     gates_of(built)  # wrong ones are told here, before anything runs
     return built
 
 
-def _from_config(cfg: RewardConfig, where: str, device: str | None, load: Callable[[Any], Function] | None = None) -> FunctionReward:
+def _from_config(
+    cfg: RewardConfig, where: str, device: str | None, load: Callable[[Any], Function] | None = None
+) -> FunctionReward:
     if cfg.name == "model":
         from reinforge.rewards.model import model_reward
 
@@ -101,37 +136,74 @@ def _from_config(cfg: RewardConfig, where: str, device: str | None, load: Callab
     if cfg.name in ("judge", "http"):
         from reinforge.rewards.remote import remote_reward
 
-        asked = remote_reward(cast(Any, cfg.name), cfg.options, cfg.timeout, where.replace("name", "options"))
+        asked = remote_reward(
+            cast(Any, cfg.name), cfg.options, cfg.timeout, where.replace("name", "options")
+        )
         return FunctionReward(cfg.name, asked, cfg.weight)
     if cfg.name in FUNCTIONS:
         parameters = inspect.signature(FUNCTIONS[cfg.name]).parameters
         unknown = set(cfg.options) - set(parameters)
         if unknown:
-            raise InputError(f"{cfg.name} has no option {', '.join(sorted(unknown))}.", where=where.replace("name", "options"),
-                             fix=f"It has: {', '.join(list(parameters)[1:])}.")  # fmt: skip
+            raise InputError(
+                f"{cfg.name} has no option {', '.join(sorted(unknown))}.",
+                where=where.replace("name", "options"),
+                fix=f"It has: {', '.join(list(parameters)[1:])}.",
+            )
         return placed(cfg, cfg.name, FUNCTIONS[cfg.name], where.removesuffix(".name"), ours=True)
     if ":" not in cfg.name:
         near = get_close_matches(cfg.name, BUILTIN, n=1)
-        raise InputError(f"unknown reward {cfg.name!r}.", where=where,
-                         fix=(f"Did you mean {near[0]}? " if near else "") + f"Built in: {', '.join(BUILTIN)}; or write file.py:function, or give the function to reinforge.train.")  # fmt: skip
-    return placed(cfg, cfg.name.rpartition(":")[2], load_function(cfg.name, where), where.removesuffix(".name"))
+        raise InputError(
+            f"unknown reward {cfg.name!r}.",
+            where=where,
+            fix=(f"Did you mean {near[0]}? " if near else "")
+            + f"Built in: {', '.join(BUILTIN)}; or write file.py:function, or give the function to"
+            " reinforge.train.",
+        )
+    return placed(
+        cfg,
+        cfg.name.rpartition(":")[2],
+        load_function(cfg.name, where),
+        where.removesuffix(".name"),
+    )
 
 
-def _process(cfg: RewardConfig, where: str, device: str | None, load: Callable[[Any], Function] | None) -> FunctionReward:
+def _process(
+    cfg: RewardConfig, where: str, device: str | None, load: Callable[[Any], Function] | None
+) -> FunctionReward:
     from reinforge.rewards.process import process_reward
 
     scorer = process_reward(cfg.options, where.replace("name", "options"))
-    if cfg.gate is not None or cfg.center is not None or cfg.scale is not None or cfg.clip is not None:
-        raise InputError("the verdicts of single steps are probabilities and are taken as they are.", where=where.removesuffix(".name"),
-                         fix="Remove gate, center, scale and clip; `weight` is there.")  # fmt: skip
-    loaded: Any = scorer if device is None else scorer.load(device) if load is None else load(scorer)
-    return FunctionReward(cfg.name, loaded, cfg.weight, pure=True, steps=getattr(loaded, "steps", None))
+    if (
+        cfg.gate is not None
+        or cfg.center is not None
+        or cfg.scale is not None
+        or cfg.clip is not None
+    ):
+        raise InputError(
+            "the verdicts of single steps are probabilities and are taken as they are.",
+            where=where.removesuffix(".name"),
+            fix="Remove gate, center, scale and clip; `weight` is there.",
+        )
+    loaded: Any = (
+        scorer if device is None else scorer.load(device) if load is None else load(scorer)
+    )
+    return FunctionReward(
+        cfg.name, loaded, cfg.weight, pure=True, steps=getattr(loaded, "steps", None)
+    )
 
 
 def _math(cfg: RewardConfig, where: str) -> FunctionReward:
     from reinforge.rewards.math import TARGET, math_reward
 
     if find_spec("math_verify") is None:
-        raise InputError("the reward math needs math-verify, which is not installed.", where=where, fix="pip install 'reinforge[math]'")
-    made = math_reward(cfg.options, where.replace("name", "options"), lambda: pool_for(cfg, TARGET, preload=("math_verify",)))
+        raise InputError(
+            "the reward math needs math-verify, which is not installed.",
+            where=where,
+            fix="pip install 'reinforge[math]'",
+        )
+    made = math_reward(
+        cfg.options,
+        where.replace("name", "options"),
+        lambda: pool_for(cfg, TARGET, preload=("math_verify",)),
+    )
     return FunctionReward(cfg.name, made, cfg.weight)

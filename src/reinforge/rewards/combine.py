@@ -27,16 +27,25 @@ def gates_of(rewards: Sequence[FunctionReward]) -> dict[str, Gate]:
     """The gates of the rewards that have one. Each must name another reward, and no chain of them
     may come back to its start."""
     names = [r.name for r in rewards]
-    gates = {r.name: Gate(r.gate.rpartition(":")[2], r.gate_at) for r in rewards if r.gate is not None}
+    gates = {
+        r.name: Gate(r.gate.rpartition(":")[2], r.gate_at) for r in rewards if r.gate is not None
+    }
     for i, name in enumerate(names):
-        where, seen = f"rewards.{i}.gate", [name]
+        where = f"rewards.{i}.gate"
+        seen = [name]
         while seen[-1] in gates:
             on = gates[seen[-1]].on
             if on not in names:
-                raise InputError(f"{name} waits for {on}, and there is no such reward.", where=where, fix=f"There are: {', '.join(names)}.")
+                raise InputError(
+                    f"{name} waits for {on}, and there is no such reward.",
+                    where=where,
+                    fix=f"There are: {', '.join(names)}.",
+                )
             if on in seen:
                 raise InputError(
-                    f"{' waits for '.join([*seen, on])}: none of them could ever pass.", where=where, fix="Remove one of the gates."
+                    f"{' waits for '.join([*seen, on])}: none of them could ever pass.",
+                    where=where,
+                    fix="Remove one of the gates.",
                 )
             seen.append(on)
     return gates
@@ -80,7 +89,9 @@ def combined(
     ({'right': 1.0, 'form': None}, None)
     """
     lost = {name for name, value in components.items() if value is not None and math.isnan(value)}
-    counted = gated({name: None if name in lost else value for name, value in components.items()}, gates)
+    counted = gated(
+        {name: None if name in lost else value for name, value in components.items()}, gates
+    )
     for name in _behind(lost, gates):
         counted[name] = None
     if any(weights[name] for name in lost) or any(gate.on in lost for gate in gates.values()):

@@ -1,4 +1,6 @@
-"""Any Python function as a reward: `def reward(prompts, completions, answer, **columns) -> list[float | None]`."""
+"""Any Python function as a reward: `def reward(prompts, completions, answer, **columns) ->
+list[float | None]`.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ _NO_TURNS: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
 @dataclass
 class FunctionReward:
-    """Calls `function` with one list per column it asks for: in a killable process of `pool`, or else here. Here a plain function
-    that is not ours runs in a thread of its own, so that a slow one overlaps generation; an async function is awaited."""
+    """Calls `function` with one list per column it asks for: in a killable process of `pool`, or
+    else here. Here a plain function that is not ours runs in a thread of its own, so that a slow
+    one overlaps generation; an async function is awaited.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -36,36 +40,60 @@ class FunctionReward:
     gate_at: float | None = None  # ... with at least this; None: above 0
     rule: Rule = field(default_factory=Rule)  # how it counts: centred, scaled, clipped
     pool: Pool | None = None
-    each: bool = False  # ask for one completion at a time: one that hangs does not take the others of its group with it
-    timeout: float | None = None  # seconds for a call that is not in a pool, which has its own; None: for ever
+    # ask for one completion at a time: one that hangs does not take the others of its group with it
+    each: bool = False
+    # seconds for a call that is not in a pool, which has its own; None: for ever
+    timeout: float | None = None
     notes: list[str] = field(default_factory=list)  # what the user should know about how it runs
-    steps: Callable[[Sequence[Any], Sequence[str]], list[list[tuple[int, float]]]] | None = None  # (end in the text, reward) of every step
+    # (end in the text, reward) of every step
+    steps: Callable[[Sequence[Any], Sequence[str]], list[list[tuple[int, float]]]] | None = None
 
     def __post_init__(self) -> None:
-        self._lane, self._turns = Lane(self.name), _NO_TURNS
+        self._lane = Lane(self.name)
+        self._turns = _NO_TURNS
         parameters: Mapping[str, inspect.Parameter] = {}
         try:
             parameters = inspect.signature(self.function).parameters
         except (TypeError, ValueError):  # a builtin that does not say
             pass
-        self._takes_all = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._takes_all = not parameters or any(
+            p.kind is p.VAR_KEYWORD for p in parameters.values()
+        )
         self._takes = set(parameters)
-        self._required = {n for n, p in parameters.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._required = {
+            n
+            for n, p in parameters.items()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
 
     async def score(self, rows: Sequence[Row], completions: Sequence[str]) -> list[float | None]:
-        """One score per completion, each finite or None. Raises InputError when the function is not usable on these rows."""
+        """One score per completion, each finite or None.
+
+        Raises InputError when the function is not usable on these rows.
+        """
         return (await self.outcome(rows, completions)).scores
 
-    async def outcome(self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None = None) -> Outcome:
-        """The scores, and how many of them are missing because of the clock or a crash. `tokens`: of the completions, for a
-        function that asks for `completion_ids`."""
+    async def outcome(
+        self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None = None
+    ) -> Outcome:
+        """The scores, and how many of them are missing because of the clock or a crash.
+
+        `tokens`: of the completions, for a function that asks for `completion_ids`.
+        """
         if self.each and len(rows) > 1:
             ids = [None] * len(rows) if tokens is None else [[t] for t in tokens]
-            return Outcome.joined(await _together([self._one([r], [c], t) for r, c, t in zip(rows, completions, ids, strict=True)]))
+            return Outcome.joined(
+                await _together(
+                    [self._one([r], [c], t) for r, c, t in zip(rows, completions, ids, strict=True)]
+                )
+            )
         return await self._one(rows, completions, tokens)
 
-    async def _one(self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None) -> Outcome:
-        given, count = self._given(rows, completions, tokens), len(completions)
+    async def _one(
+        self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None
+    ) -> Outcome:
+        given = self._given(rows, completions, tokens)
+        count = len(completions)
         if self.pool is not None:
             return await self.pool.call(self.name, given, count)
         result = self.function(**given) if self.pure else await self._called(given)
@@ -74,11 +102,14 @@ class FunctionReward:
         return result if isinstance(result, Outcome) else Outcome(checked(self.name, result, count))
 
     async def _called(self, given: dict[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(getattr(self.function, "__call__", None)):  # noqa: B004
+        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)  # noqa: B004
+        ):
             return await _within(self.timeout, self.function(**given))
         async with self._turn():  # the clock starts when the thread is free
             result = await _within(self.timeout, self._lane.run(lambda: self.function(**given)))
-            if result is TIMED_OUT:  # a thread cannot be stopped: it is left behind, and the next call gets another
+            # a thread cannot be stopped: it is left behind, and the next call gets another
+            if result is TIMED_OUT:
                 self._lane = Lane(self.name)
         return await _within(self.timeout, result) if inspect.isawaitable(result) else result
 
@@ -99,8 +130,13 @@ class FunctionReward:
         own = self._required - {"prompts", "completions", IDS} - self.options.keys()
         return own | set(getattr(self.function, "needs", ()))
 
-    def _given(self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None) -> dict[str, Any]:
-        available: dict[str, Any] = {"prompts": [r.prompt for r in rows], "completions": list(completions)}
+    def _given(
+        self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None
+    ) -> dict[str, Any]:
+        available: dict[str, Any] = {
+            "prompts": [r.prompt for r in rows],
+            "completions": list(completions),
+        }
         if self.reads_ids and tokens is not None:
             available[IDS] = [list(map(int, t)) for t in tokens]
         for column in {name: None for r in rows for name in r.columns}:
@@ -108,7 +144,9 @@ class FunctionReward:
         missing = self._required - available.keys() - self.options.keys()
         if missing:
             raise lacks(self.name, missing, available)
-        return {k: v for k, v in available.items() if self._takes_all or k in self._takes} | dict(self.options)
+        return {k: v for k, v in available.items() if self._takes_all or k in self._takes} | dict(
+            self.options
+        )
 
 
 def lacks(name: str, missing: Iterable[str], columns: Iterable[str], row: str = "") -> InputError:
@@ -116,15 +154,24 @@ def lacks(name: str, missing: Iterable[str], columns: Iterable[str], row: str = 
     which = f"row {row}" if row else "the rows"
     have = "does not have" if row else "do not have"
     return InputError(
-        f"reward {name} needs {', '.join(sorted(missing))}, which {which} {have} (columns: {', '.join(sorted(columns))}).",
+        f"reward {name} needs {', '.join(sorted(missing))}, which {which} {have} (columns:"
+        f" {', '.join(sorted(columns))}).",
         where="rewards",
         fix="Map a column with data.columns, or give it as rewards.options.",
     )
 
 
-def check_columns(rewards: Sequence[FunctionReward], rows: Sequence[Row], *, added: Iterable[str] = (), some: bool = False) -> None:
-    """Raises InputError if a reward needs a column that a row does not have: before anything large is loaded. `added`: columns that
-    come with the rollout. `some`: rows without are left unscored, so it is enough if any row has it."""
+def check_columns(
+    rewards: Sequence[FunctionReward],
+    rows: Sequence[Row],
+    *,
+    added: Iterable[str] = (),
+    some: bool = False,
+) -> None:
+    """Raises InputError if a reward needs a column that a row does not have: before anything large
+    is loaded. `added`: columns that come with the rollout. `some`: rows without are left unscored,
+    so it is enough if any row has it.
+    """
     added = set(added)
     for reward in rewards:
         needed = reward.columns - added
@@ -132,11 +179,19 @@ def check_columns(rewards: Sequence[FunctionReward], rows: Sequence[Row], *, add
         if lacking and (not some or len(lacking) == len(rows)):
             row = lacking[0]
             everywhere = len(lacking) == len(rows)
-            raise lacks(reward.name, needed - row.columns.keys(), row.columns, "" if everywhere else repr(row.id))
+            raise lacks(
+                reward.name,
+                needed - row.columns.keys(),
+                row.columns,
+                "" if everywhere else repr(row.id),
+            )
 
 
 async def _within(seconds: float | None, work: Awaitable[Any]) -> Any:
-    """Its result, or TIMED_OUT. A TimeoutError of its own passes through: that is an error, not our clock."""
+    """Its result, or TIMED_OUT.
+
+    A TimeoutError of its own passes through: that is an error, not our clock.
+    """
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
@@ -166,15 +221,19 @@ class Lane:
     async def run(self, function: Callable[[], Any]) -> Any:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._calls,), name=f"reward-{self.name}", daemon=True).start()
+            threading.Thread(
+                target=_work, args=(self._calls,), name=f"reward-{self.name}", daemon=True
+            ).start()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
         def call() -> None:
             try:
-                result, error = function(), None
+                result = function()
+                error = None
             except BaseException as raised:
-                result, error = None, raised
+                result = None
+                error = raised
             try:
                 loop.call_soon_threadsafe(_settle, done, result, error)
             except RuntimeError:  # the loop is closed: nobody waits
@@ -195,4 +254,8 @@ def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None)
     if error is None:
         done.set_result(result)
     else:
-        done.set_exception(RuntimeError(f"the reward raised {error!r}") if isinstance(error, StopIteration) else error)
+        done.set_exception(
+            RuntimeError(f"the reward raised {error!r}")
+            if isinstance(error, StopIteration)
+            else error
+        )

@@ -41,15 +41,20 @@ _FORMS: dict[str, re.Pattern[str]] = {
     "scientific": re.compile(rf"({_DECIMAL})(?: ?{_TIMES} ?{_POWER}|[eE]([-+]?[0-9]{{1,3}}))"),
 }
 _SIGNED = re.compile(r"(?:([-+]) ?)?(?:\\?\$ ?)?(?:([-+]) ?)?")  # -$5, $-5
-_PERCENT = r"(?P<percent>\\?%|\\text ?\{ ?(?:\\?%|percent|percentage|pct) ?\}|(?:percentage|percent|pct)\b)"
+_PERCENT = (
+    r"(?P<percent>\\?%|\\text ?\{ ?(?:\\?%|percent|percentage|pct)"
+    r" ?\}|(?:percentage|percent|pct)\b)"
+)
 _STYLED = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
 _POWERED = r"(?: ?\^ ?(?:\{ ?-?[1-3] ?\}|[1-3]))?"
 _WORDS = rf"{_STYLED} ?\{{[^{{}}0-9]*[A-Za-z¢€£¥][^{{}}0-9]*\}}"
 _UNIT = (
     rf"(?:{_WORDS}{_POWERED}(?: ?/ ?(?:{_WORDS}|[A-Za-z]{{1,10}}){_POWERED})?"  # \text{ cm}^2
-    rf"|{_STYLED} ?\{{ ?\( ?mod [0-9]+ ?\) ?\}}|\\pmod ?(?:\{{ ?[0-9]+ ?\}}|[0-9])"  # \text{ (mod 7)}
+    # \text{ (mod 7)}
+    rf"|{_STYLED} ?\{{ ?\( ?mod [0-9]+ ?\) ?\}}|\\pmod ?(?:\{{ ?[0-9]+ ?\}}|[0-9])"
     r"| \([A-Za-z]{3}[A-Za-z. ]*\)|''?|[′″¢]"  # 25 (people), 5''
-    r"|(?:\^ ?(?:\{ ?\\circ ?\}|\\circ)|°|\\degree) ?(?:[CF]|\\(?:text|mathrm) ?\{ ?[CF] ?\})?"  # 90^\circ
+    # 90^\circ
+    r"|(?:\^ ?(?:\{ ?\\circ ?\}|\\circ)|°|\\degree) ?(?:[CF]|\\(?:text|mathrm) ?\{ ?[CF] ?\})?"
     r"|_ ?(?:10|\{ ?10 ?\})|\\?\$)"
 )
 _TAIL = re.compile(rf"(?: ?{_PERCENT})?(?: ?{_UNIT})?(?: ?(?P<word>[A-Za-z][A-Za-z. ]*))? ?")
@@ -62,10 +67,12 @@ _DIFFERENTIAL = r"\{ ?(?:d|\\partial)(?![a-z]{2})[^{}]*\}"
 _NAME_PART = (
     rf"(?:\\[dt]?frac ?{_DIFFERENTIAL} ?{_DIFFERENTIAL}"  # \frac{dy}{dx}
     rf"|{_STYLED} ?\{{[^{{}}0-9=]*\}}"  # \text{Area}
-    rf"|\\(?!{_NO_NAMES}|(?:{_STYLED[2:]})(?![A-Za-z]))[A-Za-z]+(?![A-Za-z])(?: ?\{{[A-Za-z ]*\}})?"  # \theta, \overline{AB}
+    # \theta, \overline{AB}
+    rf"|\\(?!{_NO_NAMES}|(?:{_STYLED[2:]})(?![A-Za-z]))[A-Za-z]+(?![A-Za-z])(?: ?\{{[A-Za-z ]*\}})?"
     r"|[A-Za-z][0-9]*"  # every part begins as no other can go on: nothing is read twice
     r"|_ ?(?:\{[^{}]*\}|[A-Za-z0-9])"
-    r"|\^ ?(?:\{ ?-1 ?\}(?= ?\()|\{ ?\\prime ?\}|\\prime(?![A-Za-z])|\{ ?\* ?\}|\*)"  # f^{-1}(2), f^\prime
+    # f^{-1}(2), f^\prime
+    r"|\^ ?(?:\{ ?-1 ?\}(?= ?\()|\{ ?\\prime ?\}|\\prime(?![A-Za-z])|\{ ?\* ?\}|\*)"
     r"|[' ])"
 )
 _NAME = re.compile(
@@ -87,8 +94,10 @@ class Literal:
     written."""
 
     value: Fraction
-    form: tuple[str, *tuple[int, ...]]  # ("decimal",), ("fraction", 3, 4), ("mixed", 2, 1, 2), ("scientific", -3)
-    settled: bool  # nothing is left to compute: a decimal, a reduced fraction, a mantissa from 1 to 10
+    # ("decimal",), ("fraction", 3, 4), ("mixed", 2, 1, 2), ("scientific", -3)
+    form: tuple[str, *tuple[int, ...]]
+    # nothing is left to compute: a decimal, a reduced fraction, a mantissa from 1 to 10
+    settled: bool
     percent: bool = False
     word: str = ""  # a unit without \\text around it; whether it is one is not decided here
 
@@ -114,9 +123,11 @@ def _written(value: Fraction) -> str:
     >>> _written(Fraction(-5, 4)), _written(Fraction(1, 3))
     ('-1.25', '\\\\frac{1}{3}')
     """
-    twos, rest = 0, value.denominator
+    twos = 0
+    rest = value.denominator
     while rest % 10 in (2, 4, 6, 8, 0, 5) and twos <= 2 * MOST_EXPONENT and rest > 1:
-        rest, twos = (rest // 2 if rest % 2 == 0 else rest // 5), twos + 1
+        rest = rest // 2 if rest % 2 == 0 else rest // 5
+        twos = twos + 1
     sign = "-" if value < 0 else ""
     if rest > 1:
         return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
@@ -150,7 +161,9 @@ def unnamed(text: str, *, joined: bool = False) -> str:
     if last is None:
         return text
     left = text[: last.start()].strip()
-    names = _JOINS.sub(lambda join: "" if join.group(1) is not None else "\n", left) if joined else left
+    names = (
+        _JOINS.sub(lambda join: "" if join.group(1) is not None else "\n", left) if joined else left
+    )
     if not all(_NAME.fullmatch(name.strip()) for name in names.split("\n")):
         return text
     return text[last.end() :].strip()
@@ -160,8 +173,10 @@ def literal(text: str, *, joined: bool = False) -> Literal | None:
     """The number that `text` is, units and a name before it aside (`unnamed` says what `joined`
     is); None if it is anything else.
 
-    >>> literal("1,234").value, literal(r"x = \\frac{3}{4}").value, literal(r"12\\,+\\,13"), literal("144/12").settled
-    (Fraction(1234, 1), Fraction(3, 4), None, False)
+    >>> literal("1,234").value, literal(r"x = \\frac{3}{4}").value
+    (Fraction(1234, 1), Fraction(3, 4))
+    >>> literal(r"12\\,+\\,13"), literal("144/12").settled
+    (None, False)
     """
     text = unnamed(text, joined=joined)
     inside = _unwrapped(text)
@@ -171,13 +186,16 @@ def literal(text: str, *, joined: bool = False) -> Literal | None:
     assert sign is not None
     if sign.group(1) and sign.group(2):
         return None
-    negative, start = "-" in (sign.group(1), sign.group(2)), sign.end()
+    negative = "-" in (sign.group(1), sign.group(2))
+    start = sign.end()
     for kind in ("scientific", "mixed", "fraction", "decimal"):
         found = _FORMS[kind].match(inside, start)
         tail = found and _TAIL.fullmatch(inside, found.end())
         if found and tail and not _VALUES.intersection((tail.group("word") or "").split()):
             number = _number(kind, [g for g in found.groups() if g is not None], negative)
-            return number and Literal(*number, tail.group("percent") is not None, (tail.group("word") or "").strip())
+            return number and Literal(
+                *number, tail.group("percent") is not None, (tail.group("word") or "").strip()
+            )
     return None
 
 
@@ -189,21 +207,32 @@ def _unwrapped(text: str) -> str:
         for opening, closing in _BRACKETS:
             inner = text[len(opening) : len(text) - len(closing)]
             around = text.startswith(opening) and text.endswith(closing)
-            if around and not any(c in inner for c in "()[]") and (opening != "{" or "{" not in inner):
+            if (
+                around
+                and not any(c in inner for c in "()[]")
+                and (opening != "{" or "{" not in inner)
+            ):
                 text = inner.strip()
                 break
     return text
 
 
-def _number(kind: str, parts: Sequence[str], negative: bool) -> tuple[Fraction, tuple[str, *tuple[int, ...]], bool] | None:
+def _number(
+    kind: str, parts: Sequence[str], negative: bool
+) -> tuple[Fraction, tuple[str, *tuple[int, ...]], bool] | None:
     sign = -1 if negative else 1
     if kind == "decimal":
         return sign * _decimal(parts[0]), ("decimal",), True
     if kind == "scientific":
-        mantissa, exponent = _decimal(parts[0]), int(parts[1])
+        mantissa = _decimal(parts[0])
+        exponent = int(parts[1])
         if abs(exponent) > MOST_EXPONENT:
             return None
-        return sign * mantissa * Fraction(10) ** exponent, ("scientific", exponent), 1 <= mantissa < 10 and exponent != 0
+        return (
+            sign * mantissa * Fraction(10) ** exponent,
+            ("scientific", exponent),
+            1 <= mantissa < 10 and exponent != 0,
+        )
     *whole, above, below = (int(p) for p in parts)
     if below == 0 or (whole and min(above, below) < 0):
         return None
@@ -225,7 +254,14 @@ def listed(text: str) -> list[str] | None:
     there are not several."""
     text = unnamed(text)
     pairs = ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), (r"\{", r"\}")
-    inside = next((text[len(a) : len(text) - len(b)] for a, b in pairs if text.startswith(a) and text.endswith(b)), text)
+    inside = next(
+        (
+            text[len(a) : len(text) - len(b)]
+            for a, b in pairs
+            if text.startswith(a) and text.endswith(b)
+        ),
+        text,
+    )
     items = [item.strip() for item in _BETWEEN.split(inside) if item.strip()]
     return items if len(items) > 1 else None
 

@@ -1,4 +1,7 @@
-"""A function by its name, and the name by which another process finds a function. No torch here: workers import this."""
+"""A function by its name, and the name by which another process finds a function.
+
+No torch here: workers import this.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,19 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     """`path/to/file.py:function` or `package.module:function`."""
     source, _, attribute = name.rpartition(":")
     if not source:
-        raise InputError(f"{name!r} names no function.", where=where, fix="Write file.py:function or package.module:function.")
+        raise InputError(
+            f"{name!r} names no function.",
+            where=where,
+            fix="Write file.py:function or package.module:function.",
+        )
     if source.endswith(".py"):
         path = Path(source).expanduser()
         if not path.is_file():
-            raise InputError(f"no such file: {path}", where=where, fix="Paths are relative to where you run the command.")
+            raise InputError(
+                f"no such file: {path}",
+                where=where,
+                fix="Paths are relative to where you run the command.",
+            )
         spec = importlib.util.spec_from_file_location(f"reinforge_user_{path.stem}", path.resolve())
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -29,7 +40,11 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
         try:
             module = importlib.import_module(source)
         except ModuleNotFoundError as error:
-            raise InputError(f"cannot import {source}: {error}", where=where, fix="Install it, or put it on PYTHONPATH.") from error
+            raise InputError(
+                f"cannot import {source}: {error}",
+                where=where,
+                fix="Install it, or put it on PYTHONPATH.",
+            ) from error
     if not callable(getattr(module, attribute, None)):
         raise InputError(
             f"{source} has no function {attribute!r}.",
@@ -40,9 +55,11 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
 
 
 def importable(function: Any) -> str | None:
-    """`module:function` if another process finds this very function there; None for closures, lambdas, objects, and what stands in
-    the main script, which importing would run again."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    """`module:function` if another process finds this very function there; None for closures,
+    lambdas, objects, and what stands in the main script, which importing would run again.
+    """
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", "")
     if not module or module == "__main__" or not name.isidentifier():
         return None
     home = sys.modules.get(module)

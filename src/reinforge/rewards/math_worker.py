@@ -1,5 +1,7 @@
-"""What runs in the processes of the reward `math`: two answers, parsed and compared by math-verify. Its SIGALRM timeouts stay off:
-they cannot interrupt C code, and the process is killed from outside."""
+"""What runs in the processes of the reward `math`: two answers, parsed and compared by math-verify.
+
+Its SIGALRM timeouts stay off: they cannot interrupt C code, and the process is killed from outside.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that somebody else must keep the time: the pool does
+# it warns that somebody else must keep the time: the pool does
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def equal(answer: Sequence[str], gold: Sequence[str]) -> list[float | None]:
@@ -33,7 +36,9 @@ def _parsed(text: str) -> list[Any]:
     """As LaTeX only: the parser for plain expressions ends in Python's `eval`."""
     from math_verify import LatexExtractionConfig, parse
 
-    found = parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+    found = parse(
+        f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
+    )
     return [f for f in found if not isinstance(f, str)]
 
 

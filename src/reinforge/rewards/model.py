@@ -1,8 +1,9 @@
 """The reward `model`: a reward model scores prompt and completion together.
 
-options: {path: org/reward-model}, and if wanted revision, dtype, template and batch_tokens. The text is rendered as the reward
-model's own training rows are: its tokenizer, its chat template if it has one, otherwise prompt + completion + end of text.
-Completions of one prompt are scored in one call and nothing else enters it, so the same completions get the same bits.
+options: {path: org/reward-model}, and if wanted revision, dtype, template and batch_tokens. The
+text is rendered as the reward model's own training rows are: its tokenizer, its chat template if it
+has one, otherwise prompt + completion + end of text. Completions of one prompt are scored in one
+call and nothing else enters it, so the same completions get the same bits.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ from reinforge.models.load import load_scalar
 from reinforge.models.scalar import ScalarModel
 
 Kind = Literal["auto", "chat", "text"]
-CHAT: dict[Kind, Any] = {"auto": "auto", "chat": "always", "text": "never"}  # as data.chat calls them
+# as data.chat calls them
+CHAT: dict[Kind, Any] = {"auto": "auto", "chat": "always", "text": "never"}
 
 
 @dataclass
 class ModelReward:
-    """A reward function `(prompts, completions) -> scores`. Nothing is loaded before `load`, so that a config can be checked cheaply."""
+    """A reward function `(prompts, completions) -> scores`.
+
+    Nothing is loaded before `load`, so that a config can be checked cheaply.
+    """
 
     path: str  # hub id or directory of a sequence classifier with one label
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    template: Kind = "auto"  # chat: the tokenizer's chat template; text: prompt, completion, end of text; auto: chat if there is a template
+    # chat: the tokenizer's chat template; text: prompt, completion, end of text; auto: chat if
+    # there is a template
+    template: Kind = "auto"
     batch_tokens: int = 16384  # packed tokens per forward
     where: str = "rewards"
     model: ScalarModel | None = field(default=None, repr=False)
@@ -37,9 +44,17 @@ class ModelReward:
 
     def __post_init__(self) -> None:
         if self.template not in CHAT:
-            raise InputError(f"{self.template!r} is no template.", where=f"{self.where}.template", fix=f"There are: {', '.join(CHAT)}.")
+            raise InputError(
+                f"{self.template!r} is no template.",
+                where=f"{self.where}.template",
+                fix=f"There are: {', '.join(CHAT)}.",
+            )
         if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise InputError(f"{self.dtype!r} is no precision.", where=f"{self.where}.dtype", fix="There are: auto, float32, bfloat16.")
+            raise InputError(
+                f"{self.dtype!r} is no precision.",
+                where=f"{self.where}.dtype",
+                fix="There are: auto, float32, bfloat16.",
+            )
 
     def load(self, device: str) -> ModelReward:
         """Puts the model on `device`; it is never trained."""
@@ -49,26 +64,46 @@ class ModelReward:
     def use(self, model: ScalarModel) -> ModelReward:
         """A model that is in memory already."""
         model.module.requires_grad_(False)
-        self.model, self.renderer = model, Renderer(model.tokenizer, DataConfig(source="reward", chat=CHAT[self.template], loss_on="all"))
+        self.model, self.renderer = (
+            model,
+            Renderer(
+                model.tokenizer,
+                DataConfig(source="reward", chat=CHAT[self.template], loss_on="all"),
+            ),
+        )
         return self
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
         assert self.model is not None, "load() comes first"
-        rows = [self.ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        limit, longest = self.model.context or 1 << 20, max(map(len, rows), default=0)
+        rows = [
+            self.ids(prompt, completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        limit = self.model.context or 1 << 20
+        longest = max(map(len, rows), default=0)
         if longest > limit:
-            raise InputError(f"a completion with its prompt has {longest} tokens, more than the {limit} that {self.path} was made for.", where=self.where,
-                             fix="Lower rollout.max_new_tokens or data.max_length, or use another reward model.")  # fmt: skip
+            raise InputError(
+                f"a completion with its prompt has {longest} tokens, more than the {limit} that"
+                f" {self.path} was made for.",
+                where=self.where,
+                fix="Lower rollout.max_new_tokens or data.max_length, or use another reward model.",
+            )
         return self.model.scores(rows, budget=self.batch_tokens)
 
     def ids(self, prompt: str | list[dict[str, Any]], completion: str) -> list[int]:
         """What the reward model reads of one completion."""
         assert self.renderer is not None
-        if not completion and not self.renderer.chat:  # no training row, but a policy may say nothing
-            return [*self.renderer.prompt(Row("reward", prompt)), self.renderer.tokenizer.eos_token_id]
+        # no training row, but a policy may say nothing
+        if not completion and not self.renderer.chat:
+            return [
+                *self.renderer.prompt(Row("reward", prompt)),
+                self.renderer.tokenizer.eos_token_id,
+            ]
         columns: dict[str, Any] = {"completion": completion}
         if self.renderer.chat:
-            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            asked = (
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            )
             columns = {"messages": [*asked, {"role": "assistant", "content": completion}]}
         return self.renderer.training_row(Row("reward", prompt, columns)).tokens.tolist()
 
@@ -80,9 +115,21 @@ def model_reward(options: dict[str, Any], where: str) -> ModelReward:
     """The reward that `rewards.N.options` describes, not yet loaded."""
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
-        raise InputError(f"model has no option {', '.join(unknown)}.", where=where, fix=f"It has: {', '.join(OPTIONS)}.")
+        raise InputError(
+            f"model has no option {', '.join(unknown)}.",
+            where=where,
+            fix=f"It has: {', '.join(OPTIONS)}.",
+        )
     if not isinstance(options.get("path"), str):
-        raise InputError("which reward model?", where=where, fix="Write options: {path: org/name}, or the path of a directory.")
+        raise InputError(
+            "which reward model?",
+            where=where,
+            fix="Write options: {path: org/name}, or the path of a directory.",
+        )
     if not isinstance(options.get("batch_tokens", 1), int) or options.get("batch_tokens", 1) < 1:
-        raise InputError("batch_tokens is no number of tokens.", where=where, fix="Give a whole number from 1 on.")
+        raise InputError(
+            "batch_tokens is no number of tokens.",
+            where=where,
+            fix="Give a whole number from 1 on.",
+        )
     return ModelReward(**options, where=where)

@@ -28,7 +28,8 @@ class Outcome:
     crashes: int = 0  # ... because the process that computed them died, or met its limit of memory
     sandbox: int = 0  # ... because the sandbox failed
     unsafe: int = 0  # scores of programs that ran without containment
-    lost: frozenset[int] | None = None  # places of scores that should be there; None: every None, if any of the above is counted
+    # places of scores that should be there; None: every None, if any of the above is counted
+    lost: frozenset[int] | None = None
 
     @property
     def places_lost(self) -> frozenset[int]:
@@ -41,14 +42,22 @@ class Outcome:
     def marked(self) -> list[float | None]:
         """The scores, with NaN for those that are lost: `combine.combined` reads it."""
         lost = self.places_lost
-        return [math.nan if score is None and i in lost else score for i, score in enumerate(self.scores)]
+        return [
+            math.nan if score is None and i in lost else score
+            for i, score in enumerate(self.scores)
+        ]
 
     @classmethod
     def joined(cls, parts: Iterable[Outcome]) -> Outcome:
         parts = list(parts)
-        counts = {name: sum(getattr(p, name) for p in parts) for name in ("timeouts", "crashes", "sandbox", "unsafe")}
+        counts = {
+            name: sum(getattr(p, name) for p in parts)
+            for name in ("timeouts", "crashes", "sandbox", "unsafe")
+        }
         marked = [score for p in parts for score in p.marked]
-        lost = frozenset(i for i, score in enumerate(marked) if score is not None and math.isnan(score))
+        lost = frozenset(
+            i for i, score in enumerate(marked) if score is not None and math.isnan(score)
+        )
         whole = cls([None if i in lost else score for i, score in enumerate(marked)], **counts)
         return whole if whole.places_lost == lost else replace(whole, lost=lost)
 
@@ -59,7 +68,11 @@ def checked(name: str, result: Any, count: int) -> list[float | None]:
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, (list, tuple)) or len(result) != count:
-        got = f"{len(result)} values" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"
+        got = (
+            f"{len(result)} values"
+            if isinstance(result, (list, tuple))
+            else f"a {type(result).__name__}"
+        )
         raise InputError(
             f"reward {name} returned {got} for {count} completions.",
             where="rewards",

@@ -1,4 +1,6 @@
-"""Where a reward runs: in a killable process, unless it is ours and fast, awaits, or cannot be found by another process."""
+"""Where a reward runs: in a killable process, unless it is ours and fast, awaits, or cannot be
+found by another process.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,22 @@ from reinforge.rewards.load import importable
 from reinforge.rewards.pool import Pool, PoolSpec, pool_of
 
 MOST_WORKERS = 4
-CALLS_OTHERS = {"reasoning_gym": ("reasoning_gym",)}  # built-ins that run a library's code on completions, and what they import
-BACKTRACKS = {"regex"}  # built-ins whose time no rule bounds: a completion can make a harmless-looking pattern take for ever
+# built-ins that run a library's code on completions, and what they import
+CALLS_OTHERS = {"reasoning_gym": ("reasoning_gym",)}
+# built-ins whose time no rule bounds: a completion can make a harmless-looking pattern take for
+# ever
+BACKTRACKS = {"regex"}
 
 
-def placed(cfg: RewardConfig, name: str, function: Callable[..., Any], where: str, *, ours: bool = False) -> FunctionReward:
-    """The reward with its process, if it gets one. `ours`: a built-in, fast and repeatable unless it backtracks or calls others'
-    code. Those are asked one completion at a time: one that hangs does not take its group with it. Others' code gets a process
-    that is thrown away: some scorers `eval` answers."""
+def placed(
+    cfg: RewardConfig, name: str, function: Callable[..., Any], where: str, *, ours: bool = False
+) -> FunctionReward:
+    """The reward with its process, if it gets one.
+
+    `ours`: a built-in, fast and repeatable unless it backtracks or calls others' code. Those are
+    asked one completion at a time: one that hangs does not take its group with it. Others' code
+    gets a process that is thrown away: some scorers `eval` answers.
+    """
     kind = cfg.kind or (None if ours else kind_of(function))
     foreign = CALLS_OTHERS.get(name, ()) if ours else ()
     target = None if cfg.in_process else _target(cfg.name, function)
@@ -32,24 +42,52 @@ def placed(cfg: RewardConfig, name: str, function: Callable[..., Any], where: st
     by_default = not alone if ours else not _wants_a_process(function, target)
     here = by_default if cfg.in_process is None else cfg.in_process
     reward = FunctionReward(
-        name, adapted(function, kind), cfg.weight, cfg.options, pure=ours and here and not foreign, timeout=cfg.timeout, each=alone
+        name,
+        adapted(function, kind),
+        cfg.weight,
+        cfg.options,
+        pure=ours and here and not foreign,
+        timeout=cfg.timeout,
+        each=alone,
     )
     if not here:
         if target is None:
-            raise InputError(f"{name} is a closure, or stands in the main script: no other process can find it.", where=f"{where}.in_process",
-                             fix="Move it to the top level of a module, or leave in_process out.")  # fmt: skip
+            raise InputError(
+                f"{name} is a closure, or stands in the main script: no other process can find it.",
+                where=f"{where}.in_process",
+                fix="Move it to the top level of a module, or leave in_process out.",
+            )
         reward.pool = pool_for(cfg, target, kind, fresh=bool(foreign), preload=foreign)
     elif not ours and cfg.in_process is None and target is None and not _awaits(function):
         reward.notes.append(
-            f"reward {name} cannot be found by another process (a closure, lambda or object, or defined in the main script), so it runs "
-            "in this one: if it hangs it cannot be killed, only left behind. Put it into a module to change that."
+            f"reward {name} cannot be found by another process (a closure, lambda or object, or"
+            " defined in the main script), so it runs in this one: if it hangs it cannot be"
+            " killed, only left behind. Put it into a module to change that."
         )
     return reward
 
 
-def pool_for(cfg: RewardConfig, target: str, kind: str | None = None, *, fresh: bool = False, preload: tuple[str, ...] = ()) -> Pool:
+def pool_for(
+    cfg: RewardConfig,
+    target: str,
+    kind: str | None = None,
+    *,
+    fresh: bool = False,
+    preload: tuple[str, ...] = (),
+) -> Pool:
     workers = cfg.workers or min(MOST_WORKERS, os.cpu_count() or 1)
-    return pool_of(PoolSpec(target, kind, workers, cfg.timeout, cfg.memory_gib, cfg.fresh or fresh, preload, _stamp(target)))
+    return pool_of(
+        PoolSpec(
+            target,
+            kind,
+            workers,
+            cfg.timeout,
+            cfg.memory_gib,
+            cfg.fresh or fresh,
+            preload,
+            _stamp(target),
+        )
+    )
 
 
 def _wants_a_process(function: Callable[..., Any], target: str | None) -> bool:
@@ -57,11 +95,15 @@ def _wants_a_process(function: Callable[..., Any], target: str | None) -> bool:
 
 
 def _awaits(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
 
 
 def _target(name: str, function: Callable[..., Any]) -> str | None:
-    """What another process loads: the file that the config names, or where the function says it lives."""
+    """What another process loads: the file that the config names, or where the function says it
+    lives.
+    """
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
         return f"{Path(source).expanduser().resolve()}:{attribute}"

@@ -1,9 +1,11 @@
-"""Rewards in processes that can be killed: one that hangs, dies or eats memory costs its own scores and nothing else.
+"""Rewards in processes that can be killed: one that hangs, dies or eats memory costs its own scores
+and nothing else.
 
-A template process imports the reward once (`worker.py`) and forks workers, so that replacing one takes milliseconds whatever the
-reward imports. A call goes to one worker as JSON and comes back as JSON. After `timeout` seconds by the monotonic clock the
-worker and everything it started are killed from outside; the call is unscored and counted. The event loop is never blocked:
-sockets are awaited, and generation goes on meanwhile. The pool always has its full size again.
+A template process imports the reward once (`worker.py`) and forks workers, so that replacing one
+takes milliseconds whatever the reward imports. A call goes to one worker as JSON and comes back as
+JSON. After `timeout` seconds by the monotonic clock the worker and everything it started are killed
+from outside; the call is unscored and counted. The event loop is never blocked: sockets are
+awaited, and generation goes on meanwhile. The pool always has its full size again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ START = 180.0  # seconds for importing the reward
 LARGEST = 64 << 20  # bytes of an answer; more is nonsense
 CALLS = 1000  # of one worker; then a new one takes its place, and what leaked is gone
 TRIES = 3  # template processes that may die in a row before anything works
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2])['path']; from reinforge.rewards.worker import run; run()"
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2])['path']; from reinforge.rewards.worker"
+    " import run; run()"
+)
 
 
 class RewardRaised(Exception):
@@ -116,9 +121,19 @@ class Pool:
         spec = self.spec
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         memory = None if spec.memory_gib is None else int(spec.memory_gib * 2**30)
-        said = json.dumps({"target": spec.target, "kind": spec.kind, "memory": memory, "path": sys.path, "preload": spec.preload})
+        said = json.dumps(
+            {
+                "target": spec.target,
+                "kind": spec.kind,
+                "memory": memory,
+                "path": sys.path,
+                "preload": spec.preload,
+            }
+        )
         self._template = subprocess.Popen(
-            [sys.executable, "-c", BOOT, str(theirs.fileno()), said], pass_fds=(theirs.fileno(),), start_new_session=True
+            [sys.executable, "-c", BOOT, str(theirs.fileno()), said],
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
         )
         theirs.close()
         self._control = ours
@@ -132,7 +147,12 @@ class Pool:
 
     async def call(self, name: str, given: Mapping[str, Any], count: int) -> Outcome:
         """The scores of `count` completions. Raises what the reward raised."""
-        request = {"name": name, "given": _plain(name, given), "count": count, "nonce": secrets.token_hex(8)}
+        request = {
+            "name": name,
+            "given": _plain(name, given),
+            "count": count,
+            "nonce": secrets.token_hex(8),
+        }
         async with self._slot():
             worker = await self._worker()
             reply = None
@@ -148,7 +168,11 @@ class Pool:
                 else:
                     self._end(worker)
                     self._idle.append(self._order())  # the pool never shrinks
-        return Outcome([None] * count, timeouts=count) if reply is None else _outcome(name, reply, count)
+        return (
+            Outcome([None] * count, timeouts=count)
+            if reply is None
+            else _outcome(name, reply, count)
+        )
 
     async def _ask(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any] | None:
         """The reply, or None if there was none in time."""
@@ -162,7 +186,9 @@ class Pool:
             reply = worker.at_hand()
         except OSError as error:
             raise Crashed from error
-        if reply is not None and (reply.get("nonce") != request["nonce"] or reply.get("raised") == "MemoryError"):
+        if reply is not None and (
+            reply.get("nonce") != request["nonce"] or reply.get("raised") == "MemoryError"
+        ):
             raise Crashed  # an answer to nothing that was asked: somebody else wrote it
         return reply
 
@@ -175,7 +201,9 @@ class Pool:
     async def _worker(self) -> Worker:
         """One that has said hello. A template process that died is started again."""
         for _ in range(TRIES):
-            self._idle.extend(self._order() for _ in range(self.spec.workers - self._busy - len(self._idle)))
+            self._idle.extend(
+                self._order() for _ in range(self.spec.workers - self._busy - len(self._idle))
+            )
             worker = self._idle.popleft()
             self._busy += 1
             try:
@@ -189,7 +217,9 @@ class Pool:
                 self._busy -= 1
                 raise
         raise InputError(
-            f"the process of {self.spec.target} died {TRIES} times before it could start.", where="rewards", fix=_why_it_died()
+            f"the process of {self.spec.target} died {TRIES} times before it could start.",
+            where="rewards",
+            fix=_why_it_died(),
         )
 
     async def _greet(self, worker: Worker) -> None:
@@ -199,7 +229,9 @@ class Pool:
         except TimeoutError:
             self.close()
             raise InputError(
-                f"{self.spec.target} could not be imported in {START:g} s.", where="rewards", fix="Does importing it wait for something?"
+                f"{self.spec.target} could not be imported in {START:g} s.",
+                where="rewards",
+                fix="Does importing it wait for something?",
             ) from None
         except asyncio.CancelledError:
             self._idle.append(worker)  # nobody has used it
@@ -209,7 +241,11 @@ class Pool:
             raise InputError(
                 f"{self.spec.target} cannot be used in a process of its own: {hello['problem']}",
                 where="rewards",
-                fix="Put it into a file that can be imported by itself, or set in_process: true for this reward." + _ulimit(),
+                fix=(
+                    "Put it into a file that can be imported by itself, or set in_process: true for"
+                    " this reward."
+                )
+                + _ulimit(),
             )
         worker.pid = hello["pid"]
 
@@ -229,7 +265,9 @@ class Pool:
         return Worker(ours)
 
     def _end(self, worker: Worker) -> None:
-        """SIGKILL for the worker and its children, by its parent, who knows that the number is still its own."""
+        """SIGKILL for the worker and its children, by its parent, who knows that the number is
+        still its own.
+        """
         self.killed += 1
         worker.channel.close()
         try:
@@ -262,13 +300,18 @@ def _ulimit() -> str:
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
     if allowed == resource.RLIM_INFINITY:
         return ""
-    return f" Every process here may take {allowed / 2**30:.3g} GiB of address space (ulimit -v): importing may need more."
+    return (
+        f" Every process here may take {allowed / 2**30:.3g} GiB of address space (ulimit -v):"
+        " importing may need more."
+    )
 
 
 def _outcome(name: str, reply: dict[str, Any], count: int) -> Outcome:
     """What a worker said, believed as far as it is numbers."""
     if "raised" in reply:
-        error = type(str(reply["raised"]), (RewardRaised,), {"trace": str(reply.get("trace"))})(str(reply.get("said")))
+        error = type(str(reply["raised"]), (RewardRaised,), {"trace": str(reply.get("trace"))})(
+            str(reply.get("said"))
+        )
         raise error
     if "input_error" in reply:
         what, where, fix = reply["input_error"]
@@ -289,8 +332,15 @@ def _plain(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         try:
             plain[key] = encode(value)
         except NotPlain as odd:
-            raise InputError(f"reward {name} is given {key}, which holds a {odd}: it cannot be sent to a process of its own.", where="rewards",
-                             fix="Leave the column out of its parameters, or set in_process: true for this reward.") from None  # fmt: skip
+            raise InputError(
+                f"reward {name} is given {key}, which holds a {odd}: it cannot be sent to a process"
+                " of its own.",
+                where="rewards",
+                fix=(
+                    "Leave the column out of its parameters, or set in_process: true for this"
+                    " reward."
+                ),
+            ) from None
     return plain
 
 
@@ -298,7 +348,9 @@ _POOLS: dict[PoolSpec, Pool] = {}
 
 
 def pool_of(spec: PoolSpec) -> Pool:
-    """The pool of this process for a spec: importing a reward may take seconds, so it outlives the run that asked first."""
+    """The pool of this process for a spec: importing a reward may take seconds, so it outlives the
+    run that asked first.
+    """
     if spec not in _POOLS:
         if not _POOLS:
             atexit.register(close_all)

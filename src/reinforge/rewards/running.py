@@ -1,8 +1,11 @@
-"""What a reward counts: less its running mean, over its running standard deviation, clipped. For rewards whose scale nobody chose.
+"""What a reward counts: less its running mean, over its running standard deviation, clipped.
 
-Statistics are those of all earlier steps, and move once per step: every sample of a step is treated alike, whatever order
-rollouts end in, and a step that was cut and is done again sees what it saw. In the first step there are none, and rewards count
-as they are scored. The components on a sample (and their metrics) stay as scored; only the total changes.
+For rewards whose scale nobody chose.
+
+Statistics are those of all earlier steps, and move once per step: every sample of a step is treated
+alike, whatever order rollouts end in, and a step that was cut and is done again sees what it saw.
+In the first step there are none, and rewards count as they are scored. The components on a sample
+(and their metrics) stay as scored; only the total changes.
 """
 
 from __future__ import annotations
@@ -28,13 +31,16 @@ class Moments:
     m2: float = 0.0  # sum of squared deviations from the mean
 
     def add(self, values: list[float]) -> None:
-        """Merges a batch (Chan, Golub and LeVeque 1979): no cancellation, however far from 0 the values are."""
+        """Merges a batch (Chan, Golub and LeVeque 1979): no cancellation, however far from 0 the
+        values are.
+        """
         if not values:
             return
         n = len(values)
         mean = math.fsum(values) / n
         m2 = math.fsum((x - mean) ** 2 for x in values)
-        gap, both = mean - self.mean, self.n + n
+        gap = mean - self.mean
+        both = self.n + n
         self.m2 += m2 + gap * gap * self.n * n / both
         self.mean += gap * n / both
         self.n = both
@@ -60,7 +66,10 @@ class Rule:
 
 @dataclass
 class Running:
-    """The rules of the rewards that have one, by name, and what was seen of each. A part of the run."""
+    """The rules of the rewards that have one, by name, and what was seen of each.
+
+    A part of the run.
+    """
 
     rules: Mapping[str, Rule]
     seen: dict[str, Moments] = field(default_factory=dict)
@@ -71,15 +80,23 @@ class Running:
 
     def __call__(self, components: Mapping[str, float | None]) -> dict[str, float | None]:
         """The components as they count in the total."""
-        return {name: value if value is None or name not in self.rules else self.rules[name].apply(value, self.seen.get(name, Moments()))
-                for name, value in components.items()}  # fmt: skip
+        return {
+            name: (
+                value
+                if value is None or name not in self.rules
+                else self.rules[name].apply(value, self.seen.get(name, Moments()))
+            )
+            for name, value in components.items()
+        }
 
     def observe(self, samples: Iterable[Sample]) -> None:
         """The samples of a step that is done, as they were scored."""
         samples = list(samples)
         for name, rule in self.rules.items():
             if rule.center or rule.scale:
-                self.seen.setdefault(name, Moments()).add([v for s in samples if (v := s.rewards.get(name)) is not None])
+                self.seen.setdefault(name, Moments()).add(
+                    [v for s in samples if (v := s.rewards.get(name)) is not None]
+                )
 
     def state(self) -> State:
         return State({}, {name: [m.n, m.mean, m.m2] for name, m in self.seen.items()})

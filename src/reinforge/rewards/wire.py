@@ -1,4 +1,6 @@
-"""Columns of rows as JSON and back, unchanged: JSON has no tuples and no keys but strings, and a scorer may care. No torch here."""
+"""Columns of rows as JSON and back, unchanged: JSON has no tuples and no keys but strings, and a
+scorer may care. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ def encode(value: Any) -> Any:
             return {k: encode(v) for k, v in value.items()}
         return {MARK: "dict", "": [[encode(k), encode(v)] for k, v in value.items()]}
     if isinstance(value, list | tuple | set | frozenset):
-        kind = "tuple" if isinstance(value, tuple) else "set" if isinstance(value, set | frozenset) else "list"
+        kind = (
+            "tuple"
+            if isinstance(value, tuple)
+            else "set"
+            if isinstance(value, set | frozenset)
+            else "list"
+        )
         return {MARK: kind, "": [encode(v) for v in value]}
     for name, (cls, there, _) in _TEXT.items():
         if isinstance(value, cls):
@@ -52,7 +60,8 @@ def decode(value: Any) -> Any:
         return value
     if MARK not in value:
         return {k: decode(v) for k, v in value.items()}
-    kind, inner = value[MARK], value[""]
+    kind = value[MARK]
+    inner = value[""]
     if kind == "dict":
         return {decode(k): decode(v) for k, v in inner}
     if kind in _TEXT:

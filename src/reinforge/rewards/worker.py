@@ -1,8 +1,10 @@
-"""The other side of `pool.py`: a process that imports a reward once, and forks a worker whenever it is given a socket.
+"""The other side of `pool.py`: a process that imports a reward once, and forks a worker whenever it
+is given a socket.
 
-A message on the control socket is either a socket for a new worker, or the number of a worker that must go. Workers speak JSON with
-a length before it, over their own socket; nothing is pickled. What a reward prints goes to standard error, up to a limit.
-The parent's end of the control socket is the life line: when it closes, everything here dies.
+A message on the control socket is either a socket for a new worker, or the number of a worker that
+must go. Workers speak JSON with a length before it, over their own socket; nothing is pickled. What
+a reward prints goes to standard error, up to a limit. The parent's end of the control socket is the
+life line: when it closes, everything here dies.
 """
 
 from __future__ import annotations
@@ -38,16 +40,20 @@ def packed(message: Any) -> bytes:
 
 
 class Printed(io.TextIOBase):
-    """Standard output of a reward: goes to the real standard error until a call has printed too much."""
+    """Standard output of a reward: goes to the real standard error until a call has printed too
+    much.
+    """
 
     def __init__(self, fd: int):
-        self.fd, self.left = fd, PRINTED
+        self.fd = fd
+        self.left = PRINTED
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        shown, self.left = text[: max(0, self.left)], self.left - len(text)
+        shown = text[: max(0, self.left)]
+        self.left = self.left - len(text)
         if shown:
             note = "" if self.left >= 0 else "\n(what else this call prints is dropped)\n"
             os.write(self.fd, (shown + note).encode("utf-8", "replace"))
@@ -86,7 +92,10 @@ def main(control: socket.socket, spec: dict[str, Any]) -> None:
 
 
 def end(pid: int, children: set[int]) -> None:
-    """Kills a worker with all it started. It is our child and not yet waited for, so the number is still its own."""
+    """Kills a worker with all it started.
+
+    It is our child and not yet waited for, so the number is still its own.
+    """
     if pid in children:
         children.discard(pid)
         for kill in (os.killpg, os.kill):
@@ -97,7 +106,12 @@ def end(pid: int, children: set[int]) -> None:
         os.waitpid(pid, 0)
 
 
-def serve(channel: socket.socket, function: Callable[..., Any] | str, spec: dict[str, Any], printed: Printed) -> NoReturn:
+def serve(
+    channel: socket.socket,
+    function: Callable[..., Any] | str,
+    spec: dict[str, Any],
+    printed: Printed,
+) -> NoReturn:
     """A worker: says hello, then answers calls until its socket closes."""
     problem = function if isinstance(function, str) else None
     try:
@@ -120,10 +134,14 @@ def serve(channel: socket.socket, function: Callable[..., Any] | str, spec: dict
 
 
 def limit_memory(most: int) -> None:
-    """`most` bytes beside what is there now, and never more than this process was allowed already (`ulimit -v`)."""
+    """`most` bytes beside what is there now, and never more than this process was allowed already
+    (`ulimit -v`).
+    """
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
-    allowed = [limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY]
+    allowed = [
+        limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY
+    ]
     limit = min([now + most, *allowed])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
@@ -141,7 +159,11 @@ def answer(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, A
     except InputError as error:
         return {"input_error": [error.what, error.where, error.fix]}
     except BaseException as error:
-        return {"raised": type(error).__name__, "said": str(error)[:2000], "trace": traceback.format_exc()[-4000:]}
+        return {
+            "raised": type(error).__name__,
+            "said": str(error)[:2000],
+            "trace": traceback.format_exc()[-4000:],
+        }
 
 
 async def _awaited(result: Any) -> Any:
@@ -149,5 +171,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def run() -> None:
-    """Started by `pool.py` with the number of the control socket and the reward's description as arguments."""
+    """Started by `pool.py` with the number of the control socket and the reward's description as
+    arguments.
+    """
     main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]))

@@ -1,6 +1,8 @@
-"""Agent programs as players: each talks to an endpoint that answers with the model in training, and what was sampled is recorded.
+"""Agent programs as players: each talks to an endpoint that answers with the model in training, and
+what was sampled is recorded.
 
-The programs know nothing of this. An episode is one run of the program; its rows are the conversations it had (recording.py).
+The programs know nothing of this. An episode is one run of the program; its rows are the
+conversations it had (recording.py).
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ class Endpoint(Protocol):
 class AgentPlayer:
     """Plays episodes of an agent program.
 
-    What happened is journalled when an episode ends, since a program need not do the same again; a step that is done again does
-    not run it again. With lockstep programs are taken at their word that they repeat, and only failures are journalled: the
-    engine then has the same batches as before.
+    What happened is journalled when an episode ends, since a program need not do the same again; a
+    step that is done again does not run it again. With lockstep programs are taken at their word
+    that they repeat, and only failures are journalled: the engine then has the same batches as
+    before.
     """
 
     model: Model
@@ -50,7 +53,12 @@ class AgentPlayer:
         return self.model.renderer
 
     async def play(self, row: Row, group: str, uid: str, sampling: Sampling) -> Episode:
-        given = {"seed": seed_of(self.model.seed, self.model.purpose, group, "agent"), **row.columns, "id": row.id, "prompt": row.prompt}
+        given = {
+            "seed": seed_of(self.model.seed, self.model.purpose, group, "agent"),
+            **row.columns,
+            "id": row.id,
+            "prompt": row.prompt,
+        }
         bound = f"{seed_of(self.model.seed, self.model.purpose, row.id, row.prompt, sampling):x}"
         record = self.journal.find_episode(uid)
         if record is None or record.get("bound") != bound:
@@ -59,21 +67,32 @@ class AgentPlayer:
                 self.journal.write_episode(uid, record)
         return _episode(uid, record)
 
-    async def _live(self, row: Row, uid: str, sampling: Sampling, given: dict[str, Any]) -> dict[str, Any]:
-        """Runs the program. What happened as JSON, so that an episode is the same whether it was just played or journalled."""
+    async def _live(
+        self, row: Row, uid: str, sampling: Sampling, given: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Runs the program.
+
+        What happened as JSON, so that an episode is the same whether it was just played or
+        journalled.
+        """
         line = Line(self.model, row, uid, sampling)
         if self.model.lockstep is not None:
             self.model.lockstep.enter(uid)
         address = self.endpoint.open(line)
-        outcome, failed = Outcome(), None
+        outcome = Outcome()
+        failed = None
         try:
             async with asyncio.timeout(self.model.limits.episode_seconds) as limit:
                 outcome = await self.program.run(address, given)
         except Exception as error:
             if limit.expired():
-                failed = Failed("timeout", f"the agent took more than {self.model.limits.episode_seconds:g} s")
+                failed = Failed(
+                    "timeout", f"the agent took more than {self.model.limits.episode_seconds:g} s"
+                )
             else:
-                failed = Failed("length" if line.full else "error", f"{type(error).__name__}: {error}"[:2000])
+                failed = Failed(
+                    "length" if line.full else "error", f"{type(error).__name__}: {error}"[:2000]
+                )
                 failed.__cause__ = error
         finally:
             self.endpoint.close(address)
@@ -85,28 +104,50 @@ class AgentPlayer:
         if failed is None and not line.recording.turns:
             failed = Failed("error", "the agent never asked the model")
         if failed is not None and failed.kind == "error" and self.on_error == "raise":
-            raise InputError(f"the agent failed: {failed.why}.", where=f"row {row.id}",
-                             fix="Fix it, or set agent.on_error=unscored to go on without such episodes.") from failed.__cause__  # fmt: skip
+            raise InputError(
+                f"the agent failed: {failed.why}.",
+                where=f"row {row.id}",
+                fix="Fix it, or set agent.on_error=unscored to go on without such episodes.",
+            ) from failed.__cause__
         return _record(line, outcome, failed)
 
 
 def _record(line: Line, outcome: Outcome, failed: Failed | None) -> dict[str, Any]:
-    turns, last = line.recording.turns, line.last
+    turns = line.recording.turns
+    last = line.last
     return {
-        "turns": line.recording.record(), "messages": turns[-1].messages if turns else [], "text": last.content if last is not None else "",
-        "reward": outcome.reward, "metrics": {"overridden": float(line.counts["overridden"]), **outcome.metrics},
-        "calls": line.counts["calls"], "malformed": line.counts["malformed"], "cut": line.cut,
+        "turns": line.recording.record(),
+        "messages": turns[-1].messages if turns else [],
+        "text": last.content if last is not None else "",
+        "reward": outcome.reward,
+        "metrics": {"overridden": float(line.counts["overridden"]), **outcome.metrics},
+        "calls": line.counts["calls"],
+        "malformed": line.counts["malformed"],
+        "cut": line.cut,
         "failed": None if failed is None else [failed.kind, failed.why],
-    }  # fmt: skip
+    }
 
 
 def _episode(uid: str, record: dict[str, Any]) -> Episode:
     recording = Recording.restored(record["turns"])
     failed = None if record["failed"] is None else Failed(*record["failed"])
-    turns, reward = recording.turns, record["reward"]
+    turns = recording.turns
+    reward = record["reward"]
     return Episode(
-        uid, recording.tracks(), record["messages"], record["text"], turns=len(turns), calls=record["calls"], malformed=record["malformed"],
-        reward=reward, returns=reward or 0.0, rewarded=reward is not None, metrics=record["metrics"],
-        stop=Stop.ERROR if failed is not None else Stop.LENGTH if record["cut"] else Stop.ENVIRONMENT,
-        last_tokens=len(turns[-1].completion.tokens) if turns else 0, failed=failed,
-    )  # fmt: skip
+        uid,
+        recording.tracks(),
+        record["messages"],
+        record["text"],
+        turns=len(turns),
+        calls=record["calls"],
+        malformed=record["malformed"],
+        reward=reward,
+        returns=reward or 0.0,
+        rewarded=reward is not None,
+        metrics=record["metrics"],
+        stop=(
+            Stop.ERROR if failed is not None else Stop.LENGTH if record["cut"] else Stop.ENVIRONMENT
+        ),
+        last_tokens=len(turns[-1].completion.tokens) if turns else 0,
+        failed=failed,
+    )

@@ -1,9 +1,13 @@
-"""Rollouts that are ahead of training: asynchronous RL with bounded staleness. Synchronous training is the bound 0, on the same path.
+"""Rollouts that are ahead of training: asynchronous RL with bounded staleness.
 
-Step k trains groups that were sampled with the weights of step k - s or newer. The schedule is a function of the steps, not of the
-clock: what step k + s trains is begun right after update k, and in the process of the trainer it is generated to its last token before update k + 1
-changes the weights; scores may come later. So a run that was killed comes out the same, and what is hidden is the time of rewards:
-they are computed while other steps generate and train. An engine elsewhere also generates meanwhile (`drain` off).
+Synchronous training is the bound 0, on the same path.
+
+Step k trains groups that were sampled with the weights of step k - s or newer. The schedule is a
+function of the steps, not of the clock: what step k + s trains is begun right after update k, and
+in the process of the trainer it is generated to its last token before update k + 1 changes the
+weights; scores may come later. So a run that was killed comes out the same, and what is hidden is
+the time of rewards: they are computed while other steps generate and train. An engine elsewhere
+also generates meanwhile (`drain` off).
 
     s = 1:   generate 0 | generate 1 | train 0 | generate 2 | train 1 | ...
     rewards:            | of 0 ......          | of 2 ...........
@@ -38,12 +42,23 @@ class Begun:
 
 
 class Ahead:
-    """`advance`, then `take`, once per step. A part of the run: a checkpoint holds every harvest that was generated and not trained,
-    so `settle` comes before it."""
+    """`advance`, then `take`, once per step.
 
-    def __init__(self, source: Source, staleness: int = 0, last: int | None = None, *, drain: bool = True):
-        """`last`: how many steps there are. `drain`: nothing is being generated when `advance` returns, as always with bound 0."""
-        self.source, self.staleness, self.last, self.drain = source, staleness, last, drain or staleness == 0
+    A part of the run: a checkpoint holds every harvest that was generated and not trained, so
+    `settle` comes before it.
+    """
+
+    def __init__(
+        self, source: Source, staleness: int = 0, last: int | None = None, *, drain: bool = True
+    ):
+        """`last`: how many steps there are.
+
+        `drain`: nothing is being generated when `advance` returns, as always with bound 0.
+        """
+        self.source = source
+        self.staleness = staleness
+        self.last = last
+        self.drain = drain or staleness == 0
         self.begun: deque[Begun] = deque()
         self._stale: list[Group] = []
 
@@ -51,12 +66,17 @@ class Ahead:
         """Begins what this step may begin."""
         self._drop_stale(step)
         ahead = step + len(self.begun)
-        while ahead <= step + self.staleness and (ahead == step or self.last is None or ahead < self.last):
+        while ahead <= step + self.staleness and (
+            ahead == step or self.last is None or ahead < self.last
+        ):
             await self._begin(ahead, step, version)
             ahead += 1
 
     async def take(self, step: int, version: int) -> Harvest:
-        """The harvest of this step, complete. One that is cut here is begun again (bound 0), or stays."""
+        """The harvest of this step, complete.
+
+        One that is cut here is begun again (bound 0), or stays.
+        """
         entry = self.begun[0]
         assert entry.step == step, (entry.step, step)
         if entry.harvest is None:
@@ -80,7 +100,9 @@ class Ahead:
 
     async def close(self) -> None:
         """What is still under way is dropped."""
-        tasks = [entry.task for entry in self.begun if entry.task is not None and not entry.task.done()]
+        tasks = [
+            entry.task for entry in self.begun if entry.task is not None and not entry.task.done()
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -102,7 +124,9 @@ class Ahead:
             entry.task.result()  # raises what went wrong
 
     async def _cut(self, entry: Begun) -> None:
-        """The newest one was not generated to its end, or may wait for scores for ever: as if it had not begun."""
+        """The newest one was not generated to its end, or may wait for scores for ever: as if it
+        had not begun.
+        """
         assert entry.task is not None and self.begun[-1] is entry
         entry.task.cancel()
         await asyncio.gather(entry.task, return_exceptions=True)
@@ -112,15 +136,22 @@ class Ahead:
     # ---- the bound ----
 
     def _drop_stale(self, step: int) -> None:
-        """A run that goes on with a smaller bound has harvests that are too old; it begins those steps again with other rows."""
+        """A run that goes on with a smaller bound has harvests that are too old; it begins those
+        steps again with other rows.
+        """
         if any(entry.step - entry.made > self.staleness for entry in self.begun):
             self._stale += [
-                g for entry in self.begun if entry.harvest is not None for g in (*entry.harvest.groups, *entry.harvest.discarded)
+                g
+                for entry in self.begun
+                if entry.harvest is not None
+                for g in (*entry.harvest.groups, *entry.harvest.discarded)
             ]
             self.begun.clear()
 
     def _fresh(self, entry: Begun) -> Harvest:
-        """Without groups of older weights than those it was begun with: an engine that missed an update."""
+        """Without groups of older weights than those it was begun with: an engine that missed an
+        update.
+        """
         harvest = entry.harvest
         assert harvest is not None
         oldest = entry.version if harvest.oldest is None else harvest.oldest
@@ -137,16 +168,28 @@ class Ahead:
 
     def state(self) -> State:
         entries = [entry for entry in self.begun if entry.harvest is not None]
-        assert len(entries) == len(self.begun), "a checkpoint in the middle of a harvest: settle first"
-        tensors, described = {}, []
+        assert len(entries) == len(self.begun), (
+            "a checkpoint in the middle of a harvest: settle first"
+        )
+        tensors = {}
+        described = []
         for i, entry in enumerate(entries):
             harvest = entry.harvest
             assert harvest is not None and not harvest.used
-            told = {"step": entry.step, "made": entry.made, "version": entry.version, "before": entry.before, "rounds": harvest.rounds,
-                    "cancelled": harvest.cancelled, "report": harvest.report}  # fmt: skip
+            told = {
+                "step": entry.step,
+                "made": entry.made,
+                "version": entry.version,
+                "before": entry.before,
+                "rounds": harvest.rounds,
+                "cancelled": harvest.cancelled,
+                "report": harvest.report,
+            }
             for kind in KINDS:
                 saved = state_of(getattr(harvest, kind))
-                tensors.update({f"{i}/{kind}/{name}": tensor for name, tensor in saved.tensors.items()})
+                tensors.update(
+                    {f"{i}/{kind}/{name}": tensor for name, tensor in saved.tensors.items()}
+                )
                 told[kind] = saved.meta
             described.append(told)
         return State(tensors, {"begun": described})
@@ -158,9 +201,19 @@ class Ahead:
             kinds = {}
             for kind in KINDS:
                 prefix = f"{i}/{kind}/"
-                tensors = {name.removeprefix(prefix): t for name, t in state.tensors.items() if name.startswith(prefix)}
+                tensors = {
+                    name.removeprefix(prefix): t
+                    for name, t in state.tensors.items()
+                    if name.startswith(prefix)
+                }
                 kinds[kind] = groups_of(State(tensors, told[kind]), rows, "rollout buffer")
             harvest = Harvest(
-                kinds["groups"], kinds["discarded"], rounds=told["rounds"], cancelled=told["cancelled"], report=dict(told["report"])
+                kinds["groups"],
+                kinds["discarded"],
+                rounds=told["rounds"],
+                cancelled=told["cancelled"],
+                report=dict(told["report"]),
             )
-            self.begun.append(Begun(told["step"], told["made"], told["version"], told["before"], harvest))
+            self.begun.append(
+                Begun(told["step"], told["made"], told["version"], told["before"], harvest)
+            )

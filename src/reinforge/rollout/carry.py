@@ -1,8 +1,10 @@
-"""An engine that remembers what it generated for a group until the group is trained: what was cut goes on from its tokens so far.
+"""An engine that remembers what it generated for a group until the group is trained: what was cut
+goes on from its tokens so far.
 
-The rest is sampled with the weights of its own time, after the cache of the prefix was computed under them; each token keeps the
-version and the log-prob that it was sampled with. What is kept is bound to the exact prompt: an environment that answers
-otherwise the second time gets a fresh answer.
+The rest is sampled with the weights of its own time, after the cache of the prefix was computed
+under them; each token keeps the version and the log-prob that it was sampled with. What is kept is
+bound to the exact prompt: an environment that answers otherwise the second time gets a fresh
+answer.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ class Piece:
     versions: list[int] = field(default_factory=list)
     stop: Stop | None = None
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], stop: Stop | None) -> None:
+    def add(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        stop: Stop | None,
+    ) -> None:
         self.tokens += tokens
         self.logprobs += logprobs
         self.versions += versions
@@ -63,14 +71,18 @@ class Carry:
     """An `Engine`. The inner one must tell tokens as they come (`on_tokens`)."""
 
     def __init__(self, engine: Any):
-        self.engine, self.capabilities = engine, engine.capabilities
+        self.engine = engine
+        self.capabilities = engine.capabilities
         self.kept: Kept = {}
 
-    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
+    ) -> list[Completion]:
         group = pace.group()
         if group is None:  # nobody will ask for it again
             return await self.engine.generate(tokens, params, key=key, n=n)
-        requests, bound = self.kept.setdefault(group, {}), tokens_hash([list(tokens)])
+        requests = self.kept.setdefault(group, {})
+        bound = tokens_hash([list(tokens)])
         asked = requests.get(key)
         if asked is None or asked.prompt != bound:
             asked = requests[key] = Asked(bound, [Piece() for _ in range(n)])
@@ -79,7 +91,11 @@ class Carry:
             await self._drawn(tokens, params, key, pieces)
         else:
             rest = [
-                asyncio.ensure_future(self._drawn([*tokens, *p.tokens], _left(params, p), seed_of(key, i, len(p.tokens)), [p]))
+                asyncio.ensure_future(
+                    self._drawn(
+                        [*tokens, *p.tokens], _left(params, p), seed_of(key, i, len(p.tokens)), [p]
+                    )
+                )
                 for i, p in enumerate(pieces)
                 if p.stop is None
             ]
@@ -90,7 +106,9 @@ class Carry:
                     task.cancel()
         return [p.whole() for p in pieces]
 
-    async def _drawn(self, tokens: Sequence[int], params: Sampling, key: int, pieces: Sequence[Piece]) -> None:
+    async def _drawn(
+        self, tokens: Sequence[int], params: Sampling, key: int, pieces: Sequence[Piece]
+    ) -> None:
         """Lets the pieces grow to their ends. What came before a cut is in them."""
 
         def heard(i: int, new: list[int], logprobs: list[float], stop: Stop | None) -> None:
@@ -103,10 +121,18 @@ class Carry:
             self.kept.pop(group, None)
 
     def copied(self) -> Kept:
-        return {group: {key: asked.copy() for key, asked in requests.items()} for group, requests in self.kept.items()}
+        return {
+            group: {key: asked.copy() for key, asked in requests.items()}
+            for group, requests in self.kept.items()
+        }
 
     def tokens(self) -> int:
-        return sum(len(p.tokens) for requests in self.kept.values() for asked in requests.values() for p in asked.pieces)
+        return sum(
+            len(p.tokens)
+            for requests in self.kept.values()
+            for asked in requests.values()
+            for p in asked.pieces
+        )
 
     # ---- the rest of the contract ----
 
@@ -136,18 +162,34 @@ def _left(params: Sampling, piece: Piece) -> Sampling:
 def plain(kept: Kept) -> dict[str, Any]:
     """As JSON. Log-probs are float32, which JSON's numbers hold exactly."""
     return {
-        group: {str(key): [asked.prompt, *([p.tokens, p.logprobs, p.versions, None if p.stop is None else str(p.stop)] for p in asked.pieces)]
-                for key, asked in requests.items()}
+        group: {
+            str(key): [
+                asked.prompt,
+                *(
+                    [p.tokens, p.logprobs, p.versions, None if p.stop is None else str(p.stop)]
+                    for p in asked.pieces
+                ),
+            ]
+            for key, asked in requests.items()
+        }
         for group, requests in kept.items()
-    }  # fmt: skip
+    }
 
 
 def restored(saved: dict[str, Any]) -> Kept:
     return {
-        group: {int(key): Asked(prompt, [Piece(list(t), list(l), list(v), None if s is None else Stop(s)) for t, l, v, s in pieces])
-                for key, (prompt, *pieces) in requests.items()}
+        group: {
+            int(key): Asked(
+                prompt,
+                [
+                    Piece(list(t), list(l), list(v), None if s is None else Stop(s))
+                    for t, l, v, s in pieces
+                ],
+            )
+            for key, (prompt, *pieces) in requests.items()
+        }
         for group, requests in saved.items()
-    }  # fmt: skip
+    }
 
 
 __all__ = ["Carry", "Engine", "Piece", "plain", "restored"]

@@ -1,7 +1,9 @@
-"""Which rows a step takes next: rows are met in the cursor's order, and each policy says with what probability a row is taken.
+"""Which rows a step takes next: rows are met in the cursor's order, and each policy says with what
+probability a row is taken.
 
-The coin is a hash of (run seed, position), the probability a function of what was known at the step's start. So a choice is a
-function of the checkpoint, and a step that was cut chooses the same rows again.
+The coin is a hash of (run seed, position), the probability a function of what was known at the
+step's start. So a choice is a function of the checkpoint, and a step that was cut chooses the same
+rows again.
 """
 
 from __future__ import annotations
@@ -30,14 +32,19 @@ class Policy(Protocol):
 
 
 class Chooser:
-    """Without policies it is the cursor. With several, a row is taken with the product of their probabilities.
+    """Without policies it is the cursor.
 
-    It always comes to an end: when a whole epoch went by without one row taken, the coins are left out for the rest of the call
-    (every row of probability above 0 is taken), and after a second such epoch so are the policies.
+    With several, a row is taken with the product of their probabilities.
+
+    It always comes to an end: when a whole epoch went by without one row taken, the coins are left
+    out for the rest of the call (every row of probability above 0 is taken), and after a second
+    such epoch so are the policies.
     """
 
     def __init__(self, cursor: Cursor, seed: int, policies: Sequence[Policy] = ()):
-        self.cursor, self.seed, self.policies = cursor, seed, list(policies)
+        self.cursor = cursor
+        self.seed = seed
+        self.policies = list(policies)
 
     def take(self, k: int, step: int = 0) -> list[Choice]:
         first = self.cursor.taken
@@ -54,7 +61,8 @@ class Chooser:
                 continue
             missed += 1
             if missed == self.cursor.n:
-                patience, missed = patience + 1, 0
+                patience = patience + 1
+                missed = 0
         return chosen
 
     def _takes(self, row: int, position: int, step: int, sure: bool) -> bool:
@@ -66,7 +74,9 @@ class Chooser:
         return sure or coin(self.seed, position) < probability
 
     def report(self, step: int) -> dict[str, float]:
-        return {name: value for policy in self.policies for name, value in policy.report(step).items()}
+        return {
+            name: value for policy in self.policies for name, value in policy.report(step).items()
+        }
 
 
 def coin(seed: int, position: int) -> float:
@@ -75,12 +85,15 @@ def coin(seed: int, position: int) -> float:
 
 
 class Teachable:
-    """Takes a row with probability 4 p (1 - p), which is 1 at p = 1/2 and the variance of a pass/fail reward at any p, up to scale:
-    a group can teach only where its samples differ. Unknown rows are always taken; solved, hopeless and nearly so ones are looked
-    at again with probability `recheck`, since the policy moves on and forgets."""
+    """Takes a row with probability 4 p (1 - p), which is 1 at p = 1/2 and the variance of a
+    pass/fail reward at any p, up to scale: a group can teach only where its samples differ. Unknown
+    rows are always taken; solved, hopeless and nearly so ones are looked at again with probability
+    `recheck`, since the policy moves on and forgets.
+    """
 
     def __init__(self, rates: PassRates, recheck: float = 0.05):
-        self.rates, self.recheck = rates, recheck
+        self.rates = rates
+        self.recheck = recheck
 
     def weigh(self, row: int, step: int) -> float:
         status = self.rates.status(row)

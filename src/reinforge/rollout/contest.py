@@ -1,6 +1,8 @@
-"""Single-turn rollouts with an opponent: some answers are the policy's, some another sampler's, and all are scored together.
+"""Single-turn rollouts with an opponent: some answers are the policy's, some another sampler's, and
+all are scored together.
 
-Which is whose is the stream `by_reference`. Self-play has only the opponent's answers, beside the data's own (`Group.given`).
+Which is whose is the stream `by_reference`. Self-play has only the opponent's answers, beside the
+data's own (`Group.given`).
 """
 
 from __future__ import annotations
@@ -19,15 +21,22 @@ from reinforge.rollout.single import SingleTurn
 
 
 class Contest:
-    """A `Rollout`: half of the n answers of `single` are the opponent's; all of them where the data's `answers` (by row id) are given."""
+    """A `Rollout`: half of the n answers of `single` are the opponent's; all of them where the
+    data's `answers` (by row id) are given.
+    """
 
-    def __init__(self, single: SingleTurn, opponent: Engine, answers: Mapping[str, Sample] | None = None):
+    def __init__(
+        self, single: SingleTurn, opponent: Engine, answers: Mapping[str, Sample] | None = None
+    ):
         assert answers is not None or single.n % 2 == 0
-        self.single, self.opponent, self.answers = single, opponent, answers
+        self.single = single
+        self.opponent = opponent
+        self.answers = answers
 
     async def __call__(self, row: Row, group: str) -> Group:
         single = self.single
-        prompt, own = single.encode(row), 0 if self.answers is not None else single.n // 2
+        prompt = single.encode(row)
+        own = 0 if self.answers is not None else single.n // 2
         works = [(single.engine, single.purpose, own), (self.opponent, "opponent", single.n - own)]
         done: dict[int, list[Completion]] = {}
 
@@ -35,16 +44,25 @@ class Contest:
             done[place] = completions
             return False  # both are wanted
 
-        asked = [(engine, seed_of(single.seed, purpose, group), n) for engine, purpose, n in works if n]
-        await race([engine.generate(prompt, single.sampling, key=key, n=n) for engine, key, n in asked], keep)
+        asked = [
+            (engine, seed_of(single.seed, purpose, group), n) for engine, purpose, n in works if n
+        ]
+        await race(
+            [engine.generate(prompt, single.sampling, key=key, n=n) for engine, key, n in asked],
+            keep,
+        )
         pace.generated()
         completions = [c for place in sorted(done) for c in done[place]]
         made = await single.scored(row, group, prompt, completions)
         samples = [with_stream(s, OPPONENT, float(i >= own)) for i, s in enumerate(made.samples)]
-        return replace(made, samples=samples, given=None if self.answers is None else self._given(row, group))
+        return replace(
+            made, samples=samples, given=None if self.answers is None else self._given(row, group)
+        )
 
     def _given(self, row: Row, group: str) -> Sample:
         """The data's answer as an answer of this group: the prompt is shared with the others."""
         assert self.answers is not None
         uid = f"{group}#given"
-        return with_stream(self.answers[row.id].with_(uid=uid, group=group, episode=uid, reward=0.0), OPPONENT, 0.0)
+        return with_stream(
+            self.answers[row.id].with_(uid=uid, group=group, episode=uid, reward=0.0), OPPONENT, 0.0
+        )

@@ -1,4 +1,6 @@
-"""Easy rows first: in step t only rows up to a quantile of difficulty are taken, and the quantile grows linearly with t."""
+"""Easy rows first: in step t only rows up to a quantile of difficulty are taken, and the quantile
+grows linearly with t.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from reinforge.rollout.passrate import PassRates
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """q(t) = start + (end - start) * min(1, t / steps); at least the `least` easiest rows are always allowed."""
+    """q(t) = start + (end - start) * min(1, t / steps); at least the `least` easiest rows are
+    always allowed.
+    """
 
     start: float
     end: float
@@ -27,7 +31,9 @@ class Ramp:
         return self.start + (self.end - self.start) * min(1.0, step / self.steps)
 
     def limit(self, difficulty: Tensor, step: int) -> float:
-        """The largest difficulty allowed in this step, ties included; no limit where there is nothing to compare."""
+        """The largest difficulty allowed in this step, ties included; no limit where there is
+        nothing to compare.
+        """
         n = len(difficulty)
         if not n:
             return math.inf
@@ -40,10 +46,24 @@ def difficulties(rows: Sequence[Row], column: str) -> list[float]:
     out = []
     for row in rows:
         value = row.columns.get(column)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            found = f"is {value!r}" if column in row.columns else f"is missing (columns: {', '.join(row.columns)})"
-            raise InputError(f"{column} {found}, and a curriculum needs a number.", where=f"sampling.curriculum.column, row {row.id}",
-                             fix="Name a column that holds a number in every row, or leave it out to learn the difficulty.")  # fmt: skip
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            found = (
+                f"is {value!r}"
+                if column in row.columns
+                else f"is missing (columns: {', '.join(row.columns)})"
+            )
+            raise InputError(
+                f"{column} {found}, and a curriculum needs a number.",
+                where=f"sampling.curriculum.column, row {row.id}",
+                fix=(
+                    "Name a column that holds a number in every row, or leave it out to learn the"
+                    " difficulty."
+                ),
+            )
         out.append(float(value))
     return out
 
@@ -52,7 +72,8 @@ class Declared:
     """Difficulty is a column of the data."""
 
     def __init__(self, difficulty: Sequence[float], ramp: Ramp):
-        self.difficulty, self.ramp = torch.tensor(difficulty, dtype=torch.float64), ramp
+        self.difficulty = torch.tensor(difficulty, dtype=torch.float64)
+        self.ramp = ramp
         self._limit = (-1, 0.0)  # (step, limit): sorted once a step
 
     def limit(self, step: int) -> float:
@@ -64,15 +85,21 @@ class Declared:
         return float(self.difficulty[row] <= self.limit(step))
 
     def report(self, step: int) -> dict[str, float]:
-        return {"sampling/quantile": self.ramp.quantile(step), "sampling/difficulty_limit": self.limit(step)}
+        return {
+            "sampling/quantile": self.ramp.quantile(step),
+            "sampling/difficulty_limit": self.limit(step),
+        }
 
 
 class Learned:
-    """Difficulty is 1 - the estimated pass rate, and the quantile is one of the known rows. Unknown rows are always allowed:
-    otherwise they would never become known."""
+    """Difficulty is 1 - the estimated pass rate, and the quantile is one of the known rows.
+
+    Unknown rows are always allowed: otherwise they would never become known.
+    """
 
     def __init__(self, rates: PassRates, ramp: Ramp):
-        self.rates, self.ramp = rates, ramp
+        self.rates = rates
+        self.ramp = ramp
         self._limit = (-1, 0.0)
 
     def limit(self, step: int) -> float:
@@ -82,8 +109,14 @@ class Learned:
 
     def weigh(self, row: int, step: int) -> float:
         rate = self.rates.rate(row)
-        return 1.0 if rate is None or self.rates.status(row) == "unknown" else float(1 - rate <= self.limit(step))
+        return (
+            1.0
+            if rate is None or self.rates.status(row) == "unknown"
+            else float(1 - rate <= self.limit(step))
+        )
 
     def report(self, step: int) -> dict[str, float]:
         limit = self.limit(step)
-        return {"sampling/quantile": self.ramp.quantile(step)} | ({"sampling/difficulty_limit": limit} if math.isfinite(limit) else {})
+        return {"sampling/quantile": self.ramp.quantile(step)} | (
+            {"sampling/difficulty_limit": limit} if math.isfinite(limit) else {}
+        )

@@ -12,8 +12,10 @@ from reinforge.core.seeds import seed_of
 
 @dataclass
 class Demonstrated:
-    """With probability `share` a prompt is answered by the policy, otherwise by the answer in the data. The coin is a function of
-    the run's seed and the group, so a step that is done again draws the same."""
+    """With probability `share` a prompt is answered by the policy, otherwise by the answer in the
+    data. The coin is a function of the run's seed and the group, so a step that is done again draws
+    the same.
+    """
 
     rollout: Rollout
     answers: Mapping[str, Sample]  # by row id
@@ -25,5 +27,7 @@ class Demonstrated:
             return await self.rollout(row, group)
         uid = f"{group}#0"
         return Group(
-            row, [self.answers[row.id].with_(uid=uid, group=group, episode=uid, reward=0.0)], [str(row.columns.get("completion", ""))]
+            row,
+            [self.answers[row.id].with_(uid=uid, group=group, episode=uid, reward=0.0)],
+            [str(row.columns.get("completion", ""))],
         )

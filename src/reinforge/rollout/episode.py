@@ -1,6 +1,7 @@
 """One episode: turns of a model and of an environment, until one of them is done.
 
-The context is the exact ids so far; only what the environment says is tokenised. Trained are the sampled ids and nothing else.
+The context is the exact ids so far; only what the environment says is tokenised. Trained are the
+sampled ids and nothing else.
 """
 
 from __future__ import annotations
@@ -62,8 +63,17 @@ class Track:
             token_rewards = torch.zeros(len(self.tokens))
             for position, reward in self.rewards.items():
                 token_rewards[position] += weight * reward
-        return Sample(uid=uid, group=group, episode=episode, tokens=ints(self.tokens), trained=versions >= 0, logprobs=floats(self.logprobs),
-                      versions=versions, token_rewards=token_rewards, **more)  # fmt: skip
+        return Sample(
+            uid=uid,
+            group=group,
+            episode=episode,
+            tokens=ints(self.tokens),
+            trained=versions >= 0,
+            logprobs=floats(self.logprobs),
+            versions=versions,
+            token_rewards=token_rewards,
+            **more,
+        )
 
 
 @dataclass
@@ -71,7 +81,8 @@ class Episode:
     """What happened. Functions that compare the episodes of a prompt see these."""
 
     uid: str
-    tracks: list[Track] = field(default_factory=list)  # more than one where the chat template rewrote history
+    # more than one where the chat template rewrote history
+    tracks: list[Track] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)  # the whole conversation
     text: str = ""  # the model's last turn
     turns: int = 0
@@ -88,14 +99,23 @@ class Episode:
     @property
     def sampled(self) -> list[int]:
         """All ids that the model sampled."""
-        return [t for track in self.tracks for t, v in zip(track.tokens, track.versions, strict=True) if v >= 0]
+        return [
+            t
+            for track in self.tracks
+            for t, v in zip(track.tokens, track.versions, strict=True)
+            if v >= 0
+        ]
 
 
 async def opening(dialogue: Dialogue, talk: Talk, world: World) -> list[int]:
-    """The environment's first words as the ids of the first prompt, with the tools where there are some."""
+    """The environment's first words as the ids of the first prompt, with the tools where there are
+    some.
+    """
     given = await world.reset()
     first = talk.opened(given)
-    return list(dialogue.begin(first.messages, first.tools) if given.tokens is None else given.tokens)
+    return list(
+        dialogue.begin(first.messages, first.tools) if given.tokens is None else given.tokens
+    )
 
 
 @dataclass
@@ -114,8 +134,13 @@ class Player:
 
     async def play(self, row: Row, group: str, uid: str, sampling: Sampling) -> Episode:
         episode = Episode(uid)
-        world = World(self.make, row, seed_of(self.seed, self.purpose, group, "env"), turn_seconds=self.limits.turn_seconds,
-                      record=self.journal.find_episode(uid))  # fmt: skip
+        world = World(
+            self.make,
+            row,
+            seed_of(self.seed, self.purpose, group, "env"),
+            turn_seconds=self.limits.turn_seconds,
+            record=self.journal.find_episode(uid),
+        )
         phase = ["reset"]
         try:
             async with asyncio.timeout(self.limits.episode_seconds) as limit:
@@ -123,11 +148,18 @@ class Player:
         except TimeoutError:
             if not limit.expired():
                 raise
-            episode.failed = Failed("timeout", f"turn {episode.turns}: the episode took more than {self.limits.episode_seconds:g} s")
+            episode.failed = Failed(
+                "timeout",
+                f"turn {episode.turns}: the episode took more than"
+                f" {self.limits.episode_seconds:g} s",
+            )
         except Failed as failed:
             if failed.kind in ("error", "sandbox") and self.on_error == "raise":
-                raise InputError(f"the environment failed: {failed.why}.", where=f"row {row.id}",
-                                 fix="Fix it, or set env.on_error=unscored to go on without such episodes.") from failed.__cause__  # fmt: skip
+                raise InputError(
+                    f"the environment failed: {failed.why}.",
+                    where=f"row {row.id}",
+                    fix="Fix it, or set env.on_error=unscored to go on without such episodes.",
+                ) from failed.__cause__
             episode.failed = failed
         finally:
             await asyncio.shield(self._close(world))
@@ -146,7 +178,9 @@ class Player:
         except Exception:
             return
 
-    async def _turns(self, row: Row, episode: Episode, world: World, sampling: Sampling, phase: list[str]) -> None:
+    async def _turns(
+        self, row: Row, episode: Episode, world: World, sampling: Sampling, phase: list[str]
+    ) -> None:
         dialogue = Dialogue(self.renderer, f"row {row.id}")
         track = Track()
         track.give(await opening(dialogue, self.talk, world))
@@ -159,7 +193,9 @@ class Player:
                 break  # the conversation is full
             params = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
             [completion] = await self.engine.generate(
-                track.tokens, params, key=seed_of(self.seed, self.purpose, episode.uid, episode.turns)
+                track.tokens,
+                params,
+                key=seed_of(self.seed, self.purpose, episode.uid, episode.turns),
             )
             track.take(completion)
             phase[0] = "step"
@@ -168,7 +204,11 @@ class Player:
             episode.messages = [*dialogue.messages, answer]
             self._count(episode, track, action, step)
             if step.done or action.last:
-                episode.stop = Stop.LENGTH if completion.stop is Stop.LENGTH or step.truncated or not step.done else Stop.ENVIRONMENT
+                episode.stop = (
+                    Stop.LENGTH
+                    if completion.stop is Stop.LENGTH or step.truncated or not step.done
+                    else Stop.ENVIRONMENT
+                )
                 return
             assert step.observation is not None
             added = self._added(dialogue, track, completion, answer, step.observation)
@@ -179,18 +219,33 @@ class Player:
             track.give(added.ids)
         episode.stop = Stop.LENGTH
         if not episode.turns:
-            raise Failed("length", f"the first prompt has {len(track.tokens)} tokens and leaves no room below {self.limits.max_tokens}")
+            raise Failed(
+                "length",
+                f"the first prompt has {len(track.tokens)} tokens and leaves no room below"
+                f" {self.limits.max_tokens}",
+            )
         if not any(v >= 0 for v in track.versions):
             episode.tracks.pop()  # it was begun again and nothing was said
 
-    def _added(self, dialogue: Dialogue, track: Track, completion: Completion, answer: Message, heard: Observation) -> Added:
+    def _added(
+        self,
+        dialogue: Dialogue,
+        track: Track,
+        completion: Completion,
+        answer: Message,
+        heard: Observation,
+    ) -> Added:
         """What the context gets before the next turn."""
         if heard.tokens is None:
             return dialogue.go_on(completion.tokens, answer, self.talk.heard(heard.messages))
         known = len(track.tokens)
         goes_on = heard.tokens[:known] == track.tokens
         new = heard.tokens[known:] if goes_on else heard.tokens
-        dialogue.messages = [*dialogue.messages, answer, {"role": "user", "content": self.renderer.decode(new)}]
+        dialogue.messages = [
+            *dialogue.messages,
+            answer,
+            {"role": "user", "content": self.renderer.decode(new)},
+        ]
         return Added(new, fresh=not goes_on)
 
     def _action(self, completion: Completion, episode: Episode) -> tuple[Action, Message]:
@@ -199,24 +254,48 @@ class Player:
         parsed = self.talk.read(self._spelled(completion)) if self.talk.reads else Parsed(text)
         if parsed.thinking is not None:
             text = parsed.content  # the answer alone
-        calls = [replace(call, id=call.id or _id(episode.uid, episode.turns, k)) for k, call in enumerate(parsed.calls)]
-        turn, most = episode.turns, self.limits.max_turns
+        calls = [
+            replace(call, id=call.id or _id(episode.uid, episode.turns, k))
+            for k, call in enumerate(parsed.calls)
+        ]
+        turn = episode.turns
+        most = self.limits.max_turns
         action = Action(
-            text, list(completion.tokens), parsed.content if calls or parsed.errors else text, calls, parsed.errors, turn=turn,
-            last=most is not None and turn + 1 >= most, stop=completion.stop,
-            seed=seed_of(self.seed, self.purpose, episode.uid, turn, "env"), deadline=deadline(self.limits.turn_seconds), thinking=parsed.thinking or "",
-        )  # fmt: skip
-        episode.text, episode.turns, episode.last_tokens = text, turn + 1, len(completion.tokens)
+            text,
+            list(completion.tokens),
+            parsed.content if calls or parsed.errors else text,
+            calls,
+            parsed.errors,
+            turn=turn,
+            last=most is not None and turn + 1 >= most,
+            stop=completion.stop,
+            seed=seed_of(self.seed, self.purpose, episode.uid, turn, "env"),
+            deadline=deadline(self.limits.turn_seconds),
+            thinking=parsed.thinking or "",
+        )
+        episode.text = text
+        episode.turns = turn + 1
+        episode.last_tokens = len(completion.tokens)
         episode.calls += len(calls)
         episode.malformed += len(parsed.errors)
         return action, self.talk.said(text, action)
 
     def _spelled(self, completion: Completion) -> str:
-        """The text with control tokens, which some formats write calls with, but without the one that ended it."""
+        """The text with control tokens, which some formats write calls with, but without the one
+        that ended it.
+        """
         tokens = completion.tokens
-        ended = completion.stop is Stop.EOS and tokens and tokens[-1] in self.renderer.template.special_ids
+        ended = (
+            completion.stop is Stop.EOS
+            and tokens
+            and tokens[-1] in self.renderer.template.special_ids
+        )
         return str(
-            self.renderer.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self.renderer.tokenizer.decode(
+                tokens[:-1] if ended else tokens,
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
+            )
         )
 
     @staticmethod
@@ -235,7 +314,8 @@ class Player:
 
 def _id(uid: str, turn: int, k: int) -> str:
     """Nine letters and digits, as the strictest template wants them."""
-    number, out = seed_of(uid, turn, k, "call"), ""
+    number = seed_of(uid, turn, k, "call")
+    out = ""
     for _ in range(9):
         number, digit = divmod(number, 36)
         out += "0123456789abcdefghijklmnopqrstuvwxyz"[digit]

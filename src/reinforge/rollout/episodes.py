@@ -1,4 +1,6 @@
-"""Multi-turn rollouts: n episodes of an environment for one prompt, played at once and scored as a group."""
+"""Multi-turn rollouts: n episodes of an environment for one prompt, played at once and scored as a
+group.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +23,49 @@ from reinforge.rollout.journal import Scores, tokens_hash
 from reinforge.rollout.race import race
 from reinforge.rollout.scoring import Components, Scorer
 
-ENV, COMPARE = "env", "compare"  # names of reward components
+# names of reward components
+ENV = "env"
+COMPARE = "compare"
 TOLD = 3  # failures that are told; the rest is counted
 Compare = Callable[[Row, Sequence[Episode]], Any]  # -> one number or None per episode
 
 
 class Episodes:
-    """A `Rollout`: (row, group id) -> Group. Every episode is one sample, or several rows of one episode where the chat template
-    rewrites history. `concurrent` bounds the episodes that run at the same time.
+    """A `Rollout`: (row, group id) -> Group. Every episode is one sample, or several rows of one
+    episode where the chat template rewrites history. `concurrent` bounds the episodes that run at
+    the same time.
 
-    The reward of an episode is the environment's last reward (component `env`, weight `scorer.weights["env"]`) plus the rewards of
-    the config on the final text; they may ask for the column `transcript`, the whole conversation. What the environment gave in
-    earlier turns are token rewards at the last token of the turn. `compare` sees all episodes of a prompt and adds a component of
-    its own. An episode that failed is unscored.
+    The reward of an episode is the environment's last reward (component `env`, weight
+    `scorer.weights["env"]`) plus the rewards of the config on the final text; they may ask for the
+    column `transcript`, the whole conversation. What the environment gave in earlier turns are
+    token rewards at the last token of the turn. `compare` sees all episodes of a prompt and adds a
+    component of its own. An episode that failed is unscored.
     """
 
-    def __init__(self, player: Player | AgentPlayer, scorer: Scorer, sampling: Sampling, *, n: int, concurrent: int = 256, compare: Compare | None = None,
-                 greedy_baseline: bool = False, tell: Callable[[str], None] | None = None, component: str = ENV):  # fmt: skip
-        self.player, self.scorer, self.sampling, self.n = player, scorer, sampling, n
-        self.concurrent, self.compare, self.greedy_baseline = concurrent, compare, greedy_baseline
+    def __init__(
+        self,
+        player: Player | AgentPlayer,
+        scorer: Scorer,
+        sampling: Sampling,
+        *,
+        n: int,
+        concurrent: int = 256,
+        compare: Compare | None = None,
+        greedy_baseline: bool = False,
+        tell: Callable[[str], None] | None = None,
+        component: str = ENV,
+    ):
+        self.player = player
+        self.scorer = scorer
+        self.sampling = sampling
+        self.n = n
+        self.concurrent = concurrent
+        self.compare = compare
+        self.greedy_baseline = greedy_baseline
         self.component = component  # the name of the player's own reward, and of its metrics
         self.tell = tell  # hears why the first episodes failed
-        self.counts: Counter[str] = Counter()  # since the beginning: episodes, failures by kind, rows that rewriting added
+        # since the beginning: episodes, failures by kind, rows that rewriting added
+        self.counts: Counter[str] = Counter()
         self.errors: list[str] = []  # why episodes failed, for the log
         self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
@@ -55,19 +78,30 @@ class Episodes:
 
         works = [self._play(row, group, f"{group}#{i}", self.sampling) for i in range(self.n)]
         if self.greedy_baseline:
-            works.append(self._play(row, group, f"{group}#greedy", replace(self.sampling, temperature=0.0)))
+            works.append(
+                self._play(row, group, f"{group}#greedy", replace(self.sampling, temperature=0.0))
+            )
         await race(works, keep)
         pace.generated()
         episodes = [done[i] for i in range(self.n)]
         samples, texts = await self._group(row, group, episodes)
         extra = 0
         if self.greedy_baseline:
-            greedy, extra = await self._group(row, f"{group}#greedy", [done[self.n]]), len(done[self.n].sampled)
+            greedy = await self._group(row, f"{group}#greedy", [done[self.n]])
+            extra = len(done[self.n].sampled)
             baseline = greedy[0][0].reward
             samples = [s.with_(baseline=baseline) for s in samples]
         faults, why = self._faults(group, [*done.values()])
-        return Group(row, samples, texts, extra_tokens=extra, faults=faults, metrics=self._metrics(episodes),
-                     transcripts={e.uid: e.messages for e in episodes}, why=why)  # fmt: skip
+        return Group(
+            row,
+            samples,
+            texts,
+            extra_tokens=extra,
+            faults=faults,
+            metrics=self._metrics(episodes),
+            transcripts={e.uid: e.messages for e in episodes},
+            why=why,
+        )
 
     async def _play(self, row: Row, group: str, uid: str, sampling: Sampling) -> Episode:
         async with self._room():
@@ -90,12 +124,16 @@ class Episodes:
 
     # ---- rewards ----
 
-    async def _group(self, row: Row, group: str, episodes: Sequence[Episode]) -> tuple[list[Sample], list[str]]:
+    async def _group(
+        self, row: Row, group: str, episodes: Sequence[Episode]
+    ) -> tuple[list[Sample], list[str]]:
         """The samples of all episodes, scored, and a text for each."""
         scored = [e for e in episodes if e.failed is None]
         rows = [Row(row.id, row.prompt, {**row.columns, "transcript": e.messages}) for e in scored]
         tokens = [e.sampled for e in scored]
-        scores = await self.scorer.score(rows, group, tokens, [e.text for e in scored]) if scored else {}
+        scores = (
+            await self.scorer.score(rows, group, tokens, [e.text for e in scored]) if scored else {}
+        )
         if self.compare is not None and scored:
             scores = {**scores, COMPARE: await self._compared(row, group, scored, tokens)}
         samples: list[Sample] = []
@@ -105,45 +143,85 @@ class Episodes:
             for k, track in enumerate(episode.tracks or [self._empty()]):
                 uid = episode.uid if k == 0 else f"{episode.uid}.{k}"
                 weight = self.scorer.weights.get(self.component, 1.0)
-                samples.append(track.sample(uid, group, episode.uid, weight, rewards=components, reward=reward, stop=episode.stop))
+                samples.append(
+                    track.sample(
+                        uid,
+                        group,
+                        episode.uid,
+                        weight,
+                        rewards=components,
+                        reward=reward,
+                        stop=episode.stop,
+                    )
+                )
                 texts.append(self.player.renderer.decode(track.tokens[track.prompt :]))
         return samples, texts
 
     def _empty(self) -> Track:
         """The row of an episode that never began: one token, nothing to train."""
-        track, tokenizer = Track(), self.player.renderer.tokenizer
-        track.give([next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), 0)])
+        track = Track()
+        tokenizer = self.player.renderer.tokenizer
+        track.give(
+            [
+                next(
+                    (i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None),
+                    0,
+                )
+            ]
+        )
         return track
 
-    def _total(self, episode: Episode, scored: Sequence[Episode], scores: Scores) -> tuple[Components, float | None]:
+    def _total(
+        self, episode: Episode, scored: Sequence[Episode], scores: Scores
+    ) -> tuple[Components, float | None]:
         if episode.failed is not None:
             return {name: None for name in (self.component, *scores)}, None
         i = next(k for k, e in enumerate(scored) if e is episode)
         components: Components = {name: values[i] for name, values in scores.items()}
         if self.component in self.scorer.weights:
-            alone = self.component == ENV and not components  # an agent that gives no reward was not scored by it
-            silent = 0.0 if episode.rewarded or alone else None  # it had nothing to add, or alone decides: that is 0
-            components = {self.component: silent if episode.reward is None else episode.reward, **components}
+            # an agent that gives no reward was not scored by it
+            alone = self.component == ENV and not components
+            # it had nothing to add, or alone decides: that is 0
+            silent = 0.0 if episode.rewarded or alone else None
+            components = {
+                self.component: silent if episode.reward is None else episode.reward,
+                **components,
+            }
         return self.scorer.total(components, episode.last_tokens)
 
-    async def _compared(self, row: Row, group: str, episodes: Sequence[Episode], tokens: list[list[int]]) -> list[float | None]:
+    async def _compared(
+        self, row: Row, group: str, episodes: Sequence[Episode], tokens: list[list[int]]
+    ) -> list[float | None]:
         """Journalled: the function is the user's, and may not answer the same again."""
         assert self.compare is not None
-        name, bound = f"{group}#{COMPARE}", tokens_hash(tokens)
+        name = f"{group}#{COMPARE}"
+        bound = tokens_hash(tokens)
         known = self.scorer.journal.find(name, bound)
         if known is not None:
             return known[COMPARE]
-        given = self.compare(row, episodes) if inspect.iscoroutinefunction(self.compare) else in_thread(self.compare, row, episodes)
+        given = (
+            self.compare(row, episodes)
+            if inspect.iscoroutinefunction(self.compare)
+            else in_thread(self.compare, row, episodes)
+        )
         found = await given
         if not isinstance(found, list | tuple) or len(found) != len(episodes):
-            raise InputError(f"compare returned {type(found).__name__} for {len(episodes)} episodes.", where="env.compare",
-                             fix="Return a list with one number or None per episode.")  # fmt: skip
+            raise InputError(
+                f"compare returned {type(found).__name__} for {len(episodes)} episodes.",
+                where="env.compare",
+                fix="Return a list with one number or None per episode.",
+            )
         values = [None if v is None else float(v) for v in found]
         self.scorer.journal.write(name, bound, {COMPARE: values})
         return values
 
-    def _faults(self, group: str, episodes: Sequence[Episode]) -> tuple[dict[str, int], dict[str, str]]:
-        """What went wrong with the scores and with the episodes. Rows beyond the first are an agent's own doing."""
+    def _faults(
+        self, group: str, episodes: Sequence[Episode]
+    ) -> tuple[dict[str, int], dict[str, str]]:
+        """What went wrong with the scores and with the episodes.
+
+        Rows beyond the first are an agent's own doing.
+        """
         counts = Counter(self.scorer.faults(group)) + Counter(self.scorer.faults(f"{group}#greedy"))
         why = {**self.scorer.why(f"{group}#greedy"), **self.scorer.why(group)}
         for e in episodes:
@@ -163,10 +241,13 @@ class Episodes:
 
         fine = [e for e in episodes if e.failed is None]
         out = {
-            f"{self.component}/turns": mean([e.turns for e in episodes]), f"{self.component}/failed": mean([e.failed is not None for e in episodes]),
-            f"{self.component}/timeouts": mean([e.failed is not None and e.failed.kind == "timeout" for e in episodes]),
+            f"{self.component}/turns": mean([e.turns for e in episodes]),
+            f"{self.component}/failed": mean([e.failed is not None for e in episodes]),
+            f"{self.component}/timeouts": mean(
+                [e.failed is not None and e.failed.kind == "timeout" for e in episodes]
+            ),
             f"{self.component}/rewritten": mean([max(0, len(e.tracks) - 1) for e in episodes]),
-        }  # fmt: skip
+        }
         if fine:
             out[f"{self.component}/return"] = mean([e.returns for e in fine])
         if any(e.calls or e.malformed for e in episodes):
@@ -175,5 +256,7 @@ class Episodes:
                 f"{self.component}/malformed_calls": mean([e.malformed for e in episodes]),
             }
         for name in sorted({name for e in fine for name in e.metrics}):
-            out[f"{self.component}/{name}"] = mean([e.metrics[name] for e in fine if name in e.metrics])
+            out[f"{self.component}/{name}"] = mean(
+                [e.metrics[name] for e in fine if name in e.metrics]
+            )
         return out

@@ -1,8 +1,9 @@
 """What depends on the clock or on the outside world is written down before it is used.
 
-A judge or a user's function may answer differently when asked again, and which of many rollouts is done first may change. A step
-that was cut and is done again reads the answers here, so it trains on the same groups with the same rewards. Scores are bound to
-the exact tokens that were scored, a choice to the groups it was made among, an environment's answers to the actions they follow.
+A judge or a user's function may answer differently when asked again, and which of many rollouts is
+done first may change. A step that was cut and is done again reads the answers here, so it trains on
+the same groups with the same rewards. Scores are bound to the exact tokens that were scored, a
+choice to the groups it was made among, an environment's answers to the actions they follow.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ def tokens_hash(completions: Sequence[Sequence[int]]) -> str:
 
 
 class Journal:
-    """Append-only JSONL of (group, tokens hash, scores), of (submitted groups, those that were done first), and of episodes. Without
-    a path it remembers nothing."""
+    """Append-only JSONL of (group, tokens hash, scores), of (submitted groups, those that were done
+    first), and of episodes. Without a path it remembers nothing.
+    """
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -30,7 +32,8 @@ class Journal:
         self._faults: dict[tuple[str, str], dict[str, int]] = {}
         self._choices: dict[tuple[str, ...], list[str]] = {}
         self._episodes: dict[str, dict[str, Any]] = {}
-        self._torn = False  # the file ends in the middle of a line, which the next entry must not continue
+        # the file ends in the middle of a line, which the next entry must not continue
+        self._torn = False
         if path is not None and path.exists():
             text = path.read_text()
             self._torn = not text.endswith("\n")
@@ -54,12 +57,22 @@ class Journal:
         """Which of the scores were missing, and why: timeouts and crashes happened only once."""
         return dict(self._faults.get((group, tokens), {}))
 
-    def write(self, group: str, tokens: str, scores: Scores, faults: Mapping[str, int] | None = None) -> None:
+    def write(
+        self, group: str, tokens: str, scores: Scores, faults: Mapping[str, int] | None = None
+    ) -> None:
         if self.path is None or not scores:
             return
         self._entries[group, tokens] = scores
         self._faults[group, tokens] = dict(faults or {})
-        self._append(self.path, {"group": group, "tokens": tokens, "scores": scores, **({"faults": faults} if faults else {})})
+        self._append(
+            self.path,
+            {
+                "group": group,
+                "tokens": tokens,
+                "scores": scores,
+                **({"faults": faults} if faults else {}),
+            },
+        )
 
     def find_choice(self, submitted: Sequence[str]) -> list[str] | None:
         """Which of these groups a step took before it was cut."""

@@ -1,4 +1,5 @@
-"""One agent's line to the model: requests in, answers out, and everything that was sampled on record.
+"""One agent's line to the model: requests in, answers out, and everything that was sampled on
+record.
 
 A conversation that goes on keeps its ids; only new messages are tokenised (data/dialogue.py).
 """
@@ -28,11 +29,15 @@ from reinforge.rollout.recording import Recording, Turn
 
 
 class Refused(Exception):
-    """The request cannot be answered, and asking again will not help. The agent hears it as status 400."""
+    """The request cannot be answered, and asking again will not help.
+
+    The agent hears it as status 400.
+    """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,10 @@ class Said:
 class Model:
     """What answers, and within which limits.
 
-    Draws depend on (seed, purpose, sample uid, prompt ids, how often that prompt came before) and nothing else: calls that an
-    agent makes at the same time get the same answers in whatever order they arrive."""
+    Draws depend on (seed, purpose, sample uid, prompt ids, how often that prompt came before) and
+    nothing else: calls that an agent makes at the same time get the same answers in whatever order
+    they arrive.
+    """
 
     engine: Engine
     renderer: Renderer
@@ -76,13 +83,19 @@ class Model:
 
 
 class Line:
-    """One agent's connection to the model: one per episode. It answers until the episode is over."""
+    """One agent's connection to the model: one per episode.
+
+    It answers until the episode is over.
+    """
 
     def __init__(self, model: Model, row: Row, uid: str, sampling: Sampling):
-        self.model, self.uid, self.sampling = model, uid, sampling
+        self.model = model
+        self.uid = uid
+        self.sampling = sampling
         self.where = f"row {row.id}"
         self.recording = Recording()
-        self.counts: Counter[str] = Counter()  # calls, malformed tool calls, overridden temperatures
+        # calls, malformed tool calls, overridden temperatures
+        self.counts: Counter[str] = Counter()
         self.last: Said | None = None
         self.cut = False  # our limit ended the newest answer
         self.full = False  # a request was refused because there was no room for an answer
@@ -92,8 +105,13 @@ class Line:
         self._streams: dict[str, set[int]] = {}  # of random numbers: those in use, by prompt
         self._promised = 0  # answers that were given or are on their way
 
-    async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: Asked) -> tuple[list[int], list[Said]]:
-        """Prompt ids and answers. `messages` have text as content, and arguments of tool calls as objects."""
+    async def chat(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: Asked
+    ) -> tuple[list[int], list[Said]]:
+        """Prompt ids and answers.
+
+        `messages` have text as content, and arguments of tool calls as objects.
+        """
         return await self._held(self._chat(messages, tools, asked))
 
     async def complete(self, prompt: str | list[int], asked: Asked) -> tuple[list[int], list[Said]]:
@@ -123,15 +141,20 @@ class Line:
 
     # ---- conversations ----
 
-    async def _chat(self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: Asked) -> tuple[list[int], list[Said]]:
+    async def _chat(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: Asked
+    ) -> tuple[list[int], list[Said]]:
         talk = self.model.talk
         parent = self.recording.continued(messages, tools)
         if parent is not None:
             assert parent.dialogue is not None
             dialogue = copy.copy(parent.dialogue)
             new = talk.heard(named(messages)[len(parent.messages) :])
-            added = dialogue.go_on(parent.completion.tokens, parent.answer, [self._written(m) for m in new])
-            parent, given = None if added.fresh else parent, added.ids
+            added = dialogue.go_on(
+                parent.completion.tokens, parent.answer, [self._written(m) for m in new]
+            )
+            parent = None if added.fresh else parent
+            given = added.ids
         else:
             dialogue = Dialogue(self.model.renderer, self.where)
             first = talk.opened(Observation([self._written(m) for m in named(messages)], tools))
@@ -142,19 +165,43 @@ class Line:
             heard = self._read(completion, asked, bool(tools))
             said.append(heard)
             action = Action(
-                heard.text, list(completion.tokens), heard.content, calls=heard.calls, errors=heard.errors, thinking=heard.thinking
+                heard.text,
+                list(completion.tokens),
+                heard.content,
+                calls=heard.calls,
+                errors=heard.errors,
+                thinking=heard.thinking,
             )
             answer = talk.said(heard.text, action)
-            self._keep(Turn(parent, given, completion, dialogue, [*messages, as_message(heard)], tools, answer), heard)
+            self._keep(
+                Turn(
+                    parent,
+                    given,
+                    completion,
+                    dialogue,
+                    [*messages, as_message(heard)],
+                    tools,
+                    answer,
+                ),
+                heard,
+            )
         return prompt, said
 
-    async def _complete(self, prompt: str | list[int], asked: Asked) -> tuple[list[int], list[Said]]:
-        """Text that continues an earlier answer keeps its ids; the rest is encoded as its author wrote it."""
+    async def _complete(
+        self, prompt: str | list[int], asked: Asked
+    ) -> tuple[list[int], list[Said]]:
+        """Text that continues an earlier answer keeps its ids; the rest is encoded as its author
+        wrote it.
+        """
         renderer = self.model.renderer
         if isinstance(prompt, str):
             parent = self.recording.text_prefix(prompt)
             rest = prompt[len(parent.text or "") :] if parent is not None else prompt
-            given = list(renderer.tokenizer(rest, add_special_tokens=False, split_special_tokens=False, verbose=False)["input_ids"])
+            given = list(
+                renderer.tokenizer(
+                    rest, add_special_tokens=False, split_special_tokens=False, verbose=False
+                )["input_ids"]
+            )
             given = renderer.bos + given if parent is None and given[:1] != renderer.bos else given
         else:
             parent = self.recording.prefix(prompt)
@@ -166,8 +213,19 @@ class Line:
         for completion in await self._generate(ids, asked):
             heard = Said(completion, text := self._visible(completion, asked), text)
             said.append(heard)
-            open_end = isinstance(prompt, str) and completion.tokens[-1] not in renderer.template.special_ids
-            self._keep(Turn(parent, given, completion, text=f"{prompt}{renderer.decode(completion.tokens)}" if open_end else None), heard)
+            open_end = (
+                isinstance(prompt, str)
+                and completion.tokens[-1] not in renderer.template.special_ids
+            )
+            self._keep(
+                Turn(
+                    parent,
+                    given,
+                    completion,
+                    text=f"{prompt}{renderer.decode(completion.tokens)}" if open_end else None,
+                ),
+                heard,
+            )
         return ids, said
 
     def _keep(self, turn: Turn, heard: Said) -> None:
@@ -177,67 +235,113 @@ class Line:
         self.counts["malformed"] += len(heard.errors)
 
     def _written(self, message: Message) -> Message:
-        """Tool calls of the agent's own making, for a template without a place for them, or that wants arguments as text."""
+        """Tool calls of the agent's own making, for a template without a place for them, or that
+        wants arguments as text.
+        """
         talk = self.model.talk
         if not message.get("tool_calls") or talk.format is None:
             return message
-        calls = [Call(c["function"]["name"], c["function"].get("arguments") or {}, str(c.get("id") or "")) for c in message["tool_calls"]]
+        calls = [
+            Call(
+                c["function"]["name"], c["function"].get("arguments") or {}, str(c.get("id") or "")
+            )
+            for c in message["tool_calls"]
+        ]
         if talk.native:
             return talk.said("", Action("", [], str(message.get("content") or ""), calls=calls))
-        return {"role": "assistant", "content": f"{message.get('content') or ''}{talk.format.render(calls)}"}
+        return {
+            "role": "assistant",
+            "content": f"{message.get('content') or ''}{talk.format.render(calls)}",
+        }
 
     # ---- answers ----
 
     def _read(self, completion: Completion, asked: Asked, tools: bool) -> Said:
-        text, talk = self._visible(completion, asked), self.model.talk
+        text = self._visible(completion, asked)
+        talk = self.model.talk
         parsed = talk.read(self._spelled(completion)) if talk.reads else Parsed(text)
         text = text if parsed.thinking is None else parsed.content
         thinking = parsed.thinking or ""
         if not tools or parsed.errors or not parsed.calls:
-            return Said(completion, text, text, errors=parsed.errors if tools else (), thinking=thinking)
+            return Said(
+                completion, text, text, errors=parsed.errors if tools else (), thinking=thinking
+            )
         name = tokens_hash([completion.tokens])
-        calls = [replace(c, id=c.id or f"{seed_of(self.uid, name, k) % 16**9:09x}") for k, c in enumerate(parsed.calls)]
+        calls = [
+            replace(c, id=c.id or f"{seed_of(self.uid, name, k) % 16**9:09x}")
+            for k, c in enumerate(parsed.calls)
+        ]
         return Said(completion, text, parsed.content, calls, thinking=thinking)
 
     def _visible(self, completion: Completion, asked: Asked) -> str:
         """The text up to a stop string."""
         text = self.model.renderer.decode(completion.tokens)
-        return text[: min((at for s in (*asked.stop_strings, *self.sampling.stop_strings) if (at := text.find(s)) >= 0), default=len(text))]
+        return text[
+            : min(
+                (
+                    at
+                    for s in (*asked.stop_strings, *self.sampling.stop_strings)
+                    if (at := text.find(s)) >= 0
+                ),
+                default=len(text),
+            )
+        ]
 
     def _spelled(self, completion: Completion) -> str:
-        """With control tokens, which some formats write calls with, but without the one that ended it."""
-        tokens, renderer = completion.tokens, self.model.renderer
+        """With control tokens, which some formats write calls with, but without the one that ended
+        it.
+        """
+        tokens = completion.tokens
+        renderer = self.model.renderer
         ended = completion.stop is Stop.EOS and tokens[-1] in renderer.template.special_ids
         kept = tokens[:-1] if ended else tokens
-        return str(renderer.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            renderer.tokenizer.decode(
+                kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     async def _generate(self, prompt: list[int], asked: Asked) -> list[Completion]:
         model = self.model
         room = model.limits.max_tokens - len(prompt)
         self.full = room < 1
         if self.full:
-            raise Refused(f"the conversation has {len(prompt)} tokens and leaves no room for an answer below {model.limits.max_tokens}",
-                          code="context_length_exceeded")  # fmt: skip
+            raise Refused(
+                f"the conversation has {len(prompt)} tokens and leaves no room for an answer below"
+                f" {model.limits.max_tokens}",
+                code="context_length_exceeded",
+            )
         most = model.limits.max_turns
         if most is not None and self._promised + asked.n > most:
-            raise Refused(f"an episode has at most {most} answers of the model (agent.max_calls)", code="too_many_calls")
+            raise Refused(
+                f"an episode has at most {most} answers of the model (agent.max_calls)",
+                code="too_many_calls",
+            )
         if asked.temperature is not None and asked.temperature != self.sampling.temperature:
             if model.temperature == "refuse":
                 raise Refused(
-                    f"temperature: {self.sampling.temperature:g} is what is trained; ask for that, or leave it out", param="temperature"
+                    f"temperature: {self.sampling.temperature:g} is what is trained; ask for that,"
+                    " or leave it out",
+                    param="temperature",
                 )
             self.counts["overridden"] += asked.n
         limit = min(self.sampling.max_new_tokens, room)
         wanted = limit if asked.max_tokens is None else min(asked.max_tokens, limit)
-        params = replace(self.sampling, max_new_tokens=wanted, stop_strings=(*self.sampling.stop_strings, *asked.stop_strings),
-                         stop_tokens=(*self.sampling.stop_tokens, *asked.stop_tokens))  # fmt: skip
+        params = replace(
+            self.sampling,
+            max_new_tokens=wanted,
+            stop_strings=(*self.sampling.stop_strings, *asked.stop_strings),
+            stop_tokens=(*self.sampling.stop_tokens, *asked.stop_tokens),
+        )
         name = tokens_hash([prompt])
         used = self._streams.setdefault(name, set())
         stream = next(k for k in range(len(used) + 1) if k not in used)
         used.add(stream)
         self._promised += asked.n
         try:
-            async with nullcontext() if model.lockstep is None else model.lockstep.turn(self.uid, prompt):
+            async with (
+                nullcontext() if model.lockstep is None else model.lockstep.turn(self.uid, prompt)
+            ):
                 key = seed_of(model.seed, model.purpose, self.uid, name, stream)
                 completions = await model.engine.generate(prompt, params, key=key, n=asked.n)
         except asyncio.CancelledError:
@@ -253,11 +357,30 @@ class Line:
 
 def named(messages: Sequence[Message]) -> list[Message]:
     """Answers of tools with the name of the tool, which templates want and the API leaves out."""
-    names = {c.get("id"): c["function"]["name"] for m in messages for c in m.get("tool_calls") or []}
-    return [{**m, "name": names[m["tool_call_id"]]} if m.get("role") == "tool" and "name" not in m and m.get("tool_call_id") in names else m
-            for m in messages]  # fmt: skip
+    names = {
+        c.get("id"): c["function"]["name"] for m in messages for c in m.get("tool_calls") or []
+    }
+    return [
+        (
+            {**m, "name": names[m["tool_call_id"]]}
+            if m.get("role") == "tool" and "name" not in m and m.get("tool_call_id") in names
+            else m
+        )
+        for m in messages
+    ]
 
 
 def as_message(said: Said) -> Message:
-    calls = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in said.calls]
-    return {"role": "assistant", "content": said.content, **({"tool_calls": calls} if calls else {})}
+    calls = [
+        {
+            "id": c.id,
+            "type": "function",
+            "function": {"name": c.name, "arguments": dict(c.arguments)},
+        }
+        for c in said.calls
+    ]
+    return {
+        "role": "assistant",
+        "content": said.content,
+        **({"tool_calls": calls} if calls else {}),
+    }

@@ -1,7 +1,9 @@
-"""Agents in step: so that what the engine computes at the same time does not depend on whose request came first.
+"""Agents in step: so that what the engine computes at the same time does not depend on whose
+request came first.
 
-On most hardware the last bits of a result depend on what else is in the batch. With lockstep the batches are a function of what
-the agents ask, not of when: a run that is done again comes out the same. The price: all wait for the slowest.
+On most hardware the last bits of a result depend on what else is in the batch. With lockstep the
+batches are a function of what the agents ask, not of when: a run that is done again comes out the
+same. The price: all wait for the slowest.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-SETTLE = 0.005  # seconds without a change before a wave starts: an agent that ended may make room for another
+# seconds without a change before a wave starts: an agent that ended may make room for another
+SETTLE = 0.005
 
 
 class Lockstep:
-    """Requests wait until every running agent waits for an answer, then all start together, in the order of their samples."""
+    """Requests wait until every running agent waits for an answer, then all start together, in the
+    order of their samples.
+    """
 
     def __init__(self) -> None:
         self.agents: set[str] = set()
@@ -61,8 +66,13 @@ class Lockstep:
         while seen != self._changes:
             seen = self._changes
             await asyncio.sleep(SETTLE)
-        if self.waiting and {name for (name, _), _ in self.waiting} == self.agents and not any(self.answering.values()):
-            wave, self.waiting = sorted(self.waiting, key=lambda place: place[0]), []
+        if (
+            self.waiting
+            and {name for (name, _), _ in self.waiting} == self.agents
+            and not any(self.answering.values())
+        ):
+            wave = sorted(self.waiting, key=lambda place: place[0])
+            self.waiting = []
             for (uid, _), future in wave:
                 self.answering[uid] += 1
                 future.set_result(None)

@@ -1,7 +1,9 @@
-"""When a group has all its tokens and only its scores are missing: from then on the GPU can do something else.
+"""When a group has all its tokens and only its scores are missing: from then on the GPU can do
+something else.
 
-A rollout says so by `generated()`. Who follows it sees that through a context variable, which tasks inherit: rollouts keep the plain
-signature (row, group) -> Group, and one that says nothing counts as generating until it is done.
+A rollout says so by `generated()`. Who follows it sees that through a context variable, which tasks
+inherit: rollouts keep the plain signature (row, group) -> Group, and one that says nothing counts
+as generating until it is done.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ T = TypeVar("T")
 
 class Mark:
     def __init__(self, told: Callable[[], None], group: str | None):
-        self._told, self._left, self.over, self.group = told, 1, False, group
+        self._told = told
+        self._left = 1
+        self.over = False
+        self.group = group
 
     def expect(self, parts: int) -> None:
         self._left = parts
@@ -53,7 +58,9 @@ def group() -> str | None:
 
 
 async def followed(work: Awaitable[T], told: Callable[[], None], group: str | None = None) -> T:
-    """The result of `work`; `told` is called once, when it has generated everything or has ended."""
+    """The result of `work`; `told` is called once, when it has generated everything or
+    has ended.
+    """
     mark = Mark(told, group)
     token = _mark.set(mark)
     try:

@@ -1,11 +1,14 @@
-"""Partial rollouts: a step ends when enough groups are generated, and those that are not go on in the next step from their tokens so far.
+"""Partial rollouts: a step ends when enough groups are generated, and those that are not go on in
+the next step from their tokens so far.
 
-More prompts are under way than a step trains. When `prompts` groups have all their tokens, the others are cut: their tokens stay
-(carry.py), and the next step resubmits them first, with its own weights. A group that was begun `staleness` steps ago is waited
-for, so nothing is older than that when it is trained. Nothing is thrown away and nothing is trained twice.
+More prompts are under way than a step trains. When `prompts` groups have all their tokens, the
+others are cut: their tokens stay (carry.py), and the next step resubmits them first, with its own
+weights. A group that was begun `staleness` steps ago is waited for, so nothing is older than that
+when it is trained. Nothing is thrown away and nothing is trained twice.
 
-Whether a group is generated, not whether it is scored, decides: without environments that is a function of the step, like everything
-that the engine does. Which groups were taken is journalled all the same.
+Whether a group is generated, not whether it is scored, decides: without environments that is a
+function of the step, like everything that the engine does. Which groups were taken is journalled
+all the same.
 """
 
 from __future__ import annotations
@@ -33,20 +36,27 @@ class Carried:
 
 
 class Partial(Source):
-    """A `Source` whose rollouts generate with `carry`. A part of the run: a checkpoint holds what is under way."""
+    """A `Source` whose rollouts generate with `carry`.
+
+    A part of the run: a checkpoint holds what is under way.
+    """
 
     def __init__(self, *given: Any, carry: Carry, staleness: int, **named: Any):
         super().__init__(*given, **named)
         assert staleness > 0 and not self.dynamic and self.replay is None
-        self.carry, self.staleness = carry, staleness
+        self.carry = carry
+        self.staleness = staleness
         self.carried: list[Carried] = []
 
-    async def gather(self, step: int, version: int, generated: Callable[[], None] = lambda: None) -> Harvest:
+    async def gather(
+        self, step: int, version: int, generated: Callable[[], None] = lambda: None
+    ) -> Harvest:
         before = (list(self.carried), self.carry.copied())
         try:
             return await self._gather(step, version, generated)
         except BaseException:
-            self.carried, self.carry.kept = before  # a step that was cut is done again from its start
+            # a step that was cut is done again from its start
+            self.carried, self.carry.kept = before
             raise
 
     async def _gather(self, step: int, version: int, generated: Callable[[], None]) -> Harvest:
@@ -59,7 +69,10 @@ class Partial(Source):
         due = {i for i, e in enumerate(entries) if step - e.made >= self.staleness}
         recorded = self.journal.find_choice(names)
         tasks, taken = await self._race(
-            entries, names, due if recorded is None else {names.index(n) for n in recorded}, recorded is not None
+            entries,
+            names,
+            due if recorded is None else {names.index(n) for n in recorded},
+            recorded is not None,
         )
         if recorded is None:
             self.journal.write_choice(names, [names[i] for i in taken])
@@ -74,17 +87,25 @@ class Partial(Source):
         ages = [step - entries[i].made for i in taken]
         result = Harvest(groups, oldest=min(entries[i].version for i in taken))
         result.report = {
-            "rollout/carried": float(len(self.carried)), "rollout/carried_tokens": float(self.carry.tokens()),
-            "rollout/staleness": sum(ages) / len(ages), "rollout/staleness/max": float(max(ages)),
-        }  # fmt: skip
+            "rollout/carried": float(len(self.carried)),
+            "rollout/carried_tokens": float(self.carry.tokens()),
+            "rollout/staleness": sum(ages) / len(ages),
+            "rollout/staleness/max": float(max(ages)),
+        }
         if self.chooser.policies:
-            result.report |= {"sampling/skipped": 1 - len(fresh) / max(1, walked), **self.chooser.report(step)}
+            result.report |= {
+                "sampling/skipped": 1 - len(fresh) / max(1, walked),
+                **self.chooser.report(step),
+            }
         return result
 
     async def _race(
         self, entries: Sequence[Carried], names: Sequence[str], due: set[int], only_due: bool
     ) -> tuple[list[asyncio.Task[Group]], list[int]]:
-        """Runs all until enough are generated, and cuts the others. All tasks, and the places of those that are taken."""
+        """Runs all until enough are generated, and cuts the others.
+
+        All tasks, and the places of those that are taken.
+        """
         order: list[int] = []  # in which groups got their last token
         needed = 0 if only_due else min(self.prompts, len(entries))
         tasks: list[asyncio.Task[Group]] = []
@@ -98,7 +119,8 @@ class Partial(Source):
             if due <= set(order) and len(order) >= needed:
                 others = [i for i in order if i not in due]
                 taken.extend(sorted([*due, *others[: max(0, needed - len(due))]]))
-                for i, task in enumerate(tasks):  # here and now: the engine's next round must not depend on who wakes up first
+                # here and now: the engine's next round must not depend on who wakes up first
+                for i, task in enumerate(tasks):
                     if i not in taken:
                         task.cancel()
                 enough.set()
@@ -109,11 +131,16 @@ class Partial(Source):
         waits = asyncio.ensure_future(enough.wait())
         try:
             while not taken:
-                done, _ = await asyncio.wait([waits, *(t for t in tasks if not t.done())], return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    [waits, *(t for t in tasks if not t.done())],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 for task in done:
                     if not task.cancelled():
                         task.result()  # raises what went wrong
-            await asyncio.gather(*(task for i, task in enumerate(tasks) if i not in taken), return_exceptions=True)
+            await asyncio.gather(
+                *(task for i, task in enumerate(tasks) if i not in taken), return_exceptions=True
+            )
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -130,5 +157,8 @@ class Partial(Source):
         return State({}, {"carried": carried, "kept": plain(self.carry.kept)})
 
     def load(self, state: State) -> None:
-        self.carried = [Carried(Choice(position, row), made, version) for position, row, made, version in state.meta["carried"]]
+        self.carried = [
+            Carried(Choice(position, row), made, version)
+            for position, row, made, version in state.meta["carried"]
+        ]
         self.carry.kept = restored(state.meta["kept"])

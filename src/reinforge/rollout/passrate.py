@@ -1,7 +1,8 @@
-"""What is known about each prompt: how often it was tried, and how often it was solved, lately more than long ago.
+"""What is known about each prompt: how often it was tried, and how often it was solved, lately more
+than long ago.
 
-One entry a row, in flat arrays. It changes at step boundaries only (`observe` is called with the groups of a whole step), so a
-step that was cut has changed nothing.
+One entry a row, in flat arrays. It changes at step boundaries only (`observe` is called with the
+groups of a whole step), so a step that was cut has changed nothing.
 """
 
 from __future__ import annotations
@@ -30,23 +31,36 @@ class Bands:
 
 
 class PassRates:
-    """Per row: attempts (scored samples), successes, the step of the last visit, and an estimate of the pass rate p that forgets.
+    """Per row: attempts (scored samples), successes, the step of the last visit, and an estimate of
+    the pass rate p that forgets.
 
     A visit with n scored samples, s of them (or s in sum of shares) successes, does
         weight <- decay * weight + n,    hits <- decay * hits + s,    p = hits / weight
-    so evidence of k visits ago counts decay^k. A sample is a success when its reward is at least `success_at`; without that it
-    counts reward / best, cut to [0, 1]: a partial reward is a partial success.
+    so evidence of k visits ago counts decay^k. A sample is a success when its reward is at least
+    `success_at`; without that it counts reward / best, cut to [0, 1]: a partial reward is a partial
+    success.
     """
 
     def __init__(
-        self, ids: Sequence[str], *, decay: float = 0.5, success_at: float | None = None, best: float = 1.0, bands: Bands = Bands()
+        self,
+        ids: Sequence[str],
+        *,
+        decay: float = 0.5,
+        success_at: float | None = None,
+        best: float = 1.0,
+        bands: Bands = Bands(),
     ):
-        self.decay, self.success_at, self.best, self.bands = decay, success_at, best, bands
+        self.decay = decay
+        self.success_at = success_at
+        self.best = best
+        self.bands = bands
         self.index = {name: i for i, name in enumerate(ids)}
         n = len(ids)
         self.attempts = torch.zeros(n, dtype=torch.int64)
         self.last = torch.full((n,), -1, dtype=torch.int64)  # step of the newest visit
-        self.successes, self.weight, self.hits = (torch.zeros(n, dtype=torch.float64) for _ in range(3))
+        self.successes, self.weight, self.hits = (
+            torch.zeros(n, dtype=torch.float64) for _ in range(3)
+        )
 
     def success(self, reward: float) -> float:
         if self.success_at is not None:
@@ -82,26 +96,51 @@ class PassRates:
         p = self.rate(row)
         if p is None or int(self.attempts[row]) < self.bands.min_attempts:
             return "unknown"
-        return "solved" if p >= self.bands.solved else "hopeless" if p <= self.bands.hopeless else "teachable"
+        return (
+            "solved"
+            if p >= self.bands.solved
+            else "hopeless"
+            if p <= self.bands.hopeless
+            else "teachable"
+        )
 
     def report(self) -> dict[str, float]:
-        """Shares of all rows: known; of those retired as solved, given up as hopeless, and teachable. The mean estimate of the known."""
-        known, rates, n = self.known(), self.rates(), max(1, len(self.attempts))
-        solved, hopeless = known & (rates >= self.bands.solved), known & (rates <= self.bands.hopeless)
-        shares = {"known": known, "retired": solved, "hopeless": hopeless & ~solved, "teachable": known & ~solved & ~hopeless}
+        """Shares of all rows: known; of those retired as solved, given up as hopeless, and
+        teachable. The mean estimate of the known.
+        """
+        known = self.known()
+        rates = self.rates()
+        n = max(1, len(self.attempts))
+        solved = known & (rates >= self.bands.solved)
+        hopeless = known & (rates <= self.bands.hopeless)
+        shares = {
+            "known": known,
+            "retired": solved,
+            "hopeless": hopeless & ~solved,
+            "teachable": known & ~solved & ~hopeless,
+        }
         out = {f"sampling/{name}": float(mask.sum()) / n for name, mask in shares.items()}
-        return out | ({"sampling/pass_rate": float(rates[known].mean())} if bool(known.any()) else {})
+        return out | (
+            {"sampling/pass_rate": float(rates[known].mean())} if bool(known.any()) else {}
+        )
 
     # ---- a Part: only the rows that were visited are saved ----
 
     def state(self) -> State:
         rows = (self.last >= 0).nonzero()[:, 0]
-        return State({"rows": rows, **{name: getattr(self, name)[rows] for name in COLUMNS}}, {"n": len(self.index)})
+        return State(
+            {"rows": rows, **{name: getattr(self, name)[rows] for name in COLUMNS}},
+            {"n": len(self.index)},
+        )
 
     def load(self, state: State) -> None:
         if state.meta["n"] != len(self.index):
-            raise InputError(f"the checkpoint knows the pass rates of {state.meta['n']} rows, now there are {len(self.index)}.", where="data",
-                             fix="Restore the data set, or start a new run in another run.dir.")  # fmt: skip
+            raise InputError(
+                f"the checkpoint knows the pass rates of {state.meta['n']} rows, now there are"
+                f" {len(self.index)}.",
+                where="data",
+                fix="Restore the data set, or start a new run in another run.dir.",
+            )
         rows = state.tensors["rows"]
         for name in COLUMNS:
             getattr(self, name).fill_(-1 if name == "last" else 0)[rows] = state.tensors[name]

@@ -10,9 +10,11 @@ T = TypeVar("T")
 
 
 async def race(works: Sequence[Awaitable[T]], enough: Callable[[int, T], bool]) -> None:
-    """Runs all of `works` and shows `enough` each result (place, result) in the order of completion. Ends when it says True, or
-    when all are done. The first failure ends it too and is raised. Whatever is left is cancelled, and waited for: nothing that
-    was started here outlives the call."""
+    """Runs all of `works` and shows `enough` each result (place, result) in the order of
+    completion. Ends when it says True, or when all are done. The first failure ends it too and is
+    raised. Whatever is left is cancelled, and waited for: nothing that was started here outlives
+    the call.
+    """
     if not works:
         return
     tasks: list[asyncio.Future[T]] = [asyncio.ensure_future(work) for work in works]

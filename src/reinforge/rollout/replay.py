@@ -1,8 +1,9 @@
-"""Groups that taught much are trained on again, for a bounded time: each at most `max_uses` times, never when older than
-`max_staleness` optimizer versions.
+"""Groups that taught much are trained on again, for a bounded time: each at most `max_uses` times,
+never when older than `max_staleness` optimizer versions.
 
-A replayed group is off-policy: its behaviour log-probs are those of the weights that sampled it, and the loss must weigh by
-exp(logp - behaviour), through the ratio of its surrogate (old = behaviour) or through a correction.
+A replayed group is off-policy: its behaviour log-probs are those of the weights that sampled it,
+and the loss must weigh by exp(logp - behaviour), through the ratio of its surrogate (old =
+behaviour) or through a correction.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class Kept:
 
 
 def informative(group: Group) -> float:
-    """The population variance of the group's rewards: p (1 - p) of a pass/fail reward, largest where half of the samples pass.
-    Up to their scale it is also the variance of the advantages."""
+    """The population variance of the group's rewards: p (1 - p) of a pass/fail reward, largest
+    where half of the samples pass. Up to their scale it is also the variance of the advantages.
+    """
     rewards = [s.reward for s in group.episodes if s.reward is not None]
     if not rewards:
         return 0.0
@@ -44,12 +46,19 @@ def version_of(group: Group) -> int:
 
 
 class Replay:
-    """The `size` most informative groups, and which of them the next step trains on again. `pick` changes nothing; `commit` is
-    called once a step is complete."""
+    """The `size` most informative groups, and which of them the next step trains on again.
 
-    def __init__(self, rows: Iterable[Row], *, size: int, share: float, max_staleness: int, max_uses: int):
+    `pick` changes nothing; `commit` is called once a step is complete.
+    """
+
+    def __init__(
+        self, rows: Iterable[Row], *, size: int, share: float, max_staleness: int, max_uses: int
+    ):
         self.rows: Mapping[str, Row] = {row.id: row for row in rows}
-        self.size, self.share, self.max_staleness, self.max_uses = size, share, max_staleness, max_uses
+        self.size = size
+        self.share = share
+        self.max_staleness = max_staleness
+        self.max_uses = max_uses
         self.kept: list[Kept] = []  # best first: by score, then by age
 
     def pick(self, prompts: int, version: int) -> list[Kept]:
@@ -61,19 +70,32 @@ class Replay:
         for kept in used:
             kept.uses += 1
         arrived = [Kept(g, version_of(g), informative(g)) for g in fresh]
-        alive = [k for k in self.kept if k.uses < self.max_uses and version - k.version <= self.max_staleness]
-        everything = [k for k in arrived if k.score > 0] + alive  # the sort is stable: of equal score, the newest first
+        alive = [
+            k
+            for k in self.kept
+            if k.uses < self.max_uses and version - k.version <= self.max_staleness
+        ]
+        # the sort is stable: of equal score, the newest first
+        everything = [k for k in arrived if k.score > 0] + alive
         self.kept = sorted(everything, key=lambda k: (-k.score, -k.version))[: self.size]
 
     def report(self, used: Sequence[Kept], version: int) -> dict[str, float]:
         out = {"replay/size": float(len(self.kept)), "replay/groups": float(len(used))}
-        return out | ({"replay/staleness": sum(version - k.version for k in used) / len(used)} if used else {})
+        return out | (
+            {"replay/staleness": sum(version - k.version for k in used) / len(used)} if used else {}
+        )
 
     # ---- a Part ----
 
     def state(self) -> State:
-        return state_of([k.group for k in self.kept], [{"version": k.version, "score": k.score, "uses": k.uses} for k in self.kept])
+        return state_of(
+            [k.group for k in self.kept],
+            [{"version": k.version, "score": k.score, "uses": k.uses} for k in self.kept],
+        )
 
     def load(self, state: State) -> None:
         groups = groups_of(state, self.rows, "replay buffer")
-        self.kept = [Kept(g, told["version"], told["score"], told["uses"]) for g, told in zip(groups, state.meta["groups"], strict=True)]
+        self.kept = [
+            Kept(g, told["version"], told["score"], told["uses"])
+            for g, told in zip(groups, state.meta["groups"], strict=True)
+        ]

@@ -1,4 +1,6 @@
-"""Scores texts of one prompt with all rewards, remembers what cannot be asked again, and adds the components up."""
+"""Scores texts of one prompt with all rewards, remembers what cannot be asked again, and adds the
+components up.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,49 @@ from reinforge.rewards.running import Running
 from reinforge.rollout.journal import Journal, Scores, tokens_hash
 
 Components = dict[str, float | None]
-FAULTS = {"timeouts": Fault.REWARD_TIMEOUT, "crashes": Fault.REWARD_CRASH, "sandbox": Fault.SANDBOX_FAILURE, "unsafe": Fault.UNCONTAINED}
+FAULTS = {
+    "timeouts": Fault.REWARD_TIMEOUT,
+    "crashes": Fault.REWARD_CRASH,
+    "sandbox": Fault.SANDBOX_FAILURE,
+    "unsafe": Fault.UNCONTAINED,
+}
 
 
 class Scorer:
-    """`weights`: of components that come from elsewhere (an environment), beside those of the rewards. `on_error` is `raise`, or
-    `unscored`: a reward that fails leaves None and a line in `errors`."""
+    """`weights`: of components that come from elsewhere (an environment), beside those of the
+    rewards. `on_error` is `raise`, or `unscored`: a reward that fails leaves None and a line in
+    `errors`.
+    """
 
-    def __init__(self, rewards: Sequence[FunctionReward], *, journal: Journal | None = None, on_error: str = "raise",
-                 shape: Callable[[int], float] | None = None, weights: Mapping[str, float] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        rewards: Sequence[FunctionReward],
+        *,
+        journal: Journal | None = None,
+        on_error: str = "raise",
+        shape: Callable[[int], float] | None = None,
+        weights: Mapping[str, float] | None = None,
+    ):
         self.rewards = list(rewards)
         self.weights = {**(weights or {}), **{r.name: r.weight for r in rewards}}
         self.gates = gates_of(rewards)
         self.journal = journal or Journal(None)
-        self.running: Running | None = None  # how components count in the total, where that depends on earlier steps
+        # how components count in the total, where that depends on earlier steps
+        self.running: Running | None = None
         self.shape = shape  # response length -> extra reward (soft overlong punishment)
         self.on_error = on_error
         self.errors: list[str] = []  # rewards that failed and were tolerated, for the log
         self._faults: dict[str, dict[str, int]] = {}
         self._why: dict[str, dict[str, str]] = {}
 
-    async def score(self, rows: Sequence[Row], group: str, tokens: Sequence[Sequence[int]], texts: Sequence[str]) -> Scores:
-        """All texts of a group at once: a reward may compare them. `rows` are one row, or the same with columns of their own.
-        A score that is lost (its reward hung, died or raised) is NaN here and in the journal; `total` takes it out."""
+    async def score(
+        self, rows: Sequence[Row], group: str, tokens: Sequence[Sequence[int]], texts: Sequence[str]
+    ) -> Scores:
+        """All texts of a group at once: a reward may compare them.
+
+        `rows` are one row, or the same with columns of their own. A score that is lost (its reward
+        hung, died or raised) is NaN here and in the journal; `total` takes it out.
+        """
         bound = tokens_hash(tokens)
         known = self.journal.find(group, bound) or {}
         faults = self.journal.faults(group, bound)
@@ -59,8 +81,14 @@ class Scorer:
                 if self.on_error == "raise":
                     if isinstance(error, InputError):
                         raise
-                    raise InputError(f"reward {reward.name} raised {type(error).__name__}: {error}", where=where,
-                                     fix="Fix the function, or set rollout.on_reward_error=unscored to go on without these samples.") from error  # fmt: skip
+                    raise InputError(
+                        f"reward {reward.name} raised {type(error).__name__}: {error}",
+                        where=where,
+                        fix=(
+                            "Fix the function, or set rollout.on_reward_error=unscored to go on"
+                            " without these samples."
+                        ),
+                    ) from error
                 self.errors.append(f"{reward.name} on {where}: {type(error).__name__}: {error}")
                 faults[Fault.REWARD_ERROR] = faults.get(Fault.REWARD_ERROR, 0) + len(texts)
                 why.setdefault(Fault.REWARD_ERROR, self.errors[-1])
@@ -73,7 +101,9 @@ class Scorer:
         return scores
 
     def by_step(self) -> bool:
-        """From now on rewards that judge single steps count as rewards of tokens (`steps`), not in the total. Whether there are any."""
+        """From now on rewards that judge single steps count as rewards of tokens (`steps`), not in
+        the total. Whether there are any.
+        """
         found = [r.name for r in self.rewards if r.steps is not None]
         self.weights |= dict.fromkeys(found, 0.0)
         return bool(found)
@@ -83,7 +113,9 @@ class Scorer:
         found: list[list[tuple[int, float]]] = [[] for _ in texts]
         for reward in self.rewards:
             if reward.steps is not None:
-                for own, steps in zip(found, reward.steps([row.prompt for row in rows], texts), strict=True):
+                for own, steps in zip(
+                    found, reward.steps([row.prompt for row in rows], texts), strict=True
+                ):
                     own += [(end, reward.weight * value) for end, value in steps]
         return found
 
@@ -95,10 +127,16 @@ class Scorer:
         """What was said about the first fault of each kind. To be asked once."""
         return self._why.pop(group, {})
 
-    def total(self, components: Mapping[str, float | None], length: int) -> tuple[Components, float | None]:
-        """The components, gated, and their weighted total. `length`: sampled tokens that the overlong punishment looks at."""
+    def total(
+        self, components: Mapping[str, float | None], length: int
+    ) -> tuple[Components, float | None]:
+        """The components, gated, and their weighted total.
+
+        `length`: sampled tokens that the overlong punishment looks at.
+        """
         counted, reward = combined(components, self.gates, self.weights, self.running)
-        if not self.weights:  # there is nothing to score: what is learned comes from elsewhere (a teacher)
+        # there is nothing to score: what is learned comes from elsewhere (a teacher)
+        if not self.weights:
             reward = 0.0
         if self.shape is not None and reward is not None:
             counted["overlong"] = self.shape(length)

@@ -1,4 +1,6 @@
-"""Where a step's groups come from: the chooser says which rows, the rollout turns each into a group, the replay buffer adds old ones."""
+"""Where a step's groups come from: the chooser says which rows, the rollout turns each into a
+group, the replay buffer adds old ones.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ from reinforge.rollout.replay import Kept, Replay
 @dataclass(slots=True)
 class Harvest:
     groups: list[Group]  # fresh ones that are trained, in the order of submission
-    discarded: list[Group] = field(default_factory=list)  # groups without signal that dynamic sampling replaced
+    # groups without signal that dynamic sampling replaced
+    discarded: list[Group] = field(default_factory=list)
     rounds: int = 1
-    replayed: list[Group] = field(default_factory=list)  # groups of earlier steps that are trained again
+    # groups of earlier steps that are trained again
+    replayed: list[Group] = field(default_factory=list)
     stale: list[Group] = field(default_factory=list)  # sampled too long ago to be trained
     used: list[Kept] = field(default_factory=list)  # what the replay buffer gave
-    oldest: int | None = None  # the oldest weights that may have sampled any of it; None: those it was begun with
+    # the oldest weights that may have sampled any of it; None: those it was begun with
+    oldest: int | None = None
     cancelled: int = 0  # groups that were submitted and not waited for
-    report: dict[str, float] = field(default_factory=dict)  # what the pass-rate store, the chooser and the replay buffer say
+    # what the pass-rate store, the chooser and the replay buffer say
+    report: dict[str, float] = field(default_factory=dict)
 
     @property
     def trained(self) -> list[Group]:
@@ -44,11 +50,17 @@ def tokens_in(groups: Sequence[Group]) -> int:
 
 
 def has_signal(group: Group, components: Collection[str] = ()) -> bool:
-    """Whether the group's rewards differ, those of single turns included, so that it can teach anything.
+    """Whether the group's rewards differ, those of single turns included, so that it can teach
+    anything.
 
-    `components` are those rewards that the algorithm compares each by itself (gdpo): they can differ where their totals tie."""
+    `components` are those rewards that the algorithm compares each by itself (gdpo): they can
+    differ where their totals tie.
+    """
     scored = [s for s in group.samples if s.reward is not None]
-    if any(len({v for s in scored if (v := s.rewards.get(name)) is not None}) > 1 for name in components):
+    if any(
+        len({v for s in scored if (v := s.rewards.get(name)) is not None}) > 1
+        for name in components
+    ):
         return True
     totals: dict[str, float] = {}
     for s in scored:
@@ -58,23 +70,47 @@ def has_signal(group: Group, components: Collection[str] = ()) -> bool:
 
 
 class Source:
-    """Groups for one optimizer step at a time. All prompts of a round are submitted at once, in the order they were chosen, so
-    what the engine does is a function of the step alone.
+    """Groups for one optimizer step at a time.
 
-    `dynamic`: groups whose rewards are all equal are replaced by fresh prompts, in at most `max_refills` further rounds; if even
-    then too few are left, the step trains on those. `components`: see `has_signal`. `over_provision`: a round submits that many times what it needs, takes the
-    first that are complete and cancels the rest; the choice is journalled before it is used. `passrates` and `replay` change once
-    the step's groups are complete, so a harvest that was cut leaves everything as it was.
+    All prompts of a round are submitted at once, in the order they were chosen, so what the engine
+    does is a function of the step alone.
+
+    `dynamic`: groups whose rewards are all equal are replaced by fresh prompts, in at most
+    `max_refills` further rounds; if even then too few are left, the step trains on those.
+    `components`: see `has_signal`. `over_provision`: a round submits that many times what it needs,
+    takes the first that are complete and cancels the rest; the choice is journalled before it is
+    used. `passrates` and `replay` change once the step's groups are complete, so a harvest that was
+    cut leaves everything as it was.
     """
 
-    def __init__(self, rows: Sequence[Row], cursor: Cursor, rollout: Rollout, prompts: int, *, dynamic: bool = False, max_refills: int = 0,
-                 chooser: Chooser | None = None, over_provision: float = 1.0, journal: Journal | None = None,
-                 passrates: PassRates | None = None, replay: Replay | None = None, components: Collection[str] = ()):  # fmt: skip
-        self.rows, self.cursor, self.rollout = rows, cursor, rollout
-        self.prompts, self.dynamic, self.max_refills, self.over_provision = prompts, dynamic, max_refills, over_provision
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        cursor: Cursor,
+        rollout: Rollout,
+        prompts: int,
+        *,
+        dynamic: bool = False,
+        max_refills: int = 0,
+        chooser: Chooser | None = None,
+        over_provision: float = 1.0,
+        journal: Journal | None = None,
+        passrates: PassRates | None = None,
+        replay: Replay | None = None,
+        components: Collection[str] = (),
+    ):
+        self.rows = rows
+        self.cursor = cursor
+        self.rollout = rollout
+        self.prompts = prompts
+        self.dynamic = dynamic
+        self.max_refills = max_refills
+        self.over_provision = over_provision
         self.chooser = chooser or Chooser(cursor, cursor.seed)
         self.journal = journal or Journal(None)
-        self.passrates, self.replay, self.components = passrates, replay, components
+        self.passrates = passrates
+        self.replay = replay
+        self.components = components
 
     async def harvest(self, step: int = 0, version: int = 0) -> Harvest:
         """The groups of step number `step`, sampled with the weights of `version`."""
@@ -86,20 +122,30 @@ class Source:
             raise
         return self.commit(result, step, version)
 
-    async def gather(self, step: int, version: int, generated: Callable[[], None] = lambda: None) -> Harvest:
-        """The same without the consequences: nothing but the cursor has moved until `commit`. Rows are chosen before the first
-        await. `generated` is called as soon as only scores are missing; where scores decide what is generated next, at the end."""
+    async def gather(
+        self, step: int, version: int, generated: Callable[[], None] = lambda: None
+    ) -> Harvest:
+        """The same without the consequences: nothing but the cursor has moved until `commit`.
+
+        Rows are chosen before the first await. `generated` is called as soon as only scores are
+        missing; where scores decide what is generated next, at the end.
+        """
         used = self.replay.pick(self.prompts, version) if self.replay is not None else []
         result = Harvest([], rounds=0, replayed=[kept.group for kept in used], used=used)
         submitted = walked = 0
         once = not self.dynamic and self.over_provision == 1
-        while (missing := self.prompts - len(result.trained)) and result.rounds <= (self.max_refills if self.dynamic else 0):
+        while (missing := self.prompts - len(result.trained)) and result.rounds <= (
+            self.max_refills if self.dynamic else 0
+        ):
             walked -= self.cursor.taken
             choices = self.chooser.take(math.ceil(missing * self.over_provision - 1e-9), step)
             walked += self.cursor.taken  # now: while scores are computed others may walk on
             submitted += len(choices)
             if self.chooser.policies:
-                result.report |= {"sampling/skipped": 1 - submitted / max(1, walked), **self.chooser.report(step)}
+                result.report |= {
+                    "sampling/skipped": 1 - submitted / max(1, walked),
+                    **self.chooser.report(step),
+                }
             for group in await self._round(choices, missing, generated if once else lambda: None):
                 (result.groups if self._counts(group) else result.discarded).append(group)
             result.rounds += 1
@@ -120,17 +166,22 @@ class Source:
     def _counts(self, group: Group) -> bool:
         return not self.dynamic or has_signal(group, self.components)
 
-    async def _round(self, choices: Sequence[Choice], needed: int, generated: Callable[[], None]) -> list[Group]:
-        """Submits the chosen rows and returns the groups that were done first, in the order of submission: all of them, or until
-        `needed` of them count. Everything is submitted again when a step is redone, and nothing is cancelled before the last
-        taken group is there: what the engine computes for the taken ones does not depend on which they are."""
+    async def _round(
+        self, choices: Sequence[Choice], needed: int, generated: Callable[[], None]
+    ) -> list[Group]:
+        """Submits the chosen rows and returns the groups that were done first, in the order of
+        submission: all of them, or until `needed` of them count. Everything is submitted again when
+        a step is redone, and nothing is cancelled before the last taken group is there: what the
+        engine computes for the taken ones does not depend on which they are.
+        """
         rows = [self.rows[c.row] for c in choices]
         names = [f"{c.position}:{row.id}" for c, row in zip(choices, rows, strict=True)]
         spare = len(names) > needed
         recorded = self.journal.find_choice(names) if spare else None
         wanted = set(names if recorded is None else recorded)
         done: dict[int, Group] = {}
-        counting, generating = 0, len(names)
+        counting = 0
+        generating = len(names)
 
         def told() -> None:
             nonlocal generating
@@ -145,14 +196,24 @@ class Source:
                 counting += self._counts(group)
             return len(done) == len(wanted) or (recorded is None and counting == needed)
 
-        await race([followed(self.rollout(row, name), told, name) for row, name in zip(rows, names, strict=True)], enough)
+        await race(
+            [
+                followed(self.rollout(row, name), told, name)
+                for row, name in zip(rows, names, strict=True)
+            ],
+            enough,
+        )
         if spare and recorded is None:
             self.journal.write_choice(names, [names[place] for place in sorted(done)])
         return [done[place] for place in sorted(done)]
 
 
-def harvest_metrics(harvest: Harvest, weights: dict[str, float], components: Collection[str] = ()) -> dict[str, float]:
-    """What the rollouts of a step looked like: rewards, lengths, how they ended, which groups can teach (see `has_signal`)."""
+def harvest_metrics(
+    harvest: Harvest, weights: dict[str, float], components: Collection[str] = ()
+) -> dict[str, float]:
+    """What the rollouts of a step looked like: rewards, lengths, how they ended, which groups can
+    teach (see `has_signal`).
+    """
     everything = [*harvest.groups, *harvest.discarded]
     samples = [s for g in everything for s in g.episodes]
     rewards = [s.reward for s in samples if s.reward is not None]
@@ -165,21 +226,29 @@ def harvest_metrics(harvest: Harvest, weights: dict[str, float], components: Col
         "response/length": sum(lengths) / max(1, len(lengths)),
         "response/max_length": max(lengths, default=0),
         "response/truncated": sum(s.stop is Stop.LENGTH for s in samples) / max(1, len(samples)),
-        "groups/zero_variance": sum(not has_signal(g, components) for g in everything) / max(1, len(everything)),
+        "groups/zero_variance": (
+            sum(not has_signal(g, components) for g in everything) / max(1, len(everything))
+        ),
         "groups/trained": len(harvest.trained),
         "groups/rounds": harvest.rounds,
         "tokens/sampled": harvest.sampled_tokens,
         "tokens/discarded": tokens_in(harvest.discarded),
         "tokens/replayed": sum(s.n_trained for g in harvest.replayed for s in g.samples),
     }
-    if any(g.given is not None for g in harvest.groups):  # the data's answers, each once for every sampled one it is compared with
-        out["tokens/given"] = sum(g.given.n_trained * len(g.samples) for g in harvest.groups if g.given is not None)
+    # the data's answers, each once for every sampled one it is compared with
+    if any(g.given is not None for g in harvest.groups):
+        out["tokens/given"] = sum(
+            g.given.n_trained * len(g.samples) for g in harvest.groups if g.given is not None
+        )
     if harvest.stale:
         out["tokens/stale"] = tokens_in(harvest.stale)
     if harvest.cancelled:
         out["groups/cancelled"] = harvest.cancelled
     out |= fault_metrics(everything)
-    for name in [*weights, *(["overlong"] if any("overlong" in s.rewards for s in samples) else [])]:
+    for name in [
+        *weights,
+        *(["overlong"] if any("overlong" in s.rewards for s in samples) else []),
+    ]:
         scored = [v for s in samples if (v := s.rewards.get(name)) is not None]
         if scored:
             out[f"reward/{name}"] = sum(scored) / len(scored)

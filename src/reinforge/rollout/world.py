@@ -1,8 +1,9 @@
 """An environment as an episode sees it: it may block, hang, raise, or have answered before a crash.
 
-What does not repeat is journalled when the episode ends: that it failed (a deadline depends on the clock), and for an environment
-that is not pure, all it answered. A step that is done again finds it by the sample's uid. Answers are bound to the actions they
-follow; where those differ, the environment is asked after all.
+What does not repeat is journalled when the episode ends: that it failed (a deadline depends on the
+clock), and for an environment that is not pure, all it answered. A step that is done again finds it
+by the sample's uid. Answers are bound to the actions they follow; where those differ, the
+environment is asked after all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Failed(Exception):
 
     def __init__(self, kind: str, why: str):
         super().__init__(why)
-        self.kind, self.why = kind, why
+        self.kind = kind
+        self.why = why
 
 
 async def call(function: Callable[..., Any], *given: Any) -> Any:
@@ -36,10 +38,24 @@ async def call(function: Callable[..., Any], *given: Any) -> Any:
 
 
 class World:
-    """One episode's environment. `reset` and `step` raise `Failed` where the environment raised or its deadline passed."""
+    """One episode's environment.
 
-    def __init__(self, make: MakeEnv, row: Row, seed: int, *, turn_seconds: float | None, record: dict[str, Any] | None = None):
-        self.make, self.row, self.seed, self.turn_seconds = make, row, seed, turn_seconds
+    `reset` and `step` raise `Failed` where the environment raised or its deadline passed.
+    """
+
+    def __init__(
+        self,
+        make: MakeEnv,
+        row: Row,
+        seed: int,
+        *,
+        turn_seconds: float | None,
+        record: dict[str, Any] | None = None,
+    ):
+        self.make = make
+        self.row = row
+        self.seed = seed
+        self.turn_seconds = turn_seconds
         self.env: Env | None = None
         self.past = record  # what the journal has; None as soon as it does not fit
         self.actions: list[Action] = []
@@ -59,15 +75,33 @@ class World:
     async def step(self, action: Action) -> Step:
         self.actions.append(action)
         self._recall("step")
-        known = self.past["steps"][len(self.actions) : len(self.actions) + 1] if self.past is not None else []
+        known = (
+            self.past["steps"][len(self.actions) : len(self.actions) + 1]
+            if self.past is not None
+            else []
+        )
         if known and known[0]["after"] == self.bound():
             entry = known[0]
-            step = Step(_observation(entry["observation"]), entry["reward"], entry["done"], entry["truncated"], entry["metrics"])
+            step = Step(
+                _observation(entry["observation"]),
+                entry["reward"],
+                entry["done"],
+                entry["truncated"],
+                entry["metrics"],
+            )
         else:
             self.past = None if known else self.past
             step = await self._guarded(self._step)
-        self.steps.append({"after": self.bound(), "observation": _plain(step.observation), "reward": step.reward, "done": step.done,
-                           "truncated": step.truncated, "metrics": dict(step.metrics)})  # fmt: skip
+        self.steps.append(
+            {
+                "after": self.bound(),
+                "observation": _plain(step.observation),
+                "reward": step.reward,
+                "done": step.done,
+                "truncated": step.truncated,
+                "metrics": dict(step.metrics),
+            }
+        )
         return step
 
     def before_turn(self) -> None:
@@ -80,11 +114,20 @@ class World:
 
     def record(self, failed: Failed | None, phase: str) -> dict[str, Any] | None:
         """What must be journalled; None: everything repeats."""
-        past = None if failed is None else {"phase": phase, "after": self.bound(), "kind": failed.kind, "why": failed.why}
-        return None if self.pure and past is None else {"steps": [] if self.pure else self.steps, "failed": past}
+        past = (
+            None
+            if failed is None
+            else {"phase": phase, "after": self.bound(), "kind": failed.kind, "why": failed.why}
+        )
+        return (
+            None
+            if self.pure and past is None
+            else {"steps": [] if self.pure else self.steps, "failed": past}
+        )
 
     async def close(self) -> None:
-        env, self.env = self.env, None
+        env = self.env
+        self.env = None
         if env is not None:
             await call(env.close)
 
@@ -104,14 +147,17 @@ class World:
         return found
 
     async def _step(self) -> Step:
-        if self.env is None:  # its answers so far came from the journal: bring it to where the episode is
+        # its answers so far came from the journal: bring it to where the episode is
+        if self.env is None:
             await self._live()
             for action in self.actions[:-1]:
                 await call(self.env.step, action)  # type: ignore[attr-defined]
         assert self.env is not None
         step = await call(self.env.step, self.actions[-1])
         if not isinstance(step, Step) or (step.observation is None and not step.done):
-            raise TypeError(f"step returned a {type(step).__name__}, not a Step with an observation or done")
+            raise TypeError(
+                f"step returned a {type(step).__name__}, not a Step with an observation or done"
+            )
         return step
 
     async def _guarded(self, work: Callable[[], Any]) -> Any:
@@ -120,8 +166,15 @@ class World:
                 return await work()
         except Exception as error:
             if limit.expired():
-                raise Failed("timeout", f"turn {len(self.actions)}: the environment took more than {self.turn_seconds:g} s") from None
-            raise Failed(getattr(error, "kind", "error"), f"turn {len(self.actions)}: {type(error).__name__}: {error}") from error
+                raise Failed(
+                    "timeout",
+                    f"turn {len(self.actions)}: the environment took more than"
+                    f" {self.turn_seconds:g} s",
+                ) from None
+            raise Failed(
+                getattr(error, "kind", "error"),
+                f"turn {len(self.actions)}: {type(error).__name__}: {error}",
+            ) from error
 
 
 def deadline(seconds: float | None) -> float | None:
@@ -129,8 +182,20 @@ def deadline(seconds: float | None) -> float | None:
 
 
 def _plain(observation: Observation | None) -> dict[str, Any] | None:
-    return None if observation is None else {"messages": observation.messages, "tools": observation.tools, "tokens": observation.tokens}
+    return (
+        None
+        if observation is None
+        else {
+            "messages": observation.messages,
+            "tools": observation.tools,
+            "tokens": observation.tokens,
+        }
+    )
 
 
 def _observation(plain: dict[str, Any] | None) -> Observation | None:
-    return None if plain is None else Observation(plain["messages"], plain["tools"], plain.get("tokens"))
+    return (
+        None
+        if plain is None
+        else Observation(plain["messages"], plain["tools"], plain.get("tokens"))
+    )

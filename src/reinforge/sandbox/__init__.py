@@ -1,4 +1,6 @@
-"""Floor 1: contained execution of code that a model wrote, and verdicts that such code cannot forge."""
+"""Floor 1: contained execution of code that a model wrote, and verdicts that such code cannot
+forge.
+"""
 
 from reinforge.sandbox.local import Pool, run, run_sync
 from reinforge.sandbox.program import Limits, Program, Result

@@ -1,16 +1,20 @@
-"""Inside a second sandbox, where the solution is not: runs assert-style tests. A name that the tests use but do not define is a
-function of the solution; calling it asks, through the judge outside, the process that holds the solution, and a plain value comes back.
+"""Inside a second sandbox, where the solution is not: runs assert-style tests.
 
-So the test compares plain values in a process that the solution cannot touch: `os._exit(0)`, an `__eq__` that is always true or a
-patched `unittest` stay on the other side.
+A name that the tests use but do not define is a function of the solution; calling it asks, through
+the judge outside, the process that holds the solution, and a plain value comes back.
 
-What the solution raises is raised here again, and Python swallows some exceptions by itself: StopIteration ends `zip(map(f, xs), ys)`,
-AttributeError makes `hasattr` false, IndexError ends a loop over `__getitem__`, a thread forgets any. A test that went on like that
-has not looked at the rest. So a test passes only if every exception of the solution was handled by the test's own words:
+So the test compares plain values in a process that the solution cannot touch: `os._exit(0)`, an
+`__eq__` that is always true or a patched `unittest` stay on the other side.
+
+What the solution raises is raised here again, and Python swallows some exceptions by itself:
+StopIteration ends `zip(map(f, xs), ys)`, AttributeError makes `hasattr` false, IndexError ends a
+loop over `__getitem__`, a thread forgets any. A test that went on like that has not looked at the
+rest. So a test passes only if every exception of the solution was handled by the test's own words:
 
 - an `except` that came to its end, or a `with` that kept it,
 - unittest's `assertRaises`, which calls a function and keeps what comes out of it,
-- a call that gave the exception to the test as a value: `Future.exception()`, `gather(..., return_exceptions=True)`.
+- a call that gave the exception to the test as a value: `Future.exception()`,
+  `gather(..., return_exceptions=True)`.
 """
 
 from __future__ import annotations
@@ -35,7 +39,10 @@ class CannotPass(BaseException):
 
 
 def plain(value: Any) -> bool:
-    """Whether it can be sent: no functions and no objects, at any depth. What came from the solution as opaque counts as sent."""
+    """Whether it can be sent: no functions and no objects, at any depth.
+
+    What came from the solution as opaque counts as sent.
+    """
     if isinstance(value, dict):
         return all(plain(k) and plain(v) for k, v in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -44,11 +51,17 @@ def plain(value: Any) -> bool:
     return isinstance(value, Opaque) or not (isinstance(said, dict) and said["t"] == "opaque")
 
 
-HANDLER, KEEPER, GIVEN = "__handling__", "__keeping__", "__given__"  # what the words of a test are wrapped in, see `Words`
+# what the words of a test are wrapped in, see `Words`
+HANDLER = "__handling__"
+KEEPER = "__keeping__"
+GIVEN = "__given__"
 
 
 class Pending:
-    """Exceptions of the solution that nobody has handled yet. Threads of the test may raise and handle at the same time."""
+    """Exceptions of the solution that nobody has handled yet.
+
+    Threads of the test may raise and handle at the same time.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -59,7 +72,11 @@ class Pending:
         """This one, what it came from, and what it is a group of."""
         chain = [error] if error is not None else []
         for one in chain:  # grows while it is walked
-            found = (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ()))
+            found = (
+                one.__cause__,
+                one.__context__,
+                *(one.exceptions if isinstance(one, BaseExceptionGroup) else ()),
+            )
             chain += [e for e in found if e is not None and not any(e is known for known in chain)]
         with self.lock:
             self.errors = [e for e in self.errors if not any(e is known for known in chain)]
@@ -69,7 +86,10 @@ class Pending:
             self.errors.append(error)
 
     def given(self, value: Any) -> Any:
-        """What a call of the test came to. An exception in it is in the test's hands: in a list, or in what `pytest.raises` returns."""
+        """What a call of the test came to.
+
+        An exception in it is in the test's hands: in a list, or in what `pytest.raises` returns.
+        """
         if self.errors:
             pytest = sys.modules.get("pytest")
             if pytest is not None and isinstance(value, pytest.ExceptionInfo):
@@ -83,21 +103,31 @@ class Pending:
 
 
 class Handling:
-    """Around the body of an `except`: what it caught is handled once the body has come to its end, and not if that raises."""
+    """Around the body of an `except`: what it caught is handled once the body has come to its end,
+    and not if that raises.
+    """
 
     def __init__(self, pending: Pending):
-        self.pending, self.error = pending, sys.exc_info()[1]
+        self.pending = pending
+        self.error = sys.exc_info()[1]
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None:
             self.pending.handled(self.error)
 
 
 class Keeping:
-    """Around a `with`, and again, as `inside`, within it: what arrived inside and did not come out was kept on purpose."""
+    """Around a `with`, and again, as `inside`, within it: what arrived inside and did not come out
+    was kept on purpose.
+    """
 
     def __init__(self, pending: Pending):
         self.pending = pending
@@ -106,7 +136,12 @@ class Keeping:
     def __enter__(self) -> Keeping:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None:
             self.pending.handled(self.inside.error)
 
@@ -118,12 +153,19 @@ class Inside:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.error = error
 
 
 class Words(ast.NodeTransformer):
-    """Puts `Handling` into every `except` of a test, `Keeping` around every `with`, and `Pending.given` around every call."""
+    """Puts `Handling` into every `except` of a test, `Keeping` around every `with`, and
+    `Pending.given` around every call.
+    """
 
     def __init__(self) -> None:
         self.withs = 0
@@ -155,7 +197,10 @@ def _call(name: str, *args: ast.expr) -> ast.Call:
 
 
 def watch_unittest(pending: Pending) -> None:
-    """Whatever `assertRaises` keeps is handled, in whichever thread it was raised. Few tests need unittest: none has to load it."""
+    """Whatever `assertRaises` keeps is handled, in whichever thread it was raised.
+
+    Few tests need unittest: none has to load it.
+    """
     load = builtins.__import__
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -173,7 +218,12 @@ def watch_unittest(pending: Pending) -> None:
 def watch_exit(context: Any, pending: Pending) -> None:
     leave = context.__exit__
 
-    def watched(self: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
+    def watched(
+        self: Any,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Any:
         kept = leave(self, kind, error, trace)
         if kept:
             pending.handled(error)
@@ -202,10 +252,13 @@ class Remote:
     """The other end of the judge's pipe, and the functions behind it."""
 
     def __init__(self, lines: BinaryIO, out: int):
-        self.lines, self.out, self.nonce = lines, out, ""
+        self.lines = lines
+        self.out = out
+        self.nonce = ""
         self.pending = Pending()
         self.asked = 0
-        self.turn = threading.RLock()  # one question at a time: the judge has one pipe for all threads of a test
+        # one question at a time: the judge has one pipe for all threads of a test
+        self.turn = threading.RLock()
 
     def say(self, message: dict[str, Any]) -> None:
         data = dumps({"nonce": self.nonce, **message}) + b"\n"
@@ -223,7 +276,9 @@ class Remote:
     def function(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not (plain(args) and plain(kwargs)):
-                self.pending.cannot = CannotPass(f"{name} is called with something that is not plain data")
+                self.pending.cannot = CannotPass(
+                    f"{name} is called with something that is not plain data"
+                )
                 raise self.pending.cannot
             with self.turn:
                 self.asked += 1
@@ -233,7 +288,9 @@ class Remote:
                 error = raised(*reply["raised"])
                 self.pending.add(error)
                 raise error
-            for mine, changed in zip(args, decode(reply["args"]) if "args" in reply else (), strict=False):
+            for mine, changed in zip(
+                args, decode(reply["args"]) if "args" in reply else (), strict=False
+            ):
                 if isinstance(mine, list) and isinstance(changed, list):
                     mine[:] = changed
                 elif isinstance(mine, (dict, set)) and type(mine) is type(changed):
@@ -247,7 +304,8 @@ class Remote:
 
 def unknown_names(code: str) -> set[str]:
     """Names that are read somewhere and bound nowhere: the solution's."""
-    read, bound = set(), set(dir(builtins))
+    read = set()
+    bound = set(dir(builtins))
     for node in ast.walk(ast.parse(code)):
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
@@ -268,19 +326,31 @@ def unknown_names(code: str) -> set[str]:
 
 
 def run(remote: Remote, tests: list[str], entry: str | None) -> dict[str, Any]:
-    """Each text is one test; one that defines `check` has it called with the entry point, as HumanEval does."""
+    """Each text is one test; one that defines `check` has it called with the entry point, as
+    HumanEval does.
+    """
     whole = "\n".join(tests)
-    names: dict[str, Any] = {"__name__": "tests"} | {name: remote.function(name) for name in unknown_names(whole)}
+    names: dict[str, Any] = {"__name__": "tests"} | {
+        name: remote.function(name) for name in unknown_names(whole)
+    }
     if entry:
         names |= {"candidate": remote.function(entry), entry: remote.function(entry)}
-    names |= {HANDLER: lambda: Handling(remote.pending), KEEPER: lambda: Keeping(remote.pending), GIVEN: remote.pending.given}
-    passed, reasons = [], []
-    for text, code in [(text, compiled(text)) for text in tests]:  # all before the first: what does not compile is the tests' fault
+    names |= {
+        HANDLER: lambda: Handling(remote.pending),
+        KEEPER: lambda: Keeping(remote.pending),
+        GIVEN: remote.pending.given,
+    }
+    passed = []
+    reasons = []
+    # all before the first: what does not compile is the tests' fault
+    for text, code in [(text, compiled(text)) for text in tests]:
         reason = one(remote, text, code, names)
         if remote.pending.cannot is not None:
             return {"cannot": str(remote.pending.cannot)}
         if reason is not None and not remote.asked:
-            return {"cannot": f"a test failed before it asked the solution anything: {reason}"[:300]}
+            return {
+                "cannot": f"a test failed before it asked the solution anything: {reason}"[:300]
+            }
         passed.append(reason is None)
         reasons += [reason[:200]] if reason is not None else []
     return {"passed": passed, "reasons": reasons[:20]}
@@ -296,7 +366,10 @@ def one(remote: Remote, text: str, code: CodeType, names: dict[str, Any]) -> str
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
     for unhandled in remote.pending.errors:
-        return f"the solution raised {type(unhandled).__name__}: {unhandled}, which the test did not handle"
+        return (
+            f"the solution raised {type(unhandled).__name__}: {unhandled}, which the test did not"
+            " handle"
+        )
     return None
 
 

@@ -1,12 +1,16 @@
-"""Runs as a script of its own: a launcher that is up already, with our drivers loaded. It forks boxes.
+"""Runs as a script of its own: a launcher that is up already, with our drivers loaded.
 
-A box is a process 1 with namespaces and a root of its own, and has one run after the other. Between two of them it kills whatever
-is left in there, throws the writable folder away, makes a fresh one and counts processes from 2 again. Nothing else can stay behind: the rest
-of the root is read only, and the system call filter leaves a program no socket with a name, no queue, segment, key or mount. A box whose run was
-killed from outside is gone, and the next one is a new one.
+It forks boxes.
 
-As root the launcher also makes, once, what all its boxes share: a root of read-only folders and a network without interfaces. Making
-those anew is what many at once would wait for, since the kernel does it one at a time for the whole machine.
+A box is a process 1 with namespaces and a root of its own, and has one run after the other. Between
+two of them it kills whatever is left in there, throws the writable folder away, makes a fresh one
+and counts processes from 2 again. Nothing else can stay behind: the rest of the root is read only,
+and the system call filter leaves a program no socket with a name, no queue, segment, key or mount.
+A box whose run was killed from outside is gone, and the next one is a new one.
+
+As root the launcher also makes, once, what all its boxes share: a root of read-only folders and a
+network without interfaces. Making those anew is what many at once would wait for, since the kernel
+does it one at a time for the whole machine.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ WORK = "/tmp"
 
 
 def prepare(launcher: Any, job: dict[str, Any]) -> None:
-    """Ends the process if it cannot be done half way: whoever asks then has launchers that share nothing."""
+    """Ends the process if it cannot be done half way: whoever asks then has launchers that share
+    nothing.
+    """
     if os.getuid() != 0:
         return
     launcher.must("unshare", launcher.CLONE_NEWNS | launcher.CLONE_NEWNET)
@@ -60,8 +66,10 @@ def box(launcher: Any, job: dict[str, Any], asked: socket.socket) -> None:
 
 
 def one_run(launcher: Any, asked: socket.socket) -> bool:
-    """The message has the limits that process 1 needs; its descriptors are stdin, stdout, stderr, control, report and the channel. The
-    rest of the job is read by the fork: process 1 has nothing of a run that a later fork could find in its memory."""
+    """The message has the limits that process 1 needs; its descriptors are stdin, stdout, stderr,
+    control, report and the channel. The rest of the job is read by the fork: process 1 has nothing
+    of a run that a later fork could find in its memory.
+    """
     message, handed, _, _ = socket.recv_fds(asked, 512, 16)
     if not message:
         return False
@@ -100,14 +108,18 @@ def clean(launcher: Any) -> None:
     launcher.must("umount2", WORK.encode(), launcher.MNT_DETACH)
     try:
         launcher.write_file("/proc/sys/kernel/ns_last_pid", "1")
-    except OSError:  # then processes are counted on, which gives nothing away but how many there were
+    except OSError:
+        # then processes are counted on, which gives nothing away but how many there were
         pass
 
 
 def serve(requests: int, job: dict[str, Any]) -> None:
-    """Forks a box for each message: its descriptor is the socket that the box is asked by. The answer is a handle on the fork. Ends
-    with whoever asks."""
-    for name, path in (("reinforge", []), ("reinforge.sandbox", [HERE])):  # the drivers, and nothing else of the package
+    """Forks a box for each message: its descriptor is the socket that the box is asked by.
+
+    The answer is a handle on the fork. Ends with whoever asks.
+    """
+    # the drivers, and nothing else of the package
+    for name, path in (("reinforge", []), ("reinforge.sandbox", [HERE])):
         package = sys.modules[name] = types.ModuleType(name)
         package.__path__ = path
     launcher = importlib.import_module("reinforge.sandbox.launcher")

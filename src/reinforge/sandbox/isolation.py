@@ -1,7 +1,9 @@
-"""How programs are contained on this machine, what of it they see, and what to say where they cannot be contained.
+"""How programs are contained on this machine, what of it they see, and what to say where they
+cannot be contained.
 
-`namespaces` is our own launcher (launcher.py); `bubblewrap` lets that program make the namespaces and the root. Both end in the same
-uid, limits and system call filter. What works is tried, once per process, by running a program.
+`namespaces` is our own launcher (launcher.py); `bubblewrap` lets that program make the namespaces
+and the root. Both end in the same uid, limits and system call filter. What works is tried, once per
+process, by running a program.
 """
 
 from __future__ import annotations
@@ -27,11 +29,27 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 FOOTPRINT = Path(__file__).with_name("footprint.py")
 SYSTEM = (
     *("/bin", "/lib", "/lib32", "/lib64", "/libx32"),
-    *("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/libexec", "/usr/include"),
+    *(
+        "/usr/bin",
+        "/usr/lib",
+        "/usr/lib32",
+        "/usr/lib64",
+        "/usr/libx32",
+        "/usr/libexec",
+        "/usr/include",
+    ),
     *("/usr/share/zoneinfo", "/usr/share/nodejs"),
 )
-SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
-DEVICES = (  # a zero device makes shared memory, which nobody counts, for whoever maps it; the full one gives zeros too, and does not
+SETTINGS = (
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/alternatives",
+    "/etc/localtime",
+)
+# a zero device makes shared memory, which nobody counts, for whoever maps it; the full one gives
+# zeros too, and does not
+DEVICES = (
     *(("/dev/null", "/dev/null"), ("/dev/full", "/dev/zero"), ("/dev/full", "/dev/full")),
     *(("/dev/random", "/dev/random"), ("/dev/urandom", "/dev/urandom")),
 )
@@ -49,9 +67,10 @@ ENVIRONMENT = {
     "USER": "sandbox",
 }
 FIX = (
-    "Install bubblewrap, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0; in a container: --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN), "
-    "or use a remote sandbox (url), or accept the risk with allow_unsafe: true."
+    "Install bubblewrap, or allow unprivileged user namespaces (sysctl"
+    " kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a"
+    " container: --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN), or use a remote"
+    " sandbox (url), or accept the risk with allow_unsafe: true."
 )
 
 
@@ -76,7 +95,10 @@ class Layout:
 
 @cache
 def layout(packages: tuple[str, ...] = ()) -> Layout:
-    """The folders of the system, what the interpreter needs, and the packages that were asked for. No package that was not."""
+    """The folders of the system, what the interpreter needs, and the packages that were asked for.
+
+    No package that was not.
+    """
     links = tuple((os.readlink(p), p) for p in SYSTEM if os.path.islink(p))
     folders = [p for p in SYSTEM if os.path.isdir(p) and not os.path.islink(p)]
     needed = footprint()
@@ -89,7 +111,11 @@ def layout(packages: tuple[str, ...] = ()) -> Layout:
             )
         if not _below(path, folders):
             folders.append(path)
-    installed = [p for pattern in ("/usr/lib*/python*/site-packages", "/usr/lib*/python*/dist-packages") for p in glob.glob(pattern)]
+    installed = [
+        p
+        for pattern in ("/usr/lib*/python*/site-packages", "/usr/lib*/python*/dist-packages")
+        for p in glob.glob(pattern)
+    ]
     for package in packages:
         if not os.path.isdir(package) or not os.stat(package).st_mode & 0o005:
             raise InputError(
@@ -99,7 +125,12 @@ def layout(packages: tuple[str, ...] = ()) -> Layout:
             )
     settings = [(p, p) for p in SETTINGS if os.path.exists(p)]
     devices = [(source, path) for source, path in DEVICES if os.path.exists(source)]
-    shown = [*((p, p) for p in folders), *settings, *devices, *zip(packages, package_paths(packages), strict=True)]
+    shown = [
+        *((p, p) for p in folders),
+        *settings,
+        *devices,
+        *zip(packages, package_paths(packages), strict=True),
+    ]
     return Layout(
         tuple((os.path.realpath(source), path) for source, path in shown),
         (*links, (WORK, "/dev/shm"), ("/proc/self/fd", "/dev/fd")),
@@ -109,13 +140,19 @@ def layout(packages: tuple[str, ...] = ()) -> Layout:
 
 @cache
 def footprint() -> dict[str, list[str]]:
-    """The files of the interpreter, from itself: `library`, its standard library; `libraries`, the shared ones that it is linked to;
-    `installed`, the folders inside the former with packages that somebody installed."""
+    """The files of the interpreter, from itself: `library`, its standard library; `libraries`, the
+    shared ones that it is linked to; `installed`, the folders inside the former with packages that
+    somebody installed.
+    """
     asked = [interpreter(), "-I", "-S", "-B", str(FOOTPRINT)]
     try:
-        said = subprocess.run(asked, capture_output=True, check=True, env={}, cwd="/", timeout=60).stdout
+        said = subprocess.run(
+            asked, capture_output=True, check=True, env={}, cwd="/", timeout=60
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise InputError(f"{interpreter()} does not say what it needs: {error}", where="sandbox") from error
+        raise InputError(
+            f"{interpreter()} does not say what it needs: {error}", where="sandbox"
+        ) from error
     found: dict[str, list[str]] = json.loads(said)
     return found
 
@@ -124,9 +161,19 @@ def _below(path: str, folders: Sequence[str]) -> bool:
     return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
-def job_of(isolation: Isolation, argv: Sequence[str], files: dict[str, bytes], limits: Limits, work: str, node: bool,
-           driver: str | None = None) -> dict[str, Any]:  # fmt: skip
-    """What the launcher is told. Node reserves address space by the gigabyte: there only what it uses is limited."""
+def job_of(
+    isolation: Isolation,
+    argv: Sequence[str],
+    files: dict[str, bytes],
+    limits: Limits,
+    work: str,
+    node: bool,
+    driver: str | None = None,
+) -> dict[str, Any]:
+    """What the launcher is told.
+
+    Node reserves address space by the gigabyte: there only what it uses is limited.
+    """
     seen = Layout() if isolation.unsafe else layout(limits.packages)
     memory = limits.memory_mb * MIB
     return {
@@ -134,7 +181,12 @@ def job_of(isolation: Isolation, argv: Sequence[str], files: dict[str, bytes], l
         "argv": list(argv),
         "driver": driver,  # what the arguments start, for a launcher that has it loaded
         "packages": package_paths(limits.packages),
-        "env": sorted((ENVIRONMENT | {"HOME": work, "TMPDIR": work, "REINFORGE_RUN": str(os.getpid())}).items()),  # whose it is, for `ps e`
+        # whose it is, for `ps e`
+        "env": sorted(
+            (
+                ENVIRONMENT | {"HOME": work, "TMPDIR": work, "REINFORGE_RUN": str(os.getpid())}
+            ).items()
+        ),
         "content": sorted(files.items()),
         **root_of(seen),
         "texts": list(TEXTS),
@@ -164,13 +216,22 @@ def arguments(isolation: Isolation, limits: Limits, info_fd: int, fds: Sequence[
     if isolation.mode != "bwrap":
         return [*launch, str(LAUNCHER), *map(str, fds)]
     seen = layout(limits.packages)
-    flags = ["--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--as-pid-1"]
+    flags = [
+        "--unshare-net",
+        "--unshare-pid",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--die-with-parent",
+        "--as-pid-1",
+    ]
     flags += (
         ["--new-session", "--hostname", "sandbox"]
         if os.getuid() == 0
         else ["--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
     )
-    for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):  # for the launcher, which gives them up
+    # for the launcher, which gives them up
+    for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
         flags += ["--cap-add", capability]
     for folder in sorted({str(p) for _, path in seen.binds for p in list(Path(path).parents)[:-1]}):
         flags += ["--perms", "0755", "--dir", folder]  # it would make them with 0700
@@ -183,7 +244,18 @@ def arguments(isolation: Isolation, limits: Limits, info_fd: int, fds: Sequence[
         flags += ["--symlink", target, name]
     bwrap = shutil.which("bwrap")
     assert bwrap is not None
-    return [bwrap, "--info-fd", str(info_fd), *flags, "--remount-ro", "/", "--", *launch, "/launcher.py", *map(str, fds)]
+    return [
+        bwrap,
+        "--info-fd",
+        str(info_fd),
+        *flags,
+        "--remount-ro",
+        "/",
+        "--",
+        *launch,
+        "/launcher.py",
+        *map(str, fds),
+    ]
 
 
 @cache
@@ -198,18 +270,36 @@ def missing(mode: Literal["own", "bwrap"]) -> str | None:
     if mode == "bwrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
     try:
-        with Process(Isolation(mode), [interpreter(), "-I", "-S", "-B", "-c", "print(1+1)"], {}, Limits(seconds=20)) as process:
+        with Process(
+            Isolation(mode),
+            [interpreter(), "-I", "-S", "-B", "-c", "print(1+1)"],
+            {},
+            Limits(seconds=20),
+        ) as process:
             result = process.finish()
     except InputError as error:  # what the interpreter needs cannot be shown
         return str(error)
-    return None if result.status == "ok" and result.stdout == b"2\n" else result.reason or f"a trial run ended with {result.status}"
+    return (
+        None
+        if result.status == "ok" and result.stdout == b"2\n"
+        else result.reason or f"a trial run ended with {result.status}"
+    )
 
 
 def choose(backend: Backend = "auto", allow_unsafe: bool = False) -> Isolation:
-    """The way to contain programs here. Raises InputError, which names what is missing, unless that was accepted beforehand."""
-    modes: dict[str, Sequence[Literal["own", "bwrap"]]] = {"auto": ("bwrap", "own"), "bubblewrap": ("bwrap",), "namespaces": ("own",)}
+    """The way to contain programs here.
+
+    Raises InputError, which names what is missing, unless that was accepted beforehand.
+    """
+    modes: dict[str, Sequence[Literal["own", "bwrap"]]] = {
+        "auto": ("bwrap", "own"),
+        "bubblewrap": ("bwrap",),
+        "namespaces": ("own",),
+    }
     if backend not in modes:
-        raise InputError(f"unknown sandbox {backend!r}.", where="backend", fix=f"There are: {', '.join(modes)}.")
+        raise InputError(
+            f"unknown sandbox {backend!r}.", where="backend", fix=f"There are: {', '.join(modes)}."
+        )
     reasons = []
     for mode in modes[backend]:
         reason = missing(mode)
@@ -218,4 +308,6 @@ def choose(backend: Backend = "auto", allow_unsafe: bool = False) -> Isolation:
         reasons.append(f"{'bubblewrap' if mode == 'bwrap' else 'namespaces'}: {reason}")
     if allow_unsafe:
         return Isolation("bare")
-    raise InputError(f"code cannot be contained here ({'; '.join(reasons)}).", where="sandbox", fix=FIX)
+    raise InputError(
+        f"code cannot be contained here ({'; '.join(reasons)}).", where="sandbox", fix=FIX
+    )

@@ -1,14 +1,18 @@
-"""Runs as a script of its own, between us and a program: makes the namespaces, the root and the limits, starts it, waits for it.
+"""Runs as a script of its own, between us and a program: makes the namespaces, the root and the
+limits, starts it, waits for it.
 
-Two processes. The outer one stays outside and waits. The inner one is process 1 of the new pid namespace: when it ends, for
-whatever reason, the kernel kills everything else in there, so nothing outlives a run. It cannot be reached from the program: signals
-to process 1 from inside are dropped by the kernel, it is not dumpable, and what it holds is no secret (the program, its limits).
+Two processes. The outer one stays outside and waits. The inner one is process 1 of the new pid
+namespace: when it ends, for whatever reason, the kernel kills everything else in there, so nothing
+outlives a run. It cannot be reached from the program: signals to process 1 from inside are dropped
+by the kernel, it is not dumpable, and what it holds is no secret (the program, its limits).
 
-Only the standard library and no package around it: it starts once per run, or once for many (forks.py): then our drivers need not
-be started either. A fork holds nothing of other runs: jobs are read after it. The job comes by `marshal` from our own process, over
-the pipe `control`, whose end of file means that nobody waits any more. Lines on the pipe `report`: `pid N` (process 1, as seen from
-outside), `started`, `exit STATUS CPU RSS`, `over WHAT` (memory, cpu, descriptors), `greedy`, or `error WORDS`. A `go` byte is waited
-for after `pid`, so that whoever is to kill process 1 holds a handle on it before anything foreign runs.
+Only the standard library and no package around it: it starts once per run, or once for many
+(forks.py): then our drivers need not be started either. A fork holds nothing of other runs: jobs
+are read after it. The job comes by `marshal` from our own process, over the pipe `control`, whose
+end of file means that nobody waits any more. Lines on the pipe `report`: `pid N` (process 1, as
+seen from outside), `started`, `exit STATUS CPU RSS`, `over WHAT` (memory, cpu, descriptors),
+`greedy`, or `error WORDS`. A `go` byte is waited for after `pid`, so that whoever is to kill
+process 1 holds a handle on it before anything foreign runs.
 """
 
 from __future__ import annotations
@@ -23,27 +27,47 @@ import sys
 import time
 from typing import Any
 
-CLONE_ALL = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000  # mnt cgroup uts ipc user pid net
-CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+# mnt cgroup uts ipc user pid net
+CLONE_ALL = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_MOUNT_SETATTR = 442
-AT_RECURSIVE, AT_FDCWD = 0x8000, -100
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 22, 24, 38, 47
-SIGINT, SIGPIPE, SIGXFSZ = 2, 13, 25
+AT_RECURSIVE = 0x8000
+AT_FDCWD = -100
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
+SIGINT = 2
+SIGPIPE = 13
+SIGXFSZ = 25
 INSIDE = 1000  # uid and gid of the program, as it sees them
 OUTSIDE = 65534  # what they are outside when we are root
 TICK_MS = 40  # how often memory and processor time are looked at
 SPARE_CPU = 0.5  # seconds: a process that is alone over its limit gets the kernel's SIGXCPU first
-GREEDY = 0.5  # seconds of processor that a run wanted or had beyond one core's: those beside it may have starved
+# seconds of processor that a run wanted or had beyond one core's: those beside it may have starved
+GREEDY = 0.5
 COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")  # lines of /proc/PID/status
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 libc = ctypes.CDLL(None, use_errno=True)
 DRIVERS: dict[str, Any] = {}  # loaded by forks.py
 PREPARED: list[bool] = []  # whether the root and an empty network are there already (forks.py)
-HOST_PROC: list[int] = []  # the /proc of outside, open in process 1 where the run can have none of its own
+# the /proc of outside, open in process 1 where the run can have none of its own
+HOST_PROC: list[int] = []
 
 
 class Failed(Exception):
@@ -53,7 +77,10 @@ class Failed(Exception):
 def must(name: str, *arguments: Any) -> int:
     value = getattr(libc, name)(*arguments)
     if value < 0:
-        raise Failed(f"{'user namespaces (unshare)' if name == 'unshare' else name}: {os.strerror(ctypes.get_errno())}")
+        raise Failed(
+            f"{'user namespaces (unshare)' if name == 'unshare' else name}:"
+            f" {os.strerror(ctypes.get_errno())}"
+        )
     return value
 
 
@@ -85,13 +112,17 @@ def write_file(path: str, text: str) -> None:
 
 
 def new_namespaces() -> None:
-    """As root the program gets a uid that is not root's outside either (its number of processes could not be limited otherwise);
-    a second process, which stayed where root is root, has to write that map."""
-    uid, gid = os.getuid(), os.getgid()
+    """As root the program gets a uid that is not root's outside either (its number of processes
+    could not be limited otherwise); a second process, which stayed where root is root, has to write
+    that map.
+    """
+    uid = os.getuid()
+    gid = os.getgid()
     flags = CLONE_ALL & ~CLONE_NEWNET if PREPARED else CLONE_ALL
     if uid == 0:
         r, w = os.pipe()
-        me, writer = os.getpid(), os.fork()
+        me = os.getpid()
+        writer = os.fork()
         if writer == 0:
             os.read(r, 1)
             for kind in ("uid", "gid"):
@@ -114,21 +145,38 @@ def new_namespaces() -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    encoded = (source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode() or None)
+    encoded = (
+        source.encode(),
+        target.encode(),
+        kind.encode() if kind else None,
+        ctypes.c_ulong(flags),
+        data.encode() or None,
+    )
     if libc.mount(*encoded) < 0:
         raise Failed(f"mount {target}: {os.strerror(ctypes.get_errno())}")
 
 
 def read_only(path: str, nodev: int = MS_NODEV) -> None:
-    """Everything mounted at and below `path`; flags are added to what is there, never taken away."""
+    """Everything mounted at and below `path`; flags are added to what is there, never
+    taken away.
+    """
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | nodev, 0, 0, 0)
-    number, where = ctypes.c_long(SYS_MOUNT_SETATTR), path.encode()
-    if libc.syscall(number, AT_FDCWD, where, AT_RECURSIVE, ctypes.byref(attributes), ctypes.c_size_t(32)) < 0:
+    number = ctypes.c_long(SYS_MOUNT_SETATTR)
+    where = path.encode()
+    if (
+        libc.syscall(
+            number, AT_FDCWD, where, AT_RECURSIVE, ctypes.byref(attributes), ctypes.c_size_t(32)
+        )
+        < 0
+    ):
         raise Failed(f"mount_setattr (Linux 5.12): {os.strerror(ctypes.get_errno())}")
 
 
 def pivot_root(new: str, old: str) -> None:
-    if libc.syscall(ctypes.c_long(SYS_PIVOT_ROOT[os.uname().machine]), new.encode(), old.encode()) < 0:
+    if (
+        libc.syscall(ctypes.c_long(SYS_PIVOT_ROOT[os.uname().machine]), new.encode(), old.encode())
+        < 0
+    ):
         raise Failed(f"pivot_root: {os.strerror(ctypes.get_errno())}")
 
 
@@ -138,8 +186,10 @@ def mount_work(limits: dict[str, Any], target: str, owner: int = INSIDE) -> None
 
 
 def new_root(job: dict[str, Any], whole: bool = True) -> None:
-    """A root of its own: system folders read only, five devices, a fresh /proc, one writable folder (for a job that says how large),
-    nothing else of the host. Not `whole`: without the last two, and with the host's /proc, to be covered (`finish_root`)."""
+    """A root of its own: system folders read only, five devices, a fresh /proc, one writable folder
+    (for a job that says how large), nothing else of the host. Not `whole`: without the last two,
+    and with the host's /proc, to be covered (`finish_root`).
+    """
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
     os.mkdir("/tmp/old")
@@ -157,7 +207,9 @@ def new_root(job: dict[str, Any], whole: bool = True) -> None:
         mount("/old" + source, target, None, MS_BIND | MS_REC)
         read_only(target, 0 if path.startswith("/dev/") else MS_NODEV)
     for path in job["empty"]:
-        mount("tmpfs", "/new" + path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,mode=0755")
+        mount(
+            "tmpfs", "/new" + path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,mode=0755"
+        )
     for path, text in job["texts"]:
         os.makedirs(os.path.dirname("/new" + path), exist_ok=True)
         with open("/new" + path, "w") as file:
@@ -169,7 +221,9 @@ def new_root(job: dict[str, Any], whole: bool = True) -> None:
     if whole:
         try:
             mount("proc", "/new/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
-        except Failed as error:  # the host's is masked, as in most containers: the run has none, and is measured from outside
+        except Failed as error:
+            # the host's is masked, as in most containers: the run has none, and is measured from
+            # outside
             HOST_PROC.append(host_proc(error))
         if "limits" in job:
             mount_work(job["limits"], "/new/tmp")
@@ -185,7 +239,10 @@ def new_root(job: dict[str, Any], whole: bool = True) -> None:
 
 
 def host_proc(error: Failed) -> int:
-    """A descriptor of the host's /proc, for process 1 alone. Without any /proc there would be no limit on memory: then there is no run."""
+    """A descriptor of the host's /proc, for process 1 alone.
+
+    Without any /proc there would be no limit on memory: then there is no run.
+    """
     try:
         proc = os.open("/old/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.readlink("self", dir_fd=proc)
@@ -195,13 +252,18 @@ def host_proc(error: Failed) -> int:
 
 
 def finish_root() -> None:
-    """What is added to a root that was made for many. The host's /proc must be covered, or there is no run."""
+    """What is added to a root that was made for many.
+
+    The host's /proc must be covered, or there is no run.
+    """
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
     must("sethostname", b"sandbox", 7)
 
 
 def own_user_namespace() -> None:
-    """Bubblewrap started as root leaves us root: change to an ordinary uid, whose processes are counted for this run alone."""
+    """Bubblewrap started as root leaves us root: change to an ordinary uid, whose processes are
+    counted for this run alone.
+    """
     os.setgroups([])
     os.setresgid(OUTSIDE, OUTSIDE, OUTSIDE)
     os.setresuid(OUTSIDE, OUTSIDE, OUTSIDE)
@@ -213,7 +275,9 @@ def own_user_namespace() -> None:
 
 
 def drop(job: dict[str, Any]) -> None:
-    """Become an ordinary user for good: no capability now, none after exec, none by a set-uid file."""
+    """Become an ordinary user for good: no capability now, none after exec, none by a
+    set-uid file.
+    """
     if job["mode"] != "bare":
         for capability in range(64):
             if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
@@ -223,17 +287,35 @@ def drop(job: dict[str, Any]) -> None:
             os.setgroups([])
             os.setresgid(INSIDE, INSIDE, INSIDE)
             os.setresuid(INSIDE, INSIDE, INSIDE)
-        must("capset", ctypes.byref((ctypes.c_uint32 * 2)(0x20080522, 0)), ctypes.byref((ctypes.c_uint32 * 6)()))
-    limits, r = job["limits"], resource
-    for kind, value in ((r.RLIMIT_CPU, limits["cpu"]), (r.RLIMIT_AS, limits["space"]), (r.RLIMIT_FSIZE, limits["disk"]),
-                        (r.RLIMIT_NOFILE, limits["descriptors"]), (r.RLIMIT_NPROC, limits["processes"]), (r.RLIMIT_MEMLOCK, 1 << 16),
-                        (r.RLIMIT_CORE, 1), (r.RLIMIT_MSGQUEUE, 0), (r.RLIMIT_RTPRIO, 0), (r.RLIMIT_NICE, 0), (r.RLIMIT_SIGPENDING, 1024)):  # fmt: skip
-        if value is not None:  # a core size of 1, unlike 0, also keeps a core handler of the host from being started
+        must(
+            "capset",
+            ctypes.byref((ctypes.c_uint32 * 2)(0x20080522, 0)),
+            ctypes.byref((ctypes.c_uint32 * 6)()),
+        )
+    limits = job["limits"]
+    r = resource
+    for kind, value in (
+        (r.RLIMIT_CPU, limits["cpu"]),
+        (r.RLIMIT_AS, limits["space"]),
+        (r.RLIMIT_FSIZE, limits["disk"]),
+        (r.RLIMIT_NOFILE, limits["descriptors"]),
+        (r.RLIMIT_NPROC, limits["processes"]),
+        (r.RLIMIT_MEMLOCK, 1 << 16),
+        (r.RLIMIT_CORE, 1),
+        (r.RLIMIT_MSGQUEUE, 0),
+        (r.RLIMIT_RTPRIO, 0),
+        (r.RLIMIT_NICE, 0),
+        (r.RLIMIT_SIGPENDING, 1024),
+    ):
+        # a core size of 1, unlike 0, also keeps a core handler of the host from being started
+        if value is not None:
             hard = r.getrlimit(kind)[1]
             value = value if hard == r.RLIM_INFINITY else min(value, hard)
-            later = value + 1 if kind == r.RLIMIT_CPU and hard == r.RLIM_INFINITY else value  # a second between SIGXCPU and SIGKILL
+            # a second between SIGXCPU and SIGKILL
+            later = value + 1 if kind == r.RLIMIT_CPU and hard == r.RLIM_INFINITY else value
             r.setrlimit(kind, (value, later))
-    must("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after exec: its own /proc entries are its own, and process 1 may read them
+    # as after exec: its own /proc entries are its own, and process 1 may read them
+    must("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
     must("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if job["filter"]:
         code = ctypes.create_string_buffer(job["filter"], len(job["filter"]))
@@ -242,7 +324,9 @@ def drop(job: dict[str, Any]) -> None:
 
 
 def become(job: dict[str, Any]) -> None:
-    """What the program would be after exec, without the exec: one of our drivers, loaded before the fork."""
+    """What the program would be after exec, without the exec: one of our drivers, loaded before the
+    fork.
+    """
     os.environ.clear()
     os.environ.update(job["env"])
     sys.path[:0] = job["packages"]
@@ -296,36 +380,50 @@ def start(job: dict[str, Any], report: int, channel: list[int]) -> None:
 
 
 class Meter:
-    """What all processes of a run have and use together, as process 1 sees it. Look at it from time to time."""
+    """What all processes of a run have and use together, as process 1 sees it.
+
+    Look at it from time to time.
+    """
 
     def __init__(self, work: str):
         self.work = work
-        self.memory = 0  # bytes that are no file's, shared or not, in memory or swapped out, and the files; mapped files count twice
+        # bytes that are no file's, shared or not, in memory or swapped out, and the files; mapped
+        # files count twice
+        self.memory = 0
         self.cpu = 0.0  # seconds, those of processes that have ended included
-        self.greedy = False  # whether it ever had, or would have had, more than one core for a while
+        # whether it ever had, or would have had, more than one core for a while
+        self.greedy = False
         self._started = self._looked = time.monotonic()
         self._reaped = self._sum = self._wanted = 0.0
         self._slots: dict[str, int] = {}  # room for descriptors, by process
-        self._proc = HOST_PROC[0] if HOST_PROC else os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._proc = (
+            HOST_PROC[0]
+            if HOST_PROC
+            else os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        )
 
     def close(self) -> None:
         if self._proc not in HOST_PROC:
             os.close(self._proc)
 
     def ended(self, used: Any) -> None:
-        """Process 1 has waited for one: its processor time and that of the children it had waited for."""
+        """Process 1 has waited for one: its processor time and that of the children it had waited
+        for.
+        """
         self._reaped += used.ru_utime + used.ru_stime
 
     def look(self) -> None:
         files = os.statvfs(self.work)
         self.memory = (files.f_blocks - files.f_bfree) * files.f_frsize
         self._slots = {}
-        seconds, runnable = self._reaped, 0
+        seconds = self._reaped
+        runnable = 0
         for process in self._processes():
             try:
                 fields = self._read(f"{process}/stat").rpartition(b")")[2].split()
                 runnable += fields[0] == b"R"
-                seconds += sum(map(int, fields[11:15])) / TICKS_PER_SECOND  # its own, and that of children it waited for
+                # its own, and that of children it waited for
+                seconds += sum(map(int, fields[11:15])) / TICKS_PER_SECOND
                 for line in self._read(f"{process}/status").splitlines():
                     if line.startswith(COUNTED):
                         self.memory += int(line.split()[1]) * 1024
@@ -336,7 +434,9 @@ class Meter:
         self._add(seconds, runnable)
 
     def _add(self, seconds: float, runnable: int) -> None:
-        """A process that nobody waited for leaves the sum with its seconds: what was seen once stays counted."""
+        """A process that nobody waited for leaves the sum with its seconds: what was seen once
+        stays counted.
+        """
         self.cpu += max(0.0, seconds - self._sum)
         self._sum = seconds
         now = time.monotonic()
@@ -352,7 +452,9 @@ class Meter:
             os.close(fd)
 
     def more_descriptors_than(self, limit: int) -> bool:
-        """They are counted only where there is room for so many: room comes in powers of two, from 64."""
+        """They are counted only where there is room for so many: room comes in powers of two, from
+        64.
+        """
         if sum(self._slots.values()) <= limit:
             return False
         return sum(self._open_files(process, room) for process, room in self._slots.items()) > limit
@@ -370,7 +472,9 @@ class Meter:
             os.close(fd)
 
     def _processes(self) -> list[str]:
-        """All but process 1: what its own /proc lists, or whatever descends from it in the host's."""
+        """All but process 1: what its own /proc lists, or whatever descends from it in
+        the host's.
+        """
         if not HOST_PROC:
             return [name for name in os.listdir(self._proc) if name.isdigit() and name != "1"]
         parents: dict[str, list[str]] = {}
@@ -388,15 +492,24 @@ class Meter:
 
 
 def first_process() -> None:
-    """Makes this process 1 of a run: out of the program's reach, and gone when whoever started it is."""
-    libc.signal(SIGINT, None)  # signals without a handler never reach process 1 from inside (`import signal` takes longer than all else)
+    """Makes this process 1 of a run: out of the program's reach, and gone when whoever started it
+    is.
+    """
+    # signals without a handler never reach process 1 from inside (`import signal` takes longer than
+    # all else)
+    libc.signal(SIGINT, None)
     must("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     must("prctl", PR_SET_PDEATHSIG, 9, 0, 0, 0)  # after the change of uid, which clears it
 
 
-def watch(main: int, control: int, report: int, limits: dict[str, Any], work: str, measured: bool = True) -> None:
-    """Reaps whatever dies and looks at what is used until the program ends, has too much, or nobody waits for it."""
-    ended, poll = os.pidfd_open(main), select.poll()
+def watch(
+    main: int, control: int, report: int, limits: dict[str, Any], work: str, measured: bool = True
+) -> None:
+    """Reaps whatever dies and looks at what is used until the program ends, has too much, or nobody
+    waits for it.
+    """
+    ended = os.pidfd_open(main)
+    poll = select.poll()
     poll.register(ended, select.POLLIN)
     poll.register(control, 0)  # only its end: whoever asked has gone
     meter = Meter(work) if measured else None
@@ -458,8 +571,12 @@ def inner(job: dict[str, Any], control: int, report: int, channel: list[int]) ->
 
 
 def run(handed: list[int], boxed: bool = False) -> None:
-    """One run, from its job to its end. `boxed`: process 1 is there already, and this is the program's. Never returns."""
-    control, report, *channel = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in handed)  # out of the program's numbers
+    """One run, from its job to its end.
+
+    `boxed`: process 1 is there already, and this is the program's. Never returns.
+    """
+    # out of the program's numbers
+    control, report, *channel = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in handed)
     close_all_but(0, 1, 2, control, report, *channel)
     job = marshal.loads(read_exactly(control, int.from_bytes(read_exactly(control, 8), "little")))
     if boxed:

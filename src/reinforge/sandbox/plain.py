@@ -1,7 +1,10 @@
-"""Plain values as lines of JSON, in and out of a contained program. Used on both sides, so: the standard library only.
+"""Plain values as lines of JSON, in and out of a contained program.
 
-What arrives outside is built here from None, bool, int, float, complex, str, bytes, list, tuple, dict, set; nothing that the program
-defined crosses, in particular no `__eq__`. Anything else becomes `Opaque`, which equals nothing.
+Used on both sides, so: the standard library only.
+
+What arrives outside is built here from None, bool, int, float, complex, str, bytes, list, tuple,
+dict, set; nothing that the program defined crosses, in particular no `__eq__`. Anything else
+becomes `Opaque`, which equals nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ DEEPEST = 100
 LARGEST = 1 << 20  # characters of one line
 ITEMS = 100_000  # taken from an iterator
 KEYS = 100_000  # of one dict or set
-SAME_HASH = 100  # how many of them may have one hash: whoever makes all collide lets us pay their number squared
+# how many of them may have one hash: whoever makes all collide lets us pay their number squared
+SAME_HASH = 100
 ITERATORS: Any = (
     range,
     map,
@@ -64,11 +68,17 @@ def encode(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (dict, set, frozenset)) and len(value) > KEYS:
         return {"t": "opaque", "v": f"{type(value).__name__[:60]} of more than {KEYS}"}
     if isinstance(value, dict):
-        return {"t": "dict", "v": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in dict.items(value)]}
+        return {
+            "t": "dict",
+            "v": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in dict.items(value)],
+        }
     if isinstance(value, (set, frozenset)):
         return {"t": "set", "v": [encode(item, depth + 1) for item in value]}
     if isinstance(value, ITERATORS):
-        return {"t": "iterator", "v": [encode(item, depth + 1) for item in itertools.islice(value, ITEMS)]}
+        return {
+            "t": "iterator",
+            "v": [encode(item, depth + 1) for item in itertools.islice(value, ITEMS)],
+        }
     if callable(getattr(type(value), "tolist", None)):  # numpy arrays and scalars
         return encode(value.tolist(), depth + 1)
     return {"t": "opaque", "v": type(value).__name__[:80]}
@@ -84,11 +94,17 @@ def decode(said: Any, depth: int = 0) -> Any:
         return said
     if said.keys() != {"t", "v"}:
         raise ValueError("no value")
-    kind, content = said["t"], said["v"]
+    kind = said["t"]
+    content = said["v"]
     if kind in ("int", "float", "bytes", "opaque"):
         if not isinstance(content, str):
             raise ValueError("no value")
-        return {"int": lambda: int(content, 16), "float": lambda: float(content), "bytes": lambda: bytes.fromhex(content), "opaque": lambda: Opaque(content[:80])}[kind]()  # fmt: skip
+        return {
+            "int": lambda: int(content, 16),
+            "float": lambda: float(content),
+            "bytes": lambda: bytes.fromhex(content),
+            "opaque": lambda: Opaque(content[:80]),
+        }[kind]()
     if not isinstance(content, list) or (kind in ("dict", "set") and len(content) > KEYS):
         raise ValueError("no value")
     try:

@@ -1,7 +1,9 @@
-"""One contained run, seen from outside: starts it, moves bytes in and out under their caps, kills it in time, leaves nothing behind.
+"""One contained run, seen from outside: starts it, moves bytes in and out under their caps, kills
+it in time, leaves nothing behind.
 
-Everything here happens in one thread, in `_pump`: it consumes what the pipes hold, writes what they take, and returns when its caller
-has what it waits for or the run is over. Limits are looked at after every piece.
+Everything here happens in one thread, in `_pump`: it consumes what the pipes hold, writes what they
+take, and returns when its caller has what it waits for or the run is over. Limits are looked at
+after every piece.
 """
 
 from __future__ import annotations
@@ -23,21 +25,44 @@ from reinforge.sandbox import zygote
 from reinforge.sandbox.isolation import Isolation, arguments, job_of
 from reinforge.sandbox.program import WORK, Limits, Result, Status
 
-SETUP_SECONDS = 60.0  # from our start of the launcher to the program's; longer is our fault, not the program's
+# from our start of the launcher to the program's; longer is our fault, not the program's
+SETUP_SECONDS = 60.0
 GIVE_UP_SECONDS = 5.0  # after a kill
 PIECE = 1 << 16
 
 
 class Process:
-    """Use as a context manager. `channel` gives the program descriptors 3 (to read) and 4 (to write), see `ask`."""
+    """Use as a context manager.
 
-    def __init__(self, isolation: Isolation, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"", *,
-                 channel: bool = False, node: bool = False, cancel: threading.Event | None = None, driver: str | None = None) -> None:  # fmt: skip
-        self.limits, self.isolation, self._cancel = limits, isolation, cancel
+    `channel` gives the program descriptors 3 (to read) and 4 (to write), see `ask`.
+    """
+
+    def __init__(
+        self,
+        isolation: Isolation,
+        argv: Sequence[str],
+        files: Mapping[str, bytes],
+        limits: Limits,
+        stdin: bytes = b"",
+        *,
+        channel: bool = False,
+        node: bool = False,
+        cancel: threading.Event | None = None,
+        driver: str | None = None,
+    ) -> None:
+        self.limits = limits
+        self.isolation = isolation
+        self._cancel = cancel
         self._status: Status | None = None
         self._reason = ""
         self._lines: list[str] = []
-        self._out: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray(), "info": bytearray(), "replies": bytearray()}  # fmt: skip
+        self._out: dict[str, bytearray] = {
+            "stdout": bytearray(),
+            "stderr": bytearray(),
+            "report": bytearray(),
+            "info": bytearray(),
+            "replies": bytearray(),
+        }
         self._in: dict[str, bytearray] = {}
         self._fds: dict[str, int] = {}
         self._pidfd: int | None = None
@@ -61,27 +86,44 @@ class Process:
     def _launch(self, channel: bool, limits: dict[str, int | None]) -> None:
         ours: dict[str, int] = {}
         theirs: dict[str, int] = {}
-        names_out = ["stdout", "stderr", "report", *(["info"] if self.isolation.mode == "bwrap" else []), *(["replies"] if channel else [])]
+        names_out = [
+            "stdout",
+            "stderr",
+            "report",
+            *(["info"] if self.isolation.mode == "bwrap" else []),
+            *(["replies"] if channel else []),
+        ]
         names_in = ["control", "stdin", *(["requests"] if channel else [])]
         try:
             for name in names_out:
                 ours[name], theirs[name] = os.pipe()
             for name in names_in:
                 theirs[name], ours[name] = os.pipe()
-            handed = [theirs[name] for name in ("control", "report", "requests", "replies") if name in theirs]
+            handed = [
+                theirs[name]
+                for name in ("control", "report", "requests", "replies")
+                if name in theirs
+            ]
             box = self._box()
             if box is not None:
                 try:
-                    box.start([theirs[name] for name in ("stdin", "stdout", "stderr")] + handed, limits)
+                    box.start(
+                        [theirs[name] for name in ("stdin", "stdout", "stderr")] + handed, limits
+                    )
                     self._pidfd = os.dup(box.first)
                 except OSError:  # it died just now
                     box.close()
                     raise
             self._popen: subprocess.Popen[bytes] | zygote.Box = box or subprocess.Popen(
                 arguments(self.isolation, self.limits, theirs.get("info", -1), handed),
-                stdin=theirs["stdin"], stdout=theirs["stdout"], stderr=theirs["stderr"], env={}, cwd="/",
-                pass_fds=[fd for name, fd in theirs.items() if not name.startswith("std")], start_new_session=True,
-            )  # fmt: skip
+                stdin=theirs["stdin"],
+                stdout=theirs["stdout"],
+                stderr=theirs["stderr"],
+                env={},
+                cwd="/",
+                pass_fds=[fd for name, fd in theirs.items() if not name.startswith("std")],
+                start_new_session=True,
+            )
         except OSError:
             for fd in ours.values():
                 os.close(fd)
@@ -97,7 +139,10 @@ class Process:
                 self._selector.register(fd, selectors.EVENT_READ, name)
 
     def _box(self) -> zygote.Box | None:
-        """Where this run takes place, if there are boxes here. What they lack to be made, a launcher of its own says better."""
+        """Where this run takes place, if there are boxes here.
+
+        What they lack to be made, a launcher of its own says better.
+        """
         if self.isolation.mode != "own" or self.limits.packages:
             return None
         self._forks = zygote.ready()
@@ -110,13 +155,20 @@ class Process:
     def __enter__(self) -> Process:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     # -- bytes
 
     def _send(self, name: str, data: bytes) -> None:
-        """Queue bytes for a pipe of the program; a pipe that nobody reads any more swallows them."""
+        """Queue bytes for a pipe of the program; a pipe that nobody reads any more
+        swallows them.
+        """
         if name in self._fds and data:
             if not self._in.get(name):
                 self._selector.register(self._fds[name], selectors.EVENT_WRITE, name)
@@ -161,7 +213,9 @@ class Process:
             self._kill("output", f"more than {self.limits.output_kb} kB on {name}")
 
     def _heard(self, name: str) -> None:
-        """The launcher, or bubblewrap, said something: both are ours and outside the program's reach."""
+        """The launcher, or bubblewrap, said something: both are ours and outside the program's
+        reach.
+        """
         held = self._out[name]
         if name == "info":
             if b"}" in held:
@@ -190,7 +244,9 @@ class Process:
                     self._strike()  # nothing else ends what it left behind
 
     def _over_what(self, name: str) -> tuple[Status, str]:
-        """What a run is killed as, and the reason, when all its processes together have too much."""
+        """What a run is killed as, and the reason, when all its processes together have
+        too much.
+        """
         if name == "cpu":
             return "timeout", "processor time of all its processes"
         if name == "descriptors":
@@ -198,7 +254,9 @@ class Process:
         return "memory", f"more than {self.limits.memory_mb} MB in all"
 
     def _go(self, pid: int) -> None:
-        """Process 1 of the run waits for this; from here on we hold a handle that can never mean another process."""
+        """Process 1 of the run waits for this; from here on we hold a handle that can never mean
+        another process.
+        """
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:  # it failed meanwhile: the report says at what
@@ -213,7 +271,11 @@ class Process:
     def _kill(self, status: Status, reason: str = "") -> None:
         """End every process of the run, from outside. The first reason stays."""
         if self._status is None:
-            self._status, self._reason, self._ended = status, reason, self._ended or time.monotonic()
+            self._status, self._reason, self._ended = (
+                status,
+                reason,
+                self._ended or time.monotonic(),
+            )
         self._strike()
 
     def _strike(self) -> None:
@@ -233,22 +295,32 @@ class Process:
             pass
 
     def _pump(self, done: Callable[[], bool], deadline: float | None = None) -> None:
-        """Move bytes until `done`, or until every pipe out of the run is closed, which is when its last process is gone."""
+        """Move bytes until `done`, or until every pipe out of the run is closed, which is when its
+        last process is gone.
+        """
         while not done() and any(name in self._fds for name in self._out):
             now = time.monotonic()
-            if now > self._give_up:  # killed, but a pipe is still held: without containment a detached process can do that
+            # killed, but a pipe is still held: without containment a detached process can do that
+            if now > self._give_up:
                 return
             until = min(self._deadline(), deadline or float("inf"))
             if self._status is None and now >= until:
-                self._kill("timeout" if self._started else "refused", "" if self._started else "the sandbox was not up in time")
+                self._kill(
+                    "timeout" if self._started else "refused",
+                    "" if self._started else "the sandbox was not up in time",
+                )
             if self._status is None and self._cancel is not None and self._cancel.is_set():
                 self._kill("refused", "cancelled")
-            for key, _ in self._selector.select(min(max(until - now, 0.0), 0.25) if self._status is None else 0.25):
+            for key, _ in self._selector.select(
+                min(max(until - now, 0.0), 0.25) if self._status is None else 0.25
+            ):
                 if key.data in self._fds:
                     (self._read if key.data in self._out else self._write)(key.data)
 
     def ask(self, request: bytes, seconds: float) -> bytes | None:
-        """One line to the program's descriptor 3, one line back from 4; None if none came: it is over, see `finish`."""
+        """One line to the program's descriptor 3, one line back from 4; None if none came: it is
+        over, see `finish`.
+        """
         assert b"\n" not in request
         if self._over or self._out["replies"]:  # something was said before it was asked
             self._kill("crashed", "wrote to the channel unasked")
@@ -283,13 +355,28 @@ class Process:
             status, cpu_text, rss = self._lines[0].split()[1:]
             code = os.waitstatus_to_exitcode(int(status))
             code, number = (None, -code) if code < 0 else (code, None)
-            cpu, memory = float(cpu_text), int(rss) / 1024
-        how, reason = self._status, self._reason
+            cpu = float(cpu_text)
+            memory = int(rss) / 1024
+        how = self._status
+        reason = self._reason
         if how is None:
             how, reason = self._judged(code, number)
         seconds = max(self._ended - self._started, 0.0) if self._started else 0.0
-        stdout, stderr = bytes(self._out["stdout"]), bytes(self._out["stderr"])
-        return Result(how, code, number, stdout, stderr, seconds, cpu, memory, reason, self.isolation.unsafe, self.greedy)
+        stdout = bytes(self._out["stdout"])
+        stderr = bytes(self._out["stderr"])
+        return Result(
+            how,
+            code,
+            number,
+            stdout,
+            stderr,
+            seconds,
+            cpu,
+            memory,
+            reason,
+            self.isolation.unsafe,
+            self.greedy,
+        )
 
     def _judged(self, code: int | None, number: int | None) -> tuple[Status, str]:
         if number in (signal.SIGXCPU,):
@@ -299,7 +386,9 @@ class Process:
         if number == signal.SIGKILL:
             return "killed", "killed from inside"
         if number is not None:
-            return "crashed", signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            return "crashed", (
+                signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            )
         if code is None:
             if not self._started:
                 said = bytes(self._out["stderr"]).decode("utf-8", "replace").strip().splitlines()
@@ -310,8 +399,12 @@ class Process:
         return ("ok", "") if code == 0 else ("crashed", f"exit code {code}")
 
     def close(self) -> None:
-        """Kill what is left, reap it, close every descriptor, remove every file. May be called twice."""
-        if self._forks is not None and not self._over:  # a box kills what is left by itself, and says when
+        """Kill what is left, reap it, close every descriptor, remove every file.
+
+        May be called twice.
+        """
+        # a box kills what is left by itself, and says when
+        if self._forks is not None and not self._over:
             self._close("control")
             self._status, self._ended = "killed", self._ended or time.monotonic()
             self._give_up = time.monotonic() + GIVE_UP_SECONDS

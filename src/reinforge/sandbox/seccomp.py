@@ -12,12 +12,19 @@ from __future__ import annotations
 import platform
 import struct
 
-SILENTLY, EPERM, ENOSYS, EAFNOSUPPORT = 0, 1, 38, 97
+SILENTLY = 0
+EPERM = 1
+ENOSYS = 38
+EAFNOSUPPORT = 97
 AF_UNIX = 1
-SOL_SOCKET, BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and their FORCE twins
+# SO_SNDBUF, SO_RCVBUF and their FORCE twins
+SOL_SOCKET = 1
+BUFFER_SIZES = (7, 8, 32, 33)
 NEW_NAMESPACE = 0x7E020000  # the CLONE_NEW* flags of clone(2)
 TERMINAL_INPUT = (0x5412, 0x541C)  # ioctl TIOCSTI, TIOCLINUX: type into somebody's terminal
-MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
+MAP_SHARED = 0x01
+MAP_ANONYMOUS = 0x20
+MAP_HUGETLB = 0x40000
 F_SETPIPE_SZ = 1031
 PR_SET_DUMPABLE = 4
 LAST = 456  # futex_requeue, Linux 6.7; the same number on both machines, as all since 424
@@ -109,7 +116,8 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     # one byte of a huge page, given to a pipe, keeps all of it
     "vmsplice": (278, 75),
 }
-QUIET = {  # said to be done and not done: they would write out all that the whole machine holds back
+# said to be done and not done: they would write out all that the whole machine holds back
+QUIET = {
     "sync": (162, 81),
     "syncfs": (306, 267),
 }
@@ -135,16 +143,29 @@ SPECIAL = {
 }
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
 
-LOAD, JEQ, JGE, JSET, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-NR, ARCH, ARGS = 0, 4, 16  # offsets in struct seccomp_data, little-endian
+LOAD = 0x20
+JEQ = 0x15
+JGE = 0x35
+JSET = 0x45
+AND = 0x54
+RETURN = 0x06
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+ERRNO = 0x00050000
+# offsets in struct seccomp_data, little-endian
+NR = 0
+ARCH = 4
+ARGS = 16
 X32 = 0x40000000  # the bit that its numbers have
 ON, REFUSE, ALLOW_IT = range(3)  # where a step goes
 Step = tuple[int, int, int, int]  # operation, operand, where to if it holds, where to if not
 
 
 class Filter:
-    """Instructions in the making. A filter is asked about one call, so each case ends in a verdict or goes on to the next."""
+    """Instructions in the making.
+
+    A filter is asked about one call, so each case ends in a verdict or goes on to the next.
+    """
 
     def __init__(self) -> None:
         self.code: list[bytes] = []
@@ -158,7 +179,9 @@ class Filter:
         self.emit(RETURN, ERRNO | errno)
 
     def case(self, nr: int, errno: int, *steps: Step) -> None:
-        """A call that its arguments decide on: the steps jump to `REFUSE`, to `ALLOW_IT`, or go `ON`."""
+        """A call that its arguments decide on: the steps jump to `REFUSE`, to `ALLOW_IT`, or go
+        `ON`.
+        """
         self.emit(JEQ, nr, 0, len(steps) + 2)
         for i, (op, k, true, false) in enumerate(steps):
             left = len(steps) - i - 1  # instructions between the next one and the verdicts
@@ -173,7 +196,9 @@ def load(number: int, high: bool = False) -> Step:
 
 
 def bpf_filter(machine: str | None = None) -> bytes | None:
-    """The filter as an array of struct sock_filter; None for a machine whose numbers are not here."""
+    """The filter as an array of struct sock_filter; None for a machine whose numbers
+    are not here.
+    """
     found = MACHINES.get(machine or platform.machine())
     if found is None:
         return None
@@ -203,28 +228,40 @@ def bpf_filter(machine: str | None = None) -> bytes | None:
 
 def _by_arguments(f: Filter, number: dict[str, int]) -> None:
     """The calls of which only some uses are refused."""
-    f.refuse(number["clone3"], ENOSYS)  # its flags are in memory, out of a filter's sight; libc falls back to clone
+    # its flags are in memory, out of a filter's sight; libc falls back to clone
+    f.refuse(number["clone3"], ENOSYS)
     f.refuse(number["socket"], EAFNOSUPPORT)
     f.case(number["clone"], EPERM, load(0), (JSET, NEW_NAMESPACE, REFUSE, ALLOW_IT))
-    f.case(number["socketpair"], EAFNOSUPPORT, load(0), (JEQ, AF_UNIX, ALLOW_IT, REFUSE))  # asyncio is built on one
+    # asyncio is built on one
+    f.case(number["socketpair"], EAFNOSUPPORT, load(0), (JEQ, AF_UNIX, ALLOW_IT, REFUSE))
     f.case(
         number["mmap"],
         EPERM,
         load(3),
         (JSET, MAP_HUGETLB, REFUSE, ON),  # of a store that the whole machine shares
         (AND, MAP_SHARED | MAP_ANONYMOUS, ON, ON),
-        (JEQ, MAP_SHARED | MAP_ANONYMOUS, REFUSE, ALLOW_IT),  # its pages stay when they are unmapped: nobody would count them
+        # its pages stay when they are unmapped: nobody would count them
+        (JEQ, MAP_SHARED | MAP_ANONYMOUS, REFUSE, ALLOW_IT),
     )
     f.case(
-        number["sendto"],  # only to the other end: an address needs no bind to be heard by who runs beside
+        # only to the other end: an address needs no bind to be heard by who runs beside
+        number["sendto"],
         EPERM,
         load(4),
         (JEQ, 0, ON, REFUSE),
         load(4, high=True),
         (JEQ, 0, ALLOW_IT, REFUSE),
     )
-    f.case(number["setpriority"], EPERM, load(0), (JEQ, 0, ON, REFUSE), load(1), (JEQ, 0, ALLOW_IT, REFUSE))
-    f.case(number["prctl"], EPERM, load(0), (JEQ, PR_SET_DUMPABLE, REFUSE, ALLOW_IT))  # process 1 could not look at it any more
+    f.case(
+        number["setpriority"],
+        EPERM,
+        load(0),
+        (JEQ, 0, ON, REFUSE),
+        load(1),
+        (JEQ, 0, ALLOW_IT, REFUSE),
+    )
+    # process 1 could not look at it any more
+    f.case(number["prctl"], EPERM, load(0), (JEQ, PR_SET_DUMPABLE, REFUSE, ALLOW_IT))
     f.case(number["fcntl"], EPERM, load(1), (JEQ, F_SETPIPE_SZ, REFUSE, ALLOW_IT))
     sizes: list[Step] = [(JEQ, size, REFUSE, ON) for size in BUFFER_SIZES]
     f.case(
@@ -237,4 +274,6 @@ def _by_arguments(f: Filter, number: dict[str, int]) -> None:
         (JEQ, BUFFER_SIZES[-1], REFUSE, ALLOW_IT),
     )
     first, second = TERMINAL_INPUT
-    f.case(number["ioctl"], EPERM, load(1), (JEQ, first, REFUSE, ON), (JEQ, second, REFUSE, ALLOW_IT))
+    f.case(
+        number["ioctl"], EPERM, load(1), (JEQ, first, REFUSE, ON), (JEQ, second, REFUSE, ALLOW_IT)
+    )

@@ -1,7 +1,10 @@
-"""Inside the sandbox: loads a solution and calls its functions on request. Values go in and out; nothing is judged here.
+"""Inside the sandbox: loads a solution and calls its functions on request.
 
-The solution shares this process and may do with it what it likes: all it can gain is to say a value of its choice, which it could by
-returning it. It sees the arguments of one call at a time and never what is expected.
+Values go in and out; nothing is judged here.
+
+The solution shares this process and may do with it what it likes: all it can gain is to say a value
+of its choice, which it could by returning it. It sees the arguments of one call at a time and never
+what is expected.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ def find(module: types.ModuleType, name: str) -> Callable[..., Any]:
     """A function, `Class.method` of a fresh object, or a method of the class `Solution`."""
     first, _, rest = name.partition(".")
     if not rest and not hasattr(module, first) and hasattr(module, "Solution"):
-        first, rest = "Solution", name
+        first = "Solution"
+        rest = name
     found = getattr(module, first)
     return getattr(found(), rest) if rest else found
 
@@ -53,8 +57,11 @@ def answer(module: types.ModuleType, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(requests: BinaryIO, replies: int, path: str, before: bytes = b"") -> None:
-    """One line in, one line out, each with the nonce of its request. The first asks whether the solution loads. `before` each reply
-    may stand a line end, where others write to the same place."""
+    """One line in, one line out, each with the nonce of its request.
+
+    The first asks whether the solution loads. `before` each reply may stand a line end, where
+    others write to the same place.
+    """
     module: types.ModuleType | None = None
     for line in requests:
         request = loads(line.rstrip(b"\n"))

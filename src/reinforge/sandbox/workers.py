@@ -1,8 +1,10 @@
-"""Processes that judge, one for each thread of a pool: what it takes to start, feed and watch a run is then not done by the process
-that trains, whose interpreter has better things to do. Each has a launcher that is up already (zygote.py).
+"""Processes that judge, one for each thread of a pool: what it takes to start, feed and watch a run
+is then not done by the process that trains, whose interpreter has better things to do. Each has a
+launcher that is up already (zygote.py).
 
-They are ours and outside of any containment, and speak pickle over a private socket. One that dies costs the call it had; one whose
-call was cancelled is killed, and its run with it: the launcher's pipe closes.
+They are ours and outside of any containment, and speak pickle over a private socket. One that dies
+costs the call it had; one whose call was cancelled is killed, and its run with it: the launcher's
+pipe closes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from reinforge.sandbox.process import Process
 from reinforge.sandbox.program import Limits, interpreter
 
 LOOK = 0.25  # seconds between looks at whether a call was cancelled
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from reinforge.sandbox.workers import serve; serve(int(sys.argv[1]))"
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from reinforge.sandbox.workers import"
+    " serve; serve(int(sys.argv[1]))"
+)
 
 
 class Worker:
@@ -32,14 +37,26 @@ class Worker:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
-        self._popen = subprocess.Popen([sys.executable, "-c", BOOT, str(theirs.fileno()), json.dumps(sys.path)], pass_fds=(theirs.fileno(),),
-                                       stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", BOOT, str(theirs.fileno()), json.dumps(sys.path)],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         theirs.close()
 
     def call(
-        self, function: Callable[..., Any], isolation: Isolation, cancel: threading.Event, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        isolation: Isolation,
+        cancel: threading.Event,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """`function(isolation, cancel, ...)`, done over there. Raises what it raises, and OSError if the worker died or was cancelled."""
+        """`function(isolation, cancel, ...)`, done over there.
+
+        Raises what it raises, and OSError if the worker died or was cancelled.
+        """
         self._socket.sendall(frame(pickle.dumps((function, isolation, args, kwargs))))
         answer = select.poll()  # not select: this process may have more than 1024 descriptors
         answer.register(self._socket, select.POLLIN)
@@ -74,7 +91,14 @@ class Workers:
         self._own = threading.local()
         self._all: list[Worker] = []
 
-    def call(self, function: Callable[..., Any], isolation: Isolation, cancel: threading.Event, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self,
+        function: Callable[..., Any],
+        isolation: Isolation,
+        cancel: threading.Event,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         worker: Worker | None = getattr(self._own, "worker", None)
         if worker is None or not worker.alive:
             if worker is not None:
@@ -114,8 +138,12 @@ def serve(fd: int) -> None:
 
 
 def _try(isolation: Isolation) -> None:
-    """One run, before any that counts: where a root that is made beforehand does not work, each run makes its own."""
-    with Process(isolation, [interpreter(), "-I", "-S", "-B", "-c", "print(1+1)"], {}, Limits(seconds=20)) as process:
+    """One run, before any that counts: where a root that is made beforehand does not work, each run
+    makes its own.
+    """
+    with Process(
+        isolation, [interpreter(), "-I", "-S", "-B", "-c", "print(1+1)"], {}, Limits(seconds=20)
+    ) as process:
         result = process.finish()
     if result.stdout != b"2\n":
         zygote.share_nothing()

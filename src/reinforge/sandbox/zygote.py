@@ -1,7 +1,9 @@
-"""A launcher that is up already, and the boxes that it forks (forks.py): a run costs no start of an interpreter and no namespaces.
+"""A launcher that is up already, and the boxes that it forks (forks.py): a run costs no start of an
+interpreter and no namespaces.
 
-It is a process of its own, between the one that judges and what it contains: it knows neither tests nor expected values, so a fork
-of it has nothing to give away. Only for our own namespaces; bubblewrap is a program that has to be started.
+It is a process of its own, between the one that judges and what it contains: it knows neither tests
+nor expected values, so a fork of it has nothing to give away. Only for our own namespaces;
+bubblewrap is a program that has to be started.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ _lock = threading.Lock()
 
 
 class Forked:
-    """The part of `subprocess.Popen` that a run needs, for a process that somebody else has started."""
+    """The part of `subprocess.Popen` that a run needs, for a process that somebody else has
+    started.
+    """
 
     def __init__(self, pid: int, handle: int):
-        self.pid, self._handle = pid, handle
+        self.pid = pid
+        self._handle = handle
 
     def poll(self) -> int | None:
         """0 when it has ended, however."""
@@ -121,9 +126,15 @@ class Zygote:
         self._boxes: list[Box] = []  # idle
         job = json.dumps({"prepare": _prepares, "texts": TEXTS, **root_of(layout())})
         self._popen = subprocess.Popen(
-            [interpreter(), "-I", "-B", "-X", "utf8", str(FORKS), str(theirs.fileno()), job], pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={}, cwd="/", start_new_session=True,
-        )  # fmt: skip
+            [interpreter(), "-I", "-B", "-X", "utf8", str(FORKS), str(theirs.fileno()), job],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
         theirs.close()
         if not ours.recv(8):  # it says when it is up
             self.close()
@@ -168,7 +179,10 @@ class Zygote:
 
 
 def enable() -> None:
-    """From now on runs of this process are forked. For processes that do nothing but judge (workers.py)."""
+    """From now on runs of this process are forked.
+
+    For processes that do nothing but judge (workers.py).
+    """
     global _enabled
     _enabled = True
 
@@ -190,14 +204,17 @@ def ready() -> Zygote | None:
 
 
 def share_nothing() -> None:
-    """Runs make their whole root by themselves from now on: what is made beforehand does not work here."""
+    """Runs make their whole root by themselves from now on: what is made beforehand does not work
+    here.
+    """
     with _lock:
         _share_nothing()
 
 
 def _share_nothing() -> None:
     global _prepares, _running
-    _prepares, old = False, _running
+    _prepares = False
+    old = _running
     _running = Zygote()
     if old is not None:
         old.close()

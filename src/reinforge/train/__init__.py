@@ -1,4 +1,7 @@
-"""Floor 5: the training loops. Calling this package (`reinforge.train("config.yaml")`) runs a configuration."""
+"""Floor 5: the training loops.
+
+Calling this package (`reinforge.train("config.yaml")`) runs a configuration.
+"""
 
 from reinforge import _make_callable
 

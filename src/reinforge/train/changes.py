@@ -1,4 +1,6 @@
-"""What differs between the configuration that a run was started with and the one that is to continue it."""
+"""What differs between the configuration that a run was started with and the one that is to
+continue it.
+"""
 
 from __future__ import annotations
 
@@ -13,43 +15,81 @@ from reinforge.core.errors import InputError
 from reinforge.core.redact import redact_settings
 from reinforge.watch.runs import flatten, read_json
 
-# Keys, and sections that end in a dot, that say how long, where and how watched a run is, and not what it learns.
+# Keys, and sections that end in a dot, that say how long, where and how watched a run is, and not
+# what it learns.
 MAY_CHANGE = (
-    "train.steps", "train.epochs", "train.tokens_per_microbatch", "eval.", "run.log.", "run.checkpoint.", "run.resume", "run.dir", "run.max_seconds",
-    "rollout.kv_gib", "rollout.max_batch", "rollout.on_reward_error", "model.device", "train.optimizer.offload",
-    "train.backend", "train.ranks", "train.sequence_parallel", "train.tensor_parallel", "train.offload_weights", "train.deepspeed.", "cluster.",
-    "rollout.engine", "engine.",
-)  # fmt: skip
+    "train.steps",
+    "train.epochs",
+    "train.tokens_per_microbatch",
+    "eval.",
+    "run.log.",
+    "run.checkpoint.",
+    "run.resume",
+    "run.dir",
+    "run.max_seconds",
+    "rollout.kv_gib",
+    "rollout.max_batch",
+    "rollout.on_reward_error",
+    "model.device",
+    "train.optimizer.offload",
+    "train.backend",
+    "train.ranks",
+    "train.sequence_parallel",
+    "train.tensor_parallel",
+    "train.offload_weights",
+    "train.deepspeed.",
+    "cluster.",
+    "rollout.engine",
+    "engine.",
+)
 Changes = dict[str, list[Any]]  # dotted key: [old value, new value]
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
     """The dotted keys whose values differ. What is not there, or empty, is None."""
-    before, after = ({key: value for key, value in flatten(config).items() if value not in ({}, [])} for config in (old, new))
-    return {key: [before.get(key), after.get(key)] for key in {**before, **after} if before.get(key) != after.get(key)}
+    before, after = (
+        {key: value for key, value in flatten(config).items() if value not in ({}, [])}
+        for config in (old, new)
+    )
+    return {
+        key: [before.get(key), after.get(key)]
+        for key in {**before, **after}
+        if before.get(key) != after.get(key)
+    }
 
 
 def allowed(key: str, value: Any) -> bool:
     """Whether `key` may change to `value` without making the run another one than it was so far."""
     if key == "train.tokens_per_microbatch":
         return value != "auto"  # auto keeps what the run had, and the record would not say so
-    return any(f"{key}.".startswith(name) if name.endswith(".") else key == name for name in MAY_CHANGE)
+    return any(
+        f"{key}.".startswith(name) if name.endswith(".") else key == name for name in MAY_CHANGE
+    )
 
 
 def check_changes(run_dir: Path, cfg: Config) -> Changes | None:
-    """The harmless changes since the run was recorded; any other is an error. None where there is no record to compare with.
-    Secrets are hidden in the record, so they may change, and functions given from Python are known by their names."""
+    """The harmless changes since the run was recorded; any other is an error.
+
+    None where there is no record to compare with. Secrets are hidden in the record, so they may
+    change, and functions given from Python are known by their names.
+    """
     old = read_json(run_dir / "config.json")
     if not old:
         return None
     try:
-        old = redact_settings(Config.model_validate(old).model_dump(mode="json"))  # keys that are newer than the record get their defaults
+        # keys that are newer than the record get their defaults
+        old = redact_settings(Config.model_validate(old).model_dump(mode="json"))
     except ValidationError:
         pass  # a record of another version: compared as it stands
     found = changes(old, redact_settings(cfg.model_dump(mode="json")))
     refused = {key: values for key, values in found.items() if not allowed(key, values[1])}
     if refused:
-        told = ", ".join(f"{key} was {before!r} and is {after!r}" for key, (before, after) in refused.items())
-        raise InputError(f"the run in {run_dir} was made with another configuration: {told}.", where=", ".join(refused),
-                         fix="Use another run.dir for a new run, or restore the value to continue this one.")  # fmt: skip
+        told = ", ".join(
+            f"{key} was {before!r} and is {after!r}" for key, (before, after) in refused.items()
+        )
+        raise InputError(
+            f"the run in {run_dir} was made with another configuration: {told}.",
+            where=", ".join(refused),
+            fix="Use another run.dir for a new run, or restore the value to continue this one.",
+        )
     return found

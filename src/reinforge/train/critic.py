@@ -1,4 +1,6 @@
-"""The critic of an RL run: a second model with its own optimizer that learns what to expect, and says so before every token."""
+"""The critic of an RL run: a second model with its own optimizer that learns what to expect, and
+says so before every token.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from reinforge.core.batch import Batch, Totals
 
 @dataclass
 class Critic:
-    """`backend` trains a `ScalarModel` with `loss`. In the first `warmup` steps of the run only the critic is trained: advantages
-    from a critic that knows nothing would teach the policy nothing. A part of the run: saved and restored with it."""
+    """`backend` trains a `ScalarModel` with `loss`.
+
+    In the first `warmup` steps of the run only the critic is trained: advantages from a critic that
+    knows nothing would teach the policy nothing. A part of the run: saved and restored with it.
+    """
 
     backend: Backend
     loss: Loss
@@ -24,10 +29,17 @@ class Critic:
         self.backend.annotate(batches, frozenset({"values"}))
 
     def update(self, minibatch: Sequence[Batch], totals: Totals) -> Metrics:
-        """One optimizer step towards the stream `returns`. A step that had to be skipped counts as a bad step of the run."""
+        """One optimizer step towards the stream `returns`.
+
+        A step that had to be skipped counts as a bad step of the run.
+        """
         metrics = finish(self.backend.forward_backward(minibatch, self.loss, totals))
         step = self.backend.step()
-        own = {f"critic/{name.removeprefix('train/')}": value for name, value in {**metrics, **step}.items() if name.startswith("train/")}
+        own = {
+            f"critic/{name.removeprefix('train/')}": value
+            for name, value in {**metrics, **step}.items()
+            if name.startswith("train/")
+        }
         rest = {name: value for name, value in metrics.items() if not name.startswith("train/")}
         return {**own, **rest, **({"train/skipped": 1.0} if step["train/skipped"] else {})}
 

@@ -1,5 +1,7 @@
-"""What frozen models say about every row, computed once before the first step and kept in the run's directory: log-probs of a
-reference, or a teacher's likeliest tokens. The model that said it need not stay in memory, and a resume reads the same bits."""
+"""What frozen models say about every row, computed once before the first step and kept in the run's
+directory: log-probs of a reference, or a teacher's likeliest tokens. The model that said it need
+not stay in memory, and a resume reads the same bits.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,19 @@ Streams = dict[str, Tensor]  # of all trained tokens of the samples, [M] or [M, 
 
 
 def with_streams(
-    units: Sequence[Sequence[Sample]], path: Path, model: str, budget: int, ask: Callable[[Batch], Streams], *, share: bool = False
+    units: Sequence[Sequence[Sample]],
+    path: Path,
+    model: str,
+    budget: int,
+    ask: Callable[[Batch], Streams],
+    *,
+    share: bool = False,
 ) -> list[list[Sample]]:
-    """The units with the streams that `ask` gives for a pack. They are read from `path` where an earlier start of the run left them
-    for the same rows and `model`. `share`: the prompt of a pair is computed once."""
+    """The units with the streams that `ask` gives for a pack.
+
+    They are read from `path` where an earlier start of the run left them for the same rows and
+    `model`. `share`: the prompt of a pair is computed once.
+    """
     samples = [sample for unit in units for sample in unit]
     want = fingerprint(samples, model)
     found = _read(path, want)
@@ -36,15 +47,22 @@ def with_streams(
         readable_as_usual(path.with_suffix(".part"))
         fsync_path(path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
-    pieces = {name: iter(values.split([s.n_trained for s in samples])) for name, values in found.items()}
-    return [[_with(sample, {name: next(piece) for name, piece in pieces.items()}) for sample in unit] for unit in units]
+    pieces = {
+        name: iter(values.split([s.n_trained for s in samples])) for name, values in found.items()
+    }
+    return [
+        [_with(sample, {name: next(piece) for name, piece in pieces.items()}) for sample in unit]
+        for unit in units
+    ]
 
 
 def fingerprint(samples: Sequence[Sample], model: str) -> str:
     """Of the tokens, which of them are trained, and the model's name."""
     digest = hashlib.blake2b(model.encode(), digest_size=16)
     for s in samples:
-        digest.update(s.uid.encode() + b"\x1f" + s.tokens.numpy().tobytes() + s.trained.numpy().tobytes())
+        digest.update(
+            s.uid.encode() + b"\x1f" + s.tokens.numpy().tobytes() + s.trained.numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -52,16 +70,26 @@ def _read(path: Path, want: str) -> Streams | None:
     if not path.exists():
         return None
     with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()} if file.metadata().get("fingerprint") == want else None  # noqa: SIM118
+        if file.metadata().get("fingerprint") != want:
+            return None
+        names = file.keys()
+        return {name: file.get_tensor(name) for name in names}
 
 
-def _compute(samples: Sequence[Sample], budget: int, ask: Callable[[Batch], Streams], share: bool) -> Streams:
-    """In the order of the samples, whatever the packs. What they bring along is not asked for, and need not be the same for all."""
+def _compute(
+    samples: Sequence[Sample], budget: int, ask: Callable[[Batch], Streams], share: bool
+) -> Streams:
+    """In the order of the samples, whatever the packs.
+
+    What they bring along is not asked for, and need not be the same for all.
+    """
     found: dict[str, dict[str, Tensor]] = {}
     for batch in pack([sample.with_(streams={}) for sample in samples], budget, share=share):
         for name, values in ask(batch).items():
             parts = values.cpu().split(batch.trained_lengths().tolist())
-            found.setdefault(name, {}).update(zip((s.uid for s in batch.samples), parts, strict=True))
+            found.setdefault(name, {}).update(
+                zip((s.uid for s in batch.samples), parts, strict=True)
+            )
     return {name: torch.cat([parts[s.uid] for s in samples]) for name, parts in found.items()}
 
 

@@ -1,7 +1,11 @@
-"""THE loop. It knows rows, groups, batches and an algorithm made of functions; it never asks which algorithm it runs.
+"""THE loop.
 
-One step: harvest groups, pack, annotate with what the algorithm needs, compute advantages over the whole batch, then one or more
-optimizer steps whose denominators were counted before anything was cut; publish the new weights.
+It knows rows, groups, batches and an algorithm made of functions; it never asks which algorithm it
+runs.
+
+One step: harvest groups, pack, annotate with what the algorithm needs, compute advantages over the
+whole batch, then one or more optimizer steps whose denominators were counted before anything was
+cut; publish the new weights.
 """
 
 from __future__ import annotations
@@ -72,7 +76,8 @@ class RLTrainer:
                 await run.interruptible(self.ahead.advance(run.step, self._version()))
                 if self.ahead.drain:
                     await self.engine.sleep()
-            with run.phase("reward_wait"):  # everything is generated, and the device has nothing to do
+            # everything is generated, and the device has nothing to do
+            with run.phase("reward_wait"):
                 harvest = await run.interruptible(self.ahead.take(run.step, self._version()))
             busy = self._engine_seconds() - busy
             with run.phase("prepare"):
@@ -89,21 +94,38 @@ class RLTrainer:
                 metrics = await self._aside(self._update, minibatches) | measured
                 metrics |= {} if self._waits() else self.algorithm.adapt(metrics)
             await self.engine.update(self.backend.weights(), self._version())
-            metrics |= {**harvest_metrics(harvest, self.reward_weights, self.source.components), **getattr(self.engine, "measured", {})}
-            metrics |= {**self._count(batches, metrics), **({"efficiency/engine_seconds": busy} if busy else {})}
-            self.running.observe(s for g in [*harvest.groups, *harvest.discarded] for s in g.episodes)
+            metrics |= {
+                **harvest_metrics(harvest, self.reward_weights, self.source.components),
+                **getattr(self.engine, "measured", {}),
+            }
+            metrics |= {
+                **self._count(batches, metrics),
+                **({"efficiency/engine_seconds": busy} if busy else {}),
+            }
+            self.running.observe(
+                s for g in [*harvest.groups, *harvest.discarded] for s in g.episodes
+            )
             await run.end_step(metrics, harvest.groups)
 
     async def _aside(self, work: Callable[..., Any], *given: Any) -> Any:
-        """Where an engine elsewhere generates meanwhile, in a thread: its answers are heard, and its episodes go on."""
+        """Where an engine elsewhere generates meanwhile, in a thread: its answers are heard, and
+        its episodes go on.
+        """
         if self.ahead.drain:
             return work(*given)
         return await in_thread(work, *given)
 
     def _settle_engine(self) -> None:
-        """A resumed run schedules as it did: the engine gets back what its scheduling depends on."""
-        counters, prefix = self.session.counters, "engine/"
-        saved = {name.removeprefix(prefix): value for name, value in counters.items() if name.startswith(prefix)}
+        """A resumed run schedules as it did: the engine gets back what its scheduling
+        depends on.
+        """
+        counters = self.session.counters
+        prefix = "engine/"
+        saved = {
+            name.removeprefix(prefix): value
+            for name, value in counters.items()
+            if name.startswith(prefix)
+        }
         if saved:
             self.engine.load(saved)
         counters.update({prefix + name: value for name, value in self.engine.state().items()})
@@ -121,10 +143,19 @@ class RLTrainer:
         """Whole groups into `minibatches` parts of like size, each packed by the token budget."""
         samples = [[trainable(s, self.algorithm.overlong) for s in g.samples] for g in groups]
         if (pick := self.algorithm.pick) is not None:
-            samples = [kept for g, own in zip(groups, samples, strict=True) if (kept := pick(replace(g, samples=own)))]
+            samples = [
+                kept
+                for g, own in zip(groups, samples, strict=True)
+                if (kept := pick(replace(g, samples=own)))
+            ]
         parts = [samples[i :: self.minibatches] for i in range(self.minibatches)]
         return [
-            pack([s for group in part for s in group], self.backend.budget, unit=self.algorithm.loss.unit, share=self.backend.share)
+            pack(
+                [s for group in part for s in group],
+                self.backend.budget,
+                unit=self.algorithm.loss.unit,
+                share=self.backend.share,
+            )
             for part in parts
             if part
         ]
@@ -138,7 +169,8 @@ class RLTrainer:
                 if self.critic is not None:
                     metrics |= self.critic.update(minibatch, totals)
                 results.append(metrics)
-        return average(results) if results else {"train/empty": 1.0, "train/skipped": 0.0}  # dynamic sampling found no group with signal
+        # dynamic sampling found no group with signal
+        return average(results) if results else {"train/empty": 1.0, "train/skipped": 0.0}
 
     def _waits(self) -> bool:
         """Whether only the critic is trained in this step."""
@@ -160,29 +192,54 @@ class RLTrainer:
         counters = self.session.counters
         counters["tokens_sampled"] = counters.get("tokens_sampled", 0) + sampled
         counters["tokens_trained"] = counters.get("tokens_trained", 0) + trained
-        processed = metrics.get("tokens/processed", 0.0) * self.minibatches  # a mean over optimizer steps
-        unused = sampled + int(metrics["tokens/replayed"] + metrics.get("tokens/given", 0)) - trained
-        units = {"batch/units": sum(len(b.samples) for b in batches) / self.algorithm.loss.unit} if self.algorithm.pick is not None else {}
+        # a mean over optimizer steps
+        processed = metrics.get("tokens/processed", 0.0) * self.minibatches
+        unused = (
+            sampled + int(metrics["tokens/replayed"] + metrics.get("tokens/given", 0)) - trained
+        )
+        units = (
+            {"batch/units": sum(len(b.samples) for b in batches) / self.algorithm.loss.unit}
+            if self.algorithm.pick is not None
+            else {}
+        )
         share = signal_share(batches)
         signal = {} if share is None else {"batch/signal": share}
-        return {"tokens/trained": trained, "tokens/dropped": unused, "tokens/processed": processed, **units, **signal}
+        return {
+            "tokens/trained": trained,
+            "tokens/dropped": unused,
+            "tokens/processed": processed,
+            **units,
+            **signal,
+        }
 
 
 def trainable(sample: Sample, overlong: str) -> Sample:
-    """The sample with nothing to train where it must not be: unscored, failed, or truncated under `overlong: mask`.
-    It keeps its place in the group, so statistics still count it."""
-    if sample.reward is None or sample.stop is Stop.ERROR or (overlong == "mask" and sample.stop is Stop.LENGTH):
+    """The sample with nothing to train where it must not be: unscored, failed, or truncated under
+    `overlong: mask`. It keeps its place in the group, so statistics still count it.
+    """
+    if (
+        sample.reward is None
+        or sample.stop is Stop.ERROR
+        or (overlong == "mask" and sample.stop is Stop.LENGTH)
+    ):
         return sample.with_(trained=torch.zeros_like(sample.trained))
     return sample
 
 
 def average(results: Iterable[Metrics]) -> Metrics:
-    """Metrics of several optimizer steps as one: means, except /max, /min and counts of bad steps."""
+    """Metrics of several optimizer steps as one: means, except /max, /min and counts of
+    bad steps.
+    """
     results = list(results)
     out: Metrics = {}
     for name in {n: None for r in results for n in r}:
         values = [r[name] for r in results if name in r]
-        if name.endswith("/max") or name in ("train/skipped", "train/empty", "train/oom", "critic/oom"):
+        if name.endswith("/max") or name in (
+            "train/skipped",
+            "train/empty",
+            "train/oom",
+            "critic/oom",
+        ):
             out[name] = max(values)
         else:
             out[name] = min(values) if name.endswith("/min") else sum(values) / len(values)

@@ -1,7 +1,9 @@
-"""Everything about a run that is not the training step: directory, lock, log, evaluation, checkpoints, signals, resume.
+"""Everything about a run that is not the training step: directory, lock, log, evaluation,
+checkpoints, signals, resume.
 
-Both loops (rl.py, supervised.py) are written against this. The state at a step boundary is: backend, parts, cursor, counters.
-A boundary is finished once its evaluation is done; a resumed run first finishes the boundary it was cut at.
+Both loops (rl.py, supervised.py) are written against this. The state at a step boundary is:
+backend, parts, cursor, counters. A boundary is finished once its evaluation is done; a resumed run
+first finishes the boundary it was cut at.
 """
 
 from __future__ import annotations
@@ -30,7 +32,15 @@ from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
 from reinforge.train.changes import Changes, check_changes
-from reinforge.train.troubles import absolves, ending_of, tell_faults, tell_troubles, told_of, what_is_bad, why_bad
+from reinforge.train.troubles import (
+    absolves,
+    ending_of,
+    tell_faults,
+    tell_troubles,
+    told_of,
+    what_is_bad,
+    why_bad,
+)
 from reinforge.watch.ending import describe_end, write_summary
 from reinforge.watch.logs import read_lines
 from reinforge.watch.memory import device_peak, process_peak
@@ -42,7 +52,8 @@ from reinforge.watch.timing import Phases, efficiency
 from reinforge.watch.troubles import Health, Trouble
 
 T = TypeVar("T")
-WARNINGS = (signal.SIGHUP, signal.SIGUSR1)  # a terminal that closes, a batch system whose time runs out: the end comes later
+# a terminal that closes, a batch system whose time runs out: the end comes later
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1)
 BAD_STEPS_IN_A_ROW = 3
 DOING = {
     "reward_wait": "waiting for rewards",
@@ -86,7 +97,10 @@ class NoView:
 
 
 def _kinds() -> list[signal.Signals]:
-    """The signals that end a run with a checkpoint. Whoever ignores or handles a warning (nohup ignores SIGHUP) keeps it so."""
+    """The signals that end a run with a checkpoint.
+
+    Whoever ignores or handles a warning (nohup ignores SIGHUP) keeps it so.
+    """
     free = [kind for kind in WARNINGS if signal.getsignal(kind) is signal.SIG_DFL]
     return [signal.SIGTERM, signal.SIGINT, *free]
 
@@ -94,14 +108,29 @@ def _kinds() -> list[signal.Signals]:
 class Session:
     """One run of one config in one directory. Use as a context manager; `evaluate` may be None."""
 
-    def __init__(self, cfg: Config, backend: Backend, cursor: Cursor, total_steps: int, view: ViewLike,
-                 evaluate: Callable[[], Awaitable[dict[str, float]]] | None = None, on_saved: Callable[[], None] | None = None,
-                 parts: Mapping[str, Part] | None = None, played: list[Group] | None = None):  # fmt: skip
-        self.cfg, self.backend, self.cursor, self.total, self.view = cfg, backend, cursor, total_steps, view
+    def __init__(
+        self,
+        cfg: Config,
+        backend: Backend,
+        cursor: Cursor,
+        total_steps: int,
+        view: ViewLike,
+        evaluate: Callable[[], Awaitable[dict[str, float]]] | None = None,
+        on_saved: Callable[[], None] | None = None,
+        parts: Mapping[str, Part] | None = None,
+        played: list[Group] | None = None,
+    ):
+        self.cfg = cfg
+        self.backend = backend
+        self.cursor = cursor
+        self.total = total_steps
+        self.view = view
         self.dir = Path(cfg.run.dir)
-        self.evaluate, self.on_saved = evaluate, on_saved
+        self.evaluate = evaluate
+        self.on_saved = on_saved
         self.parts = dict(parts or {})  # by name; each is saved and restored with the backend
-        self.played = played if played is not None else []  # where evaluation puts what it generated, for the log
+        # where evaluation puts what it generated, for the log
+        self.played = played if played is not None else []
         self.step = 0
         self.counters: dict[str, int] = {}
         self.evaluated = -1  # the last boundary whose evaluation is done
@@ -113,21 +142,28 @@ class Session:
         self.seconds = 0.0  # of training so far
         self.last: dict[str, float] = {}  # newest metrics, for the result
         self.phases = Phases(peak=device_peak)
-        self.prediction: Mapping[str, Any] | None = None  # what the run was expected to take, for its record
-        self.uncontained: list[str] = []  # rewards that run the model's programs without containment, now or in an earlier part of the run
+        # what the run was expected to take, for its record
+        self.prediction: Mapping[str, Any] | None = None
+        # rewards that run the model's programs without containment, now or in an earlier part of
+        # the run
+        self.uncontained: list[str] = []
         self.memory: Memory | None = None  # keeps boundaries beside those on disk
-        self.settle: Callable[[], Awaitable[None]] | None = None  # makes the state complete, before a checkpoint
+        # makes the state complete, before a checkpoint
+        self.settle: Callable[[], Awaitable[None]] | None = None
         self.terminating: signal.Signals | None = None  # the signal that asked the run to end
         self.health = Health()
-        self._told = {"tracker"}  # kinds of trouble that are in the log already; that of a tracker is an event of its own
+        # kinds of trouble that are in the log already; that of a tracker is an event of its own
+        self._told = {"tracker"}
         self.report: Path | None = None  # where it is, once the run has ended
-        self.passing: tuple[type[BaseException], ...] = ()  # errors after which somebody begins the run again at once: no end to tell of
+        # errors after which somebody begins the run again at once: no end to tell of
+        self.passing: tuple[type[BaseException], ...] = ()
         self.began = time.monotonic()  # or earlier: when whoever built it began
         self._saved_at = -1
         self._handlers: dict[signal.Signals, Any] = {}  # what was there before ours
         self._task: asyncio.Future[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that runs it, while it runs
-        self._changed: Changes | None = {}  # what a resumed run's config has changed; None: nothing to compare with
+        # what a resumed run's config has changed; None: nothing to compare with
+        self._changed: Changes | None = {}
 
     # ---- begin and end ----
 
@@ -148,7 +184,12 @@ class Session:
             )
             sinks = make_sinks(self.cfg.run.log.sinks, target)
             self.recorder = Recorder(
-                self.dir, self.cfg.model_dump(mode="json"), sinks, offsets, steps=self.total, sink_failed=self._sink_failed
+                self.dir,
+                self.cfg.model_dump(mode="json"),
+                sinks,
+                offsets,
+                steps=self.total,
+                sink_failed=self._sink_failed,
             )
             for line in read_lines(self.dir / "metrics.jsonl"):
                 self.health.observe(int(line.get("step", 0)), line)
@@ -158,7 +199,9 @@ class Session:
             if offsets is not None:
                 self.view.message(f"resumed at step {self.step} from {self.dir}")
             elif begun:
-                self.view.message(f"{self.dir} has no checkpoint: what was begun there begins again")
+                self.view.message(
+                    f"{self.dir} has no checkpoint: what was begun there begins again"
+                )
             self._tell_changes()
             if self.uncontained:
                 self.recorder.event(UNCONTAINED, rewards=self.uncontained)
@@ -170,14 +213,25 @@ class Session:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if self.terminating:
                 self.recorder.event("signal", signal=self.terminating.name, step=self.step)
             if isinstance(error, Terminated) and self._saved_at != self.step:
                 self.save()
             said = None if error is None else told_of(error)
-            self.recorder.event(ending_of(error), step=self.step, stopped=self.stopped, reason=said, error=error and repr(error))
+            self.recorder.event(
+                ending_of(error),
+                step=self.step,
+                stopped=self.stopped,
+                reason=said,
+                error=error and repr(error),
+            )
         finally:
             self._loop = None
             for kind_of_signal, handler in self._handlers.items():
@@ -193,8 +247,11 @@ class Session:
                 raise gone from error
 
     def _close_books(self, error: BaseException | None) -> None:
-        """Every ending has a summary and a report. What goes wrong with them is told, and takes nothing from the run itself.
-        They are written before the trackers are waited for, and once more if one of those failed then."""
+        """Every ending has a summary and a report.
+
+        What goes wrong with them is told, and takes nothing from the run itself. They are written
+        before the trackers are waited for, and once more if one of those failed then.
+        """
         values = redact(
             {
                 "status": ending_of(error),
@@ -203,7 +260,10 @@ class Session:
                 "stopped": self.stopped,
                 "error": None if error is None else told_of(error),
                 "seconds": time.monotonic() - self.began,
-                "metrics": {name: value for name, value in self.last.items() if math.isfinite(value)},  # NaN is not JSON
+                # NaN is not JSON
+                "metrics": {
+                    name: value for name, value in self.last.items() if math.isfinite(value)
+                },
                 "counters": self.counters,
                 **({"uncontained": self.uncontained} if self.uncontained else {}),
             }
@@ -212,7 +272,9 @@ class Session:
         problem = self._write_ending(values)
         try:
             if self.recorder.sinks:
-                self.view.doing(f"handing over to {', '.join(sink.sink.name for sink in self.recorder.sinks)}")
+                self.view.doing(
+                    f"handing over to {', '.join(sink.sink.name for sink in self.recorder.sinks)}"
+                )
             self.recorder.finish(values)
         finally:
             self.recorder.close(HURRIED_SECONDS if isinstance(error, Terminated) else None)
@@ -231,7 +293,10 @@ class Session:
         """summary.json and report.html; what went wrong with them, if something did."""
         try:
             self.lock.check()
-            troubles = [{"kind": t.kind, "what": t.what, "fix": t.fix} for t in self.health.troubles(ended=True)]
+            troubles = [
+                {"kind": t.kind, "what": t.what, "fix": t.fix}
+                for t in self.health.troubles(ended=True)
+            ]
             write_summary(self.dir, {**values, "troubles": redact(troubles)})
             self.report = write_report(self.dir)
         except (InputError, OSError) as problem:
@@ -243,11 +308,17 @@ class Session:
         store.clean(self.dir)
         resume = self.cfg.run.resume
         there = store.steps(self.dir)
-        if self.memory is not None and self.memory.step > (store.step_of(there[0]) if there else -1):
+        if self.memory is not None and self.memory.step > (
+            store.step_of(there[0]) if there else -1
+        ):
             return self._continue(*self.memory.load(), saved=False)
         if not there:
             if resume == "must":
-                raise InputError(f"there is no checkpoint in {self.dir}.", where="run.resume", fix="Use resume: auto, or another run.dir.")
+                raise InputError(
+                    f"there is no checkpoint in {self.dir}.",
+                    where="run.resume",
+                    fix="Use resume: auto, or another run.dir.",
+                )
             return None
         if resume == "never":
             raise InputError(
@@ -258,23 +329,36 @@ class Session:
         self._changed = check_changes(self.dir, self.cfg)
         try:
             found = store.load(there[0])
-        except InputError as error:  # it names the intact one: a damaged one is never skipped in silence
+        except InputError as error:
+            # it names the intact one: a damaged one is never skipped in silence
             note(self.dir, "damaged_checkpoint", checkpoint=there[0].name, error=str(error))
             raise
         return self._continue(*found)
 
-    def _continue(self, state: State, extra: dict[str, Any], *, saved: bool = True) -> dict[str, int]:
+    def _continue(
+        self, state: State, extra: dict[str, Any], *, saved: bool = True
+    ) -> dict[str, int]:
         self.backend.load(state)
         for name, part in self.parts.items():
             if name in extra.get("parts", {}):
                 part.load(State(within(state.tensors, f"part/{name}/"), extra["parts"][name]))
         self.cursor.load(extra["cursor"])
-        self.step, self.counters, self.evaluated = extra["step"], extra["counters"], extra["evaluated"]
-        self.best, self.waiting, self.stopped, self.bad_steps = extra["best"], extra["waiting"], extra["stopped"], extra["bad_steps"]
+        self.step = extra["step"]
+        self.counters = extra["counters"]
+        self.evaluated = extra["evaluated"]
+        self.best = extra["best"]
+        self.waiting = extra["waiting"]
+        self.stopped = extra["stopped"]
+        self.bad_steps = extra["bad_steps"]
         self.bad_kind = extra.get("bad_kind", "")
         self.uncontained = sorted({*self.uncontained, *extra.get("uncontained", [])})
-        self.last, self.seconds = extra["clock"]["last"], extra["clock"].get("seconds", 0.0)
-        if self.stopped is not None and self.stopped.startswith(OUT_OF_TIME) and not self._out_of_time():
+        self.last = extra["clock"]["last"]
+        self.seconds = extra["clock"].get("seconds", 0.0)
+        if (
+            self.stopped is not None
+            and self.stopped.startswith(OUT_OF_TIME)
+            and not self._out_of_time()
+        ):
             self.stopped = None  # it has more time now
         self._saved_at = self.step if saved else -1
         offsets: dict[str, int] = extra["clock"]["offsets"]
@@ -282,16 +366,24 @@ class Session:
 
     def _tell_changes(self) -> None:
         if self._changed is None:
-            self.view.message(f"{self.dir} has no readable config.json: whether the configuration is the same could not be checked")
+            self.view.message(
+                f"{self.dir} has no readable config.json: whether the configuration is the same"
+                " could not be checked"
+            )
         elif self._changed:
             self.recorder.event("config_changed", step=self.step, changes=self._changed)
             for key, (old, new) in self._changed.items():
                 self.view.message(f"{key} was {old!r} and is now {new!r}")
 
     async def begin(self) -> None:
-        """Finishes the boundary that the run starts at: the evaluation before the first step, or one that was cut."""
+        """Finishes the boundary that the run starts at: the evaluation before the first step, or
+        one that was cut.
+        """
         if not self.going():
-            self.view.message(f"this run is finished (step {self.step}{', ' + self.stopped if self.stopped else ''}); nothing to do")
+            self.view.message(
+                "this run is finished (step"
+                f" {self.step}{', ' + self.stopped if self.stopped else ''}); nothing to do"
+            )
         await self._boundary()
 
     def going(self) -> bool:
@@ -300,17 +392,26 @@ class Session:
     # ---- the step ----
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        self.view.doing(f"step {self.step + 1}: {self._busy_with(name)}" if name in IN_A_STEP else self._busy_with(name))
+        self.view.doing(
+            f"step {self.step + 1}: {self._busy_with(name)}"
+            if name in IN_A_STEP
+            else self._busy_with(name)
+        )
         return self.phases(name)
 
     def _busy_with(self, phase: str) -> str:
         """What a phase does, for whoever watches."""
         per_step = self.cfg.train.prompts_per_step
-        answers = f"generating {per_step * self.cfg.algorithm.group_size} answers to {per_step} prompts"
+        answers = (
+            f"generating {per_step * self.cfg.algorithm.group_size} answers to {per_step} prompts"
+        )
         return {**DOING, "generate": answers}.get(phase, phase)
 
     async def interruptible(self, work: Awaitable[T]) -> T:
-        """Awaits `work`; SIGTERM cancels it. Only for work that leaves the state of the step boundary as it was."""
+        """Awaits `work`; SIGTERM cancels it.
+
+        Only for work that leaves the state of the step boundary as it was.
+        """
         self._task = asyncio.ensure_future(work)
         if self.terminating:
             self._task.cancel()
@@ -336,11 +437,15 @@ class Session:
             **timing,
             "time/step": seconds,
             "tokens_per_second": tokens / seconds if seconds else 0.0,
-            **efficiency(timing, tokens, (self.prediction or {}).get("rates"), self.cfg.rollout.staleness > 0),
+            **efficiency(
+                timing, tokens, (self.prediction or {}).get("rates"), self.cfg.rollout.staleness > 0
+            ),
             "epoch": self.cursor.epoch,
             **self._stamp(),
         }
-        self.last = {name: value for name, value in self.last.items() if not name.startswith(OF_ONE_STEP)} | metrics
+        self.last = {
+            name: value for name, value in self.last.items() if not name.startswith(OF_ONE_STEP)
+        } | metrics
         self.recorder.log(self.step, metrics)
         self.health.observe(self.step, metrics)
         self.view.update(self.step, self.last)
@@ -362,26 +467,41 @@ class Session:
         return self.cfg.run.max_seconds is not None and self.seconds >= self.cfg.run.max_seconds
 
     def _judge(self, metrics: Metrics, groups: Sequence[Group] = ()) -> None:
-        """A step that taught nothing is counted and reported; several in a row end the run. Other troubles are noted."""
+        """A step that taught nothing is counted and reported; several in a row end the run.
+
+        Other troubles are noted.
+        """
         bad = what_is_bad(metrics)
         if bad:
-            self.bad_steps, self.bad_kind = self.bad_steps + 1, bad
+            self.bad_steps = self.bad_steps + 1
+            self.bad_kind = bad
         elif absolves(metrics, self.bad_kind):
-            self.bad_steps, self.bad_kind = 0, ""
+            self.bad_steps = 0
+            self.bad_kind = ""
         if metrics.get("train/skipped"):
-            self.recorder.event("skipped_step", step=self.step, grad_norm=metrics.get("train/grad_norm"))
+            self.recorder.event(
+                "skipped_step", step=self.step, grad_norm=metrics.get("train/grad_norm")
+            )
         tell_troubles(self.recorder, self.view.message, self.step, metrics, groups)
         self._tell_health()
         if bad and self.bad_steps >= BAD_STEPS_IN_A_ROW:
             raise StoppedByPolicy(f"{self.bad_steps} steps in a row {why_bad(bad, metrics)}")
 
     def _tell_health(self) -> None:
-        """What speaks against the run so far: on the screen as it is now, in the log when it is new."""
+        """What speaks against the run so far: on the screen as it is now, in the log when it is
+        new.
+        """
         found = self.health.troubles()
         self.view.troubles(found)
         for trouble in found:
             if trouble.kind not in self._told:
-                self.recorder.event("trouble", step=self.step, trouble=trouble.kind, what=trouble.what, fix=trouble.fix)
+                self.recorder.event(
+                    "trouble",
+                    step=self.step,
+                    trouble=trouble.kind,
+                    what=trouble.what,
+                    fix=trouble.fix,
+                )
         self._told = {"tracker", *(trouble.kind for trouble in found)}
 
     def _sink_failed(self, name: str, error: str) -> None:
@@ -390,7 +510,9 @@ class Session:
         self.view.troubles(self.health.troubles())
 
     def _stamp(self) -> Metrics:
-        """What every line of metrics says of a run whose results are not to be trusted like others."""
+        """What every line of metrics says of a run whose results are not to be trusted
+        like others.
+        """
         return {"sandbox/uncontained": 1.0} if self.uncontained else {}
 
     # ---- boundaries ----
@@ -399,7 +521,9 @@ class Session:
         every = self.cfg.eval.every
         ending = not self.going()
         return self.evaluated != self.step and (
-            ending or (self.step == 0 and self.cfg.eval.at_start) or bool(every and self.step and self.step % every == 0)
+            ending
+            or (self.step == 0 and self.cfg.eval.at_start)
+            or bool(every and self.step and self.step % every == 0)
         )
 
     async def _boundary(self) -> None:
@@ -408,21 +532,29 @@ class Session:
             with self.phase("eval"):
                 result = await self.interruptible(self.evaluate())
             self.evaluated = self.step
-            self._saved_at = -1  # a checkpoint that a signal saved here does not hold the evaluation
+            # a checkpoint that a signal saved here does not hold the evaluation
+            self._saved_at = -1
             result |= self._stamp()
             self.last = {**self.last, **result}
             self.recorder.log(self.step, result)
             self.health.observe(self.step, result)
             self._tell_health()
             if self.cfg.run.log.samples_every:
-                self.recorder.samples(self.step, [g for g in self.played if g.transcripts], self.cfg.run.log.samples, evaluation=True)
+                self.recorder.samples(
+                    self.step,
+                    [g for g in self.played if g.transcripts],
+                    self.cfg.run.log.samples,
+                    evaluation=True,
+                )
             tell_faults(self.recorder, self.step, result, self.played, "eval/")
             self.played.clear()
             self.view.update(self.step, self.last)
             improved = self._compare(result)
         every = self.cfg.run.checkpoint.every
         due = self.step > 0 and (
-            not self.going() or bool(every and self.step % every == 0) or (improved and self.cfg.run.checkpoint.best is not None)
+            not self.going()
+            or bool(every and self.step % every == 0)
+            or (improved and self.cfg.run.checkpoint.best is not None)
         )
         if due and self._saved_at != self.step:
             if self.settle is not None:
@@ -434,30 +566,46 @@ class Session:
             self.memory.keep(self.step, *self._with_parts(self._extra()))
 
     async def settled(self, seconds: float) -> None:
-        """The run is asked to end. What does not settle in time cannot be saved: then it goes on from the last checkpoint."""
+        """The run is asked to end.
+
+        What does not settle in time cannot be saved: then it goes on from the last checkpoint.
+        """
         if self.settle is None or self._saved_at == self.step:
             return
         try:
             async with asyncio.timeout(seconds):
                 await self.settle()
         except TimeoutError:
-            self.view.message(f"rollouts under way are not complete after {seconds:g} s: the last checkpoint stays the newest")
+            self.view.message(
+                f"rollouts under way are not complete after {seconds:g} s: the last checkpoint"
+                " stays the newest"
+            )
             self._saved_at = self.step
 
     def _compare(self, result: dict[str, float]) -> bool:
-        """Updates best and early stopping; True when the metric to keep the best checkpoint by has improved."""
+        """Updates best and early stopping; True when the metric to keep the best checkpoint by has
+        improved.
+        """
         improved = False
         if self.cfg.run.checkpoint.best is not None:
             mode, _, metric = self.cfg.run.checkpoint.best.rpartition(":")
             improved = self._better("checkpoint", metric, mode or "max", result)
         stop = self.cfg.eval.early_stop
         if stop is not None:
-            self.waiting = 0 if self._better("early_stop", stop.metric, stop.mode, result) else self.waiting + 1
+            self.waiting = (
+                0
+                if self._better("early_stop", stop.metric, stop.mode, result)
+                else self.waiting + 1
+            )
             value = result[stop.metric]
-            reached = stop.threshold is not None and (value >= stop.threshold if stop.mode == "max" else value <= stop.threshold)
+            reached = stop.threshold is not None and (
+                value >= stop.threshold if stop.mode == "max" else value <= stop.threshold
+            )
             if reached or self.waiting >= stop.patience:
                 self.stopped = (
-                    f"{stop.metric} reached {value:.4g}" if reached else f"{stop.metric} did not improve in {stop.patience} evaluations"
+                    f"{stop.metric} reached {value:.4g}"
+                    if reached
+                    else f"{stop.metric} did not improve in {stop.patience} evaluations"
                 )
                 self.recorder.event("early_stop", step=self.step, reason=self.stopped)
         return improved
@@ -469,19 +617,29 @@ class Session:
                 where="run.checkpoint.best / eval.early_stop",
                 fix=f"It gives: {', '.join(sorted(result))}.",
             )
-        value, held = result[metric], self.best.get(kind)
-        if held is not None and not (value > held["value"] if mode == "max" else value < held["value"]):
+        value = result[metric]
+        held = self.best.get(kind)
+        if held is not None and not (
+            value > held["value"] if mode == "max" else value < held["value"]
+        ):
             return False
         self.best[kind] = {"value": value, "step": self.step, "metric": metric}
         return True
 
     def save(self) -> Path:
-        """A complete checkpoint of this boundary. Offsets and clocks are kept apart: they are not part of the digest."""
+        """A complete checkpoint of this boundary.
+
+        Offsets and clocks are kept apart: they are not part of the digest.
+        """
         self.lock.check()
         with self.phase("checkpoint"):
             path = store.save(self.dir, self.step, *self._with_parts(self._extra()))
             self._saved_at = self.step
-            kept = {p for p in store.steps(self.dir) if store.step_of(p) == self.best.get("checkpoint", {}).get("step", -1)}
+            kept = {
+                p
+                for p in store.steps(self.dir)
+                if store.step_of(p) == self.best.get("checkpoint", {}).get("step", -1)
+            }
             store.prune(self.dir, self.cfg.run.checkpoint.keep, kept)
             if self.on_saved is not None:
                 self.on_saved()
@@ -490,24 +648,50 @@ class Session:
 
     def _extra(self) -> dict[str, Any]:
         return {
-            "step": self.step, "cursor": self.cursor.state(), "counters": self.counters, "evaluated": self.evaluated, "best": self.best,
-            "waiting": self.waiting, "stopped": self.stopped, "bad_steps": self.bad_steps, "bad_kind": self.bad_kind, "uncontained": self.uncontained,
-            "clock": {"offsets": self.recorder.offsets(), "saved": time.time(), "last": self.last, "seconds": self.seconds},
-        }  # fmt: skip
+            "step": self.step,
+            "cursor": self.cursor.state(),
+            "counters": self.counters,
+            "evaluated": self.evaluated,
+            "best": self.best,
+            "waiting": self.waiting,
+            "stopped": self.stopped,
+            "bad_steps": self.bad_steps,
+            "bad_kind": self.bad_kind,
+            "uncontained": self.uncontained,
+            "clock": {
+                "offsets": self.recorder.offsets(),
+                "saved": time.time(),
+                "last": self.last,
+                "seconds": self.seconds,
+            },
+        }
 
     def _with_parts(self, extra: dict[str, Any]) -> tuple[State, dict[str, Any]]:
-        """The backend's state with the tensors of the parts beside its own, and `extra` with their plain values."""
-        state, states = self.backend.state(), {name: part.state() for name, part in self.parts.items()}
-        tensors = {f"part/{name}/{key}": tensor for name, s in states.items() for key, tensor in s.tensors.items()}
-        pieces = {f"part/{name}/{prefix}": p for name, s in states.items() for prefix, p in s.pieces.items()}
+        """The backend's state with the tensors of the parts beside its own, and `extra` with their
+        plain values.
+        """
+        state = self.backend.state()
+        states = {name: part.state() for name, part in self.parts.items()}
+        tensors = {
+            f"part/{name}/{key}": tensor
+            for name, s in states.items()
+            for key, tensor in s.tensors.items()
+        }
+        pieces = {
+            f"part/{name}/{prefix}": p
+            for name, s in states.items()
+            for prefix, p in s.pieces.items()
+        }
         plain = {**extra, "parts": {name: s.meta for name, s in states.items()}}
         return State({**state.tensors, **tensors}, state.meta, {**state.pieces, **pieces}), plain
 
     # ---- signals ----
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Runs between two instructions of whatever the main thread does, so a long step cannot hide a signal, and a second one
-        ends the process at once. It may be in the middle of anything, so what is to be done is left to the event loop."""
+        """Runs between two instructions of whatever the main thread does, so a long step cannot
+        hide a signal, and a second one ends the process at once. It may be in the middle of
+        anything, so what is to be done is left to the event loop.
+        """
         kind = signal.Signals(number)
         if kind is signal.SIGHUP:
             self.view = NoView()  # the terminal is gone, and writing to it fails
@@ -515,15 +699,21 @@ class Session:
             if kind in WARNINGS:
                 return  # more than one process may pass the same one on
             if self.terminating in WARNINGS:
-                self.terminating = kind  # the first was a warning, this is the request: it gets its time too
+                # the first was a warning, this is the request: it gets its time too
+                self.terminating = kind
                 return
             if number == self.terminating == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ:
-                return  # the same one: a batch system sends it to every process, and torchrun passes its own on
+                # the same one: a batch system sends it to every process, and torchrun passes its
+                # own on
+                return
             os._exit(128 + number)
         self.terminate(kind)
 
     def terminate(self, kind: signal.Signals = signal.SIGINT) -> None:
-        """Asks the run to save a checkpoint and end with `Terminated`, as a signal does. May be called from any thread, and twice."""
+        """Asks the run to save a checkpoint and end with `Terminated`, as a signal does.
+
+        May be called from any thread, and twice.
+        """
         if self.terminating:
             return
         self.terminating = kind
@@ -539,6 +729,9 @@ class Session:
 
     def _terminated(self) -> Terminated:
         assert self.terminating is not None
-        error = Terminated(f"stopped by {self.terminating.name} at step {self.step} of {self.total}; the same command continues.")
+        error = Terminated(
+            f"stopped by {self.terminating.name} at step {self.step} of {self.total}; the same"
+            " command continues."
+        )
         error.exit_code = 128 + self.terminating
         return error

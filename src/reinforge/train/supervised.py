@@ -1,4 +1,7 @@
-"""Training on given rows: the same backend, packing, checkpoints and metrics as RL. The loss is passed in; it knows no names."""
+"""Training on given rows: the same backend, packing, checkpoints and metrics as RL.
+
+The loss is passed in; it knows no names.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from reinforge.train.session import Session
 
 @dataclass
 class SupervisedTrainer:
-    """`row(i)` gives the samples of unit i (one text, or the two answers of a pair); rows are tokenised once and kept."""
+    """`row(i)` gives the samples of unit i (one text, or the two answers of a pair); rows are
+    tokenised once and kept.
+    """
 
     session: Session
     chooser: Chooser
@@ -29,14 +34,23 @@ class SupervisedTrainer:
         await run.begin()
         while run.going():
             with run.phase("prepare"):
-                samples = [sample for c in self.chooser.take(self.rows_per_step, run.step) for sample in self.row(c.row)]
+                samples = [
+                    sample
+                    for c in self.chooser.take(self.rows_per_step, run.step)
+                    for sample in self.row(c.row)
+                ]
             with run.phase("annotate"):
                 batches = prepared(self.backend, self.loss, samples)
             with run.phase("train"):
                 metrics = self.backend.forward_backward(batches, self.loss, Totals.of(batches))
                 metrics |= self.backend.step()
-            trained, processed = sum(b.n_trained for b in batches), sum(b.n_tokens for b in batches)
+            trained = sum(b.n_trained for b in batches)
+            processed = sum(b.n_tokens for b in batches)
             run.counters["updates"] = run.counters.get("updates", 0) + 1
             run.counters["tokens_trained"] = run.counters.get("tokens_trained", 0) + trained
-            metrics |= {"tokens/trained": trained, "tokens/processed": processed, **self.chooser.report(run.step)}
+            metrics |= {
+                "tokens/trained": trained,
+                "tokens/processed": processed,
+                **self.chooser.report(run.step),
+            }
             await run.end_step(metrics)

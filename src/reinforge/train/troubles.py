@@ -1,5 +1,7 @@
-"""What went wrong in a step: what may end the run if it goes on, and what does not, as lines of events.jsonl: no groups to train,
-lack of memory, faults of rollouts. And how a run ended. Whether it could learn at all is for `reinforge.watch.troubles` to say."""
+"""What went wrong in a step: what may end the run if it goes on, and what does not, as lines of
+events.jsonl: no groups to train, lack of memory, faults of rollouts. And how a run ended. Whether
+it could learn at all is for `reinforge.watch.troubles` to say.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,15 @@ def ending_of(error: BaseException | None) -> str:
 def told_of(error: BaseException) -> str:
     """An error in one line: what it says, and of an unexpected one also its kind."""
     said = str(error).strip().partition("\n")[0]
-    return said if isinstance(error, ReinforgeError) else f"{type(error).__name__}{': ' if said else ''}{said}"
+    return (
+        said
+        if isinstance(error, ReinforgeError)
+        else f"{type(error).__name__}{': ' if said else ''}{said}"
+    )
 
 
-NONFINITE, UNSCORED = "nonfinite", "unscored"
+NONFINITE = "nonfinite"
+UNSCORED = "unscored"
 
 
 def what_is_bad(metrics: Metrics) -> str:
@@ -39,26 +46,46 @@ def what_is_bad(metrics: Metrics) -> str:
 
 
 def absolves(metrics: Metrics, bad: str) -> bool:
-    """Whether a step that was not bad ends a row of steps that were. Where nothing had a gradient it says nothing about whether
-    gradients are finite: a policy that was blown up answers nonsense, its rewards tie, and between two NaN there is a 0."""
+    """Whether a step that was not bad ends a row of steps that were.
+
+    Where nothing had a gradient it says nothing about whether gradients are finite: a policy that
+    was blown up answers nonsense, its rewards tie, and between two NaN there is a 0.
+    """
     return not (bad == NONFINITE and metrics.get("train/empty"))
 
 
 def why_bad(bad: str, metrics: Metrics) -> str:
     """The same in words, as the end of a sentence."""
     if bad == NONFINITE:
-        return "had a non-finite loss or gradient; weights are as before them. Lower train.learning_rate, or look at the rewards and at events.jsonl."
-    return f"had no sample that could be scored. {_why_unscored(metrics)} `reinforge check rewards CONFIG` tries each reward."
+        return (
+            "had a non-finite loss or gradient; weights are as before them. Lower"
+            " train.learning_rate, or look at the rewards and at events.jsonl."
+        )
+    return (
+        f"had no sample that could be scored. {_why_unscored(metrics)} `reinforge check rewards"
+        " CONFIG` tries each reward."
+    )
 
 
 def _why_unscored(metrics: Metrics) -> str:
-    """Where the reason is: in events, if rewards failed; nowhere else if they returned None for every completion."""
+    """Where the reason is: in events, if rewards failed; nowhere else if they returned None for
+    every completion.
+    """
     if any(name.startswith(PREFIX) and count for name, count in metrics.items()):
         return "Why is in events.jsonl (kind fault)."
-    return "Every reward returned None for every completion: nothing failed, they say that they do not apply (docs/rewards.md)."
+    return (
+        "Every reward returned None for every completion: nothing failed, they say that they do not"
+        " apply (docs/rewards.md)."
+    )
 
 
-def tell_troubles(recorder: Recorder, tell: Callable[[str], None], step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
+def tell_troubles(
+    recorder: Recorder,
+    tell: Callable[[str], None],
+    step: int,
+    metrics: Metrics,
+    groups: Sequence[Group],
+) -> None:
     """Those of a training step. `tell`: what the person who watches should hear at once."""
     if metrics.get("train/empty"):
         recorder.event("empty_step", step=step)
@@ -66,11 +93,18 @@ def tell_troubles(recorder: Recorder, tell: Callable[[str], None], step: int, me
     for role in ("train", "critic"):
         if times := int(metrics.get(f"{role}/oom", 0)):
             old, new = (int(metrics[f"{role}/oom_budget/{which}"]) for which in ("max", "min"))
-            recorder.event("out_of_memory", step=step, role=role, times=times, old_budget=old, new_budget=new)
-            tell(f"step {step}: {role} ran out of memory; micro-batches of {new} tokens from now on, {old} until now")
+            recorder.event(
+                "out_of_memory", step=step, role=role, times=times, old_budget=old, new_budget=new
+            )
+            tell(
+                f"step {step}: {role} ran out of memory; micro-batches of {new} tokens from now on,"
+                f" {old} until now"
+            )
 
 
-def tell_faults(recorder: Recorder, step: int, metrics: Metrics, groups: Sequence[Group], prefix: str = "") -> None:
+def tell_faults(
+    recorder: Recorder, step: int, metrics: Metrics, groups: Sequence[Group], prefix: str = ""
+) -> None:
     """One line for each kind of fault. `prefix`: of the metrics of an evaluation."""
     for event in fault_events(metrics, step, groups, prefix):
         recorder.event("fault", **asdict(event))

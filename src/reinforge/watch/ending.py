@@ -1,4 +1,7 @@
-"""How a run ended, in a few lines for people, and in summary.json for programs. Reads a run directory only, so it can be told of any run."""
+"""How a run ended, in a few lines for people, and in summary.json for programs.
+
+Reads a run directory only, so it can be told of any run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from reinforge.watch.logs import read_json, read_lines
 from reinforge.watch.runs import flatten, show_run
 from reinforge.watch.troubles import SCORED
 
-SUMMARY, REPORT = "summary.json", "report.html"
+SUMMARY = "summary.json"
+REPORT = "report.html"
 UNGROUPED = "run"  # the group of metrics whose names have none
 TENTH = 10  # the first and the last tenth of the steps are compared
 LARGEST_PHASES = 3
@@ -32,7 +36,9 @@ def grouped(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def ungrouped(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of `grouped`. Metrics that are not in a group, as summaries once were written, stay as they are.
+    """The reverse of `grouped`.
+
+    Metrics that are not in a group, as summaries once were written, stay as they are.
 
     >>> ungrouped({"eval": {"accuracy": 1.0}, "run": {"epoch": 2}, "reward/mean": 0.5})
     {'eval/accuracy': 1.0, 'epoch': 2, 'reward/mean': 0.5}
@@ -40,7 +46,10 @@ def ungrouped(groups: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for group, values in groups.items():
         if isinstance(values, Mapping):
-            found |= {name if group == UNGROUPED else f"{group}/{name}": value for name, value in values.items()}
+            found |= {
+                name if group == UNGROUPED else f"{group}/{name}": value
+                for name, value in values.items()
+            }
         else:
             found[group] = values
     return found
@@ -54,12 +63,19 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+    return (
+        f"{whole // 60} min {whole % 60} s"
+        if whole < 3600
+        else f"{whole // 3600} h {whole % 3600 // 60} min"
+    )
 
 
 def describe_end(run_dir: Path) -> str:
-    """What was reached, what it cost, where the report is, what to do next; and what speaks against it."""
-    run, summary = show_run(run_dir), read_json(run_dir / SUMMARY)
+    """What was reached, what it cost, where the report is, what to do next; and what speaks against
+    it.
+    """
+    run = show_run(run_dir)
+    summary = read_json(run_dir / SUMMARY)
     steps = [line for line in read_lines(run_dir / "metrics.jsonl") if "time/step" in line]
     told = [
         (run["status"], _how_far(run, summary)),
@@ -70,7 +86,8 @@ def describe_end(run_dir: Path) -> str:
         *(("next", text) for text in next_steps(run_dir, run)),
     ]
     width = max(len(label) for label, _ in told)
-    lines, before = [], None
+    lines = []
+    before = None
     for label, text in told:
         if text:
             lines.append(f"{'' if label == before else label:{width}}  {text}")
@@ -87,14 +104,19 @@ def _how_far(run: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
 def reached(run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[str]:
     """The held-out metric and the reward, or else the loss: from where to where."""
     found = []
-    best, first = run["best_eval"], run["first_eval"]
+    best = run["best_eval"]
+    first = run["first_eval"]
     if best is not None:
         form = _percent if best["metric"] == "eval/accuracy" else _short
         last = run["last"].get(best["metric"], best["value"])
         began = f"{form(first['value'])} -> " if first["step"] != run["last_eval_step"] else ""
         bounds = [run["last"].get(f"{best['metric']}_{end}") for end in ("low", "high")]
-        between = "" if None in bounds else f" (95% interval {form(bounds[0])} to {form(bounds[1])})"
-        top = "" if best["value"] == last else f"; best {form(best['value'])} at step {best['step']}"
+        between = (
+            "" if None in bounds else f" (95% interval {form(bounds[0])} to {form(bounds[1])})"
+        )
+        top = (
+            "" if best["value"] == last else f"; best {form(best['value'])} at step {best['step']}"
+        )
         found.append(f"{best['metric']} {began}{form(last)}{between}{top}")
     name, label = (
         ("reward/mean", "mean reward") if SCORED in run["last"] else ("train/loss", "loss")
@@ -103,7 +125,11 @@ def reached(run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[
     if values:
         few = max(1, len(values) // TENTH)
         ends = (sum(values[:few]) / few, sum(values[-few:]) / few)
-        found.append(f"{label} {_short(ends[0])} -> {_short(ends[1])}" if len(values) > 1 else f"{label} {_short(ends[0])}")
+        found.append(
+            f"{label} {_short(ends[0])} -> {_short(ends[1])}"
+            if len(values) > 1
+            else f"{label} {_short(ends[0])}"
+        )
     return found
 
 
@@ -120,12 +146,16 @@ def _cost(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str
     for line in steps:
         for name, value in line.items():
             if name.startswith("time/") and isinstance(value, int | float):
-                times[name.removeprefix("time/")] = times.get(name.removeprefix("time/"), 0.0) + value
+                times[name.removeprefix("time/")] = (
+                    times.get(name.removeprefix("time/"), 0.0) + value
+                )
     total = times.pop("step", 0.0)
     if not total:
         return ""
     largest = sorted(times.items(), key=lambda item: -item[1])[:LARGEST_PHASES]
-    shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest if seconds >= 0.005 * total)
+    shares = ", ".join(
+        f"{name} {seconds / total:.0%}" for name, seconds in largest if seconds >= 0.005 * total
+    )
     parts = [f"{duration(total / len(steps))} a step ({shares})"]
     counters = summary.get("counters", {})
     for name, label in (("tokens_sampled", "tokens sampled"), ("tokens_trained", "trained")):
@@ -139,7 +169,13 @@ def next_steps(run_dir: Path, run: Mapping[str, Any]) -> list[str]:
     """Commands that make sense now."""
     where = shlex.quote(str(run_dir))
     if run["status"] not in ("finished", "running"):
-        again = ["start it again with the same command: it goes on from its newest checkpoint" if run["checkpoints"] else ""]
+        again = [
+            (
+                "start it again with the same command: it goes on from its newest checkpoint"
+                if run["checkpoints"]
+                else ""
+            )
+        ]
         return [text for text in (*again, f"reinforge runs show {where}") if text]
     if not run["checkpoints"] or run["status"] == "running":
         return [f"reinforge runs show {where}"]

@@ -1,4 +1,7 @@
-"""Reading what a run wrote about itself. Nothing is trusted to be complete: a run may be writing it now, or was killed while it did."""
+"""Reading what a run wrote about itself.
+
+Nothing is trusted to be complete: a run may be writing it now, or was killed while it did.
+"""
 
 from __future__ import annotations
 

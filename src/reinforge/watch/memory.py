@@ -9,7 +9,9 @@ GIB = 2**30
 
 
 def device_peak() -> float | None:
-    """GiB that torch had allocated on the fullest GPU at the worst moment since the last call; None where no GPU is in use."""
+    """GiB that torch had allocated on the fullest GPU at the worst moment since the last call; None
+    where no GPU is in use.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None

@@ -1,4 +1,6 @@
-"""A notebook's output cell: everything that a run says is one block of text, which is shown anew when there is more of it."""
+"""A notebook's output cell: everything that a run says is one block of text, which is shown anew
+when there is more of it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,12 @@ from html import escape
 from importlib import import_module
 from typing import Any
 
-HEAD, TAIL = 20, 200  # lines that are kept of a long run
-STYLE = "white-space:pre-wrap;line-height:1.35;font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace"
+# lines that are kept of a long run
+HEAD = 20
+TAIL = 200
+STYLE = (
+    "white-space:pre-wrap;line-height:1.35;font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace"
+)
 
 
 class OneOutput(io.TextIOBase):
@@ -42,4 +48,8 @@ def shortened(text: str) -> str:
     """The first and the last lines of a long text, and how many are missing in between."""
     lines = text.splitlines()
     lost = len(lines) - HEAD - TAIL
-    return text if lost <= 0 else "\n".join([*lines[:HEAD], f"... ({lost} lines)", *lines[-TAIL:]]) + "\n"
+    return (
+        text
+        if lost <= 0
+        else "\n".join([*lines[:HEAD], f"... ({lost} lines)", *lines[-TAIL:]]) + "\n"
+    )

@@ -1,7 +1,7 @@
 """The run's own record: metrics.jsonl, events.jsonl, samples.jsonl, config.json, versions.json.
 
-A checkpoint stores the byte offsets of the three logs. A resumed run cuts them back to there, so that a step that is done
-again is not in the log twice.
+A checkpoint stores the byte offsets of the three logs. A resumed run cuts them back to there, so
+that a step that is done again is not in the log twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from reinforge.core.sample import Group, Sample
 
 SINK_SAMPLES = 64  # of the last ones that were logged
-EVENTS = logging.getLogger("reinforge.events")  # at INFO and DEBUG: nobody sees them who did not ask for them
+# at INFO and DEBUG: nobody sees them who did not ask for them
+EVENTS = logging.getLogger("reinforge.events")
 METRICS = logging.getLogger("reinforge.metrics")
 LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl")
 PACKAGES = (
@@ -52,7 +53,11 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """What the run was made with. Reads package metadata only: nothing is imported."""
-    found = {"reinforge": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    found = {
+        "reinforge": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -69,13 +74,19 @@ def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 def pick(groups: Iterable[Group], limit: int) -> list[tuple[Group, Sample, str]]:
     """At most `limit` samples, one of each group before a second of any."""
-    rows = [[(g, s, text or "") for s, text in zip_longest(g.samples, g.texts[: len(g.samples)])] for g in groups]
+    rows = [
+        [(g, s, text or "") for s, text in zip_longest(g.samples, g.texts[: len(g.samples)])]
+        for g in groups
+    ]
     return [row for turn in zip_longest(*rows) for row in turn if row is not None][:limit]
 
 
 class Recorder:
-    """Appends to the logs and feeds the sinks. `resume_offsets` are what `offsets` gave when the checkpoint was saved;
-    None is a new run (logs of an attempt that never reached a checkpoint are set aside as `*.previous`)."""
+    """Appends to the logs and feeds the sinks.
+
+    `resume_offsets` are what `offsets` gave when the checkpoint was saved; None is a new run (logs
+    of an attempt that never reached a checkpoint are set aside as `*.previous`).
+    """
 
     def __init__(
         self,
@@ -87,21 +98,28 @@ class Recorder:
         steps: int | None = None,
         sink_failed: Callable[[str, str], None] = lambda name, error: None,
     ):
-        """`steps`: how many the run is to take. `sink_failed`: who hears, beside the log, that a tracker failed and why."""
+        """`steps`: how many the run is to take.
+
+        `sink_failed`: who hears, beside the log, that a tracker failed and why.
+        """
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._write_json("config.json", redact_settings(config_dict))
         self._write_json("versions.json", versions())
         dropped = {name: self._prepare(name, resume_offsets) for name in LOGS}
-        self._files: dict[str, IO[bytes]] = {name: (self.run_dir / name).open("ab") for name in LOGS}
+        self._files: dict[str, IO[bytes]] = {
+            name: (self.run_dir / name).open("ab") for name in LOGS
+        }
         begins = "started" if resume_offsets is None else "resumed"
         self.event(begins, argv=sys.argv, pid=os.getpid(), dropped_bytes=dropped, steps=steps)
         self._told_of_sinks = sink_failed
         self.sinks = [Background(sink, self._sink_failed) for sink in sinks]
 
     def _prepare(self, name: str, offsets: Mapping[str, int] | None) -> int:
-        """Cuts a log to its offset, or sets it aside; returns the bytes that went (negative: that many were missing)."""
+        """Cuts a log to its offset, or sets it aside; returns the bytes that went (negative: that
+        many were missing).
+        """
         path = self.run_dir / name
         size = path.stat().st_size if path.exists() else 0
         if offsets is None:
@@ -111,7 +129,8 @@ class Recorder:
         keep = offsets.get(name, 0)
         if size > keep:
             os.truncate(path, keep)
-        elif 0 < size < keep:  # lost with the page cache of a machine that went down: at least end on a whole line
+        elif 0 < size < keep:
+            # lost with the page cache of a machine that went down: at least end on a whole line
             data = path.read_bytes()
             os.truncate(path, data.rfind(b"\n") + 1)
         return size - keep
@@ -132,32 +151,53 @@ class Recorder:
             self._files[name].flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of metrics. NaN and infinity are not JSON: they become null, and the key is listed under `nonfinite`."""
+        """One line of metrics.
+
+        NaN and infinity are not JSON: they become null, and the key is listed under `nonfinite`.
+        """
         values = {key: float(value) for key, value in metrics.items()}
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         bad = [key for key, value in finite.items() if value is None]
-        self._append("metrics.jsonl", {"step": step, "time": time.time(), **finite, **({"nonfinite": bad} if bad else {})})
+        self._append(
+            "metrics.jsonl",
+            {"step": step, "time": time.time(), **finite, **({"nonfinite": bad} if bad else {})},
+        )
         METRICS.debug("step %d", step, extra={"step": step, "metrics": values})
         for sink in self.sinks:
             sink.log(step, {key: value for key, value in values.items() if finite[key] is not None})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something that happened: started, resumed, checkpoint, skipped_step, sink_failed, finished, ..."""
+        """Something that happened: started, resumed, checkpoint, skipped_step, sink_failed,
+        finished, ...
+        """
         self._append("events.jsonl", _event(kind, fields, self.run_dir))
 
-    def samples(self, step: int, groups: Iterable[Group], limit: int, *, evaluation: bool = False) -> None:
+    def samples(
+        self, step: int, groups: Iterable[Group], limit: int, *, evaluation: bool = False
+    ) -> None:
         """A few samples for people, with all their turns where there are several."""
         for group, sample, text in pick(groups, limit):
             messages = group.transcripts.get(sample.episode)
             record = {
-                "step": step, "row": group.row.id, "uid": sample.uid, "prompt": prompt_text(group.row.prompt), "completion": text,
-                "reward": sample.reward, "components": sample.rewards, "stop": str(sample.stop), "length": sample.n_trained,
-                **({"eval": True} if evaluation else {}), **({"turns": turns_of(messages)} if messages else {}),
-            }  # fmt: skip
+                "step": step,
+                "row": group.row.id,
+                "uid": sample.uid,
+                "prompt": prompt_text(group.row.prompt),
+                "completion": text,
+                "reward": sample.reward,
+                "components": sample.rewards,
+                "stop": str(sample.stop),
+                "length": sample.n_trained,
+                **({"eval": True} if evaluation else {}),
+                **({"turns": turns_of(messages)} if messages else {}),
+            }
             self._append("samples.jsonl", _finite(record))
 
     def offsets(self) -> dict[str, int]:
-        """Byte offsets for a checkpoint (under extra["clock"]: they vary with timings). What they cover is on disk when this returns."""
+        """Byte offsets for a checkpoint (under extra["clock"]: they vary with timings).
+
+        What they cover is on disk when this returns.
+        """
         with self._lock:
             for file in self._files.values():
                 os.fsync(file.fileno())
@@ -169,7 +209,11 @@ class Recorder:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Hands the trackers the summary of the run, and the samples that were logged last."""
-        rows = list(deque(read_lines(self.run_dir / "samples.jsonl"), SINK_SAMPLES)) if self.sinks else []
+        rows = (
+            list(deque(read_lines(self.run_dir / "samples.jsonl"), SINK_SAMPLES))
+            if self.sinks
+            else []
+        )
         for sink in self.sinks:
             sink.finish(summary, rows)
 
@@ -189,7 +233,10 @@ def note(run_dir: Path, kind: str, **fields: Any) -> None:
     """An event of a run that could not even begin, and so has no recorder."""
     if Path(run_dir).is_dir():
         with (Path(run_dir) / "events.jsonl").open("ab") as file:
-            file.write(json.dumps(_event(kind, fields, run_dir), allow_nan=False, default=str).encode() + b"\n")
+            file.write(
+                json.dumps(_event(kind, fields, run_dir), allow_nan=False, default=str).encode()
+                + b"\n"
+            )
 
 
 def _event(kind: str, fields: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""One HTML file about a run that opens anywhere, without network: curves, evaluations, samples, settings, timings, events.
+"""One HTML file about a run that opens anywhere, without network: curves, evaluations, samples,
+settings, timings, events.
 
-Everything that a model or a data set wrote is text here: escaped in the page, `<` and `&` escaped inside the embedded
-JSON, and a content policy that runs no script but ours (by its hash).
+Everything that a model or a data set wrote is text here: escaped in the page, `<` and `&` escaped
+inside the embedded JSON, and a content policy that runs no script but ours (by its hash).
 """
 
 from __future__ import annotations
@@ -39,9 +40,15 @@ BARS = 60
 SAMPLES = 300
 TEXT = 4000
 SECTIONS = (
-    ("Reward", r"reward/"), ("Evaluation", r"eval/"), ("Response", r"response/"), ("Policy", r"(policy|mismatch|groups)/"),
-    ("Training", r"train/"), ("Faults", r"(faults|sandbox)/"), ("Throughput", r"(tokens|tokens_per_second|efficiency|memory)\b"), ("Other", r""),
-)  # fmt: skip
+    ("Reward", r"reward/"),
+    ("Evaluation", r"eval/"),
+    ("Response", r"response/"),
+    ("Policy", r"(policy|mismatch|groups)/"),
+    ("Training", r"train/"),
+    ("Faults", r"(faults|sandbox)/"),
+    ("Throughput", r"(tokens|tokens_per_second|efficiency|memory)\b"),
+    ("Other", r""),
+)
 HIDDEN = re.compile(r"(share|time)/|eval/.*_(low|high)$|step$|time$")
 
 Point = list[float | None]  # [step, minutes, value], evaluations with low and high
@@ -63,23 +70,49 @@ def write_report(run_dir: Path) -> Path:
     parts = {
         "HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "TITLE": escape(run_dir.resolve().name),
-        "SUBTITLE": escape(" · ".join(str(v) for v in (config.get("algorithm.name"), config.get("model.path")) if v)),
+        "SUBTITLE": escape(
+            " · ".join(
+                str(v) for v in (config.get("algorithm.name"), config.get("model.path")) if v
+            )
+        ),
         "STATUS": status_line(run),
-        "TILES": "".join(f"<div class=tile><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in tiles(run, lines)),
-        "SAMPLE_STEPS": "".join(f"<option>{escape(step)}</option>" for step in dict.fromkeys(s.get("step") for s in samples)),
-        "SAMPLES": "".join(map(sample_row, samples)) or "<tr><td colspan=7 class=soft>The run recorded no samples.</td></tr>",
+        "TILES": "".join(
+            f"<div class=tile><b>{escape(value)}</b><span>{escape(label)}</span></div>"
+            for label, value in tiles(run, lines)
+        ),
+        "SAMPLE_STEPS": "".join(
+            f"<option>{escape(step)}</option>"
+            for step in dict.fromkeys(s.get("step") for s in samples)
+        ),
+        "SAMPLES": (
+            "".join(map(sample_row, samples))
+            or "<tr><td colspan=7 class=soft>The run recorded no samples.</td></tr>"
+        ),
         "TRANSCRIPTS": transcript_table(recorded),
         "CONFIG": key_rows(flatten(read_json(run_dir / "config.json"))),
         "VERSIONS": key_rows(run["versions"]),
         "SUMMARY": folded("Summary", key_rows(flatten(summary))) if summary else "",
-        "PREDICTION": prediction_table(compare_prediction(read_json(run_dir / "prediction.json"), lines)),
-        "BANNER": banner(run.get("uncontained", [])) + trouble_banner(Health.of(run_dir).troubles(ended=run["status"] != "running")),
+        "PREDICTION": prediction_table(
+            compare_prediction(read_json(run_dir / "prediction.json"), lines)
+        ),
+        "BANNER": (
+            banner(run.get("uncontained", []))
+            + trouble_banner(Health.of(run_dir).troubles(ended=run["status"] != "running"))
+        ),
         "SETTINGS": key_rows(config),
         "FAULTS": fault_table(events),
         "EVENTS": "".join(event_row(e) for e in events if e.get("kind") != "fault"),
-        "DATA": embed({"series": series, "first": first_curves(series), "sections": sections(series), "phases": phases(lines)}),
+        "DATA": embed(
+            {
+                "series": series,
+                "first": first_curves(series),
+                "sections": sections(series),
+                "phases": phases(lines),
+            }
+        ),
     }
-    page = re.sub(r"@@([A-Z_]+)@@", lambda match: parts[match[1]], page)  # one pass: what is put in is not searched again
+    # one pass: what is put in is not searched again
+    page = re.sub(r"@@([A-Z_]+)@@", lambda match: parts[match[1]], page)
     target = run_dir / "report.html"
     part = run_dir / ".report.html.part"
     part.write_text(page, encoding="utf-8")
@@ -88,16 +121,28 @@ def write_report(run_dir: Path) -> Path:
 
 
 def status_line(run: Mapping[str, Any]) -> str:
-    """HTML: how the run stands, how far it is, and of one that has not finished, when this was written or why it ended."""
+    """HTML: how the run stands, how far it is, and of one that has not finished, when this was
+    written or why it ended.
+    """
     how = run["status"]
     far = f"step {run['step']} of {run['steps'] or '?'}"
-    more = f"as of {time.strftime('%Y-%m-%d %H:%M:%S %Z')}" if how in ("running", "interrupted") else run["why"] or ""
-    return f'<span class="badge {escape(how)}">{escape(how)}</span> {escape(", ".join(part for part in (far, more) if part))}'
+    more = (
+        f"as of {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
+        if how in ("running", "interrupted")
+        else run["why"] or ""
+    )
+    return (
+        f'<span class="badge {escape(how)}">{escape(how)}</span>'
+        f" {escape(', '.join(part for part in (far, more) if part))}"
+    )
 
 
 def folded(title: str, rows: str) -> str:
     """A table that is opened by a click."""
-    return f"<details><summary>{escape(title)}</summary><div class=panel><table><tbody>{rows}</tbody></table></div></details>"
+    return (
+        f"<details><summary>{escape(title)}</summary><div"
+        f" class=panel><table><tbody>{rows}</tbody></table></div></details>"
+    )
 
 
 def embed(value: Any) -> str:
@@ -111,11 +156,16 @@ def number(value: Any) -> float | None:
 
 
 def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """Points of every metric. A value that was not finite is a point without a value: a mark in the curve, not a gap in silence."""
+    """Points of every metric.
+
+    A value that was not finite is a point without a value: a mark in the curve, not a gap in
+    silence.
+    """
     series: dict[str, list[Point]] = {}
     began: float | None = None
     for line in lines:
-        step, at = number(line.get("step")), number(line.get("time"))
+        step = number(line.get("step"))
+        at = number(line.get("time"))
         if step is None or at is None:
             continue
         began = at if began is None else began
@@ -124,13 +174,22 @@ def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Point]]:
             value = number(raw)
             if HIDDEN.match(name) or (value is None and name not in lost):
                 continue
-            bounds = [number(line.get(f"{name}_low")), number(line.get(f"{name}_high"))] if name.startswith("eval/") else []
+            bounds = (
+                [number(line.get(f"{name}_low")), number(line.get(f"{name}_high"))]
+                if name.startswith("eval/")
+                else []
+            )
             series.setdefault(name, []).append([step, round((at - began) / 60, 3), value, *bounds])
-    return {name: points if name.startswith("eval/") else thin(points) for name, points in series.items()}
+    return {
+        name: points if name.startswith("eval/") else thin(points)
+        for name, points in series.items()
+    }
 
 
 def thin(points: list[Point]) -> list[Point]:
-    """At most POINTS points: means over equal bins; a bin with nothing finite stays without a value."""
+    """At most POINTS points: means over equal bins; a bin with nothing finite stays without a
+    value.
+    """
     size = -(-len(points) // POINTS)
     if size <= 1:
         return points
@@ -150,7 +209,9 @@ def sections(series: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         names = [name for name in left if re.match(pattern, name)]
         left = [name for name in left if name not in names]
         if names:
-            found.append((title, sorted(names, key=lambda name: (not name.endswith("/mean"), name))))
+            found.append(
+                (title, sorted(names, key=lambda name: (not name.endswith("/mean"), name)))
+            )
     return found
 
 
@@ -161,33 +222,52 @@ def first_curves(series: Mapping[str, Any]) -> list[str]:
 
 
 def phases(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Seconds per step by phase, averaged over at most BARS bins: bars are [first step, last step, seconds of each phase]."""
+    """Seconds per step by phase, averaged over at most BARS bins: bars are [first step, last step,
+    seconds of each phase].
+    """
     timed = [line for line in lines if any(key.startswith("time/") for key in line)]
-    keys = dict.fromkeys(key for line in timed for key in line if key.startswith("time/") and key != "time/step")  # that is their sum
+    # that is their sum
+    keys = dict.fromkeys(
+        key for line in timed for key in line if key.startswith("time/") and key != "time/step"
+    )
     names = [key.removeprefix("time/") for key in keys]
     size = max(-(-len(timed) // BARS), 1)
     bars = []
     for i in range(0, len(timed), size):
         chunk = timed[i : i + size]
-        means = [sum(number(line.get(f"time/{name}")) or 0.0 for line in chunk) / len(chunk) for name in names]
+        means = [
+            sum(number(line.get(f"time/{name}")) or 0.0 for line in chunk) / len(chunk)
+            for name in names
+        ]
         bars.append([chunk[0].get("step"), chunk[-1].get("step"), *(round(m, 5) for m in means)])
     return {"names": names, "bars": bars}
 
 
-def compare_prediction(prediction: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, float, float | None]]:
-    """(what, unit, predicted, measured) of memory and of each phase's seconds. Measured: the highest peak, the median step."""
+def compare_prediction(
+    prediction: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]
+) -> list[tuple[str, str, float, float | None]]:
+    """(what, unit, predicted, measured) of memory and of each phase's seconds.
+
+    Measured: the highest peak, the median step.
+    """
     lines = list(lines)
 
     def values(name: str) -> list[float]:
         return [value for line in lines if (value := number(line.get(name))) is not None]
 
     peaks = {phase: parts["peak"] for phase, parts in prediction.get("memory_gib", {}).items()}
-    if peaks and not any(values(f"memory/{phase}_gib") for phase in peaks):  # a CPU has one number for the whole process
+    # a CPU has one number for the whole process
+    if peaks and not any(values(f"memory/{phase}_gib") for phase in peaks):
         peaks = {"peak": max(peaks.values())}
-    found = [(f"memory, {phase}", "GiB", peak, max(values(f"memory/{phase}_gib"), default=None)) for phase, peak in peaks.items()]
+    found = [
+        (f"memory, {phase}", "GiB", peak, max(values(f"memory/{phase}_gib"), default=None))
+        for phase, peak in peaks.items()
+    ]
     for phase, seconds in prediction.get("seconds", {}).items():
         times = sorted(values(f"time/{phase}"))
-        found.append((f"{phase}, one step", "s", seconds, times[len(times) // 2] if times else None))
+        found.append(
+            (f"{phase}, one step", "s", seconds, times[len(times) // 2] if times else None)
+        )
     return found
 
 
@@ -195,26 +275,36 @@ def prediction_table(rows: Sequence[tuple[str, str, float, float | None]]) -> st
     """Predicted beside measured. Nothing where nothing was predicted."""
     if not rows:
         return ""
+
+    def ratio(measured: float | None, predicted: float) -> str:
+        return f"{measured / predicted:.2f}" if measured is not None and predicted else ""
+
     body = "".join(
         f"<tr><td class=key>{escape(what)}</td><td class=number>{predicted:.3g} {unit}</td>"
         f"<td class=number>{'' if measured is None else f'{measured:.3g} {unit}'}</td>"
-        f"<td class=number>{f'{measured / predicted:.2f}' if measured is not None and predicted else ''}</td></tr>"
+        f"<td class=number>{ratio(measured, predicted)}</td></tr>"
         for what, unit, predicted, measured in rows
     )
     head = "<thead><tr><th></th><th>predicted</th><th>measured</th><th>ratio</th></tr></thead>"
     note = "Times are predicted for completions of the full length."
-    return f"<h2>Prediction</h2><div class=panel><table>{head}<tbody>{body}</tbody></table></div><div class=soft>{note}</div>"
+    return (
+        f"<h2>Prediction</h2><div class=panel><table>{head}<tbody>{body}</tbody></table></div><div"
+        f" class=soft>{note}</div>"
+    )
 
 
 def tiles(run: Mapping[str, Any], lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """(label, value) of the headline numbers that the run has."""
-    last, best = run["last"], run["best_eval"]
+    last = run["last"]
+    best = run["best_eval"]
     found = []
     if best:
         form = "{:.1%}" if best["metric"] == "eval/accuracy" else "{:.4g}"
         known = best["low"] is not None and best["high"] is not None
         between = f" ({form.format(best['low'])} to {form.format(best['high'])})" if known else ""
-        found.append((f"best {best['metric']}, step {best['step']}{between}", form.format(best["value"])))
+        found.append(
+            (f"best {best['metric']}, step {best['step']}{between}", form.format(best["value"]))
+        )
     headline = ("reward/mean", "last mean reward") if SCORED in last else (LOSS, "last loss")
     for name, label in (headline, ("response/length", "last response length")):
         if name in last:
@@ -232,30 +322,53 @@ def tiles(run: Mapping[str, Any], lines: list[dict[str, Any]]) -> list[tuple[str
 def sample_row(sample: Mapping[str, Any]) -> str:
     def text(value: Any) -> str:
         whole = str(value or "")
-        return escape(whole if len(whole) <= TEXT else f"{whole[:TEXT]} … ({len(whole) - TEXT} more characters)")
+        return escape(
+            whole
+            if len(whole) <= TEXT
+            else f"{whole[:TEXT]} … ({len(whole) - TEXT} more characters)"
+        )
 
     reward = number(sample.get("reward"))
     components = sample.get("components")
     shown = (
-        ", ".join(f"{k} {v:.3g}" if isinstance(v, int | float) else f"{k} {v}" for k, v in components.items())
+        ", ".join(
+            f"{k} {v:.3g}" if isinstance(v, int | float) else f"{k} {v}"
+            for k, v in components.items()
+        )
         if isinstance(components, dict)
         else ""
     )
     return (
-        f'<tr data-step="{escape(sample.get("step"))}"><td class=number>{escape(sample.get("step"))}</td>'
-        f"<td class=text><div>{text(sample.get('prompt'))}</div></td><td class=text><div>{text(sample.get('completion'))}</div></td>"
-        f"<td class=number>{'unscored' if reward is None else f'{reward:.4g}'}</td><td>{escape(shown)}</td>"
-        f"<td>{escape(sample.get('stop'))}</td><td class=number>{escape(sample.get('length'))}</td></tr>"
+        f'<tr data-step="{escape(sample.get("step"))}"><td'
+        f" class=number>{escape(sample.get('step'))}</td>"
+        f"<td class=text><div>{text(sample.get('prompt'))}</div></td><td"
+        f" class=text><div>{text(sample.get('completion'))}</div></td>"
+        f"<td class=number>{'unscored' if reward is None else f'{reward:.4g}'}</td>"
+        f"<td>{escape(shown)}</td><td>{escape(sample.get('stop'))}</td><td"
+        f" class=number>{escape(sample.get('length'))}</td></tr>"
     )
 
 
 def key_rows(values: Mapping[str, Any]) -> str:
-    shown = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}
-    return "".join(f"<tr><td class=key>{escape(key)}</td><td class=text>{escape(value)}</td></tr>" for key, value in shown.items())
+    shown = {
+        key: value if isinstance(value, str) else json.dumps(value, default=str)
+        for key, value in values.items()
+    }
+    return "".join(
+        f"<tr><td class=key>{escape(key)}</td><td class=text>{escape(value)}</td></tr>"
+        for key, value in shown.items()
+    )
 
 
 def event_row(event: Mapping[str, Any]) -> str:
     at = number(event.get("time"))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at is not None else ""
-    rest = ", ".join(f"{k}: {v if isinstance(v, str) else json.dumps(v)}" for k, v in event.items() if k not in ("time", "kind"))
-    return f"<tr><td class=key>{when}</td><td>{escape(event.get('kind'))}</td><td class=text>{escape(rest)}</td></tr>"
+    rest = ", ".join(
+        f"{k}: {v if isinstance(v, str) else json.dumps(v)}"
+        for k, v in event.items()
+        if k not in ("time", "kind")
+    )
+    return (
+        f"<tr><td class=key>{when}</td><td>{escape(event.get('kind'))}</td><td"
+        f" class=text>{escape(rest)}</td></tr>"
+    )

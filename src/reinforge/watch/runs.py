@@ -1,4 +1,7 @@
-"""Looking at finished and running runs. Reads run directories only, and trusts nothing in them to be complete."""
+"""Looking at finished and running runs.
+
+Reads run directories only, and trusts nothing in them to be complete.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,45 @@ ALIVE_SECONDS = 60.0  # the owner refreshes run.lock every 10 s
 OF_ONE_STEP = ("share/", "time/")  # metrics that say nothing once their step is over
 EVALS = (("eval/accuracy", max), ("eval/loss", min))
 SUMMARY_KEYS = (
-    "model.path", "algorithm.name", "algorithm.group_size", "data.source", "adapter.rank", "train.steps", "train.epochs",
-    "train.prompts_per_step", "train.learning_rate", "rollout.max_new_tokens", "rollout.temperature", "run.seed",
-)  # fmt: skip
+    "model.path",
+    "algorithm.name",
+    "algorithm.group_size",
+    "data.source",
+    "adapter.rank",
+    "train.steps",
+    "train.epochs",
+    "train.prompts_per_step",
+    "train.learning_rate",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "run.seed",
+)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """{"train": {"steps": 3}} as {"train.steps": 3}; lists of sections count from 0: rewards.0.name."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if _sections(value) else None
+    """{"train": {"steps": 3}} as {"train.steps": 3}; lists of sections count from 0:
+    rewards.0.name.
+    """
+    items = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if _sections(value)
+        else None
+    )
     if items is None or not value:
         return {prefix: value} if prefix else {}
-    return {k: v for key, item in items for k, v in flatten(item, f"{prefix}.{key}" if prefix else str(key)).items()}
+    return {
+        k: v
+        for key, item in items
+        for k, v in flatten(item, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
 
 
 def _sections(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+    )
 
 
 def is_run(path: Path) -> bool:
@@ -58,28 +85,46 @@ def _headline(path: Path) -> dict[str, Any]:
     run = show_run(path)
     config = flatten(read_json(path / "config.json"))
     return {
-        "dir": str(path), "status": run["status"], "step": run["step"], "steps": run["steps"],
-        "algorithm": config.get("algorithm.name"), "model": config.get("model.path"), "reward": run["last"].get("reward/mean"),
-        "best_eval": run["best_eval"], "troubles": run["troubles"], "updated": (path / "metrics.jsonl").stat().st_mtime,
-    }  # fmt: skip
+        "dir": str(path),
+        "status": run["status"],
+        "step": run["step"],
+        "steps": run["steps"],
+        "algorithm": config.get("algorithm.name"),
+        "model": config.get("model.path"),
+        "reward": run["last"].get("reward/mean"),
+        "best_eval": run["best_eval"],
+        "troubles": run["troubles"],
+        "updated": (path / "metrics.jsonl").stat().st_mtime,
+    }
 
 
 def show_run(path: Path) -> dict[str, Any]:
-    """Everything worth saying about one run: settings, last value of each metric, best evaluation, checkpoints, events."""
+    """Everything worth saying about one run: settings, last value of each metric, best evaluation,
+    checkpoints, events.
+    """
     path = Path(path)
     if not is_run(path):
         raise InputError(
-            "this is not a run directory (no metrics.jsonl and config.json).", where=str(path), fix="`reinforge runs list` shows the runs."
+            "this is not a run directory (no metrics.jsonl and config.json).",
+            where=str(path),
+            fix="`reinforge runs list` shows the runs.",
         )
     last: dict[str, float] = {}
     best: dict[str, Any] | None = None
     first: dict[str, Any] | None = None
-    step, evaluated = 0, None
+    step = 0
+    evaluated = None
     for line in read_lines(path / "metrics.jsonl"):
         step = max(step, int(line.get("step", 0)))
         if "time/step" in line:
             last = {name: value for name, value in last.items() if not name.startswith(OF_ONE_STEP)}
-        last.update({k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time")})
+        last.update(
+            {
+                k: v
+                for k, v in line.items()
+                if isinstance(v, int | float) and k not in ("step", "time")
+            }
+        )
         best = _better(best, line)
         first = first or best
         evaluated = line.get("step") if best is not None and best["metric"] in line else evaluated
@@ -108,7 +153,11 @@ def show_run(path: Path) -> dict[str, Any]:
 
 def total_steps(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> int | None:
     """How many steps the run is to take: what it said when it began, or the config's number."""
-    told = [event["steps"] for event in events if event.get("kind") in BEGINNINGS and isinstance(event.get("steps"), int)]
+    told = [
+        event["steps"]
+        for event in events
+        if event.get("kind") in BEGINNINGS and isinstance(event.get("steps"), int)
+    ]
     return told[-1] if told else config.get("train.steps")
 
 
@@ -139,11 +188,20 @@ def _better(best: dict[str, Any] | None, line: Mapping[str, Any]) -> dict[str, A
 def uncontained(path: Path) -> list[str]:
     """Rewards that ran what the model wrote without containment, in any part of the run."""
     events = read_lines(Path(path) / "events.jsonl")
-    return sorted({str(name) for e in events if e.get("kind") == "uncontained" for name in e.get("rewards") or ["?"]})
+    return sorted(
+        {
+            str(name)
+            for e in events
+            if e.get("kind") == "uncontained"
+            for name in e.get("rewards") or ["?"]
+        }
+    )
 
 
 def status(path: Path, events: Sequence[Mapping[str, Any]]) -> str:
-    """How the last part of the run ended; where it did not say, running while the owner's lock is fresh, else interrupted."""
+    """How the last part of the run ended; where it did not say, running while the owner's lock is
+    fresh, else interrupted.
+    """
     for event in reversed(events):
         if event.get("kind") in ENDINGS:
             return str(event["kind"])
@@ -158,24 +216,45 @@ def status(path: Path, events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def checkpoints(path: Path) -> list[dict[str, Any]]:
-    """Oldest first. Only what has a manifest counts; whether it is intact is for `reinforge.checkpoint.store` to say."""
+    """Oldest first.
+
+    Only what has a manifest counts; whether it is intact is for `reinforge.checkpoint.store` to
+    say.
+    """
     root = path / "checkpoints"
     found = (
-        sorted(p for p in root.iterdir() if re.fullmatch(r"step-\d+", p.name) and (p / "MANIFEST.json").is_file()) if root.is_dir() else []
+        sorted(
+            p
+            for p in root.iterdir()
+            if re.fullmatch(r"step-\d+", p.name) and (p / "MANIFEST.json").is_file()
+        )
+        if root.is_dir()
+        else []
     )
-    return [{"path": str(p), "step": int(p.name[5:]), "bytes": sum(f.stat().st_size for f in p.iterdir())} for p in found]
+    return [
+        {
+            "path": str(p),
+            "step": int(p.name[5:]),
+            "bytes": sum(f.stat().st_size for f in p.iterdir()),
+        }
+        for p in found
+    ]
 
 
 def compare_runs(dirs: Sequence[Path]) -> dict[str, Any]:
-    """{"runs", "config": only the keys that differ, "metrics": last values}: each value is a list, one entry per run."""
+    """{"runs", "config": only the keys that differ, "metrics": last values}: each value is a list,
+    one entry per run.
+    """
     runs = [show_run(d) for d in dirs]
     configs = [flatten(read_json(Path(d) / "config.json")) for d in dirs]
     keys = sorted(set().union(*configs) - {"run.dir"}) if configs else []
     rows = {key: [c.get(key) for c in configs] for key in keys}
     metrics = sorted(set().union(*(r["last"] for r in runs))) if runs else []
     return {
-        "runs": [r["dir"] for r in runs], "status": [r["status"] for r in runs], "step": [r["step"] for r in runs],
+        "runs": [r["dir"] for r in runs],
+        "status": [r["status"] for r in runs],
+        "step": [r["step"] for r in runs],
         "config": {key: row for key, row in rows.items() if any(value != row[0] for value in row)},
         "metrics": {name: [r["last"].get(name) for r in runs] for name in metrics},
         "best_eval": [r["best_eval"] for r in runs],
-    }  # fmt: skip
+    }

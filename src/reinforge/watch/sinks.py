@@ -1,8 +1,10 @@
-"""Trackers beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Trackio. Each is imported only when asked for.
+"""Trackers beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Trackio. Each is imported
+only when asked for.
 
-A tracker gets the configuration when the run begins, the metrics of every step, and at the end the summary and a table of samples.
-It must never slow or stop training: each is fed through a bounded queue and a thread of its own, and the first error switches it
-off. Who listens is told then, once; the run goes on.
+A tracker gets the configuration when the run begins, the metrics of every step, and at the end the
+summary and a table of samples. It must never slow or stop training: each is fed through a bounded
+queue and a thread of its own, and the first error switches it off. Who listens is told then, once;
+the run goes on.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from typing import Any, Protocol
 
 from reinforge.core.errors import InputError
 
-CLOSE_SECONDS = 60.0  # for what is still queued at the end of the run, such as making MLflow's database on a busy machine
-HURRIED_SECONDS = 10.0  # the same where the run was asked to end: who asked may kill it soon, Kubernetes after 30 s
+# for what is still queued at the end of the run, such as making MLflow's database on a busy machine
+CLOSE_SECONDS = 60.0
+# the same where the run was asked to end: who asked may kill it soon, Kubernetes after 30 s
+HURRIED_SECONDS = 10.0
 COLUMNS = ("step", "prompt", "completion", "reward", "stop", "length")  # of the table of samples
 TEXT = 2000  # characters of a prompt or completion in that table
 
@@ -49,10 +53,14 @@ class Sink(Protocol):
 
 
 class Background:
-    """Feeds one sink from a thread. When the queue is full (the tracker hangs) metrics are dropped, not waited for."""
+    """Feeds one sink from a thread.
+
+    When the queue is full (the tracker hangs) metrics are dropped, not waited for.
+    """
 
     def __init__(self, sink: Sink, failed: Callable[[str, str], None], size: int = 1000):
-        self.sink, self.failed = sink, failed
+        self.sink = sink
+        self.failed = failed
         self.alive = True
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(size)
         self._thread = threading.Thread(target=self._work, name=f"sink-{sink.name}", daemon=True)
@@ -103,8 +111,11 @@ def _need(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise InputError(f"the sink {extra} needs a package that is not installed ({error}).", where="run.log.sinks",
-                         fix=f"pip install 'reinforge[{extra}]', or remove it from run.log.sinks.") from error  # fmt: skip
+        raise InputError(
+            f"the sink {extra} needs a package that is not installed ({error}).",
+            where="run.log.sinks",
+            fix=f"pip install 'reinforge[{extra}]', or remove it from run.log.sinks.",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +147,31 @@ def rows_of(samples: Sampled) -> list[list[Any]]:
 
 
 def unless_set(**defaults: tuple[str, Any]) -> dict[str, Any]:
-    """Arguments whose environment variable is not set: `unless_set(name=("WANDB_NAME", "first"))`. What the environment says wins."""
-    return {name: value for name, (variable, value) in defaults.items() if not os.environ.get(variable)}
+    """Arguments whose environment variable is not set: `unless_set(name=("WANDB_NAME", "first"))`.
+    What the environment says wins.
+    """
+    return {
+        name: value for name, (variable, value) in defaults.items() if not os.environ.get(variable)
+    }
 
 
 def markdown_table(rows: Sequence[Sequence[Any]]) -> str:
     """For TensorBoard. Text of models and data is code there: nothing in it is markup."""
 
     def cell(value: Any) -> str:
-        text = "" if value is None else str(value).replace("`", "'").replace("|", "\\|").replace("\n", " ⏎ ")
+        text = (
+            ""
+            if value is None
+            else str(value).replace("`", "'").replace("|", "\\|").replace("\n", " ⏎ ")
+        )
         return f"`{text}`" if isinstance(value, str) and text else text
 
-    return "\n".join(["| " + " | ".join(map(cell, row)) + " |" for row in ([*map(_Plain, COLUMNS)], [_Plain("---")] * len(COLUMNS), *rows)])
+    return "\n".join(
+        [
+            "| " + " | ".join(map(cell, row)) + " |"
+            for row in ([*map(_Plain, COLUMNS)], [_Plain("---")] * len(COLUMNS), *rows)
+        ]
+    )
 
 
 class _Plain:
@@ -173,7 +197,9 @@ class TensorBoard:
 
     def open(self) -> None:
         step = self.target.resume_step
-        self.writer = self.module.SummaryWriter(str(self.target.run_dir / "tensorboard"), purge_step=None if step is None else step + 1)
+        self.writer = self.module.SummaryWriter(
+            str(self.target.run_dir / "tensorboard"), purge_step=None if step is None else step + 1
+        )
         self.writer.add_text("config", fenced(self.target.config), step or 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -213,16 +239,22 @@ class Wandb:
         self.run.log(dict(metrics), step=step)
 
     def finish(self, summary: Mapping[str, Any], samples: Sampled) -> None:
-        self.run.summary.update({name: value for name, value in summary.items() if name != "metrics"})
+        self.run.summary.update(
+            {name: value for name, value in summary.items() if name != "metrics"}
+        )
         if samples:
-            self.run.log({"samples": self.module.Table(columns=list(COLUMNS), data=rows_of(samples))})
+            self.run.log(
+                {"samples": self.module.Table(columns=list(COLUMNS), data=rows_of(samples))}
+            )
 
     def close(self) -> None:
         self.run.finish()
 
 
-UNNAMEABLE = re.compile(r"[^\w\-. :/]")  # what the name of a metric may not have in MLflow: eval/pass@4
-ENDED = {"finished": "FINISHED", "terminated": "KILLED"}  # in MLflow's words; everything else failed
+# what the name of a metric may not have in MLflow: eval/pass@4
+UNNAMEABLE = re.compile(r"[^\w\-. :/]")
+# in MLflow's words; everything else failed
+ENDED = {"finished": "FINISHED", "terminated": "KILLED"}
 
 
 class Mlflow:
@@ -231,7 +263,11 @@ class Mlflow:
     name = "mlflow"
 
     def __init__(self, target: Target):
-        self.target, self.module, self.entities = target, _need("mlflow", self.name), _need("mlflow.entities", self.name)
+        self.target, self.module, self.entities = (
+            target,
+            _need("mlflow", self.name),
+            _need("mlflow.entities", self.name),
+        )
 
     ending = "FINISHED"
 
@@ -240,7 +276,9 @@ class Mlflow:
         self.client = self.module.MlflowClient()
         self.run_id = t.identity(self.name)
         if self.run_id is None:
-            project = t.project if t.named else os.environ.get("MLFLOW_EXPERIMENT_NAME") or t.project
+            project = (
+                t.project if t.named else os.environ.get("MLFLOW_EXPERIMENT_NAME") or t.project
+            )
             known = self.client.get_experiment_by_name(project)
             experiment = known.experiment_id if known else self.client.create_experiment(project)
             name = os.environ.get("MLFLOW_RUN_NAME") or t.run_dir.name
@@ -250,7 +288,10 @@ class Mlflow:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        named = [self.entities.Metric(UNNAMEABLE.sub("_", key), value, now, step) for key, value in metrics.items()]
+        named = [
+            self.entities.Metric(UNNAMEABLE.sub("_", key), value, now, step)
+            for key, value in metrics.items()
+        ]
         self.client.log_batch(self.run_id, metrics=named)
 
     def finish(self, summary: Mapping[str, Any], samples: Sampled) -> None:
@@ -258,7 +299,8 @@ class Mlflow:
         self.client.log_dict(self.run_id, dict(summary), "summary.json")
         if samples:
             table = {"columns": list(COLUMNS), "data": rows_of(samples)}
-            self.client.log_dict(self.run_id, table, "samples.json")  # the form of MLflow's own tables
+            # the form of MLflow's own tables
+            self.client.log_dict(self.run_id, table, "samples.json")
 
     def close(self) -> None:
         self.client.set_terminated(self.run_id, self.ending)
@@ -274,7 +316,9 @@ class Trackio:
         t = self.target
         identity = t.identity(self.name) or f"{t.run_dir.name}-{secrets.token_hex(3)}"
         t.remember(self.name, identity)
-        self.run = self.module.init(project=t.project, name=identity, config=dict(t.config), resume="allow")
+        self.run = self.module.init(
+            project=t.project, name=identity, config=dict(t.config), resume="allow"
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
@@ -290,12 +334,21 @@ class Trackio:
         self.run.finish()
 
 
-SINKS: dict[str, Callable[[Target], Sink]] = {sink.name: sink for sink in (TensorBoard, Wandb, Mlflow, Trackio)}
+SINKS: dict[str, Callable[[Target], Sink]] = {
+    sink.name: sink for sink in (TensorBoard, Wandb, Mlflow, Trackio)
+}
 
 
 def make_sinks(names: Sequence[str], target: Target) -> list[Sink]:
-    """The trackers named in run.log.sinks. A missing package is an error now; an unreachable server only later, as an event."""
+    """The trackers named in run.log.sinks.
+
+    A missing package is an error now; an unreachable server only later, as an event.
+    """
     for name in names:
         if name not in SINKS:
-            raise InputError(f"there is no sink called {name!r}.", where="run.log.sinks", fix=f"Choose from {', '.join(SINKS)}.")
+            raise InputError(
+                f"there is no sink called {name!r}.",
+                where="run.log.sinks",
+                fix=f"Choose from {', '.join(SINKS)}.",
+            )
     return [SINKS[name](target) for name in names]

@@ -1,5 +1,8 @@
-"""What speaks against a run. `Health` decides it, from the run's metrics and events, for everybody who tells it: the screen, the end of
-`train`, summary.json, the report, `reinforge runs show`. Also the report's table of faults, and its banners.
+"""What speaks against a run.
+
+`Health` decides it, from the run's metrics and events, for everybody who tells it: the screen, the
+end of `train`, summary.json, the report, `reinforge runs show`. Also the report's table of faults,
+and its banners.
 """
 
 from __future__ import annotations
@@ -15,17 +18,22 @@ from reinforge.watch.logs import read_lines
 from reinforge.watch.transcripts import cut, escape
 
 WHY = 300  # characters of a reason
-ENOUGH = 5  # steps that a run must have done before its share of bad ones says anything; a run that has ended needs none
+# steps that a run must have done before its share of bad ones says anything; a run that has ended
+# needs none
+ENOUGH = 5
 MOST_UNSCORED = 0.1  # share of answers without a reward that is still no trouble
 MOST_SKIPPED = 0.05  # share of steps whose gradient was not finite, likewise
 ROUNDING = 1e-9  # relative spread of rewards that are equal and were averaged
-SCORED = "reward/unscored"  # a metric of every step whose answers get rewards; a reward model's own scores are not rewards
+# a metric of every step whose answers get rewards; a reward model's own scores are not rewards
+SCORED = "reward/unscored"
 EVALUATIONS = ("eval/accuracy",)  # what must not collapse
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Something that kept a run from learning, or from telling: what it is, with its numbers, and what to do next."""
+    """Something that kept a run from learning, or from telling: what it is, with its numbers, and
+    what to do next.
+    """
 
     kind: str
     what: str
@@ -47,9 +55,12 @@ class Score:
 
 @dataclass
 class Health:
-    """Counts what a run's lines of metrics and events say, one after the other, and names the troubles there are so far.
+    """Counts what a run's lines of metrics and events say, one after the other, and names the
+    troubles there are so far.
 
-    A step is idle if its gradient was 0. Where every advantage is 0, a KL, an entropy or a router's term may still give one."""
+    A step is idle if its gradient was 0. Where every advantage is 0, a KL, an entropy or a router's
+    term may still give one.
+    """
 
     steps: int = 0
     idle: int = 0
@@ -58,7 +69,8 @@ class Health:
     unscored: float = 0.0  # share of each step, summed
     scored_steps: int = 0  # steps that have rewards
     faults: bool = False  # whether anything beside training went wrong
-    rewards: set[float] = field(default_factory=set)  # means of steps in which all answers got the same reward
+    # means of steps in which all answers got the same reward
+    rewards: set[float] = field(default_factory=set)
     varied: bool = False  # whether any step had answers with different rewards
     scores: dict[str, list[Score]] = field(default_factory=dict)
     trackers: dict[str, str] = field(default_factory=dict)  # those that failed, and what they said
@@ -93,7 +105,9 @@ class Health:
         if still:
             self.idle += 1
             self.idle_reward += mean or 0.0
-        self.faults = self.faults or any(name.startswith(FAULTS) and value for name, value in metrics.items())
+        self.faults = self.faults or any(
+            name.startswith(FAULTS) and value for name, value in metrics.items()
+        )
         if SCORED in metrics:
             self.scored_steps += 1
             self.unscored += _finite(metrics[SCORED]) or 0.0
@@ -110,8 +124,12 @@ class Health:
             self.trackers.clear()  # that was another part of the run
 
     def troubles(self, *, ended: bool = False) -> list[Trouble]:
-        """Those there are now, the gravest first. While the run goes on, shares need a few steps before they mean anything."""
-        found = [self._tracker(name, error) for name, error in list(self.trackers.items())]  # threads add to them
+        """Those there are now, the gravest first.
+
+        While the run goes on, shares need a few steps before they mean anything.
+        """
+        # threads add to them
+        found = [self._tracker(name, error) for name, error in list(self.trackers.items())]
         if self.steps >= (1 if ended else ENOUGH):
             found = [*self._of_steps(), *found]
         return [*self._collapsed(), *found]
@@ -122,7 +140,8 @@ class Health:
             found.append(
                 Trouble(
                     "nonfinite",
-                    f"{self.skipped} of {self.steps} steps had a gradient that was not finite (NaN or infinity) and did not change the weights.",
+                    f"{self.skipped} of {self.steps} steps had a gradient that was not finite (NaN"
+                    " or infinity) and did not change the weights.",
                     "Lower train.learning_rate, and look at the rewards.",
                 )
             )
@@ -131,8 +150,13 @@ class Health:
             found.append(
                 Trouble(
                     "unscored",
-                    f"{unscored:.0%} of the answers got no reward: they could not be scored, and taught nothing.",
-                    ("Why is in events.jsonl (kind fault)." if self.faults else "Nothing failed: the rewards returned None for them.")
+                    f"{unscored:.0%} of the answers got no reward: they could not be scored, and"
+                    " taught nothing.",
+                    (
+                        "Why is in events.jsonl (kind fault)."
+                        if self.faults
+                        else "Nothing failed: the rewards returned None for them."
+                    )
                     + " `reinforge check rewards CONFIG` tries each reward.",
                 )
             )
@@ -145,42 +169,56 @@ class Health:
     def _constant(self) -> Trouble:
         return Trouble(
             "constant_reward",
-            f"Every answer in {_steps(self.steps)} got the same reward, {next(iter(self.rewards)):.4g}: there was nothing to learn from.",
-            "Look at samples.jsonl: does the reward read the answer, is the task far too hard or already solved? "
-            "`reinforge check rewards CONFIG` tries each reward.",
+            f"Every answer in {_steps(self.steps)} got the same reward,"
+            f" {next(iter(self.rewards)):.4g}: there was nothing to learn from.",
+            "Look at samples.jsonl: does the reward read the answer, is the task far too hard or"
+            " already solved? `reinforge check rewards CONFIG` tries each reward.",
         )
 
     def _idle(self) -> Trouble:
         share = f"{self.idle} of {_steps(self.steps)} taught nothing"
         if not self.scored_steps:
             return Trouble(
-                "no_gradient", f"{share}: the gradient was exactly 0.", "Look at data.loss_on, at the rows and at train.learning_rate."
+                "no_gradient",
+                f"{share}: the gradient was exactly 0.",
+                "Look at data.loss_on, at the rows and at train.learning_rate.",
             )
         return Trouble(
             "no_gradient",
-            f"{share}: all answers to a prompt got the same reward (mean {self.idle_reward / self.idle:.3g} in those steps), which gives no gradient.",
-            "Take easier prompts where the reward is low and harder ones where it is high, a larger algorithm.group_size or a higher "
-            "rollout.temperature; algorithm.dynamic_sampling replaces such groups.",
+            f"{share}: all answers to a prompt got the same reward (mean"
+            f" {self.idle_reward / self.idle:.3g} in those steps), which gives no gradient.",
+            "Take easier prompts where the reward is low and harder ones where it is high, a larger"
+            " algorithm.group_size or a higher rollout.temperature; algorithm.dynamic_sampling"
+            " replaces such groups.",
         )
 
     def _collapsed(self) -> list[Trouble]:
         found = []
         for name, scores in self.scores.items():
-            best, last = max(scores, key=lambda score: score.value), scores[-1]
-            apart = last.value < best.value / 2 if last.high is None or best.low is None else last.high < best.low
+            best = max(scores, key=lambda score: score.value)
+            last = scores[-1]
+            apart = (
+                last.value < best.value / 2
+                if last.high is None or best.low is None
+                else last.high < best.low
+            )
             if apart:
                 found.append(
                     Trouble(
                         "collapse",
-                        f"{name} fell from {best.value:.1%} (step {best.step}) to {last.value:.1%} (step {last.step}).",
-                        "Lower train.learning_rate or raise algorithm.kl.coefficient; run.checkpoint.best=eval/accuracy keeps the best weights.",
+                        f"{name} fell from {best.value:.1%} (step {best.step}) to {last.value:.1%}"
+                        f" (step {last.step}).",
+                        "Lower train.learning_rate or raise algorithm.kl.coefficient;"
+                        " run.checkpoint.best=eval/accuracy keeps the best weights.",
                     )
                 )
         return found
 
     def _tracker(self, name: str, error: str) -> Trouble:
         return Trouble(
-            "tracker", f"{name} takes no metrics any more: {cut(error, WHY)}", "The run goes on, and metrics.jsonl has all of them."
+            "tracker",
+            f"{name} takes no metrics any more: {cut(error, WHY)}",
+            "The run goes on, and metrics.jsonl has all of them.",
         )
 
 
@@ -194,17 +232,33 @@ def _steps(n: int) -> str:
 
 def trouble_banner(troubles: Iterable[Trouble]) -> str:
     """HTML over the numbers of a run that could not learn, or could not tell."""
-    return "".join(f'<div class=warning data-kind="{escape(t.kind)}"><b>{escape(t.what)}</b> {escape(t.fix)}</div>' for t in troubles)
+    return "".join(
+        f'<div class=warning data-kind="{escape(t.kind)}"><b>{escape(t.what)}</b>'
+        f" {escape(t.fix)}</div>"
+        for t in troubles
+    )
 
 
 def fault_rows(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each kind of fault, most frequent first: how many, in how many steps, from when to when, and a reason."""
+    """One row for each kind of fault, most frequent first: how many, in how many steps, from when
+    to when, and a reason.
+    """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for e in events:
         if e.get("kind") != "fault":
             continue
         key = (str(e.get("fault")), str(e.get("during")))
-        row = rows.setdefault(key, {"fault": key[0], "during": key[1], "count": 0, "steps": 0, "first": e.get("step"), "why": ""})
+        row = rows.setdefault(
+            key,
+            {
+                "fault": key[0],
+                "during": key[1],
+                "count": 0,
+                "steps": 0,
+                "first": e.get("step"),
+                "why": "",
+            },
+        )
         row |= {
             "count": row["count"] + int(e.get("count") or 0),
             "steps": row["steps"] + 1,
@@ -219,14 +273,23 @@ def fault_table(events: Iterable[Mapping[str, Any]]) -> str:
     rows = fault_rows(events)
     if not rows:
         return ""
-    head = "".join(f"<th>{name}</th>" for name in ("fault", "during", "count", "steps", "first", "last", "the first said"))
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("fault", "during", "count", "steps", "first", "last", "the first said")
+    )
     body = "".join(
         f"<tr><td class=key>{escape(r['fault'])}</td><td>{escape(r['during'])}</td>"
-        + "".join(f"<td class=number>{escape(r[name])}</td>" for name in ("count", "steps", "first", "last"))
+        + "".join(
+            f"<td class=number>{escape(r[name])}</td>"
+            for name in ("count", "steps", "first", "last")
+        )
         + f"<td class=text>{escape(cut(str(r['why']), WHY))}</td></tr>"
         for r in rows
     )
-    return f"<h2>Faults</h2><div class=panel><table id=faults><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return (
+        "<h2>Faults</h2><div class=panel><table"
+        f" id=faults><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def banner(uncontained: Sequence[str]) -> str:
@@ -234,6 +297,7 @@ def banner(uncontained: Sequence[str]) -> str:
     if not uncontained:
         return ""
     return (
-        f"<div class=warning><b>Uncontained.</b> {escape(', '.join(uncontained))} ran what the model wrote without a sandbox (allow_unsafe): "
-        "programs could read and change whatever the run could, its rewards included.</div>"
+        f"<div class=warning><b>Uncontained.</b> {escape(', '.join(uncontained))} ran what the"
+        " model wrote without a sandbox (allow_unsafe): programs could read and change whatever"
+        " the run could, its rewards included.</div>"
     )

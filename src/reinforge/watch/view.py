@@ -1,7 +1,8 @@
-"""What the terminal shows while a run goes: a bar with the numbers that matter, or plain lines when nobody is watching.
-In a notebook the plain lines are one output.
+"""What the terminal shows while a run goes: a bar with the numbers that matter, or plain lines when
+nobody is watching. In a notebook the plain lines are one output.
 
-Text from models and data never reaches the terminal as it is: control characters are shown, markup is not interpreted.
+Text from models and data never reaches the terminal as it is: control characters are shown, markup
+is not interpreted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -41,7 +49,8 @@ SHOWN = (
 
 
 def visible(text: str, limit: int | None = None) -> str:
-    """Text safe for a terminal: newlines as ⏎, other control, format and surrogate characters as \\x1b, \\u202e, ...
+    """Text safe for a terminal: newlines as ⏎, other control, format and surrogate characters as
+    \\x1b, \\u202e, ...
 
     >>> visible("a\\n\\x1b[2Jb")
     'a⏎\\\\x1b[2Jb'
@@ -55,31 +64,54 @@ def _visible(char: str) -> str:
         return "⏎"
     if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
         code = ord(char)
-        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+        return (
+            f"\\x{code:02x}"
+            if code < 0x100
+            else f"\\u{code:04x}"
+            if code < 0x10000
+            else f"\\U{code:08x}"
+        )
     return char
 
 
 def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, value) of the metrics worth a glance, in reading order."""
-    return [(label, form.format(metrics[key])) for key, label, form in SHOWN if metrics.get(key) is not None]
+    return [
+        (label, form.format(metrics[key]))
+        for key, label, form in SHOWN
+        if metrics.get(key) is not None
+    ]
 
 
 def shares(metrics: Mapping[str, float]) -> str:
-    """`generate 61%  train 30%`: the phases of the last step, the largest first. They add up to at most 100%."""
-    parts = {key.removeprefix("share/"): value for key, value in metrics.items() if key.startswith("share/") and value >= 0.005}
-    return "  ".join(f"{name} {value:.0%}" for name, value in sorted(parts.items(), key=lambda item: -item[1]))
+    """`generate 61%  train 30%`: the phases of the last step, the largest first.
+
+    They add up to at most 100%.
+    """
+    parts = {
+        key.removeprefix("share/"): value
+        for key, value in metrics.items()
+        if key.startswith("share/") and value >= 0.005
+    }
+    return "  ".join(
+        f"{name} {value:.0%}" for name, value in sorted(parts.items(), key=lambda item: -item[1])
+    )
 
 
 def notebook_console(output: OneOutput | None = None) -> Console:
     """Plain lines that go into one output of a notebook's cell."""
-    return Console(file=cast(IO[str], output or OneOutput()), force_jupyter=False, width=100, highlight=False)
+    return Console(
+        file=cast(IO[str], output or OneOutput()), force_jupyter=False, width=100, highlight=False
+    )
 
 
 class Activity:
     """What the run is busy with, and for how long: a line that moves while nothing else does."""
 
     def __init__(self, text: str, clock: Callable[[], float]):
-        self.text, self.clock, self.since = text, clock, clock()
+        self.text = text
+        self.clock = clock
+        self.since = clock()
         self._spinner = Spinner("dots")
 
     def __rich__(self) -> Table:
@@ -91,15 +123,24 @@ class Activity:
 
 
 class View:
-    """start, then update every step, doing, table and message now and then, stop. On a terminal it is live; elsewhere (a file,
-    a pipe, CI) it prints one line per step, at most every `plain_seconds`, and always the first, the last and evaluations.
-    `doing` may come before start: on a terminal it is there until something else is done, elsewhere it is a line of its own
-    until the first step is over."""
+    """start, then update every step, doing, table and message now and then, stop.
 
-    def __init__(self, console: Console | None = None, plain_seconds: float = 2.0, clock: Callable[[], float] = time.monotonic):
+    On a terminal it is live; elsewhere (a file, a pipe, CI) it prints one line per step, at most
+    every `plain_seconds`, and always the first, the last and evaluations. `doing` may come before
+    start: on a terminal it is there until something else is done, elsewhere it is a line of its own
+    until the first step is over.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        plain_seconds: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         console = console or Console(highlight=False)
         self.console = notebook_console() if console.is_jupyter else console
-        self.plain_seconds, self.clock = plain_seconds, clock
+        self.plain_seconds = plain_seconds
+        self.clock = clock
         self._live: Live | None = None
         self._bar: Progress | None = None
         self._activity: Activity | None = None
@@ -114,9 +155,21 @@ class View:
 
     def start(self, total_steps: int, title: str, first_step: int = 0) -> None:
         """`first_step`: steps that an earlier part of the run has done already."""
-        self._total, self._first, self._began, self._printed = total_steps, first_step, self.clock(), None
+        self._total, self._first, self._began, self._printed = (
+            total_steps,
+            first_step,
+            self.clock(),
+            None,
+        )
         if not self.console.is_terminal:
-            self.console.print(Text(visible(f"{title}: {total_steps} steps" + (f", continuing after {first_step}" if first_step else ""))))
+            self.console.print(
+                Text(
+                    visible(
+                        f"{title}: {total_steps} steps"
+                        + (f", continuing after {first_step}" if first_step else "")
+                    )
+                )
+            )
             return
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -132,10 +185,18 @@ class View:
         self._show()
 
     def _show(self) -> None:
-        """Draws the live part anew. A terminal that is gone shows nothing, and that is no reason to end the run."""
+        """Draws the live part anew.
+
+        A terminal that is gone shows nothing, and that is no reason to end the run.
+        """
         with suppress(OSError):
             if self._live is None:
-                self._live = Live(self._panel(), console=self.console, refresh_per_second=4, transient=self._bar is None)
+                self._live = Live(
+                    self._panel(),
+                    console=self.console,
+                    refresh_per_second=4,
+                    transient=self._bar is None,
+                )
                 self._live.start()
             else:
                 self._live.transient = self._bar is None
@@ -169,7 +230,9 @@ class View:
             self.console.print(Text(visible(text)), soft_wrap=True)
 
     def troubles(self, found: Sequence[Trouble]) -> None:
-        """What speaks against the run, all of it: each kind is printed once, and stays under the bar for as long as it holds."""
+        """What speaks against the run, all of it: each kind is printed once, and stays under the
+        bar for as long as it holds.
+        """
         for trouble in found:
             if trouble.kind not in self._warned:
                 self._warned.add(trouble.kind)
@@ -179,7 +242,9 @@ class View:
             self._show()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._latest = {key: value for key, value in self._latest.items() if not key.startswith("share/")} | dict(metrics)
+        self._latest = {
+            key: value for key, value in self._latest.items() if not key.startswith("share/")
+        } | dict(metrics)
         if self._live and self._bar is not None:
             self._step = step
             self._bar.update(self._task, completed=step)
@@ -189,11 +254,22 @@ class View:
         found = {key: value for key, value in metrics.items() if key.startswith("eval/")}
         if self._first and self._step is None and step == self._first + 1:
             self._evaluated = found  # of the part of the run before this one
-        evaluated = bool(found) and (found != self._evaluated or step == self._step)  # a step that was told twice was evaluated
-        self._evaluated, self._step = found, step
-        if self._printed is None or evaluated or step >= self._total or now - self._printed >= self.plain_seconds:
+        # a step that was told twice was evaluated
+        evaluated = bool(found) and (found != self._evaluated or step == self._step)
+        self._evaluated = found
+        self._step = step
+        if (
+            self._printed is None
+            or evaluated
+            or step >= self._total
+            or now - self._printed >= self.plain_seconds
+        ):
             self._printed = now
-            news = metrics if evaluated else {key: value for key, value in metrics.items() if key not in found}
+            news = (
+                metrics
+                if evaluated
+                else {key: value for key, value in metrics.items() if key not in found}
+            )
             values = "  ".join(f"{label} {value}" for label, value in numbers(news))
             text = f"step {step}/{self._total}  {values}  {self._eta(step, now)}".rstrip()
             self.console.print(Text(text), soft_wrap=True)
@@ -211,7 +287,10 @@ class View:
         if not self.console.is_terminal:
             for group, sample, text in rows:
                 reward = "unscored" if sample.reward is None else f"{sample.reward:.3g}"
-                line = f"  [{reward}] {visible(prompt_text(group.row.prompt)[-200:], 120)} -> {visible(text, 200)}"
+                line = (
+                    f"  [{reward}] {visible(prompt_text(group.row.prompt)[-200:], 120)} ->"
+                    f" {visible(text, 200)}"
+                )
                 self.console.print(Text(line), soft_wrap=True)
             return
         table = Table(show_lines=True, expand=True)
@@ -223,12 +302,21 @@ class View:
             reward = "–" if sample.reward is None else f"{sample.reward:.3g}"
             prompt = prompt_text(group.row.prompt)
             shown = visible(prompt if len(prompt) <= 300 else "…" + prompt[-299:])
-            table.add_row(Text(shown), Text(visible(text, 500)), Text(reward), Text(str(sample.stop)), Text(str(sample.n_trained)))
+            table.add_row(
+                Text(shown),
+                Text(visible(text, 500)),
+                Text(reward),
+                Text(str(sample.stop)),
+                Text(str(sample.n_trained)),
+            )
         self.console.print(table)
 
     def message(self, text: str) -> None:
         """Lines of text. A terminal breaks them between words; in a file they stay as they are."""
-        self.console.print(Text("\n".join(visible(line) for line in text.split("\n"))), soft_wrap=not self.console.is_terminal)
+        self.console.print(
+            Text("\n".join(visible(line) for line in text.split("\n"))),
+            soft_wrap=not self.console.is_terminal,
+        )
 
     def stop(self) -> None:
         self._activity = None

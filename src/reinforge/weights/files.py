@@ -1,5 +1,7 @@
-"""Weights through files: a folder of buckets and a manifest. On a RAM disk (/dev/shm) this is shared memory, elsewhere it is a disk that
-both sides see. The reader is `engines/vllm_plugin.py`, which maps the files and copies nothing.
+"""Weights through files: a folder of buckets and a manifest.
+
+On a RAM disk (/dev/shm) this is shared memory, elsewhere it is a disk that both sides see. The
+reader is `engines/vllm_plugin.py`, which maps the files and copies nothing.
 
 A folder is whole or absent: the manifest comes last, by a rename, and holds the sum of every file.
 """
@@ -29,12 +31,16 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class FileChannel:
-    """One set of weights in a folder below `root`, or in memory. It stays until `close`, or until this process ends."""
+    """One set of weights in a folder below `root`, or in memory.
+
+    It stays until `close`, or until this process ends.
+    """
 
     kind = "files"
 
     def __init__(self, root: Path | None = None, *, bucket: int = BUCKET):
-        self.bucket, self._version = bucket, 0
+        self.bucket = bucket
+        self._version = 0
         root = root or (RAM if RAM.is_dir() else Path(tempfile.gettempdir()))
         root.mkdir(parents=True, exist_ok=True)
         sweep(root)
@@ -54,15 +60,25 @@ class FileChannel:
 
 
 def sweep(root: Path) -> None:
-    """Removes what processes of this host left behind that were killed: in memory it would stay until the host starts again."""
+    """Removes what processes of this host left behind that were killed: in memory it would stay
+    until the host starts again.
+    """
     for folder in root.glob(f"{PREFIX}*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[0]
-        if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists() and not _held(folder):
+        if (
+            pid.isdigit()
+            and not Path("/proc", pid).exists()
+            and Path("/proc/self").exists()
+            and not _held(folder)
+        ):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _hold(folder: Path) -> int:
-    """A lock that ends with this process. Containers may share the memory and not see each other's processes."""
+    """A lock that ends with this process.
+
+    Containers may share the memory and not see each other's processes.
+    """
     held = os.open(folder / OWNER, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX)
     return held
@@ -100,7 +116,8 @@ def write(folder: Path, pairs: Pairs, bucket: int = BUCKET) -> None:
         held += tensor.numel() * tensor.element_size()
         if held >= bucket:
             buckets.append(_write_bucket(folder, f"{len(buckets)}.bin", waiting))
-            waiting, held = [], 0
+            waiting = []
+            held = 0
     if waiting or not buckets:
         buckets.append(_write_bucket(folder, f"{len(buckets)}.bin", waiting))
     part = folder / "manifest.part"
@@ -114,7 +131,9 @@ def _write_bucket(folder: Path, file: str, pairs: list[tuple[str, Tensor]]) -> d
     end = 0
     for name, tensor in pairs:
         size = tensor.numel() * tensor.element_size()
-        places.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end, size))
+        places.append(
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end, size)
+        )
         end += -(-size // ALIGN) * ALIGN
     total = max(end, ALIGN)
     with (folder / file).open("wb") as out:
@@ -122,11 +141,18 @@ def _write_bucket(folder: Path, file: str, pairs: list[tuple[str, Tensor]]) -> d
     flat = torch.from_file(str(folder / file), shared=True, size=total, dtype=torch.uint8)
     for (_, tensor), (_, _, _, start, size) in zip(pairs, places, strict=True):
         flat[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return {"file": file, "bytes": total, "sum": int(flat.view(torch.int64).sum()), "tensors": places}
+    return {
+        "file": file,
+        "bytes": total,
+        "sum": int(flat.view(torch.int64).sum()),
+        "tensors": places,
+    }
 
 
 class AdapterChannel(FileChannel):
-    """What an adapter adds to weights that the reader has in another folder: `NAME/a` and `NAME/b` for each weight that it changes."""
+    """What an adapter adds to weights that the reader has in another folder: `NAME/a` and `NAME/b`
+    for each weight that it changes.
+    """
 
     kind = "adapter"
 
@@ -139,7 +165,9 @@ class AdapterChannel(FileChannel):
 
 
 class SafetensorsChannel(FileChannel):
-    """The same as a model directory in Hugging Face format, for engines that load one: `config` is where the other files are."""
+    """The same as a model directory in Hugging Face format, for engines that load one: `config` is
+    where the other files are.
+    """
 
     kind = "safetensors"
 
@@ -151,12 +179,19 @@ class SafetensorsChannel(FileChannel):
         from safetensors.torch import save_file
 
         save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in pairs}, str(self.folder / "model.safetensors"), {"format": "pt"}
+            {name: tensor.detach().cpu().contiguous() for name, tensor in pairs},
+            str(self.folder / "model.safetensors"),
+            {"format": "pt"},
         )
-        for file in [*self.config.glob("*.json"), *self.config.glob("*.model"), *self.config.glob("*.jinja")]:
+        for file in [
+            *self.config.glob("*.json"),
+            *self.config.glob("*.model"),
+            *self.config.glob("*.jinja"),
+        ]:
             if "safetensors" not in file.name and file.name != "config.json":
                 shutil.copyfile(file, self.folder / file.name)
-        shutil.copyfile(self.config / "config.json", self.folder / "config.json")  # last: who finds it finds everything
+        # last: who finds it finds everything
+        shutil.copyfile(self.config / "config.json", self.folder / "config.json")
         self._version = version
 
     def message(self) -> dict[str, Any]:

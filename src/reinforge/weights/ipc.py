@@ -1,6 +1,9 @@
-"""Weights on the same GPU: handles of the trainer's own tensors travel, the tensors stay. One copy, device to device, by the engine.
+"""Weights on the same GPU: handles of the trainer's own tensors travel, the tensors stay.
 
-The trainer must not change them before the engine has committed, which is how `update` is called: it returns afterwards.
+One copy, device to device, by the engine.
+
+The trainer must not change them before the engine has committed, which is how `update` is called:
+it returns afterwards.
 """
 
 from __future__ import annotations
@@ -21,13 +24,18 @@ class IpcChannel:
         self._version = 0
 
     def publish(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.pairs, self._version = [(name, tensor.detach()) for name, tensor in pairs], version
+        self.pairs = [(name, tensor.detach()) for name, tensor in pairs]
+        self._version = version
         torch.cuda.synchronize()
 
     def message(self) -> dict[str, Any]:
         """Fresh handles at every call: each has one reader."""
         assert self.pairs, "nothing was published"
-        return {"kind": "ipc", "tensors": [[name, *_handle(tensor)] for name, tensor in self.pairs], "version": self._version}
+        return {
+            "kind": "ipc",
+            "tensors": [[name, *_handle(tensor)] for name, tensor in self.pairs],
+            "version": self._version,
+        }
 
     def close(self) -> None:
         self.pairs = []
@@ -40,7 +48,23 @@ def _handle(tensor: Tensor) -> list[Any]:
     def text(raw: bytes) -> str:
         return base64.b64encode(raw).decode()
 
-    (_, shape, stride, offset, _, dtype, _, handle, size, at, _, counter, counter_at, event, sync) = reduce_tensor(tensor)[1]
+    (
+        _,
+        shape,
+        stride,
+        offset,
+        _,
+        dtype,
+        _,
+        handle,
+        size,
+        at,
+        _,
+        counter,
+        counter_at,
+        event,
+        sync,
+    ) = reduce_tensor(tensor)[1]
     return [
         str(dtype).removeprefix("torch."),
         list(shape),

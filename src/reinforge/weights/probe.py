@@ -1,7 +1,8 @@
-"""The proof after an update: log-probs of a few fixed tokens by the engine against those by the trainer's own forward.
+"""The proof after an update: log-probs of a few fixed tokens by the engine against those by the
+trainer's own forward.
 
-A tied head that kept the old weights, a bucket that never came, a name that the engine ignored: all of them generate fluent text and
-train on wrong log-probs. All of them move the probe.
+A tied head that kept the old weights, a bucket that never came, a name that the engine ignored: all
+of them generate fluent text and train on wrong log-probs. All of them move the probe.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Scorer = Callable[[Sequence[int]], Tensor]  # [T] log-probs at temperature 1 of each token; 0 at position 0
-TOLERANCE = {"float32": 2e-3, "bfloat16": 0.15, "float16": 0.05}  # mean |Δ|; bfloat16 rounds: 0.02 is its usual noise
+# [T] log-probs at temperature 1 of each token; 0 at position 0
+Scorer = Callable[[Sequence[int]], Tensor]
+# mean |Δ|; bfloat16 rounds: 0.02 is its usual noise
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.15, "float16": 0.05}
 HEAD = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # of logits of a tied head, relative
 
 
@@ -40,29 +43,53 @@ class Check:
 
 
 def compare(
-    found: Tensor, want: Tensor, *, version: int, dtype: str, before: Tensor | None, head_error: float, tolerance: float | None = None
+    found: Tensor,
+    want: Tensor,
+    *,
+    version: int,
+    dtype: str,
+    before: Tensor | None,
+    head_error: float,
+    tolerance: float | None = None,
 ) -> Check:
-    """Raises `WeightMismatch` with the likeliest culprit where engine and trainer differ by more than rounding. `before` are the trainer's
-    values for the weights served before; `head_error` is that of the engine's own look at its tied head."""
+    """Raises `WeightMismatch` with the likeliest culprit where engine and trainer differ by more
+    than rounding. `before` are the trainer's values for the weights served before; `head_error` is
+    that of the engine's own look at its tied head.
+    """
     error = float((found[1:] - want[1:]).abs().mean())
     limit = TOLERANCE[dtype] if tolerance is None else tolerance
     stale_head = head_error > HEAD[dtype]
     if error <= limit and not stale_head:
         return Check(error, version)
     if stale_head:
-        culprit = (f"its output head gives other logits than the embedding that it is tied to (by {head_error:.2g} of the largest): "
-                   "the tied lm_head is stale, it kept the weights of before")  # fmt: skip
+        culprit = (
+            "its output head gives other logits than the embedding that it is tied to (by"
+            f" {head_error:.2g} of the largest): the tied lm_head is stale, it kept the weights of"
+            " before"
+        )
     elif before is not None and _nearer(found, before, want):
-        culprit = "it still serves the weights of before: nothing of the update arrived, or cached results were kept"
+        culprit = (
+            "it still serves the weights of before: nothing of the update arrived, or cached"
+            " results were kept"
+        )
     elif version == 0 or before is None:
-        culprit = f"it computes another function: another model, precision ({dtype}), attention or rope than the trainer's"
+        culprit = (
+            f"it computes another function: another model, precision ({dtype}), attention or rope"
+            " than the trainer's"
+        )
     else:
-        culprit = "some weights did not arrive: a name that the engine does not know, or a layer that was packed before"
-    raise WeightMismatch(f"after the update to version {version} the engine's log-probs of the probe differ from the trainer's by {error:.3g} nats on average "
-                         f"(limit {limit:.3g}). Likely culprit: {culprit}.")  # fmt: skip
+        culprit = (
+            "some weights did not arrive: a name that the engine does not know, or a layer that was"
+            " packed before"
+        )
+    raise WeightMismatch(
+        f"after the update to version {version} the engine's log-probs of the probe differ from the"
+        f" trainer's by {error:.3g} nats on average (limit {limit:.3g}). Likely culprit: {culprit}."
+    )
 
 
 def _nearer(found: Tensor, before: Tensor, want: Tensor) -> bool:
     """Whether what was found is what was there before rather than what should be there now."""
-    to_old, to_new = float((found - before).abs().mean()), float((found - want).abs().mean())
+    to_old = float((found - before).abs().mean())
+    to_new = float((found - want).abs().mean())
     return to_old < 0.1 * to_new and not torch.equal(before, want)

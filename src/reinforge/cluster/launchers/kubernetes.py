@@ -1,7 +1,9 @@
-"""KubeRay manifests: a RayJob that makes its cluster, runs, and takes it away; or a RayCluster that stays, for `launch --on ray`.
+"""KubeRay manifests: a RayJob that makes its cluster, runs, and takes it away; or a RayCluster that
+stays, for `launch --on ray`.
 
-Runs are on a PersistentVolumeClaim, so a retried job (`backoffLimit`) continues where the last one was. Containers are not root, have no
-capabilities and no service account token; Ray asks for a token that the operator makes a secret of.
+Runs are on a PersistentVolumeClaim, so a retried job (`backoffLimit`) continues where the last one
+was. Containers are not root, have no capabilities and no service account token; Ray asks for a
+token that the operator makes a secret of.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import yaml
 
 from reinforge.cluster.launchers.job import Job, seconds_of
 
-CONFIG_DIR, RUNS_DIR = "/etc/reinforge", "/runs"
+CONFIG_DIR = "/etc/reinforge"
+RUNS_DIR = "/runs"
 USER = 1000  # of deploy/Dockerfile
 RETRIES = 3
 KEPT_SECONDS = 600  # a finished job and its logs
@@ -22,16 +25,27 @@ RAY_VERSION = "2.60.0"
 HEAD_PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
 
 
-def manifests(job: Job, text: str, *, standing: bool = False, in_worker: bool = False) -> list[dict[str, Any]]:
-    """What is applied: the configuration with its command, and the job; `standing`: a cluster alone. `text` is the YAML of the config.
+def manifests(
+    job: Job, text: str, *, standing: bool = False, in_worker: bool = False
+) -> list[dict[str, Any]]:
+    """What is applied: the configuration with its command, and the job; `standing`: a cluster
+    alone. `text` is the YAML of the config.
 
-    `in_worker`: the run is one process tree without Ray actors and goes to the node with the GPUs; else it drives from the head."""
+    `in_worker`: the run is one process tree without Ray actors and goes to the node with the GPUs;
+    else it drives from the head.
+    """
     cluster = _cluster(job, config=not standing)
     if standing:
         return [_object(job, "RayCluster", cluster)]
     command = job.command(f"{CONFIG_DIR}/config.yaml", "python", f"{RUNS_DIR}/{job.run_dir.name}")
-    run = "#!/bin/bash\n" + f"cd {RUNS_DIR} && exec {shlex.join(command)}\n"  # a file: an entrypoint is cut into words by others
-    data = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "data": {"config.yaml": text, "run.sh": run}}
+    # a file: an entrypoint is cut into words by others
+    run = "#!/bin/bash\n" + f"cd {RUNS_DIR} && exec {shlex.join(command)}\n"
+    data = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job),
+        "data": {"config.yaml": text, "run.sh": run},
+    }
     spec: dict[str, Any] = {
         "entrypoint": f"bash {CONFIG_DIR}/run.sh",
         "submissionMode": "K8sJobMode",
@@ -51,7 +65,12 @@ class _Dumper(yaml.SafeDumper):
     """Texts of several lines as blocks, as a person would write them."""
 
 
-_Dumper.add_representer(str, lambda d, text: d.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))
+_Dumper.add_representer(
+    str,
+    lambda d, text: d.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
 
 
 def as_yaml(documents: list[dict[str, Any]]) -> str:
@@ -79,8 +98,17 @@ def _object(job: Job, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cluster(job: Job, config: bool) -> dict[str, Any]:
-    """A head that only drives, and `nodes` workers with the GPUs. The dashboard answers inside the cluster, to who has the token."""
-    workers = {"groupName": "workers", "replicas": job.nodes, "minReplicas": job.nodes, "maxReplicas": job.nodes, "rayStartParams": {}}
+    """A head that only drives, and `nodes` workers with the GPUs.
+
+    The dashboard answers inside the cluster, to who has the token.
+    """
+    workers = {
+        "groupName": "workers",
+        "replicas": job.nodes,
+        "minReplicas": job.nodes,
+        "maxReplicas": job.nodes,
+        "rayStartParams": {},
+    }
     return {
         "rayVersion": RAY_VERSION,
         "authOptions": {"mode": "token"},
@@ -88,15 +116,22 @@ def _cluster(job: Job, config: bool) -> dict[str, Any]:
             "rayStartParams": {"dashboard-host": "0.0.0.0", "num-cpus": "0"},
             "template": _pod(job, "head", config, gpus=0, ports=HEAD_PORTS),
         },
-        "workerGroupSpecs": [{**workers, "template": _pod(job, "worker", config, gpus=job.gpus, ports={})}],
+        "workerGroupSpecs": [
+            {**workers, "template": _pod(job, "worker", config, gpus=job.gpus, ports={})}
+        ],
     }
 
 
 def _pod(job: Job, role: str, config: bool, gpus: int, ports: dict[str, int]) -> dict[str, Any]:
-    size: dict[str, Any] = {"cpu": str(job.cpus), "memory": job.memory, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
+    size: dict[str, Any] = {
+        "cpu": str(job.cpus),
+        "memory": job.memory,
+        **({"nvidia.com/gpu": str(gpus)} if gpus else {}),
+    }
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": RUNS_DIR}]
     volumes: list[dict[str, Any]] = [
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # Ray's object store, NCCL and loaders share memory; 64 MiB is the default
+        # Ray's object store, NCCL and loaders share memory; 64 MiB is the default
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
         {"name": "runs", "persistentVolumeClaim": {"claimName": job.claim}},
     ]
     if config:
@@ -106,18 +141,35 @@ def _pod(job: Job, role: str, config: bool, gpus: int, ports: dict[str, int]) ->
         "name": f"ray-{role}",
         "image": job.image,
         "resources": {"requests": size, "limits": dict(size)},
-        "env": [{"name": name, "value": value} for name, value in (("PYTHONUNBUFFERED", "1"), *job.env)],
+        "env": [
+            {"name": name, "value": value} for name, value in (("PYTHONUNBUFFERED", "1"), *job.env)
+        ],
         "volumeMounts": mounts,
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "privileged": False},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "privileged": False,
+        },
     }
     if ports:
         container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
     spec: dict[str, Any] = {
         "automountServiceAccountToken": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [container],
         "volumes": volumes,
-    }  # fmt: skip
+    }
     if gpus:
-        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    return {"metadata": {"labels": _metadata(job)["labels"] | {"reinforge/role": role}}, "spec": spec}
+        spec["tolerations"] = [
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        ]
+    return {
+        "metadata": {"labels": _metadata(job)["labels"] | {"reinforge/role": role}},
+        "spec": spec,
+    }

@@ -1,4 +1,7 @@
-"""Which cache block belongs to whom. Blocks of a shared prompt are counted, not copied, and may be found again by their content."""
+"""Which cache block belongs to whom.
+
+Blocks of a shared prompt are counted, not copied, and may be found again by their content.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,37 @@ from reinforge.core.arrays import ints
 
 
 def block_keys(tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """One key per full block: a hash of everything up to its end, because keys and values depend on all of it."""
+    """One key per full block: a hash of everything up to its end, because keys and values depend on
+    all of it.
+    """
     keys: list[bytes] = []
-    data, step = ints(list(tokens)).numpy().tobytes(), 8 * block_size
+    data = ints(list(tokens)).numpy().tobytes()
+    step = 8 * block_size
     for i in range(len(tokens) // block_size):
-        keys.append(hashlib.blake2b((keys[-1] if keys else b"") + data[i * step : (i + 1) * step], digest_size=16).digest())
+        keys.append(
+            hashlib.blake2b(
+                (keys[-1] if keys else b"") + data[i * step : (i + 1) * step], digest_size=16
+            ).digest()
+        )
     return keys
 
 
 class BlockPool:
-    """Hands out block ids and takes them back. A block returns to the pool when its last holder lets go; one that is remembered by
-    a key can be found until its room is needed, the longest unused first."""
+    """Hands out block ids and takes them back.
+
+    A block returns to the pool when its last holder lets go; one that is remembered by a key can be
+    found until its room is needed, the longest unused first.
+    """
 
     def __init__(self, blocks: int, block_size: int):
-        self.total, self.block_size = blocks, block_size
+        self.total = blocks
+        self.block_size = block_size
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
         self._known: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, held by nobody, in the order of their last use
+        # remembered, held by nobody, in the order of their last use
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:

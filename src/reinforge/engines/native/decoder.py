@@ -1,7 +1,8 @@
 """Several decode steps between two looks of the host.
 
-On a GPU a step is one CUDA graph, captured once per batch-size bucket and replayed, so a token costs no Python and no launch
-overhead; the host looks at what came out every so many steps. On a CPU there is nothing to hide: one step, one look.
+On a GPU a step is one CUDA graph, captured once per batch-size bucket and replayed, so a token
+costs no Python and no launch overhead; the host looks at what came out every so many steps. On a
+CPU there is nothing to hide: one step, one look.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ def bucket(rows: int) -> int:
 
 
 def window(limit: int) -> int:
-    """Steps between two looks, where completions may have `limit` tokens: rows that end in between run on in vain, looking costs time."""
+    """Steps between two looks, where completions may have `limit` tokens: rows that end in between
+    run on in vain, looking costs time.
+    """
     return WINDOW if limit >= 512 else WINDOW // 2 if limit >= 128 else WINDOW // 4
 
 
 @dataclass(slots=True)
 class Window:
-    """What the rows said: tokens and log-probs, [B][steps], of which the first `counts[b]` are real."""
+    """What the rows said: tokens and log-probs, [B][steps], of which the first `counts[b]` are
+    real.
+    """
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -66,7 +71,11 @@ class Decoder:
         if not self.graphs or rows.filters is not None:
             before = rows.produced.clone()
             picked, logprobs = rows.step(self.model, cache)
-            return Window(picked[:, None].tolist(), logprobs[:, None].tolist(), (rows.produced - before).tolist())
+            return Window(
+                picked[:, None].tolist(),
+                logprobs[:, None].tolist(),
+                (rows.produced - before).tolist(),
+            )
         captured = self._captured.get(rows.key) or self._capture(rows, cache)
         captured.rows.copy_(rows)
         captured.at.zero_()
@@ -75,10 +84,16 @@ class Decoder:
             captured.graph.replay()
         counts = captured.rows.produced - rows.produced
         rows.copy_(captured.rows)
-        return Window(captured.tokens[:steps].t().tolist(), captured.logprobs[:steps].t().tolist(), counts.tolist())
+        return Window(
+            captured.tokens[:steps].t().tolist(),
+            captured.logprobs[:steps].t().tolist(),
+            counts.tolist(),
+        )
 
     def _capture(self, rows: Rows, cache: Cache) -> _Captured:
-        """Captures one step on rows that are all done: they stand still, and write only into the spare block."""
+        """Captures one step on rows that are all done: they stand still, and write only into the
+        spare block.
+        """
         size = len(rows.newest)
         still = Rows(**{name: getattr(rows, name) for name in Rows.__slots__})
         for name in Rows.__slots__:

@@ -1,10 +1,12 @@
 """Continuous batching over a paged cache, on the module that trains.
 
-One round admits what fits (each prompt is prefilled once, its full blocks shared by all its samples), computes the next piece of
-prompts, then decodes for every live sequence; finished ones leave at once. A sequence gets all the blocks it may need when it is
-admitted, so it never has to be evicted, and its block table never changes.
+One round admits what fits (each prompt is prefilled once, its full blocks shared by all its
+samples), computes the next piece of prompts, then decodes for every live sequence; finished ones
+leave at once. A sequence gets all the blocks it may need when it is admitted, so it never has to be
+evicted, and its block table never changes.
 
-Scheduling is a function of what was submitted and in which order: resubmitting the same requests repeats the same rounds.
+Scheduling is a function of what was submitted and in which order: resubmitting the same requests
+repeats the same rounds.
 """
 
 from __future__ import annotations
@@ -42,16 +44,34 @@ OTHER_ENGINE = "Use another engine, another model, or an algorithm that learns f
 
 
 class NativeEngine:
-    capabilities = Capabilities(logprobs=True, adapters=False, abort=True, exact=False, scoring=True)
+    capabilities = Capabilities(
+        logprobs=True, adapters=False, abort=True, exact=False, scoring=True
+    )
 
-    def __init__(self, model: CausalModel, *, stop_tokens: Iterable[int] = (), max_batch: int = 512, kv_gib: float | None = None,
-                 context: int | None = None, longest: int | None = None, prefix_cache: bool = False):  # fmt: skip
-        """`longest` is the longest sequence to expect, prompt and completion: with it the cache is no larger than it needs to be.
-        `prefix_cache`: what was computed under the same weights is found again, as when a conversation goes on."""
-        self.model, self.max_batch = model, max_batch
-        self.context = min((limit for limit in (context, model.reach) if limit is not None), default=None)
-        self.stop_tokens, self.prefix_cache = frozenset(stop_tokens), prefix_cache
-        if not model.exact or model.device.type == "cuda":  # a BLAS may add up in another order for a wider matrix, our kernel does not
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        stop_tokens: Iterable[int] = (),
+        max_batch: int = 512,
+        kv_gib: float | None = None,
+        context: int | None = None,
+        longest: int | None = None,
+        prefix_cache: bool = False,
+    ):
+        """`longest` is the longest sequence to expect, prompt and completion: with it the cache is
+        no larger than it needs to be. `prefix_cache`: what was computed under the same weights is
+        found again, as when a conversation goes on.
+        """
+        self.model = model
+        self.max_batch = max_batch
+        self.context = min(
+            (limit for limit in (context, model.reach) if limit is not None), default=None
+        )
+        self.stop_tokens = frozenset(stop_tokens)
+        self.prefix_cache = prefix_cache
+        # a BLAS may add up in another order for a wider matrix, our kernel does not
+        if not model.exact or model.device.type == "cuda":
             join(model.module)
         self.version = 0
         self.stats = GenerationStats()
@@ -59,20 +79,32 @@ class NativeEngine:
         self.shapes = _cache_shapes(model)
         self.blocks = self._pool_size(kv_gib, longest)
         self.pool = BlockPool(self.blocks, BLOCK)
-        self.cache: Cache | None = None  # one block more than the pool has: rows that only fill a batch write there
+        # one block more than the pool has: rows that only fill a batch write there
+        self.cache: Cache | None = None
         self.decoder = Decoder(model)
-        self.width = self.pool.needed(longest) if longest else 0  # of block tables, so that graphs need not be captured again
+        # of block tables, so that graphs need not be captured again
+        self.width = self.pool.needed(longest) if longest else 0
         self._waiting: deque[Fork] = deque()
         self._entering: list[Fork] = []  # admitted, not yet in the cache as a whole
-        self._running: list[Live] = []  # in the order of the decoder's rows; who is done may stand among them
+        # in the order of the decoder's rows; who is done may stand among them
+        self._running: list[Live] = []
         self._rows: Rows | None = None
         self._driver: asyncio.Task[None] | None = None
 
     def _pool_size(self, kv_gib: float | None, longest: int | None) -> int:
-        per_block = BLOCK * sum(2 * heads * size for heads, size in self.shapes) * torch.finfo(self.model.dtype).bits // 8
+        per_block = (
+            BLOCK
+            * sum(2 * heads * size for heads, size in self.shapes)
+            * torch.finfo(self.model.dtype).bits
+            // 8
+        )
         if kv_gib is not None:
             return max(8, int(kv_gib * 2**30) // per_block)
-        free = torch.cuda.mem_get_info(self.model.device)[0] if self.model.device.type == "cuda" else 2 << 30
+        free = (
+            torch.cuda.mem_get_info(self.model.device)[0]
+            if self.model.device.type == "cuda"
+            else 2 << 30
+        )
         most = max(8, int(0.4 * free) // per_block)
         return min(most, max(8, self.max_batch * -(-longest // BLOCK))) if longest else most
 
@@ -82,31 +114,62 @@ class NativeEngine:
     def load(self, state: dict[str, int]) -> None:
         assert not self._running, "cannot resize the cache while sequences are running"
         if state["blocks"] != self.blocks:
-            self.blocks, self.pool, self.cache = state["blocks"], BlockPool(state["blocks"], BLOCK), None
+            self.blocks = state["blocks"]
+            self.pool = BlockPool(state["blocks"], BLOCK)
+            self.cache = None
             self.decoder.forget()
 
     # ---- the contract ----
 
-    async def generate(self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1,
-                       on_tokens: Callable[[int, list[int], list[float], Stop | None], None] | None = None) -> list[Completion]:  # fmt: skip
-        """`on_tokens(i, tokens, logprobs, stop)` hears of sample i's tokens as they come, in the engine's thread."""
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        params: Sampling,
+        *,
+        key: int,
+        n: int = 1,
+        on_tokens: Callable[[int, list[int], list[float], Stop | None], None] | None = None,
+    ) -> list[Completion]:
+        """`on_tokens(i, tokens, logprobs, stop)` hears of sample i's tokens as they come, in the
+        engine's thread.
+        """
         prompt = list(tokens)
         if not prompt:
-            raise InputError("an empty prompt has nothing to continue.", fix="Give at least one token, e.g. the BOS token.")
+            raise InputError(
+                "an empty prompt has nothing to continue.",
+                fix="Give at least one token, e.g. the BOS token.",
+            )
         longest = len(prompt) + params.max_new_tokens
         if self.context is not None and longest > self.context:
-            raise InputError(f"prompt of {len(prompt)} tokens + max_new_tokens {params.max_new_tokens} is past the model's context of {self.context}.",
-                             where="rollout.max_new_tokens", fix="Set fewer new tokens (reinforge generate: --max-new-tokens), or shorten the prompt with data.length.")  # fmt: skip
+            raise InputError(
+                f"prompt of {len(prompt)} tokens + max_new_tokens {params.max_new_tokens} is past"
+                f" the model's context of {self.context}.",
+                where="rollout.max_new_tokens",
+                fix=(
+                    "Set fewer new tokens (reinforge generate: --max-new-tokens), or shorten the"
+                    " prompt with data.length."
+                ),
+            )
         if self.pool.needed(longest) > self.pool.total:
             raise InputError(
-                f"one sequence of {longest} tokens does not fit the KV cache of {self.pool.total * BLOCK} tokens.",
+                f"one sequence of {longest} tokens does not fit the KV cache of"
+                f" {self.pool.total * BLOCK} tokens.",
                 where="rollout.kv_gib",
                 fix="Raise it.",
             )
         loop = asyncio.get_running_loop()
-        stops = frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
+        stops = (
+            frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
+        )
         sequences = [
-            Live(prompt, params, seed_of(key, i), stops, loop.create_future(), None if on_tokens is None else partial(on_tokens, i))
+            Live(
+                prompt,
+                params,
+                seed_of(key, i),
+                stops,
+                loop.create_future(),
+                None if on_tokens is None else partial(on_tokens, i),
+            )
             for i in range(n)
         ]
         self._enqueue(prompt, sequences)
@@ -124,7 +187,11 @@ class NativeEngine:
         if self._waiting and self._waiting[-1].tokens == tokens:
             self._waiting[-1].sequences += sequences
         else:
-            self._waiting.append(Fork(tokens, list(sequences), block_keys(tokens, BLOCK) if self.prefix_cache else []))
+            self._waiting.append(
+                Fork(
+                    tokens, list(sequences), block_keys(tokens, BLOCK) if self.prefix_cache else []
+                )
+            )
 
     async def score(self, tokens: Sequence[int]) -> Tensor:
         sample = Sample.from_tokens("score", list(tokens), [True] * len(tokens))
@@ -138,10 +205,18 @@ class NativeEngine:
     async def likeliest(
         self, tokens: Sequence[int], start: int, *, k: int, temperature: float = 1.0
     ) -> tuple[list[float], list[list[tuple[int, float]]]]:
-        """The log-prob of each token from `start` (> 0) on, and the k likeliest tokens in its place with theirs: one forward over
-        all tokens. As in `Completion`: after temperature, over the full vocabulary, and 0 (greedy) reports 1."""
+        """The log-prob of each token from `start` (> 0) on, and the k likeliest tokens in its place
+        with theirs: one forward over all tokens. As in `Completion`: after temperature, over the
+        full vocabulary, and 0 (greedy) reports 1.
+        """
         assert 0 < start <= len(tokens)
-        batch = Batch.pack([Sample.from_tokens("likeliest", list(tokens), [i >= start for i in range(len(tokens))])]).to(self.model.device)
+        batch = Batch.pack(
+            [
+                Sample.from_tokens(
+                    "likeliest", list(tokens), [i >= start for i in range(len(tokens))]
+                )
+            ]
+        ).to(self.model.device)
         own: list[float] = []
         top: list[list[tuple[int, float]]] = []
         if not batch.n_trained:
@@ -149,21 +224,32 @@ class NativeEngine:
         with torch.no_grad():
             rows = self.model.states(batch).index_select(0, batch.sources)
             size = chunk_rows(len(rows), self.model.head.weight.shape[0], rows.device)
-            for hidden, targets in zip(rows.split(size), batch.tokens[batch.targets].split(size), strict=True):
+            for hidden, targets in zip(
+                rows.split(size), batch.tokens[batch.targets].split(size), strict=True
+            ):
                 logp = (self.model.logits(hidden) / (temperature or 1.0)).log_softmax(-1)
                 own += logp.gather(-1, targets[:, None])[:, 0].tolist()
                 values, ids = logp.topk(min(k, logp.shape[-1]))
-                top += [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+                top += [
+                    list(zip(i, v, strict=True))
+                    for i, v in zip(ids.tolist(), values.tolist(), strict=True)
+                ]
         return own, top
 
     async def update(self, weights: Weights, version: int) -> None:
         if weights.kind != "shared" or weights.module is not self.model.module:
-            raise ValueError("the native engine serves the trainer's own module; it cannot load other weights")
+            raise ValueError(
+                "the native engine serves the trainer's own module; it cannot load other weights"
+            )
         self.version = version
-        entering, running = self._entering, [s for s in self._running if not s.future.done()]
+        entering = self._entering
+        running = [s for s in self._running if not s.future.done()]
         for sequence in [*(s for fork in entering for s in fork.live), *running]:
-            self._leave(sequence)  # what they cached came from the old weights: prefill again under the new ones
-        self._entering, self._running, self._rows = [], [], None
+            # what they cached came from the old weights: prefill again under the new ones
+            self._leave(sequence)
+        self._entering = []
+        self._running = []
+        self._rows = None
         self.pool.forget()
         for fork in reversed(entering):
             self._waiting.appendleft(Fork(fork.tokens, fork.live, fork.keys))
@@ -172,32 +258,47 @@ class NativeEngine:
 
     async def sleep(self) -> None:
         assert not self._busy(), "cannot sleep while there is work"
-        if self.model.device.type == "cuda" and not self._small():  # host memory is kept: it is not what training runs short of
+        # host memory is kept: it is not what training runs short of
+        if self.model.device.type == "cuda" and not self._small():
             self.cache = None
             self.decoder.forget()
             self.pool.forget()
             torch.cuda.empty_cache()
 
     def _sequences(self) -> list[Live]:
-        return [*self._running, *(s for fork in [*self._entering, *self._waiting] for s in fork.sequences)]
+        return [
+            *self._running,
+            *(s for fork in [*self._entering, *self._waiting] for s in fork.sequences),
+        ]
 
     def _busy(self) -> bool:
         """Whether somebody waits for anything."""
         return any(not s.future.done() for s in self._sequences())
 
     def _small(self) -> bool:
-        """Whether the cache takes so little of the device that it may stay while training, and its graphs with it."""
-        used = sum(t.numel() * t.element_size() for t in (*self.cache.keys, *self.cache.values)) if self.cache else 0
+        """Whether the cache takes so little of the device that it may stay while training, and its
+        graphs with it.
+        """
+        used = (
+            sum(t.numel() * t.element_size() for t in (*self.cache.keys, *self.cache.values))
+            if self.cache
+            else 0
+        )
         return used <= KEEP * torch.cuda.mem_get_info(self.model.device)[1]
 
     async def wake(self) -> None:
         if self.cache is None:
-            self.cache = Cache.allocate(self.shapes, self.blocks + 1, BLOCK, self.model.dtype, self.model.device)
+            self.cache = Cache.allocate(
+                self.shapes, self.blocks + 1, BLOCK, self.model.dtype, self.model.device
+            )
 
     # ---- rounds ----
 
     async def _drive(self) -> None:
-        """Consumes `_waiting`, produces finished futures. Runs while there is work; between rounds others may submit."""
+        """Consumes `_waiting`, produces finished futures.
+
+        Runs while there is work; between rounds others may submit.
+        """
         try:
             await asyncio.sleep(0)
             await self.wake()
@@ -206,7 +307,9 @@ class NativeEngine:
                 self._round()
                 self.stats.seconds += time.monotonic() - start
                 await asyncio.sleep(0)
-            self._running, self._rows, self._entering = [], None, []
+            self._running = []
+            self._rows = None
+            self._entering = []
             self._waiting.clear()
         except BaseException as error:
             self._fail(error)
@@ -216,8 +319,15 @@ class NativeEngine:
         for sequence in self._sequences():
             sequence.blocks = []
             if not sequence.future.done():
-                sequence.future.set_exception(error if isinstance(error, Exception) else RuntimeError(f"engine stopped: {error!r}"))
-        self._running, self._rows, self._entering, self._waiting = [], None, [], deque()
+                sequence.future.set_exception(
+                    error
+                    if isinstance(error, Exception)
+                    else RuntimeError(f"engine stopped: {error!r}")
+                )
+        self._running = []
+        self._rows = None
+        self._entering = []
+        self._waiting = deque()
         self.pool = BlockPool(self.blocks, BLOCK)
 
     @torch.no_grad()
@@ -231,9 +341,15 @@ class NativeEngine:
         self.stats.steps += 1
 
     def _admit(self) -> None:
-        """In the order of arrival, as long as there is room. Who does not fit waits, and nobody overtakes."""
-        live = sum(not s.future.done() for s in self._running) + sum(len(fork.live) for fork in self._entering)
-        budget, room = PREFILL_TOKENS - sum(len(fork.tokens) - fork.done for fork in self._entering), self.max_batch - live
+        """In the order of arrival, as long as there is room.
+
+        Who does not fit waits, and nobody overtakes.
+        """
+        live = sum(not s.future.done() for s in self._running) + sum(
+            len(fork.live) for fork in self._entering
+        )
+        budget = PREFILL_TOKENS - sum(len(fork.tokens) - fork.done for fork in self._entering)
+        room = self.max_batch - live
         while self._waiting and room > 0 and (budget > 0 or not self._entering):
             fork = self._waiting[0]
             fork.sequences = fork.live
@@ -257,7 +373,10 @@ class NativeEngine:
         for fork in complete:
             self.pool.remember(fork.live[0].blocks, fork.keys)
         picked, logprobs = Rows.of(entering, self.model.device).draw(self.model, hidden)
-        self._accept(entering, Window(picked[:, None].tolist(), logprobs[:, None].tolist(), [1] * len(entering)))
+        self._accept(
+            entering,
+            Window(picked[:, None].tolist(), logprobs[:, None].tolist(), [1] * len(entering)),
+        )
         self._running = [s for s in [*self._running, *entering] if not s.future.done()]
         self._rows = None
 
@@ -267,15 +386,25 @@ class NativeEngine:
         size = self.decoder.size(len(live))
         if self._rows is None or size < len(self._rows.newest):
             self._running = live
-            self._rows = Rows.of(live, self.model.device, size=size, width=self.width, spare=self.blocks)
-        self._accept(self._running, self.decoder.run(self._rows, self.cache, max(s.params.max_new_tokens for s in live)))
+            self._rows = Rows.of(
+                live, self.model.device, size=size, width=self.width, spare=self.blocks
+            )
+        self._accept(
+            self._running,
+            self.decoder.run(self._rows, self.cache, max(s.params.max_new_tokens for s in live)),
+        )
         gone = [i for i, s in enumerate(self._running) if s.future.done()]
         if gone:
             self._rows.retire(gone, self.blocks)
 
     def _accept(self, sequences: list[Live], window: Window) -> None:
-        """Takes sampled tokens in. A row stopped by itself at a stop token or at its limit; stop strings only the host can see."""
-        for sequence, tokens, logprobs, count in zip(sequences, window.tokens, window.logprobs, window.counts, strict=False):
+        """Takes sampled tokens in.
+
+        A row stopped by itself at a stop token or at its limit; stop strings only the host can see.
+        """
+        for sequence, tokens, logprobs, count in zip(
+            sequences, window.tokens, window.logprobs, window.counts, strict=False
+        ):
             if sequence.future.done():  # finished or cancelled before
                 continue
             if sequence.params.stop_strings:
@@ -285,7 +414,9 @@ class NativeEngine:
             sequence.versions += [self.version] * count
             self.stats.generated_tokens += count
             stop = None
-            if sequence.tokens[-1] in sequence.stops or self._hit_string(sequence.tokens, sequence.params):
+            if sequence.tokens[-1] in sequence.stops or self._hit_string(
+                sequence.tokens, sequence.params
+            ):
                 stop = Stop.EOS
             elif len(sequence.tokens) >= sequence.params.max_new_tokens:
                 stop = Stop.LENGTH
@@ -312,9 +443,13 @@ class NativeEngine:
 
     def _finish(self, sequence: Live, stop: Stop) -> None:
         if self.prefix_cache:  # the newest token was never fed, so it is not in the cache
-            self.pool.remember(sequence.blocks, block_keys((sequence.prompt + sequence.tokens)[:-1], BLOCK))
+            self.pool.remember(
+                sequence.blocks, block_keys((sequence.prompt + sequence.tokens)[:-1], BLOCK)
+            )
         self._leave(sequence)
-        sequence.future.set_result(Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop))
+        sequence.future.set_result(
+            Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop)
+        )
 
     def _leave(self, sequence: Live) -> None:
         self.pool.release(sequence.blocks)
@@ -333,17 +468,28 @@ class _ShapeProbe:
     packed: Packed
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         if k.shape != v.shape:
             raise InputError(
-                f"the native engine cannot generate with this model: keys of layer {layer} have heads of {k.shape[2]} numbers and its "
-                f"values of {v.shape[2]}, and the cache holds equal ones only.",
+                f"the native engine cannot generate with this model: keys of layer {layer} have"
+                f" heads of {k.shape[2]} numbers and its values of {v.shape[2]}, and the cache"
+                " holds equal ones only.",
                 where="rollout.engine",
                 fix=OTHER_ENGINE,
             )
         if layer in self.shapes:
             raise InputError(
-                f"the native engine cannot generate with this model: layer {layer} attends twice, and the cache holds one set of keys.",
+                f"the native engine cannot generate with this model: layer {layer} attends twice,"
+                " and the cache holds one set of keys.",
                 where="rollout.engine",
                 fix=OTHER_ENGINE,
             )
@@ -353,13 +499,21 @@ class _ShapeProbe:
 
 @torch.no_grad()
 def _cache_shapes(model: CausalModel) -> list[tuple[int, int]]:
-    """(K, D) of each layer's cache, seen in a forward of one token rather than guessed from the config."""
+    """(K, D) of each layer's cache, seen in a forward of one token rather than guessed from the
+    config.
+    """
     device = model.device
     probe = _ShapeProbe(Packed([1], torch.tensor([0, 1], dtype=torch.int32, device=device)))
     with refusing(model.causal):
-        model.hidden(torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device), probe)
+        model.hidden(
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+            probe,
+        )
     if sorted(probe.shapes) != list(range(len(probe.shapes))):
         raise InputError(
-            f"{type(model.causal).__name__} numbers its attention layers {sorted(probe.shapes)}.", where="rollout.engine", fix=OTHER_ENGINE
+            f"{type(model.causal).__name__} numbers its attention layers {sorted(probe.shapes)}.",
+            where="rollout.engine",
+            fix=OTHER_ENGINE,
         )
     return [probe.shapes[i] for i in range(len(probe.shapes))]

@@ -1,4 +1,6 @@
-"""Prompts on their way into the cache: each is computed once for all its samples, long ones in pieces between decode steps."""
+"""Prompts on their way into the cache: each is computed once for all its samples, long ones in
+pieces between decode steps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Fork:
 
     tokens: list[int]
     sequences: list[Live]
-    keys: list[bytes] = field(default_factory=list)  # of its full blocks, where prefixes are remembered
+    # of its full blocks, where prefixes are remembered
+    keys: list[bytes] = field(default_factory=list)
     done: int = 0  # tokens whose keys and values are in the cache
 
     @property
@@ -29,11 +32,15 @@ class Fork:
 
 
 def admit(fork: Fork, pool: BlockPool, room: int) -> Fork | None:
-    """Gives blocks to as many of the fork's sequences as fit and takes them out of it. Full blocks of the tokens are shared, among the
-    sequences and with whoever has them already; every sequence also gets all it may need later, so none is ever evicted."""
+    """Gives blocks to as many of the fork's sequences as fit and takes them out of it.
+
+    Full blocks of the tokens are shared, among the sequences and with whoever has them already;
+    every sequence also gets all it may need later, so none is ever evicted.
+    """
     size = pool.block_size
     shared = len(fork.tokens) // size
-    known = pool.find(fork.keys)[: (len(fork.tokens) - 1) // size]  # the last token is computed anew: it predicts the first one
+    # the last token is computed anew: it predicts the first one
+    known = pool.find(fork.keys)[: (len(fork.tokens) - 1) // size]
     free = pool.free - pool.idle(known) - (shared - len(known))
     fitting: list[Live] = []
     for sequence in fork.sequences[:room]:
@@ -52,13 +59,19 @@ def admit(fork: Fork, pool: BlockPool, room: int) -> Fork | None:
     return Fork(fork.tokens, fitting, fork.keys, len(known) * size)
 
 
-def prefill(model: CausalModel, cache: Cache, forks: list[Fork], budget: int) -> tuple[list[Fork], Tensor | None, int]:
-    """Computes the next pieces of the forks, at most about `budget` tokens. Returns the forks that are complete, the hidden state
-    [.., E] of the last token of each of them, once per live sequence, and how many tokens were computed.
+def prefill(
+    model: CausalModel, cache: Cache, forks: list[Fork], budget: int
+) -> tuple[list[Fork], Tensor | None, int]:
+    """Computes the next pieces of the forks, at most about `budget` tokens.
 
-    A piece ends at the end of a block; what fills a block in part comes last and lies in the first live sequence's own block, from where
-    it is copied to the others."""
-    device, size = model.device, cache.block_size
+    Returns the forks that are complete, the hidden state [.., E] of the last token of each of them,
+    once per live sequence, and how many tokens were computed.
+
+    A piece ends at the end of a block; what fills a block in part comes last and lies in the first
+    live sequence's own block, from where it is copied to the others.
+    """
+    device = model.device
+    size = cache.block_size
     pieces: list[tuple[Fork, int]] = []  # and where its piece ends
     for fork in forks:
         if budget <= 0:
@@ -71,14 +84,24 @@ def prefill(model: CausalModel, cache: Cache, forks: list[Fork], budget: int) ->
     slots = [_slots(fork.live[0].blocks, 0, end, size) for fork, end in pieces]
     new = [s[fork.done :] for s, (fork, _) in zip(slots, pieces, strict=True)]
     continued = any(fork.done for fork, _ in pieces)
-    layout = Prefill(lengths, starts_of(lengths, device), cache, torch.cat(new).to(device), torch.cat(slots).to(device) if continued else None,
-                     [end for _, end in pieces] if continued else None)  # fmt: skip
+    layout = Prefill(
+        lengths,
+        starts_of(lengths, device),
+        cache,
+        torch.cat(new).to(device),
+        torch.cat(slots).to(device) if continued else None,
+        [end for _, end in pieces] if continued else None,
+    )
     tokens = ints([t for fork, end in pieces for t in fork.tokens[fork.done : end]]).to(device)
     positions = torch.cat([torch.arange(fork.done, end) for fork, end in pieces]).to(device)
     hidden = model.hidden(tokens, positions, layout)
     for fork, end in pieces:
         fork.done = end
-    complete = [(fork, last) for (fork, end), last in zip(pieces, _ends(lengths), strict=True) if end == len(fork.tokens)]
+    complete = [
+        (fork, last)
+        for (fork, end), last in zip(pieces, _ends(lengths), strict=True)
+        if end == len(fork.tokens)
+    ]
     if not complete:
         return [], None, sum(lengths)
     _copy_tails(cache, [fork for fork, _ in complete])
@@ -87,7 +110,9 @@ def prefill(model: CausalModel, cache: Cache, forks: list[Fork], budget: int) ->
 
 
 def _copy_tails(cache: Cache, forks: list[Fork]) -> None:
-    """The part-filled last block of a prompt, from the sequence it was computed for to its siblings."""
+    """The part-filled last block of a prompt, from the sequence it was computed for to its
+    siblings.
+    """
     copies = []
     for fork in forks:
         block, tail = divmod(len(fork.tokens), cache.block_size)
@@ -95,7 +120,9 @@ def _copy_tails(cache: Cache, forks: list[Fork]) -> None:
         if tail:
             copies += [(first.blocks[block], other.blocks[block]) for other in others]
     if copies:
-        source, target = (torch.tensor(x, device=cache.keys[0].device) for x in zip(*copies, strict=True))
+        source, target = (
+            torch.tensor(x, device=cache.keys[0].device) for x in zip(*copies, strict=True)
+        )
         for part in (*cache.keys, *cache.values):
             part.index_copy_(0, target, part.index_select(0, source))
 

@@ -1,4 +1,5 @@
-"""The live sequences as tensors, and one decode step for all of them, embedding to sampled token, without asking the host.
+"""The live sequences as tensors, and one decode step for all of them, embedding to sampled token,
+without asking the host.
 
 Legend: B rows, W cache blocks per sequence.
 """
@@ -23,7 +24,8 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.head import exact_statistics
 
 NEVER = -1  # pads lists of stop tokens: no token has this id
-Listener = Callable[[list[int], list[float], Stop | None], None]  # new tokens, their log-probs, and why it ended there
+# new tokens, their log-probs, and why it ended there
+Listener = Callable[[list[int], list[float], Stop | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +37,8 @@ class Live:
     seed: int
     stops: frozenset[int]
     future: asyncio.Future[Completion]
-    listener: Listener | None = None  # hears of tokens as they come; must be quick and must not raise
+    # hears of tokens as they come; must be quick and must not raise
+    listener: Listener | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -49,7 +52,10 @@ class Live:
 
 @dataclass(slots=True)
 class Rows:
-    """Rebuilt when somebody enters or leaves, advanced in place otherwise. A row that is done stands still."""
+    """Rebuilt when somebody enters or leaves, advanced in place otherwise.
+
+    A row that is done stands still.
+    """
 
     newest: Tensor  # [B] the token to feed
     cached: Tensor  # [B] tokens already in the cache = position of the newest
@@ -64,32 +70,56 @@ class Rows:
     longest: int  # the largest context, known on the host
 
     @classmethod
-    def of(cls, sequences: list[Live], device: torch.device, *, size: int | None = None, width: int = 0, spare: int = 0) -> Rows:
-        """`size` rows at least: those beyond the sequences are done and point at the block `spare`."""
+    def of(
+        cls,
+        sequences: list[Live],
+        device: torch.device,
+        *,
+        size: int | None = None,
+        width: int = 0,
+        spare: int = 0,
+    ) -> Rows:
+        """`size` rows at least: those beyond the sequences are done and point at the
+        block `spare`.
+        """
         pad = max(0, (size or 0) - len(sequences))
         width = max(width, *(len(s.blocks) for s in sequences))
         params = [s.params for s in sequences]
         most = max(1, *(len(s.stops) for s in sequences))
         filters = None
         if any(p.filtered for p in params):
-            filters = (torch.tensor([p.top_p for p in params], device=device), torch.tensor([p.top_k for p in params], device=device),
-                       torch.tensor([p.min_p for p in params], device=device))  # fmt: skip
+            filters = (
+                torch.tensor([p.top_p for p in params], device=device),
+                torch.tensor([p.top_k for p in params], device=device),
+                torch.tensor([p.min_p for p in params], device=device),
+            )
 
         def whole(values: list[Any], filler: Any = 0) -> Tensor:
             return ints(values + [filler] * pad).to(device)
 
         return cls(
-            newest=whole([(s.tokens or s.prompt)[-1] for s in sequences]), cached=whole([s.cached for s in sequences]),
-            produced=whole([len(s.tokens) for s in sequences]), limits=whole([p.max_new_tokens for p in params]), seeds=whole([s.seed for s in sequences]),
-            temperatures=torch.tensor([p.temperature for p in params] + [1.0] * pad, dtype=torch.float32, device=device),
-            stops=whole([sorted(s.stops) + [NEVER] * (most - len(s.stops)) for s in sequences], [NEVER] * most),
+            newest=whole([(s.tokens or s.prompt)[-1] for s in sequences]),
+            cached=whole([s.cached for s in sequences]),
+            produced=whole([len(s.tokens) for s in sequences]),
+            limits=whole([p.max_new_tokens for p in params]),
+            seeds=whole([s.seed for s in sequences]),
+            temperatures=torch.tensor(
+                [p.temperature for p in params] + [1.0] * pad, dtype=torch.float32, device=device
+            ),
+            stops=whole(
+                [sorted(s.stops) + [NEVER] * (most - len(s.stops)) for s in sequences],
+                [NEVER] * most,
+            ),
             done=torch.tensor([False] * len(sequences) + [True] * pad, device=device),
             tables=_tables(sequences, width, pad, spare).to(device),
-            filters=filters, longest=max(s.cached for s in sequences) + 1,
-        )  # fmt: skip
+            filters=filters,
+            longest=max(s.cached for s in sequences) + 1,
+        )
 
     def retire(self, rows: list[int], spare: int) -> None:
-        """These are done and their blocks belong to others now: they stand still, and write only into the block `spare`."""
+        """These are done and their blocks belong to others now: they stand still, and write only
+        into the block `spare`.
+        """
         index = torch.tensor(rows, device=self.done.device)
         self.done.index_fill_(0, index, True)
         self.cached.index_fill_(0, index, 0)
@@ -115,24 +145,45 @@ class Rows:
             from reinforge.models import kernels
 
             picked, logprobs = kernels.draw(
-                raw, self.temperatures, self.seeds, self.produced, scale=model.rule.scale, softcap=model.rule.softcap
+                raw,
+                self.temperatures,
+                self.seeds,
+                self.produced,
+                scale=model.rule.scale,
+                softcap=model.rule.softcap,
             )
         else:
-            picked, logprobs = draw(model.rule.apply(raw.float()), self.temperatures, uniform(self.seeds, self.produced), self.filters)
+            picked, logprobs = draw(
+                model.rule.apply(raw.float()),
+                self.temperatures,
+                uniform(self.seeds, self.produced),
+                self.filters,
+            )
         if model.exact:  # the training forward's own arithmetic
-            logprobs = exact_statistics(raw, picked, torch.where(self.temperatures == 0, 1.0, self.temperatures), model.rule)[0]
+            logprobs = exact_statistics(
+                raw, picked, torch.where(self.temperatures == 0, 1.0, self.temperatures), model.rule
+            )[0]
         return picked, logprobs
 
     def step(self, model: CausalModel, cache: Cache) -> tuple[Tensor, Tensor]:
-        """One token for every row: tokens [B], log-probs [B]. Rows advance in place; nothing is copied to the host."""
-        tables = self.tables if self.newest.is_cuda else self.tables[:, : -(-self.longest // cache.block_size)]
+        """One token for every row: tokens [B], log-probs [B].
+
+        Rows advance in place; nothing is copied to the host.
+        """
+        tables = (
+            self.tables
+            if self.newest.is_cuda
+            else self.tables[:, : -(-self.longest // cache.block_size)]
+        )
         hidden = model.hidden(self.newest, self.cached, Paged(cache, tables, self.cached))
         picked, logprobs = self.draw(model, hidden)
         live = ~self.done
         self.newest.copy_(torch.where(live, picked, self.newest))
         self.cached.add_(live)
         self.produced.add_(live)
-        self.done.logical_or_((picked[:, None] == self.stops).any(1) | (self.produced >= self.limits))
+        self.done.logical_or_(
+            (picked[:, None] == self.stops).any(1) | (self.produced >= self.limits)
+        )
         self.longest += 1
         return picked, logprobs
 

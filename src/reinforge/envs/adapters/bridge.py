@@ -1,10 +1,12 @@
-"""An environment in another interpreter: for libraries whose pins clash with ours, and for those that crash, hang or share global state.
+"""An environment in another interpreter: for libraries whose pins clash with ours, and for those
+that crash, hang or share global state.
 
     env: {name: "gem:game:GuessTheNumber-v0-easy", python: envs/gem/bin/python}
 
-One process per environment of the config imports the library once (`bridge_child.py`) and forks a worker for each episode. Worker
-and episode speak JSON lines over a socket of their own, so that what a library prints is no answer. A worker that is late, or
-whose episode is over, is killed; one that dies fails its episode only.
+One process per environment of the config imports the library once (`bridge_child.py`) and forks a
+worker for each episode. Worker and episode speak JSON lines over a socket of their own, so that
+what a library prints is no answer. A worker that is late, or whose episode is over, is killed; one
+that dies fails its episode only.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ PACKAGE = Path(__file__).resolve().parents[2]  # of reinforge
 
 @dataclass
 class Bridge:
-    """Makes environments: call it for one. `target` is `module:Class` or `file.py:Class`; `given` its positional arguments."""
+    """Makes environments: call it for one.
+
+    `target` is `module:Class` or `file.py:Class`; `given` its positional arguments.
+    """
 
     python: str
     target: str
@@ -47,7 +52,9 @@ class Bridge:
         self.python = os.path.expanduser(self.python)
         if not os.access(self.python, os.X_OK):
             raise InputError(
-                f"{self.python} is no program that can be run.", where=f"{self.where}.python", fix="Give the path of a Python interpreter."
+                f"{self.python} is no program that can be run.",
+                where=f"{self.where}.python",
+                fix="Give the path of a Python interpreter.",
             )
 
     def __call__(self, **_: Any) -> BridgedEnv:
@@ -71,7 +78,8 @@ class Bridge:
                 self._control.close()
             if self._process is not None:
                 try:
-                    self._process.wait(GRACE)  # it ends by itself, and takes a server with it that it may have started
+                    # it ends by itself, and takes a server with it that it may have started
+                    self._process.wait(GRACE)
                 except subprocess.TimeoutExpired:
                     self._process.kill()
                     self._process.wait()
@@ -79,27 +87,48 @@ class Bridge:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        spec = {"package": str(PACKAGE), "target": self.target, "given": list(self.given), "options": dict(self.options)}
+        spec = {
+            "package": str(PACKAGE),
+            "target": self.target,
+            "given": list(self.given),
+            "options": dict(self.options),
+        }
         child = Path(__file__).with_name("bridge_child.py")
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         with theirs:
-            self._process = subprocess.Popen([self.python, str(child), str(theirs.fileno()), json.dumps(spec)], pass_fds=[theirs.fileno()],
-                                             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)  # fmt: skip
+            self._process = subprocess.Popen(
+                [self.python, str(child), str(theirs.fileno()), json.dumps(spec)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+            )
         said = b""
         while not said.endswith(b"\n"):
             part = self._control.recv(65536)
             if not part:
-                raise InputError(f"{self.python} ended with exit code {self._process.wait()} before it had {self.target}.", where=f"{self.where}.python",
-                                 fix="What it wrote to standard error says why. It must be Python 3.11 or later.")  # fmt: skip
+                raise InputError(
+                    f"{self.python} ended with exit code {self._process.wait()} before it had"
+                    f" {self.target}.",
+                    where=f"{self.where}.python",
+                    fix=(
+                        "What it wrote to standard error says why. It must be Python 3.11 or later."
+                    ),
+                )
             said += part
         if error := json.loads(said).get("error"):
             raise InputError(
-                f"{self.target} in {self.python}: {error}", where=self.where, fix="Install what is missing there, or correct the options."
+                f"{self.target} in {self.python}: {error}",
+                where=self.where,
+                fix="Install what is missing there, or correct the options.",
             )
 
 
 class BridgedEnv:
-    """One episode in a worker. Its answers are journalled: whether they repeat is not known here."""
+    """One episode in a worker.
+
+    Its answers are journalled: whether they repeat is not known here.
+    """
 
     pure = False
 
@@ -107,7 +136,10 @@ class BridgedEnv:
         self.bridge = bridge
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None
-        self.pid, self.worker = 0, -1  # `worker` is a file descriptor that means this process and no other, whatever becomes of its number
+        # `worker` is a file descriptor that means this process and no other, whatever becomes of
+        # its number
+        self.pid = 0
+        self.worker = -1
         self.waiting = False
 
     async def reset(self, row: Row, seed: int) -> Observation:
@@ -116,14 +148,22 @@ class BridgedEnv:
         hello = await self._line()
         self.pid = hello["pid"]
         self.worker = os.pidfd_open(self.pid)
-        found = await self._ask("reset", {"row": {"id": row.id, "prompt": row.prompt, "columns": dict(row.columns)}, "seed": seed})
+        found = await self._ask(
+            "reset",
+            {
+                "row": {"id": row.id, "prompt": row.prompt, "columns": dict(row.columns)},
+                "seed": seed,
+            },
+        )
         return Observation(**found)
 
     async def step(self, action: Action) -> Step:
         found = await self._ask("step", {"action": asdict(action)})
         seen = found["observation"]
         observation = None if seen is None else Observation(**seen)
-        return Step(observation, found["reward"], found["done"], found["truncated"], found["metrics"])
+        return Step(
+            observation, found["reward"], found["done"], found["truncated"], found["metrics"]
+        )
 
     async def close(self) -> None:
         try:
@@ -135,7 +175,8 @@ class BridgedEnv:
         finally:
             if self.worker >= 0:
                 try:
-                    signal.pidfd_send_signal(self.worker, 0)  # it is there still, so that its number is its own
+                    # it is there still, so that its number is its own
+                    signal.pidfd_send_signal(self.worker, 0)
                     os.killpg(self.pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass  # it ended by itself

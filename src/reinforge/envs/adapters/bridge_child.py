@@ -1,7 +1,8 @@
-"""The other side of `bridge.py`: a program, run by an interpreter that knows neither torch nor this package.
+"""The other side of `bridge.py`: a program, run by an interpreter that knows neither torch nor this
+package.
 
-It imports the environment's library once, then forks a worker for every socket that it is given. It ends when its own socket
-closes, and its workers die with it.
+It imports the environment's library once, then forks a worker for every socket that it is given. It
+ends when its own socket closes, and its workers die with it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ LINE = 64 << 20
 
 
 def bring_package(folder: str) -> None:
-    """Makes `reinforge` importable without the directory that it stands in: there may be a whole other environment."""
-    spec = importlib.util.spec_from_file_location("reinforge", Path(folder) / "__init__.py", submodule_search_locations=[folder])
+    """Makes `reinforge` importable without the directory that it stands in: there may be a whole
+    other environment.
+    """
+    spec = importlib.util.spec_from_file_location(
+        "reinforge", Path(folder) / "__init__.py", submodule_search_locations=[folder]
+    )
     assert spec is not None and spec.loader is not None
     sys.modules["reinforge"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -50,7 +55,8 @@ def main(control: socket.socket, spec: dict[str, Any]) -> None:
             if os.getppid() == parent:
                 os.setsid()  # whatever it starts goes with it
                 control.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an environment may have processes of its own
+                # an environment may have processes of its own
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 work(socket.socket(fileno=fd), make)
             os._exit(0)
         os.close(fd)
@@ -67,7 +73,10 @@ def prepared(spec: dict[str, Any]) -> Callable[[], Any]:
 
 
 def work(connection: socket.socket, make: Callable[[], Any]) -> None:
-    """One episode. The loop runs between the turns too: connections that an environment holds stay alive."""
+    """One episode.
+
+    The loop runs between the turns too: connections that an environment holds stay alive.
+    """
 
     async def serve() -> None:
         reader, writer = await asyncio.open_connection(sock=connection, limit=LINE)
@@ -111,8 +120,13 @@ def plain(result: Any) -> dict[str, Any] | None:
         return None
     if hasattr(result, "messages"):
         return {"messages": result.messages, "tools": result.tools, "tokens": result.tokens}
-    return {"observation": plain(result.observation), "reward": result.reward, "done": result.done, "truncated": result.truncated,
-            "metrics": dict(result.metrics)}  # fmt: skip
+    return {
+        "observation": plain(result.observation),
+        "reward": result.reward,
+        "done": result.done,
+        "truncated": result.truncated,
+        "metrics": dict(result.metrics),
+    }
 
 
 if __name__ == "__main__":

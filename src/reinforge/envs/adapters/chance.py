@@ -1,8 +1,9 @@
 """Environments that draw from the process's global generators, each with a state of its own.
 
-Several episodes run at once, and `random.seed(seed)` in one would decide the draws of all: the episodes of a prompt would not share
-their task, and no run would repeat. Inside `with chance:` the global generators are this episode's; outside they are as before.
-One episode at a time: a call that hangs here holds up the others, which `env.python` (a process for each) avoids.
+Several episodes run at once, and `random.seed(seed)` in one would decide the draws of all: the
+episodes of a prompt would not share their task, and no run would repeat. Inside `with chance:` the
+global generators are this episode's; outside they are as before. One episode at a time: a call that
+hangs here holds up the others, which `env.python` (a process for each) avoids.
 """
 
 from __future__ import annotations

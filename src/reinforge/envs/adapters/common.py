@@ -19,13 +19,18 @@ def library(module: str, package: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != module.split(".")[0]:
             raise
-        raise InputError(f"the package {package} is not installed.", where="env.name",
-                         fix=f"pip install {package}, or set env.python to an interpreter that has it.") from error  # fmt: skip
+        raise InputError(
+            f"the package {package} is not installed.",
+            where="env.name",
+            fix=f"pip install {package}, or set env.python to an interpreter that has it.",
+        ) from error
 
 
 def first(row: Row, text: str) -> Observation:
     """The environment's first words. Of the row's own prompt only system messages are kept."""
-    system = [] if isinstance(row.prompt, str) else [m for m in row.prompt if m.get("role") == "system"]
+    system = (
+        [] if isinstance(row.prompt, str) else [m for m in row.prompt if m.get("role") == "system"]
+    )
     return Observation([*system, said(text)])
 
 
@@ -39,7 +44,11 @@ def row_messages(row: Row) -> list[Message]:
 
 def numbers(found: Mapping[str, Any] | None) -> dict[str, float]:
     """Those values of a dictionary that can be metrics."""
-    return {str(k): float(v) for k, v in (found or {}).items() if isinstance(v, int | float) and math.isfinite(v)}
+    return {
+        str(k): float(v)
+        for k, v in (found or {}).items()
+        if isinstance(v, int | float) and math.isfinite(v)
+    }
 
 
 def number(value: Any, what: str) -> float:

@@ -1,8 +1,10 @@
-"""Programs that call a model, turned around: an OpenAI-compatible endpoint whose requests are observations and whose answers are actions.
+"""Programs that call a model, turned around: an OpenAI-compatible endpoint whose requests are
+observations and whose answers are actions.
 
-A harness or agent wants to ask a model when it pleases; an environment is asked in turns. `Turnstile` serves one episode on a port
-of loopback. Each chat completion that is asked for waits there until the trainer has sampled it. Only the standard library is needed,
-so that it runs in the agent's own interpreter.
+A harness or agent wants to ask a model when it pleases; an environment is asked in turns.
+`Turnstile` serves one episode on a port of loopback. Each chat completion that is asked for waits
+there until the trainer has sampled it. Only the standard library is needed, so that it runs in the
+agent's own interpreter.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ BODY = 32 << 20  # bytes of one request
 
 
 class Turnstile:
-    """`await open()` gives the base URL. `await turn(agent)` waits for the agent's next request or its end; `answer` lets a request through."""
+    """`await open()` gives the base URL.
+
+    `await turn(agent)` waits for the agent's next request or its end; `answer` lets a request
+    through.
+    """
 
     def __init__(self) -> None:
         self.server: asyncio.Server | None = None
@@ -43,19 +49,38 @@ class Turnstile:
         messages = [_plain(m) for m in body.get("messages", [])]
         if not _same(messages[: len(self.known)], self.known):
             raise RuntimeError("the agent rewrote the conversation: it is no longer one episode")
-        new, self.known = messages[len(self.known) :], messages
+        new = messages[len(self.known) :]
+        self.known = messages
         return Observation(new, body.get("tools") or None)
 
     def answer(self, action: Action) -> None:
-        message: Message = {"role": "assistant", "content": action.content if action.calls else action.text}
+        message: Message = {
+            "role": "assistant",
+            "content": action.content if action.calls else action.text,
+        }
         if action.calls:
             message["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))}}
+                {
+                    "id": c.id,
+                    "type": "function",
+                    "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))},
+                }
                 for c in action.calls
             ]
         assert self.pending is not None, "there is no request to answer"
         self.known = [*self.known, message]
-        self.pending.set_result({**message, "finish": "tool_calls" if action.calls else "length" if action.stop == "length" else "stop"})
+        self.pending.set_result(
+            {
+                **message,
+                "finish": (
+                    "tool_calls"
+                    if action.calls
+                    else "length"
+                    if action.stop == "length"
+                    else "stop"
+                ),
+            }
+        )
         self.pending = None
 
     async def close(self) -> None:
@@ -68,13 +93,22 @@ class Turnstile:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 line, *fields = head.decode("latin-1").split("\r\n")
-                headers = {k.strip().lower(): v.strip() for k, _, v in (f.partition(":") for f in fields if f)}
+                headers = {
+                    k.strip().lower(): v.strip()
+                    for k, _, v in (f.partition(":") for f in fields if f)
+                }
                 size = int(headers.get("content-length", 0))
                 body = await reader.readexactly(min(size, BODY))
                 if "/chat/completions" in line.split(" ")[1]:
                     await self._complete(json.loads(body), writer)
                 else:
-                    _send(writer, json.dumps({"object": "list", "data": [{"id": "policy", "object": "model"}]}), "application/json")
+                    _send(
+                        writer,
+                        json.dumps(
+                            {"object": "list", "data": [{"id": "policy", "object": "model"}]}
+                        ),
+                        "application/json",
+                    )
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the other side has gone
@@ -101,12 +135,23 @@ class Turnstile:
             return _send(writer, json.dumps(whole), "application/json")
         delta = {
             **message,
-            **({"tool_calls": [{"index": i, **c} for i, c in enumerate(message["tool_calls"])]} if "tool_calls" in message else {}),
+            **(
+                {"tool_calls": [{"index": i, **c} for i, c in enumerate(message["tool_calls"])]}
+                if "tool_calls" in message
+                else {}
+            ),
         }
         chunk = {**base, "object": "chat.completion.chunk"}
-        events = [{**chunk, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-                  {**chunk, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}, {**chunk, "choices": [], "usage": usage}]  # fmt: skip
-        _send(writer, "".join(f"data: {json.dumps(e)}\n\n" for e in events) + "data: [DONE]\n\n", "text/event-stream")
+        events = [
+            {**chunk, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+            {**chunk, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]},
+            {**chunk, "choices": [], "usage": usage},
+        ]
+        _send(
+            writer,
+            "".join(f"data: {json.dumps(e)}\n\n" for e in events) + "data: [DONE]\n\n",
+            "text/event-stream",
+        )
 
 
 def run(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -115,7 +160,10 @@ def run(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 
 def _send(writer: asyncio.StreamWriter, text: str, kind: str) -> None:
     data = text.encode()
-    writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    writer.write(
+        f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
 
 
 def _plain(message: Message) -> Message:
@@ -126,7 +174,11 @@ def _plain(message: Message) -> Message:
             raise RuntimeError("the agent sent something other than text")
         content = "\n".join(str(part["text"]) for part in content)
     role = "system" if message.get("role") == "developer" else message.get("role")
-    return {**{k: v for k, v in message.items() if v is not None}, "role": role, "content": content or ""}
+    return {
+        **{k: v for k, v in message.items() if v is not None},
+        "role": role,
+        "content": content or "",
+    }
 
 
 def _same(one: list[Message], other: list[Message]) -> bool:
@@ -136,7 +188,10 @@ def _same(one: list[Message], other: list[Message]) -> bool:
         return (
             m.get("role"),
             (m.get("content") or "").strip(),
-            [(c["function"]["name"], c["function"]["arguments"]) for c in m.get("tool_calls") or []],
+            [
+                (c["function"]["name"], c["function"]["arguments"])
+                for c in m.get("tool_calls") or []
+            ],
         )
 
     return [key(m) for m in one] == [key(m) for m in other]

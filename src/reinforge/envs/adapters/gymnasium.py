@@ -1,7 +1,9 @@
-"""Gymnasium environments that can be played in text: `gymnasium:FrozenLake-v1`, or any that your module registers.
+"""Gymnasium environments that can be played in text: `gymnasium:FrozenLake-v1`, or any that your
+module registers.
 
-What is shown: an observation that is text, or the environment's `ansi` rendering (what it colours is in brackets), or the observation written out. What is read: for a
-Text space the whole turn, for a Discrete space the last number or, with `actions`, the last of these words.
+What is shown: an observation that is text, or the environment's `ansi` rendering (what it colours
+is in brackets), or the observation written out. What is read: for a Text space the whole turn, for
+a Discrete space the last number or, with `actions`, the last of these words.
 """
 
 from __future__ import annotations
@@ -14,17 +16,35 @@ from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.envs.adapters.common import first, library, number, numbers, said
 
-MARKED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)  # what a rendering marks with a colour
+# what a rendering marks with a colour
+MARKED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)
 INTEGER = re.compile(r"-?\d+")
 
 
 class GymEnv:
-    """`actions`: words for the actions 0, 1, ... `intro`: said before the first observation. `invalid`: reward of a turn that names no
-    action; the environment does not move then. `register`: a module whose import registers the environment. `make`: keyword arguments."""
+    """`actions`: words for the actions 0, 1, ...
 
-    def __init__(self, id: str, *, actions: list[str] | None = None, intro: str = "", invalid: float | None = None, register: str | None = None,
-                 make: dict[str, Any] | None = None):  # fmt: skip
-        self.id, self.actions, self.intro, self.invalid, self.register, self.options = id, actions, intro, invalid, register, make or {}
+    `intro`: said before the first observation. `invalid`: reward of a turn that names no action;
+    the environment does not move then. `register`: a module whose import registers the environment.
+    `make`: keyword arguments.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        *,
+        actions: list[str] | None = None,
+        intro: str = "",
+        invalid: float | None = None,
+        register: str | None = None,
+        make: dict[str, Any] | None = None,
+    ):
+        self.id = id
+        self.actions = actions
+        self.intro = intro
+        self.invalid = invalid
+        self.register = register
+        self.options = make or {}
         self.env: Any = None
         self.unread = 0  # turns that named no action
         self.prepare(id, register=register)
@@ -38,15 +58,26 @@ class GymEnv:
     def reset(self, row: Row, seed: int) -> Observation:
         gymnasium = library("gymnasium", "gymnasium")
         modes = gymnasium.spec(self.id).kwargs.get("render_modes") or _modes(gymnasium, self.id)
-        text_mode = {} if "render_mode" in self.options or "ansi" not in modes else {"render_mode": "ansi"}
+        text_mode = (
+            {} if "render_mode" in self.options or "ansi" not in modes else {"render_mode": "ansi"}
+        )
         self.env = gymnasium.make(self.id, **text_mode, **self.options)
         space = self.env.action_space
         if type(space).__name__ not in ("Text", "Discrete"):
-            raise InputError(f"{self.id} has the action space {space}, which is not said in words.", where="env.name",
-                             fix="Text and Discrete spaces can be played; wrap others.")  # fmt: skip
-        if self.actions is not None and type(space).__name__ == "Discrete" and len(self.actions) != int(space.n):
             raise InputError(
-                f"{self.id} has {space.n} actions, not {len(self.actions)}.", where="env.options.actions", fix="Name them all, in order."
+                f"{self.id} has the action space {space}, which is not said in words.",
+                where="env.name",
+                fix="Text and Discrete spaces can be played; wrap others.",
+            )
+        if (
+            self.actions is not None
+            and type(space).__name__ == "Discrete"
+            and len(self.actions) != int(space.n)
+        ):
+            raise InputError(
+                f"{self.id} has {space.n} actions, not {len(self.actions)}.",
+                where="env.options.actions",
+                fix="Name them all, in order.",
             )
         found, _ = self.env.reset(seed=seed % 2**32)
         return first(row, "\n\n".join(t for t in (self.intro, self._shown(found)) if t))
@@ -56,12 +87,23 @@ class GymEnv:
         if chosen is None:
             self.unread += 1
             options = ", ".join(self.actions) if self.actions else "a number"
-            return Step(Observation([said(f"Choose one: {options}.")]), self.invalid, metrics={"invalid": float(self.unread)})
+            return Step(
+                Observation([said(f"Choose one: {options}.")]),
+                self.invalid,
+                metrics={"invalid": float(self.unread)},
+            )
         found, reward, terminated, truncated, info = self.env.step(chosen)
-        worth, done = number(reward, "the environment's reward"), bool(terminated or truncated)
+        worth = number(reward, "the environment's reward")
+        done = bool(terminated or truncated)
         metrics = {"invalid": float(self.unread), **numbers(info)}
         observation = None if done else Observation([said(self._shown(found))])
-        return Step(observation, worth, done=done, truncated=bool(truncated and not terminated), metrics=metrics)
+        return Step(
+            observation,
+            worth,
+            done=done,
+            truncated=bool(truncated and not terminated),
+            metrics=metrics,
+        )
 
     def close(self) -> None:
         if self.env is not None:

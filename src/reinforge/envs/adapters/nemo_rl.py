@@ -1,7 +1,10 @@
-"""Environment classes as NeMo-RL has them: `nemo_rl:file.py:Class`. `step(message_logs, metadata)` gets a batch, here of one, and returns
-observations, metadata, next_stop_strings, rewards, terminateds and perhaps answers, one of each.
+"""Environment classes as NeMo-RL has them: `nemo_rl:file.py:Class`. `step(message_logs, metadata)`
+gets a batch, here of one, and returns observations, metadata, next_stop_strings, rewards,
+terminateds and perhaps answers, one of each.
 
-The metadata of an episode is the row's column `metadata` or `extra_env_info`, or else all of its columns."""
+The metadata of an episode is the row's column `metadata` or `extra_env_info`, or else all of its
+columns.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,29 @@ from reinforge.rewards.load import load_function
 
 
 class NemoRlEnv:
-    """`cfg`: the one argument of the class, where it takes one. A class that is a Ray actor is used without Ray."""
+    """`cfg`: the one argument of the class, where it takes one.
+
+    A class that is a Ray actor is used without Ray.
+    """
 
     def __init__(self, id: str, *, cfg: dict[str, Any] | None = None):
         made = load_function(id, "env.name")
-        made = getattr(getattr(made, "__ray_metadata__", None), "modified_class", made)  # under @ray.remote
+        # under @ray.remote
+        made = getattr(getattr(made, "__ray_metadata__", None), "modified_class", made)
         self.env: Any = made() if cfg is None else made(cfg)
         self.log: list[Message] = []
         self.metadata: Any = None
 
     async def reset(self, row: Row, seed: int) -> Observation:
         self.log = row_messages(row)
-        found = next((row.columns[name] for name in ("metadata", "extra_env_info") if row.columns.get(name) is not None), dict(row.columns))
+        found = next(
+            (
+                row.columns[name]
+                for name in ("metadata", "extra_env_info")
+                if row.columns.get(name) is not None
+            ),
+            dict(row.columns),
+        )
         self.metadata = copy.deepcopy(found)
         return Observation(list(self.log))
 
@@ -45,10 +59,15 @@ class NemoRlEnv:
                 fix="Set rollout.stop for all turns, and return None here.",
             )
         self.metadata = metadata[0]
-        heard = {"role": observations[0].get("role") or "user", "content": observations[0]["content"]}
-        heard["role"] = "user" if heard["role"] == "environment" else heard["role"]  # a role that chat templates do not have
+        heard = {
+            "role": observations[0].get("role") or "user",
+            "content": observations[0]["content"],
+        }
+        # a role that chat templates do not have
+        heard["role"] = "user" if heard["role"] == "environment" else heard["role"]
         self.log = [*self.log, heard]
-        worth, done = number(rewards[0], "the reward"), bool(ended[0])
+        worth = number(rewards[0], "the reward")
+        done = bool(ended[0])
         return Step(None if done else Observation([heard]), worth, done=done)
 
     async def close(self) -> None:

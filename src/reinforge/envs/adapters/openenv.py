@@ -1,5 +1,7 @@
-"""OpenEnv (openenv-core) servers, over their websocket: `openenv:http://127.0.0.1:8000` for one that runs, `openenv:server.py:app` or
-`openenv:package.server:app` for one that is started here and shared by all episodes."""
+"""OpenEnv (openenv-core) servers, over their websocket: `openenv:http://127.0.0.1:8000` for one
+that runs, `openenv:server.py:app` or `openenv:package.server:app` for one that is started here and
+shared by all episodes.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,32 @@ from reinforge.envs.adapters.common import first, library, number, numbers, said
 
 START_SECONDS = 120.0
 FIXED = ("done", "reward", "metadata")  # of every observation and action
-_SERVERS: dict[str, tuple[str, subprocess.Popen[bytes], int]] = {}  # app -> its address, its process, and whose child that is
+# app -> its address, its process, and whose child that is
+_SERVERS: dict[str, tuple[str, subprocess.Popen[bytes], int]] = {}
 _LOCK = threading.Lock()
 
 
 class OpenEnvEnv:
-    """`action`: the field of an action that takes the model's text, or `json`: the text is the whole action. `observation`: the field that
-    the model reads, or `json`: all. Both are found out where the server's schema leaves no choice. `reset`: arguments of reset;
-    a row's column `reset` adds to them. `seconds`: for an answer of the server."""
+    """`action`: the field of an action that takes the model's text, or `json`: the text is the
+    whole action. `observation`: the field that the model reads, or `json`: all. Both are found out
+    where the server's schema leaves no choice. `reset`: arguments of reset; a row's column `reset`
+    adds to them. `seconds`: for an answer of the server.
+    """
 
-    def __init__(self, id: str, *, action: str | None = None, observation: str | None = None, reset: dict[str, Any] | None = None,
-                 seconds: float = 60.0):  # fmt: skip
+    def __init__(
+        self,
+        id: str,
+        *,
+        action: str | None = None,
+        observation: str | None = None,
+        reset: dict[str, Any] | None = None,
+        seconds: float = 60.0,
+    ):
         self.url = self.prepare(id)
-        self.action, self.observation, self.arguments, self.seconds = action, observation, reset or {}, seconds
+        self.action = action
+        self.observation = observation
+        self.arguments = reset or {}
+        self.seconds = seconds
         self.client: Any = None
 
     @staticmethod
@@ -82,7 +97,9 @@ class OpenEnvEnv:
     def _shown(self, observation: dict[str, Any]) -> str:
         if self.observation != "json":
             return str(observation[str(self.observation)])
-        return json.dumps({k: v for k, v in observation.items() if k not in FIXED}, ensure_ascii=False)
+        return json.dumps(
+            {k: v for k, v in observation.items() if k not in FIXED}, ensure_ascii=False
+        )
 
 
 def _start(app: str) -> tuple[str, subprocess.Popen[bytes]]:
@@ -92,8 +109,13 @@ def _start(app: str) -> tuple[str, subprocess.Popen[bytes]]:
     if source.endswith(".py"):
         path = Path(source).expanduser().resolve()
         if not path.is_file():
-            raise InputError(f"no such file: {path}", where="env.name", fix="Paths are relative to where you run the command.")
-        source, where = path.stem, ["--app-dir", str(path.parent)]
+            raise InputError(
+                f"no such file: {path}",
+                where="env.name",
+                fix="Paths are relative to where you run the command.",
+            )
+        source = path.stem
+        where = ["--app-dir", str(path.parent)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -112,7 +134,8 @@ def _start(app: str) -> tuple[str, subprocess.Popen[bytes]]:
     ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     atexit.register(process.kill)
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    url = f"http://127.0.0.1:{port}"
+    end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=1.0):
@@ -120,22 +143,36 @@ def _start(app: str) -> tuple[str, subprocess.Popen[bytes]]:
         except OSError:
             time.sleep(0.1)
     process.kill()
-    raise InputError(f"the server {app} did not start.", where="env.name", fix="What it wrote to standard error says why.")
+    raise InputError(
+        f"the server {app} did not start.",
+        where="env.name",
+        fix="What it wrote to standard error says why.",
+    )
 
 
 def _schema(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(
-        url.replace("ws", "http", 1) + "/schema" if url.startswith("ws") else url + "/schema", timeout=10.0
+        url.replace("ws", "http", 1) + "/schema" if url.startswith("ws") else url + "/schema",
+        timeout=10.0,
     ) as response:
         return dict(json.load(response))
 
 
 def _only(schema: dict[str, Any], what: str) -> str:
-    """The one text field; all as JSON where there is none or more than one to show, but an action has to be told."""
-    fields = [name for name, f in schema.get("properties", {}).items() if name not in FIXED and f.get("type") == "string"]
+    """The one text field; all as JSON where there is none or more than one to show, but an action
+    has to be told.
+    """
+    fields = [
+        name
+        for name, f in schema.get("properties", {}).items()
+        if name not in FIXED and f.get("type") == "string"
+    ]
     if len(fields) == 1:
         return fields[0]
     if what == "observation":
         return "json"
-    raise InputError(f"an action of the server has the text fields {', '.join(fields) or 'none'}.", where="env.options.action",
-                     fix="Name the one that takes the model's text, or json.")  # fmt: skip
+    raise InputError(
+        f"an action of the server has the text fields {', '.join(fields) or 'none'}.",
+        where="env.options.action",
+        fix="Name the one that takes the model's text, or json.",
+    )

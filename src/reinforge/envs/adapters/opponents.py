@@ -2,7 +2,8 @@
 
 random   one of the moves in square brackets that the newest board shows
 first    the first of them: always the same
-http://...    an OpenAI-compatible server, e.g. an earlier checkpoint under `reinforge serve`: self-play against a frozen self
+http://...    an OpenAI-compatible server, e.g. an earlier checkpoint under `reinforge serve`:
+              self-play against a frozen self
 file.py:function    (what it saw since its last move, a random.Random) -> its move
 """
 
@@ -25,12 +26,18 @@ SECONDS = 120.0  # for the answer of a server
 
 def opponent_of(name: str, where: str = "env.options.opponent") -> Opponent:
     if name in ("random", "first"):
-        return lambda seen, rng: moves_in(seen)[0] if name == "first" else rng.choice(moves_in(seen))
+        return lambda seen, rng: (
+            moves_in(seen)[0] if name == "first" else rng.choice(moves_in(seen))
+        )
     if name.startswith(("http://", "https://")):
         return Server(name)
     if ":" in name:
         return load_function(name, where)
-    raise InputError(f"there is no opponent {name!r}.", where=where, fix="There are: random, first, the URL of a server, file.py:function.")
+    raise InputError(
+        f"there is no opponent {name!r}.",
+        where=where,
+        fix="There are: random, first, the URL of a server, file.py:function.",
+    )
 
 
 def moves_in(seen: str) -> list[str]:
@@ -38,7 +45,10 @@ def moves_in(seen: str) -> list[str]:
     for line in reversed(seen.splitlines()):
         if found := MOVE.findall(line):
             return [str(move) for move in found]
-    raise ValueError("the game shows no moves in square brackets: this opponent cannot play it; name a function instead")
+    raise ValueError(
+        "the game shows no moves in square brackets: this opponent cannot play it; name a function"
+        " instead"
+    )
 
 
 class Server:
@@ -51,7 +61,9 @@ class Server:
     def __call__(self, seen: str, rng: random.Random) -> str:
         self.messages.append({"role": "user", "content": seen})
         body = {"model": "opponent", "messages": self.messages, "seed": rng.randrange(2**31)}
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=SECONDS) as response:
             answer = json.load(response)["choices"][0]["message"]
         self.messages.append({"role": "assistant", "content": answer["content"] or ""})

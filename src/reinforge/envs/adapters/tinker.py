@@ -1,8 +1,10 @@
-"""Environment classes as tinker-cookbook has them: `tinker:file.py:make`. They speak tokens: `initial_observation()` gives the ids of the
-first prompt, `step(ids)` takes the ids that were sampled and gives the ids of the next one. Nothing is tokenised or templated here;
-where a prompt goes on from what was said, it stays one training row, otherwise the next row begins.
+"""Environment classes as tinker-cookbook has them: `tinker:file.py:make`. They speak tokens:
+`initial_observation()` gives the ids of the first prompt, `step(ids)` takes the ids that were
+sampled and gives the ids of the next one. Nothing is tokenised or templated here; where a prompt
+goes on from what was said, it stays one training row, otherwise the next row begins.
 
-`make(row, **options)` returns an environment. The environment needs the tokenizer of the model that is trained.
+`make(row, **options)` returns an environment. The environment needs the tokenizer of the model that
+is trained.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ from reinforge.rewards.load import load_function
 
 
 class TinkerEnv:
-    """`make`: keyword arguments. Stop conditions are the run's (the end of a turn, rollout.stop), not the environment's."""
+    """`make`: keyword arguments.
+
+    Stop conditions are the run's (the end of a turn, rollout.stop), not the environment's.
+    """
 
     def __init__(self, id: str, *, make: dict[str, Any] | None = None):
-        self.function, self.make = load_function(id, "env.name"), make or {}
+        self.function = load_function(id, "env.name")
+        self.make = make or {}
         self.env: Any = None
 
     async def reset(self, row: Row, seed: int) -> Observation:
@@ -37,7 +43,12 @@ class TinkerEnv:
         result = await self.env.step(list(action.tokens))
         done = bool(result.episode_done)
         observation = None if done else Observation([], tokens=ids_of(result.next_observation))
-        return Step(observation, number(result.reward, "the reward"), done=done, metrics=numbers(result.metrics))
+        return Step(
+            observation,
+            number(result.reward, "the reward"),
+            done=done,
+            metrics=numbers(result.metrics),
+        )
 
     async def close(self) -> None: ...
 

@@ -1,8 +1,9 @@
-"""Environment factories of TRL: `trl:file.py:Class`. An instance has `reset(**row)`, which may return words for the end of the prompt,
-public methods that are the model's tools, and perhaps `get_reward()`.
+"""Environment factories of TRL: `trl:file.py:Class`. An instance has `reset(**row)`, which may
+return words for the end of the prompt, public methods that are the model's tools, and perhaps
+`get_reward()`.
 
-TRL's reward functions go under `rewards` as they are. One that asks for `environments` looks into the instances, so it is given here as
-`rewards: [file.py:function]`.
+TRL's reward functions go under `rewards` as they are. One that asks for `environments` looks into
+the instances, so it is given here as `rewards: [file.py:function]`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 class TrlEnv:
-    """`rewards`: reward functions that want the environment; their sum and get_reward() are the reward. `make`: arguments of the factory."""
+    """`rewards`: reward functions that want the environment; their sum and get_reward() are the
+    reward. `make`: arguments of the factory.
+    """
 
-    def __init__(self, id: str, *, rewards: list[str] | None = None, make: dict[str, Any] | None = None):
+    def __init__(
+        self, id: str, *, rewards: list[str] | None = None, make: dict[str, Any] | None = None
+    ):
         self.factory = load_function(id, "env.name")
         self.rewards = [load_function(name, "env.options.rewards") for name in rewards or []]
         self.make = make or {}
@@ -33,9 +38,12 @@ class TrlEnv:
         self.messages: list[Message] = []  # of the completion, as TRL's reward functions see it
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        self.env, self.row = self.factory(**self.make), row
+        self.env = self.factory(**self.make)
+        self.row = row
         names = [
-            n for n, _ in inspect.getmembers(type(self.env), predicate=inspect.isfunction) if n not in NOT_TOOLS and not n.startswith("_")
+            n
+            for n, _ in inspect.getmembers(type(self.env), predicate=inspect.isfunction)
+            if n not in NOT_TOOLS and not n.startswith("_")
         ]
         self.tools = {name: tool(getattr(self.env, name)) for name in names}
         prompt = row_messages(row)
@@ -88,7 +96,9 @@ class TrlEnv:
         for function in self.rewards:
             wanted = inspect.signature(function).parameters
             takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
-            found = await _done(function(**{k: v for k, v in given.items() if takes_all or k in wanted}))
+            found = await _done(
+                function(**{k: v for k, v in given.items() if takes_all or k in wanted})
+            )
             scores.append(found[0])
         known = [number(s, "a reward") for s in scores if s is not None]
         return sum(known) if known else None

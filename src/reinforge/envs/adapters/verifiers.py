@@ -1,8 +1,10 @@
-"""verifiers 0.4 (`verifiers.v1`): `verifiers:my-taskset`. A taskset's tasks, played by one of its harnesses, scored by the task.
+"""verifiers 0.4 (`verifiers.v1`): `verifiers:my-taskset`. A taskset's tasks, played by one of its
+harnesses, scored by the task.
 
-The harness runs as verifiers runs it, in a runtime of its own, and asks for completions over HTTP; here these are the turns of the
-episode (`endpoint.py`), so that the tokens that are trained are those that were sampled. verifiers pins much: give it an
-interpreter of its own with `env.python`. It needs `uv` on the PATH of that interpreter.
+The harness runs as verifiers runs it, in a runtime of its own, and asks for completions over HTTP;
+here these are the turns of the episode (`endpoint.py`), so that the tokens that are trained are
+those that were sampled. verifiers pins much: give it an interpreter of its own with `env.python`.
+It needs `uv` on the PATH of that interpreter.
 """
 
 from __future__ import annotations
@@ -24,27 +26,54 @@ _LOADED: dict[str, tuple[Any, list[Any]]] = {}
 
 
 class VerifiersEnv:
-    """`taskset`: its settings. `harness`: null (a chat, with the task's tools), or another by name. `runtime`: where it runs. `max_turns`: turns of the
-    model, for the harness to know. `path`: a directory to import tasksets from. A row's column `task` is the index of its
-    task; otherwise the seed chooses."""
+    """`taskset`: its settings.
 
-    def __init__(self, id: str, *, taskset: dict[str, Any] | None = None, harness: str = "null", runtime: dict[str, Any] | None = None,
-                 max_turns: int | None = None, path: str | None = None):  # fmt: skip
-        self.env, self.tasks = self.prepare(id, taskset=taskset, harness=harness, runtime=runtime, max_turns=max_turns, path=path)
+    `harness`: null (a chat, with the task's tools), or another by name. `runtime`: where it runs.
+    `max_turns`: turns of the model, for the harness to know. `path`: a directory to import tasksets
+    from. A row's column `task` is the index of its task; otherwise the seed chooses.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        *,
+        taskset: dict[str, Any] | None = None,
+        harness: str = "null",
+        runtime: dict[str, Any] | None = None,
+        max_turns: int | None = None,
+        path: str | None = None,
+    ):
+        self.env, self.tasks = self.prepare(
+            id, taskset=taskset, harness=harness, runtime=runtime, max_turns=max_turns, path=path
+        )
         self.turnstile = Turnstile()
         self.agent: asyncio.Task[Any] | None = None
 
     @staticmethod
-    def prepare(id: str, *, taskset: dict[str, Any] | None = None, harness: str = "null", runtime: dict[str, Any] | None = None,
-                max_turns: int | None = None, path: str | None = None) -> tuple[Any, list[Any]]:  # fmt: skip
+    def prepare(
+        id: str,
+        *,
+        taskset: dict[str, Any] | None = None,
+        harness: str = "null",
+        runtime: dict[str, Any] | None = None,
+        max_turns: int | None = None,
+        path: str | None = None,
+    ) -> tuple[Any, list[Any]]:
         """The environment and its tasks, loaded once."""
-        settings = {"taskset": {"id": id, **(taskset or {})},
-                    "agent": {"harness": {"id": harness}, "runtime": runtime or {"type": "subprocess"}, "max_turns": max_turns}}  # fmt: skip
+        settings = {
+            "taskset": {"id": id, **(taskset or {})},
+            "agent": {
+                "harness": {"id": harness},
+                "runtime": runtime or {"type": "subprocess"},
+                "max_turns": max_turns,
+            },
+        }
         key = repr((settings, path))
         if key not in _LOADED:
             if path is not None and path not in sys.path:
                 sys.path.insert(0, str(Path(path).resolve()))
-            own = str(Path(sys.executable).parent)  # uv stands beside the interpreter that it was installed with
+            # uv stands beside the interpreter that it was installed with
+            own = str(Path(sys.executable).parent)
             if own not in os.environ.get("PATH", "").split(os.pathsep):
                 os.environ["PATH"] = os.pathsep.join([own, os.environ.get("PATH", "")])
             vf = library("verifiers.v1", "verifiers")
@@ -56,11 +85,15 @@ class VerifiersEnv:
         clients = library("verifiers.v1.clients", "verifiers")
         index = row.columns.get("task")
         task = self.tasks[int(index) if index is not None else seed % len(self.tasks)]
-        client = clients.EvalClientConfig(base_url=await self.turnstile.open(), api_key_var="REINFORGE_NO_KEY")
+        client = clients.EvalClientConfig(
+            base_url=await self.turnstile.open(), api_key_var="REINFORGE_NO_KEY"
+        )
         self.agent = run(self._episode(task, clients.ModelContext(model="policy", client=client)))
         opening = await self.turnstile.turn(self.agent)
         if opening is None:
-            raise RuntimeError(f"the harness ended without asking for a completion: {_why(self.agent.result())}")
+            raise RuntimeError(
+                f"the harness ended without asking for a completion: {_why(self.agent.result())}"
+            )
         return opening
 
     async def step(self, action: Action) -> Step:
@@ -74,8 +107,17 @@ class VerifiersEnv:
         if not episode.ok:
             raise RuntimeError(f"verifiers could not score the episode: {_why(episode)}")
         [trace] = episode.traces
-        metrics = {**numbers(trace.metrics), **{name: r.value for name, r in trace.rewards.items() if r is not None}}
-        return Step(None, number(trace.reward, "the task's reward"), done=True, truncated=bool(trace.is_truncated), metrics=metrics)
+        metrics = {
+            **numbers(trace.metrics),
+            **{name: r.value for name, r in trace.rewards.items() if r is not None},
+        }
+        return Step(
+            None,
+            number(trace.reward, "the task's reward"),
+            done=True,
+            truncated=bool(trace.is_truncated),
+            metrics=metrics,
+        )
 
     async def close(self) -> None:
         if self.agent is not None and not self.agent.done():

@@ -1,4 +1,6 @@
-"""Tool calls as models write them: one format per family, found by what its chat template writes."""
+"""Tool calls as models write them: one format per family, found by what its chat
+template writes.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,31 @@ from reinforge.envs.calls.pythonic import LFM2, LLAMA_PYTHONIC, PYTHONIC
 from reinforge.envs.calls.talk import Talk
 from reinforge.envs.calls.xml import GLM, QWEN_XML
 
-_ALL: tuple[Format, ...] = (Hermes(), LlamaJson(), LLAMA_PYTHONIC, Mistral(), PYTHONIC, Harmony(), DeepSeek(), QWEN_XML, GLM, LFM2)
+_ALL: tuple[Format, ...] = (
+    Hermes(),
+    LlamaJson(),
+    LLAMA_PYTHONIC,
+    Mistral(),
+    PYTHONIC,
+    Harmony(),
+    DeepSeek(),
+    QWEN_XML,
+    GLM,
+    LFM2,
+)
 FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
-SIGNS = (("<|channel|>", "harmony"), ("<｜tool▁call", "deepseek"), ("[TOOL_CALLS]", "mistral"), ("<function=", "qwen_xml"), ("<arg_key>", "glm"),
-         ("<tool_call>", "hermes"), ("<|tool_call_start|>", "lfm2"), ("<|python_start|>", "llama_pythonic"), ("<|python_tag|>", "llama_json"), ('"parameters": ', "llama_json"))  # fmt: skip
+SIGNS = (
+    ("<|channel|>", "harmony"),
+    ("<｜tool▁call", "deepseek"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<function=", "qwen_xml"),
+    ("<arg_key>", "glm"),
+    ("<tool_call>", "hermes"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|python_start|>", "llama_pythonic"),
+    ("<|python_tag|>", "llama_json"),
+    ('"parameters": ', "llama_json"),
+)
 
 
 def detect(template: str | None) -> str | None:
@@ -28,18 +51,28 @@ def detect(template: str | None) -> str | None:
 
 
 def talk_of(wanted: str, renderer: Renderer) -> Talk:
-    """How conversations with tools are had through this chat template. `auto` with a template that has tools but writes calls in
-    no way that we know leaves the format open: the first environment with tools is refused."""
+    """How conversations with tools are had through this chat template.
+
+    `auto` with a template that has tools but writes calls in no way that we know leaves the format
+    open: the first environment with tools is refused.
+    """
     if not renderer.chat:
         return Talk(format_of(wanted, None))
-    source, native = renderer.template.source(), takes_tools(renderer.template)
+    source = renderer.template.source()
+    native = takes_tools(renderer.template)
     unknown = wanted == "auto" and native and detect(source) is None
-    return Talk(None if unknown else format_of(wanted, source), native, takes_system(renderer.template))
+    return Talk(
+        None if unknown else format_of(wanted, source), native, takes_system(renderer.template)
+    )
 
 
 def format_of(wanted: str, template: str | None) -> Format:
     """`auto`: as the template; a template that says nothing gets hermes, the commonest."""
     name = (detect(template) or "hermes") if wanted == "auto" else wanted
     if name not in FORMATS:
-        raise InputError(f"there is no format of tool calls {wanted!r}.", where="env.calls", fix=f"There are: auto, {', '.join(FORMATS)}.")
+        raise InputError(
+            f"there is no format of tool calls {wanted!r}.",
+            where="env.calls",
+            fix=f"There are: auto, {', '.join(FORMATS)}.",
+        )
     return FORMATS[name]

@@ -1,5 +1,8 @@
-"""How a model writes tool calls: a format reads them from text and writes them as text. What is malformed becomes a sentence that
-says what was wrong, for the model to read; nothing a model writes raises."""
+"""How a model writes tool calls: a format reads them from text and writes them as text.
+
+What is malformed becomes a sentence that says what was wrong, for the model to read; nothing a
+model writes raises.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ class Parsed:
     content: str  # the text without the calls
     calls: tuple[Call, ...] = ()
     errors: tuple[str, ...] = ()  # what is wrong with those that could not be read
-    thinking: str | None = None  # where the format has a channel for it; `content` is then the answer alone
+    # where the format has a channel for it; `content` is then the answer alone
+    thinking: str | None = None
 
 
 class Format(Protocol):
@@ -52,10 +56,14 @@ class Malformed(ValueError):
     """What a parser could not read. The text goes to the model."""
 
 
-def call_of(value: Any, *, name: str = "name", arguments: Sequence[str] = ("arguments", "parameters")) -> Call:
+def call_of(
+    value: Any, *, name: str = "name", arguments: Sequence[str] = ("arguments", "parameters")
+) -> Call:
     """A call from a JSON object. Arguments may be an object, JSON text of one, or absent."""
     if not isinstance(value, dict):
-        raise Malformed(f"a call must be a JSON object with a name and arguments, not {_kind(value)}")
+        raise Malformed(
+            f"a call must be a JSON object with a name and arguments, not {_kind(value)}"
+        )
     if not isinstance(value.get(name), str) or not value[name]:
         raise Malformed(f'the call has no "{name}"')
     given: Any = next((value[key] for key in arguments if key in value), {})
@@ -82,7 +90,10 @@ def json_of(text: str, what: str) -> Any:
 
 
 def json_prefix(text: str, what: str) -> tuple[Any, str]:
-    """The JSON value that the text begins with, and the rest. Not up to the next mark: a string may spell it."""
+    """The JSON value that the text begins with, and the rest.
+
+    Not up to the next mark: a string may spell it.
+    """
     body = text.lstrip()
     try:
         value, end = json.JSONDecoder(parse_constant=_refuse).raw_decode(body)
@@ -129,7 +140,13 @@ def schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+    return {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "a boolean",
+        type(None): "null",
+    }.get(type(value), "a number")
 
 
 def _refuse(name: str) -> float:
@@ -137,8 +154,14 @@ def _refuse(name: str) -> float:
 
 
 def _depth(value: Any) -> int:
-    deepest, layer = 0, [value]
+    deepest = 0
+    layer = [value]
     while layer and deepest <= DEEPEST:
-        layer = [v for x in layer if isinstance(x, dict | list) for v in (x.values() if isinstance(x, dict) else x)]
+        layer = [
+            v
+            for x in layer
+            if isinstance(x, dict | list)
+            for v in (x.values() if isinstance(x, dict) else x)
+        ]
         deepest += 1
     return deepest

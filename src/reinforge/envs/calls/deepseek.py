@@ -1,4 +1,6 @@
-"""DeepSeek V3, R1 and V3.1: calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`, name and arguments parted by `<｜tool▁sep｜>`."""
+"""DeepSeek V3, R1 and V3.1: calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`, name
+and arguments parted by `<｜tool▁sep｜>`.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,23 @@ from collections.abc import Sequence
 from reinforge.core.env import Call
 from reinforge.envs.calls.base import Malformed, Parsed, dumps, json_of, object_of
 
-BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+BEGIN = "<｜tool▁calls▁begin｜>"
+END = "<｜tool▁calls▁end｜>"
+CALL = "<｜tool▁call▁begin｜>"
+CALL_END = "<｜tool▁call▁end｜>"
+SEP = "<｜tool▁sep｜>"
 FENCE = re.compile(r"```(?:json)?\s*\n?(.*?)\n?\s*(?:```|$)", re.DOTALL)
 
 
 class DeepSeek:
-    name, marks, text_arguments = "deepseek", (BEGIN, CALL), True
+    name = "deepseek"
+    marks = (BEGIN, CALL)
+    text_arguments = True
 
     def parse(self, text: str) -> Parsed:
         """
-        >>> DeepSeek().parse('<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>').calls
+        >>> call = 'add<｜tool▁sep｜>{"a": 1}'
+        >>> DeepSeek().parse(f'<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>').calls
         (Call(name='add', arguments={'a': 1}, id=''),)
         """
         first = min((at for mark in self.marks if (at := text.find(mark)) >= 0), default=-1)
@@ -36,7 +44,11 @@ class DeepSeek:
         return Parsed(text[:first].strip(), tuple(calls), tuple(errors))
 
     def render(self, calls: Sequence[Call]) -> str:
-        return BEGIN + "".join(f"{CALL}{c.name}{SEP}{dumps(dict(c.arguments))}{CALL_END}" for c in calls) + END
+        return (
+            BEGIN
+            + "".join(f"{CALL}{c.name}{SEP}{dumps(dict(c.arguments))}{CALL_END}" for c in calls)
+            + END
+        )
 
     def result(self, name: str, content: str) -> str:
         return f"<｜tool▁output▁begin｜>{content}<｜tool▁output▁end｜>"
@@ -48,8 +60,15 @@ def _call(body: str) -> Call:
     if not sep:
         raise Malformed(f"the call has no {SEP} between its name and its arguments")
     fenced = FENCE.search(rest)
-    name, arguments = (rest[: fenced.start()].strip(), fenced.group(1)) if fenced else (kind.strip(), rest)
+    name, arguments = (
+        (rest[: fenced.start()].strip(), fenced.group(1)) if fenced else (kind.strip(), rest)
+    )
     name = name or kind.strip()
     if not name:
         raise Malformed("the call has no name")
-    return Call(name, object_of(json_of(arguments, f"the arguments of {name}") if arguments.strip() else {}, name))
+    return Call(
+        name,
+        object_of(
+            json_of(arguments, f"the arguments of {name}") if arguments.strip() else {}, name
+        ),
+    )

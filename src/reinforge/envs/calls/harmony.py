@@ -1,5 +1,7 @@
 """gpt-oss (harmony): messages with channels. A call is a message to a recipient:
-`<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>`; the answer is the channel `final`."""
+`<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>`; the answer is
+the channel `final`.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,22 @@ from collections.abc import Sequence
 from reinforge.core.env import Call
 from reinforge.envs.calls.base import Malformed, Parsed, dumps, json_of, object_of, tool_response
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
 ENDS = re.compile(r"<\|(?:end|call|return)\|>")
 TO = re.compile(r"\bto=([\w.-]+)")
 
 
 class Harmony:
-    name, marks, text_arguments = "harmony", (CHANNEL, START), False
+    name = "harmony"
+    marks = (CHANNEL, START)
+    text_arguments = False
 
     def parse(self, text: str) -> Parsed:
         """
-        >>> Harmony().parse('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}').calls
+        >>> head = '<|channel|>commentary to=functions.add <|constrain|>json'
+        >>> Harmony().parse(head + '<|message|>{"a": 1}').calls
         (Call(name='add', arguments={'a': 1}, id=''),)
         """
         if CHANNEL not in text and MESSAGE not in text:
@@ -41,13 +48,26 @@ class Harmony:
             try:
                 if not mark:
                     raise Malformed(f"the call of {name} has no {MESSAGE} and no arguments")
-                calls.append(Call(name, object_of(json_of(body, f"the arguments of {name}") if body.strip() else {}, name)))
+                calls.append(
+                    Call(
+                        name,
+                        object_of(
+                            json_of(body, f"the arguments of {name}") if body.strip() else {}, name
+                        ),
+                    )
+                )
             except Malformed as error:
                 errors.append(str(error))
-        return Parsed("".join(final).strip(), tuple(calls), tuple(errors), "\n".join(thinking).strip())
+        return Parsed(
+            "".join(final).strip(), tuple(calls), tuple(errors), "\n".join(thinking).strip()
+        )
 
     def render(self, calls: Sequence[Call]) -> str:
-        written = [f"{CHANNEL}commentary to=functions.{c.name} <|constrain|>json{MESSAGE}{dumps(dict(c.arguments))}" for c in calls]
+        written = [
+            f"{CHANNEL}commentary to=functions.{c.name}"
+            f" <|constrain|>json{MESSAGE}{dumps(dict(c.arguments))}"
+            for c in calls
+        ]
         return f"<|call|>{START}assistant".join(written)
 
     def result(self, name: str, content: str) -> str:

@@ -1,21 +1,36 @@
-"""Hermes, Qwen2.5, Qwen3 and many others: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one or more."""
+"""Hermes, Qwen2.5, Qwen3 and many others: `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`, one or more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from reinforge.core.env import Call
-from reinforge.envs.calls.base import Malformed, Parsed, call_of, dumps, function, json_prefix, shown, tool_response
+from reinforge.envs.calls.base import (
+    Malformed,
+    Parsed,
+    call_of,
+    dumps,
+    function,
+    json_prefix,
+    shown,
+    tool_response,
+)
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 
 
 class Hermes:
-    name, marks, text_arguments = "hermes", (OPEN,), False
+    name = "hermes"
+    marks = (OPEN,)
+    text_arguments = False
 
     def parse(self, text: str) -> Parsed:
         """
-        >>> Hermes().parse('So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>').calls
+        >>> call = '{"name": "add", "arguments": {"a": 1}}'
+        >>> Hermes().parse(f'So: <tool_call>{call}</tool_call>').calls
         (Call(name='add', arguments={'a': 1}, id=''),)
         """
         content, mark, rest = text.partition(OPEN)
@@ -26,7 +41,9 @@ class Hermes:
                 value, rest = json_prefix(rest, "the call")
                 after = rest.lstrip()
                 if not after.startswith(CLOSE) and after:  # the last one may end with the text
-                    raise Malformed(f"after the JSON object comes {shown(after)} instead of {CLOSE}")
+                    raise Malformed(
+                        f"after the JSON object comes {shown(after)} instead of {CLOSE}"
+                    )
                 calls.append(call_of(value))
                 rest = after.removeprefix(CLOSE)
             except Malformed as error:

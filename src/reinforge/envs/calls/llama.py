@@ -1,4 +1,6 @@
-"""Llama 3.1 and 3.3: the whole turn is `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`; several are separated by `;`."""
+"""Llama 3.1 and 3.3: the whole turn is `{"name": ..., "parameters": {...}}`, perhaps after
+`<|python_tag|>`; several are separated by `;`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,24 @@ import re
 from collections.abc import Sequence
 
 from reinforge.core.env import Call
-from reinforge.envs.calls.base import Malformed, Parsed, call_of, dumps, json_prefix, shown, tool_response
+from reinforge.envs.calls.base import (
+    Malformed,
+    Parsed,
+    call_of,
+    dumps,
+    json_prefix,
+    shown,
+    tool_response,
+)
 
 TAG = "<|python_tag|>"
 CALL = re.compile(r'\{\s*"(name|type|function)"\s*:')
 
 
 class LlamaJson:
-    name, marks, text_arguments = "llama_json", (TAG, '{"name"'), False
+    name = "llama_json"
+    marks = (TAG, '{"name"')
+    text_arguments = False
 
     def parse(self, text: str) -> Parsed:
         """

@@ -1,4 +1,6 @@
-"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and since 2025 `[TOOL_CALLS]name[ARGS]{...}`, repeated for each call."""
+"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and since 2025
+`[TOOL_CALLS]name[ARGS]{...}`, repeated for each call.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,26 @@ from dataclasses import replace
 from typing import Any
 
 from reinforge.core.env import Call
-from reinforge.envs.calls.base import Malformed, Parsed, call_of, dumps, function, json_prefix, object_of, shown
+from reinforge.envs.calls.base import (
+    Malformed,
+    Parsed,
+    call_of,
+    dumps,
+    function,
+    json_prefix,
+    object_of,
+    shown,
+)
 
-MARK, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MARK = "[TOOL_CALLS]"
+ARGS = "[ARGS]"
+ID = "[CALL_ID]"
 
 
 class Mistral:
-    name, marks, text_arguments = "mistral", (MARK,), False
+    name = "mistral"
+    marks = (MARK,)
+    text_arguments = False
 
     def parse(self, text: str) -> Parsed:
         """
@@ -28,7 +43,9 @@ class Mistral:
             while mark:
                 if rest.lstrip().startswith(("[", "{")) and not rest.lstrip().startswith(ID):
                     value, rest = json_prefix(rest, "the list of calls")
-                    calls += [_with_id(item) for item in (value if isinstance(value, list) else [value])]
+                    calls += [
+                        _with_id(item) for item in (value if isinstance(value, list) else [value])
+                    ]
                 else:
                     call, rest = _named(rest)
                     calls.append(call)
@@ -53,8 +70,12 @@ def _named(rest: str) -> tuple[Call, str]:
     if not args:
         brace = rest.find("{")
         if brace < 0:
-            raise Malformed(f"after {MARK} comes {shown(rest.strip())}, neither a JSON list of calls nor a name with arguments")
-        name, body = rest[:brace], rest[brace:]
+            raise Malformed(
+                f"after {MARK} comes {shown(rest.strip())}, neither a JSON list of calls nor a name"
+                " with arguments"
+            )
+        name = rest[:brace]
+        body = rest[brace:]
     name, _, id = name.partition(ID)
     value, rest = json_prefix(body, f"the arguments of {name.strip()}")
     if not name.strip():

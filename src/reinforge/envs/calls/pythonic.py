@@ -1,5 +1,6 @@
-"""Calls as Python: `[add(a=1, b=2), search(query="x")]` (Llama 3.2 and 4, Gemma, ToolACE). Parsed as syntax and never run: arguments
-are literals."""
+"""Calls as Python: `[add(a=1, b=2), search(query="x")]` (Llama 3.2 and 4, Gemma, ToolACE). Parsed
+as syntax and never run: arguments are literals.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Pythonic:
         for opening, closing in self.tags:
             content, tag, body = text.partition(opening)
             if tag:
-                return self._read(content.strip(), body.partition(closing)[0].strip() if closing else body.strip())
+                return self._read(
+                    content.strip(), body.partition(closing)[0].strip() if closing else body.strip()
+                )
         body = text.strip()
         return self._read("", body) if LIST.match(body) else Parsed(text)
 
@@ -46,7 +49,9 @@ class Pythonic:
             return Parsed(content, (), (str(error),))
 
     def render(self, calls: Sequence[Call]) -> str:
-        listed = ", ".join(f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})" for c in calls)
+        listed = ", ".join(
+            f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})" for c in calls
+        )
         opening, closing = self.tags[0] if self.tags else ("", "")
         return f"{opening}[{listed}]{closing}"
 
@@ -60,7 +65,10 @@ def _nodes(body: str) -> list[ast.expr]:
     try:
         tree = ast.parse(body, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise Malformed(f"the calls are not a Python list of calls: {getattr(error, 'msg', error)} in {shown(body)}") from None
+        raise Malformed(
+            f"the calls are not a Python list of calls: {getattr(error, 'msg', error)} in"
+            f" {shown(body)}"
+        ) from None
     nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
     if not nodes:
         raise Malformed("the list of calls is empty")
@@ -80,7 +88,10 @@ def _call(node: ast.expr) -> Call:
         try:
             arguments[keyword.arg] = ast.literal_eval(_constants(keyword.value))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            raise Malformed(f"the argument {keyword.arg} of {name} must be a literal, not {shown(ast.unparse(keyword.value))}") from None
+            raise Malformed(
+                f"the argument {keyword.arg} of {name} must be a literal, not"
+                f" {shown(ast.unparse(keyword.value))}"
+            ) from None
     return Call(name, arguments)
 
 
@@ -93,4 +104,6 @@ def _constants(node: ast.expr) -> ast.expr:
 
 PYTHONIC = Pythonic()
 LFM2 = Pythonic("lfm2", (("<|tool_call_start|>", "<|tool_call_end|>"),))
-LLAMA_PYTHONIC = Pythonic("llama_pythonic", (("<|python_start|>", "<|python_end|>"), ("<|python_tag|>", "")))
+LLAMA_PYTHONIC = Pythonic(
+    "llama_pythonic", (("<|python_start|>", "<|python_end|>"), ("<|python_tag|>", ""))
+)

@@ -1,4 +1,6 @@
-"""Messages with tools, for any chat template: through its own place for them, or as text where it has none."""
+"""Messages with tools, for any chat template: through its own place for them, or as text where it
+has none.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from reinforge.envs.names import FORMATS
 
 @dataclass(frozen=True)
 class Talk:
-    """`native`: the template has a place for tools and a role for their answers. `system`: it has one for a system message. Without
-    a format calls are text like any other."""
+    """`native`: the template has a place for tools and a role for their answers.
+
+    `system`: it has one for a system message. Without a format calls are text like any other.
+    """
 
     format: Format | None = None
     native: bool = False
@@ -32,32 +36,50 @@ class Talk:
         """The first observation as the template can take it."""
         tools = observation.tools
         if tools and self.format is None:
-            raise InputError("the chat template has tools, but writes calls in a way that is not known.", where="env.calls",
-                             fix=f"Name the format: {', '.join(FORMATS)}.")  # fmt: skip
+            raise InputError(
+                "the chat template has tools, but writes calls in a way that is not known.",
+                where="env.calls",
+                fix=f"Name the format: {', '.join(FORMATS)}.",
+            )
         if not tools or self.native:
             return Observation(self.heard(observation.messages), tools or None)
         assert self.format is not None
         text = described(tools, self.format)
         messages = self.heard(observation.messages)
         if messages and messages[0].get("role") == "system":
-            return Observation([{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]])
+            return Observation(
+                [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+            )
         if not self.system and messages:
-            return Observation([{**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]])
+            return Observation(
+                [{**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]]
+            )
         return Observation([{"role": "system", "content": text}, *messages])
 
     def heard(self, messages: list[Message]) -> list[Message]:
-        """New messages; answers of tools become the user's where the template has no role for them."""
+        """New messages; answers of tools become the user's where the template has no
+        role for them.
+        """
         if self.native or self.format is None:
             return messages
         return [
-            {"role": "user", "content": self.format.result(str(m.get("name") or ""), str(m.get("content") or ""))}
-            if m.get("role") == "tool"
-            else m
+            (
+                {
+                    "role": "user",
+                    "content": self.format.result(
+                        str(m.get("name") or ""), str(m.get("content") or "")
+                    ),
+                }
+                if m.get("role") == "tool"
+                else m
+            )
             for m in messages
         ]
 
     def said(self, text: str, action: Action) -> Message:
-        """The model's turn as a message: with tool calls where the template knows them and all could be read."""
+        """The model's turn as a message: with tool calls where the template knows them and all
+        could be read.
+        """
         thought = {"thinking": action.thinking} if action.thinking else {}
         if not action.calls or action.errors or not self.native or self.format is None:
             return {"role": "assistant", "content": text, **thought}
@@ -67,11 +89,19 @@ class Talk:
             return {
                 "type": "function",
                 "id": id,
-                "function": {"name": name, "arguments": dumps(dict(arguments)) if as_text else dict(arguments)},
+                "function": {
+                    "name": name,
+                    "arguments": dumps(dict(arguments)) if as_text else dict(arguments),
+                },
             }
 
         content = "" if thought else action.content
-        return {"role": "assistant", "content": content, **thought, "tool_calls": [one(c.name, c.arguments, c.id) for c in action.calls]}
+        return {
+            "role": "assistant",
+            "content": content,
+            **thought,
+            "tool_calls": [one(c.name, c.arguments, c.id) for c in action.calls],
+        }
 
 
 def described(tools: list[dict[str, Any]], format: Format) -> str:

@@ -1,6 +1,10 @@
-"""Calls as tags. Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
-GLM 4.5: `<tool_call>name <arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`. A value is JSON where it can be read as
-JSON, otherwise text; which it should be is for the tool's schema to say."""
+"""Calls as tags.
+
+Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+GLM 4.5: `<tool_call>name <arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`. A value
+is JSON where it can be read as JSON, otherwise text; which it should be is for the tool's schema to
+say.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from dataclasses import dataclass
 from reinforge.core.env import Call
 from reinforge.envs.calls.base import Malformed, Parsed, literal, shown, tool_response, written
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
 GLM_NAME = re.compile(r"\s*([\w.-]+)\s*(.*)", re.DOTALL)
@@ -53,11 +58,17 @@ def _qwen(body: str) -> Call:
     found = FUNCTION.match(body)
     if found is None:
         raise Malformed(f"the call must begin with <function=name>, not {shown(body.strip())}")
-    name, rest = found.group(1), found.group(2).partition("</function>")[0]
-    arguments = {key: literal(value.removeprefix("\n").removesuffix("\n")) for key, value in PARAMETER.findall(rest)}
+    name = found.group(1)
+    rest = found.group(2).partition("</function>")[0]
+    arguments = {
+        key: literal(value.removeprefix("\n").removesuffix("\n"))
+        for key, value in PARAMETER.findall(rest)
+    }
     left = PARAMETER.sub("", rest).strip()
     if left:
-        raise Malformed(f"in the call of {name} this is no <parameter=key>value</parameter>: {shown(left)}")
+        raise Malformed(
+            f"in the call of {name} this is no <parameter=key>value</parameter>: {shown(left)}"
+        )
     return Call(name, arguments)
 
 
@@ -68,17 +79,25 @@ def _glm(body: str) -> Call:
     name, rest = found.groups()
     left = GLM_PAIR.sub("", rest).strip()
     if left:
-        raise Malformed(f"in the call of {name} this is no <arg_key>key</arg_key><arg_value>value</arg_value>: {shown(left)}")
+        raise Malformed(
+            f"in the call of {name} this is no <arg_key>key</arg_key><arg_value>value</arg_value>:"
+            f" {shown(left)}"
+        )
     return Call(name, {key.strip(): literal(value) for key, value in GLM_PAIR.findall(rest)})
 
 
 def _write_qwen(call: Call) -> str:
-    parameters = "".join(f"<parameter={k}>\n{written(v)}\n</parameter>\n" for k, v in call.arguments.items())
+    parameters = "".join(
+        f"<parameter={k}>\n{written(v)}\n</parameter>\n" for k, v in call.arguments.items()
+    )
     return f"{OPEN}\n<function={call.name}>\n{parameters}</function>\n{CLOSE}"
 
 
 def _write_glm(call: Call) -> str:
-    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{written(v)}</arg_value>\n" for k, v in call.arguments.items())
+    pairs = "".join(
+        f"<arg_key>{k}</arg_key>\n<arg_value>{written(v)}</arg_value>\n"
+        for k, v in call.arguments.items()
+    )
     return f"{OPEN}{call.name}\n{pairs}{CLOSE}"
 
 
