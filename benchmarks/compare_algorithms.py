@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Curve:
     """Trains in this process."""
     from dynamic_sampling import Quiet
 
-    from reinforge.app.api import train_config
+    from reinforge.build.run import train_config
     from reinforge.watch.runs import read_lines
 
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:

@@ -37,7 +37,7 @@ def make_model(folder: Path, mean: int | None, cap: int) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from reinforge.app.tiny import make_tiny_model
+    from reinforge.models.tiny import make_tiny_model
 
     words = ["".join(random.Random(i).choices("abcdefghij", k=5)) + " " for i in range(4000)]
     path = make_tiny_model(

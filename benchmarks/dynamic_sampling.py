@@ -34,12 +34,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from reinforge.app.api import train_config  # noqa: E402
-from reinforge.app.demo import SIZES, TASK  # noqa: E402
-from reinforge.app.export import export  # noqa: E402
-from reinforge.app.tiny import make_tiny_model  # noqa: E402
+from reinforge.build.run import train_config  # noqa: E402
+from reinforge.cli.demo import SIZES, TASK  # noqa: E402
 from reinforge.config.load import config_from_dict  # noqa: E402
 from reinforge.data.arithmetic import generate  # noqa: E402
+from reinforge.models.tiny import make_tiny_model  # noqa: E402
+from reinforge.offline.export import export  # noqa: E402
 from reinforge.watch.runs import read_lines  # noqa: E402
 
 ARMS: dict[str, dict[str, Any]] = {

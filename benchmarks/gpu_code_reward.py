@@ -34,8 +34,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from reinforge.app.api import train_config  # noqa: E402
-from reinforge.app.build import Given  # noqa: E402
+from reinforge.build.run import train_config  # noqa: E402
+from reinforge.build.trainer import Given  # noqa: E402
 from reinforge.config.load import config_from_dict  # noqa: E402
 from reinforge.core.errors import InputError  # noqa: E402
 from reinforge.sandbox.isolation import choose, missing  # noqa: E402
@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.tiny:
-        from reinforge.app.tiny import make_tiny_model
+        from reinforge.models.tiny import make_tiny_model
 
         args.model = make_tiny_model(
             tempfile.mkdtemp(), width=32, layers=1, heads=2, kv_heads=2, context=1024, chat=True

@@ -26,7 +26,7 @@ from typing import Any
 
 from gpu_step import run_peer
 
-from reinforge.app.api import train_config
+from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 from reinforge.watch.runs import read_lines
 

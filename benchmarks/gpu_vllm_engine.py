@@ -41,8 +41,8 @@ from gpu_step import (
 )
 
 from reinforge.algorithms.table import build
-from reinforge.app.engines import trainer_score
 from reinforge.backends.local import LocalBackend
+from reinforge.build.engines import trainer_score
 from reinforge.config.engine import EngineConfig
 from reinforge.config.schema import TrainConfig
 from reinforge.core.batch import Totals, pack

@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "e2e")]
 import runs  # noqa: E402
 from kill_resume import last_step  # noqa: E402
 
-from reinforge.app.pipeline import digest_pipeline, whole_digest  # noqa: E402
+from reinforge.pipelines.run import digest_pipeline, whole_digest  # noqa: E402
 from reinforge.watch.pipeline import stages_of  # noqa: E402
 
 DIR = "runs/pipeline"

@@ -30,14 +30,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from reinforge.app.api import run_sync, train_config  # noqa: E402
-from reinforge.app.build import Given  # noqa: E402
-from reinforge.app.export import export  # noqa: E402
-from reinforge.app.tiny import make_tiny_model  # noqa: E402
-from reinforge.app.workshop import Workshop  # noqa: E402
+from reinforge.build.run import train_config  # noqa: E402
+from reinforge.build.trainer import Given  # noqa: E402
+from reinforge.build.workshop import Workshop  # noqa: E402
 from reinforge.config.load import config_from_dict  # noqa: E402
+from reinforge.core.aio import run_sync  # noqa: E402
 from reinforge.core.sample import Group, Sample  # noqa: E402
 from reinforge.envs.shipped import calculator, shipped  # noqa: E402
+from reinforge.models.tiny import make_tiny_model  # noqa: E402
+from reinforge.offline.export import export  # noqa: E402
 from reinforge.watch.view import View  # noqa: E402
 
 HELD_OUT = 7  # problems whose numbers add up to a multiple of it are never trained on

@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A tiny Llama with a byte-level tokenizer on disk, in Hugging Face format."""
-    from reinforge.app.tiny import make_tiny_model
+    from reinforge.models.tiny import make_tiny_model
 
     yield str(
         make_tiny_model(

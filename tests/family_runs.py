@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
-from reinforge.app.tiny import make_tiny_model
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
+from reinforge.models.tiny import make_tiny_model
 from toys import SilentView
 
 WORDS = ["ape", "bee", "cat", "dog", "elk", "fox", "gnu", "hen", "jay", "kid", "owl", "pig"]

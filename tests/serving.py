@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from reinforge.app.serve import ServeOptions, is_loopback, listen, load_service
-from reinforge.app.serve_http import Limits, make_app, server_of
+from reinforge.build.serving import load_service
+from reinforge.serve.http import Limits, make_app, server_of
+from reinforge.serve.options import ServeOptions, is_loopback, listen
 
 TEMPLATE = (
     "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|bos|>{{ m.role"
@@ -25,7 +26,7 @@ def make_chat_model(path: Path, *, context: int = 512) -> str:
     """Random weights, wide enough that answers depend on everything before them."""
     from transformers import AutoTokenizer
 
-    from reinforge.app.tiny import make_tiny_model
+    from reinforge.models.tiny import make_tiny_model
 
     make_tiny_model(path, width=32, layers=2, heads=4, kv_heads=2, context=context, spread=0.3)
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reinforge.app.tiny import tiny_tokenizer
 from reinforge.config.schema import DataConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.env import Action, Observation, Step
@@ -17,6 +16,7 @@ from reinforge.core.sample import Row
 from reinforge.data.chat import Renderer
 from reinforge.engines.fake import FakeEngine
 from reinforge.envs.calls import talk_of
+from reinforge.models.tiny import tiny_tokenizer
 from reinforge.rollout.episode import Limits, Player
 from reinforge.rollout.episodes import Episodes
 from reinforge.rollout.journal import Journal

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from reinforge.app import supervised
-from reinforge.app.api import train_config
+from reinforge.build import supervised
+from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 
 given = json.loads(sys.argv[1])

@@ -12,7 +12,8 @@ from source_tree import SRC
 SEEN = (
     "reinforge",
     "reinforge.version",
-    "reinforge.app.api",
+    "reinforge.api",
+    "reinforge.build.run",
     "reinforge.config.*",
     "reinforge.core.*",
 )
@@ -63,7 +64,7 @@ def test_a_type_checker_knows_the_public_names(tmp_path: Path) -> None:
     }
     assert sorted(seen) == [*range(3, 12), 13], result.stdout + result.stderr
     assert not [n for n, text in seen.items() if text.startswith("Any")]
-    assert "reinforge.app.api.RunResult" in seen[3] and "learning_rate" in seen[3]
+    assert "reinforge.build.run.RunResult" in seen[3] and "learning_rate" in seen[3]
     assert "reinforge.config.schema.Config" in seen[5]
     assert seen[13].startswith("int") or seen[13].startswith("builtins.int")
     assert any(line.startswith("use.py:14: error: Unexpected keyword") for line in lines), (

@@ -39,8 +39,8 @@ ENVIRONMENT = {
     "NO_COLOR": "1",
 }
 PRELOAD = [
-    "reinforge.app.build",
-    "reinforge.app.api",
+    "reinforge.build.trainer",
+    "reinforge.api",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
 ]
@@ -87,7 +87,7 @@ def surrogate(logprobs, old, advantages, sequence):
 
 
 def make_model(folder: Path, *, layers: int = 2, width: int = 48) -> Path:
-    from reinforge.app.tiny import make_tiny_model
+    from reinforge.models.tiny import make_tiny_model
 
     return make_tiny_model(folder / "tiny", width=width, layers=layers, heads=4)
 
@@ -216,7 +216,7 @@ def run_command(args: Sequence[str], cwd: str, env: Mapping[str, str], log: str)
     os.dup2(target, 2)
     os.chdir(cwd)
     os.environ.update(env)
-    from reinforge.app.cli import main
+    from reinforge.cli.main import main
 
     sys.argv = ["reinforge", *args]
     sys.exit(main(list(args)))

@@ -72,7 +72,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
 
 
 def write_tokenizer(folder: Path) -> None:
-    from reinforge.app.tiny import tiny_tokenizer
+    from reinforge.models.tiny import tiny_tokenizer
 
     tiny_tokenizer(None, 300).save_pretrained(folder)
 

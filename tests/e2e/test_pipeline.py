@@ -17,7 +17,7 @@ import pytest
 import runs
 import yaml
 
-from reinforge.app.pipeline import digest_pipeline
+from reinforge.pipelines.run import digest_pipeline
 
 pytestmark = pytest.mark.timeout(300)
 STAGES = {"sft": "01-sft", "grpo": "02-grpo", "eval": "03-eval", "export": "04-export"}

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from reinforge.algorithms.catalogue import TABLE
-from reinforge.app.api import train_config
+from reinforge.build.run import train_config
 from reinforge.config.load import load_config
 from toys import SilentView
 
@@ -131,8 +131,8 @@ def test_the_model_that_recipes_start_from(tmp_path: Path) -> None:
     """
     from transformers import AutoModelForCausalLM
 
-    from reinforge.app.cli import main
-    from reinforge.app.tiny import make_taught_model
+    from reinforge.cli.main import main
+    from reinforge.offline.taught import make_taught_model
 
     one, two = (
         AutoModelForCausalLM.from_pretrained(make_taught_model(tmp_path / str(n), steps=n))

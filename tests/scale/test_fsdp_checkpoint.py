@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.app.export import export
-from reinforge.app.runs import open_model
 from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.ranks import Ranks
 from reinforge.backends.shard import ShardBackend
+from reinforge.build.trained import open_model
 from reinforge.checkpoint import store
 from reinforge.checkpoint.stored import Stored
 from reinforge.core.errors import InputError, StoppedByPolicy
+from reinforge.offline.export import export
 from split_backends import load
 from tiny_runs import LORA, digest, launch, lines, make_config, tensors
 from toys import relative, train_config

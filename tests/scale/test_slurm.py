@@ -16,10 +16,10 @@ import pytest
 import slurm_here
 import yaml
 
-from reinforge.app.tiny import make_tiny_model
 from reinforge.checkpoint import store
 from reinforge.cluster.launchers import slurm
 from reinforge.cluster.launchers.job import Job
+from reinforge.models.tiny import make_tiny_model
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 STEPS = 6

@@ -18,8 +18,7 @@ import pytest
 import torch
 from vllm_here import START, vllm_python
 
-from reinforge.app.engines import setup_of, trainer_score
-from reinforge.app.tiny import make_tiny_model
+from reinforge.build.engines import setup_of, trainer_score
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import AdapterConfig, ModelConfig
 from reinforge.core.batch import Batch
@@ -33,6 +32,7 @@ from reinforge.engines.served import ServedEngine
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_model
+from reinforge.models.tiny import make_tiny_model
 from reinforge.weights.probe import WeightMismatch
 
 pytestmark = pytest.mark.timeout(3 * START)

@@ -13,9 +13,7 @@ import pytest
 import torch
 from vllm_here import START, vllm_python
 
-from reinforge.app.api import train_config
-from reinforge.app.export import export
-from reinforge.app.tiny import make_tiny_model
+from reinforge.build.run import train_config
 from reinforge.config.engine import EngineConfig
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import ModelConfig
@@ -24,6 +22,8 @@ from reinforge.engines.make import make_served
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.replica import Setup
 from reinforge.models.load import load_model
+from reinforge.models.tiny import make_tiny_model
+from reinforge.offline.export import export
 from toys import SilentView
 
 pytestmark = pytest.mark.timeout(3 * START)
@@ -42,7 +42,7 @@ def config(folder: Path, steps: int) -> Any:
         {
             "model": {"path": str(path), "device": "cpu"},
             "algorithm": {"name": "grpo", "group_size": 4},
-            "rewards": [{"name": "reinforge.app.check:share_of_even"}],
+            "rewards": [{"name": "reinforge.check.learning:share_of_even"}],
             "data": {
                 "source": "arithmetic:chain",
                 "options": {"terms": 3, "max_value": 9, "operators": "+", "size": 200, "seed": 0},

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from family_runs import PAIRS, config, launch, small_model
-from reinforge.app.export import export
 from reinforge.config.schema import AdapterConfig, ModelConfig
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
@@ -21,6 +20,7 @@ from reinforge.core.sample import Sample
 from reinforge.models.adapters import adapter_off, add_adapter
 from reinforge.models.joint import join
 from reinforge.models.load import load_model, load_scalar
+from reinforge.offline.export import export
 from tiny_runs import digest, lines
 from toys import make_module
 
@@ -44,7 +44,7 @@ def logprobs(model: Any) -> torch.Tensor:
 
 
 def opened(model: str, kind: str, run: Path) -> Any:
-    from reinforge.app.runs import load_weights
+    from reinforge.build.trained import load_weights
 
     found = load_model(ModelConfig(path=model, device="cpu"), AdapterConfig(kind=kind, rank=4))  # type: ignore[arg-type]
     load_weights(found, run)
@@ -160,7 +160,7 @@ def test_a_reward_model_learns_with_an_adapter(model: str, tmp_path: Path, kind:
     assert metrics[-1]["train/loss"] < 0.5 * metrics[0]["train/loss"] and metrics[0][
         "train/loss"
     ] == pytest.approx(math.log(2), abs=1e-5)
-    from reinforge.app.runs import load_weights
+    from reinforge.build.trained import load_weights
 
     trained = load_scalar(cfg.model, cfg.adapter, fresh=True)
     names = {n for n, p in trained.module.named_parameters() if p.requires_grad}

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.agents import AgentEndpoint
-from reinforge.app.tiny import CHAT
+from reinforge.build.agents import AgentEndpoint
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Group, Row
 from reinforge.data.chat import Renderer
@@ -24,6 +23,7 @@ from reinforge.envs.calls import talk_of
 from reinforge.envs.programs import as_program
 from reinforge.envs.shipped import shipped
 from reinforge.envs.toolbox import CalculatorEnv
+from reinforge.models.tiny import CHAT
 from reinforge.rollout.agents import AgentPlayer
 from reinforge.rollout.episode import Limits
 from reinforge.rollout.episodes import Episodes

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import agent_programs as programs
-from reinforge.app.agents import AgentEndpoint
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
+from reinforge.build.agents import AgentEndpoint
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.config.load import load_config
 from reinforge.config.schema import DataConfig, ModelConfig
 from reinforge.core.engine import Sampling

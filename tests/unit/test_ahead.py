@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.app.preflight import preflight
-from reinforge.app.workshop import averaged
+from reinforge.build.workshop import averaged
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.data.cursor import Cursor
+from reinforge.loops.rl import RLTrainer
+from reinforge.plan.preflight import preflight
 from reinforge.rollout import pace
 from reinforge.rollout.ahead import Ahead
 from reinforge.rollout.saved import groups_of, state_of
 from reinforge.rollout.source import Source, harvest_metrics
-from reinforge.train.rl import RLTrainer
 from tiny_runs import EVAL, digest, launch, lines
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,14 +12,14 @@ import torch
 from reinforge.algorithms.bind import settings_of
 from reinforge.algorithms.loss import PolicyLoss
 from reinforge.algorithms.table import Algorithm, build
-from reinforge.app.algorithm import algorithm_of
-from reinforge.app.checks import run_checks
+from reinforge.build.algorithm import algorithm_of
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.schema import Config
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
+from reinforge.plan.checks import run_checks
 
 
 def samples_of(*rewards: float, length: int = 2) -> list[Sample]:

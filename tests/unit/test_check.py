@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from reinforge.app import check as checking
-from reinforge.app.attacks import attacks
+from reinforge.check import learning as checking
+from reinforge.check.attacks import attacks
 from reinforge.config.schema import DataConfig
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.core.sample import Row

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from reinforge.algorithms.catalogue import TABLE
-from reinforge.app.check_catalogue import conflicts
-from reinforge.app.preflight import preflight
 from reinforge.config.algorithm import CRITIC_ALGORITHMS
+from reinforge.config.conflicts import conflicts
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.plan.preflight import preflight
 from tiny_runs import launch
 
 PARTIAL = ("rollout.staleness=1", "rollout.partial=true", "sampling.over_provision=2.0")

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from reinforge.app import sharded
-from reinforge.app.check_outside import check_engine, check_env, check_heads, check_ranks
-from reinforge.app.preflight import Report
+from reinforge.build import sharded
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.sample import Row
 from reinforge.data.sources import train_and_eval_rows
+from reinforge.plan.outside import check_engine, check_env, check_heads, check_ranks
+from reinforge.plan.preflight import Report
 
 ENVS = """
 from reinforge.core.env import Observation

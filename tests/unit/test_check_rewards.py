@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.attacks import attacks
-from reinforge.app.check_rewards import Findings, check_rewards
-from reinforge.app.cli import main
+from reinforge.check.attacks import attacks
+from reinforge.check.rewards import Findings, check_rewards
+from reinforge.cli.main import main
 from reinforge.config.load import config_from_dict
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from reinforge.app import cli
-from reinforge.app.cli import main
+from reinforge.cli import main as cli
+from reinforge.cli.main import main
 from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 
 CONFIG = """
@@ -79,7 +79,7 @@ def test_train_hands_on_the_config(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[Any] = []
-    fake(monkeypatch, "reinforge.app.api", train_config=seen.append)
+    fake(monkeypatch, "reinforge.api", train_config=seen.append)
     assert main(["train", str(config), "train.steps=7", "train.learning_rate=1e-3"]) == 0
     assert (seen[0].train.steps, seen[0].train.learning_rate) == (7, 1e-3)
     assert capsys.readouterr().out == "", "the run tells its end itself"
@@ -91,7 +91,7 @@ def test_somebody_at_a_terminal_sees_a_line_before_anything_is_imported() -> Non
     """
     code = """
 import sys
-from reinforge.app.cli import main
+from reinforge.cli.main import main
 class Terminal:
     said = []
     def isatty(self): return True
@@ -121,9 +121,7 @@ print([said for said in Terminal.said if said[0].startswith("reinforge")])
 def test_train_refuses_before_anything_heavy(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake(
-        monkeypatch, "reinforge.app.api", train_config=lambda c: pytest.fail("must not be reached")
-    )
+    fake(monkeypatch, "reinforge.api", train_config=lambda c: pytest.fail("must not be reached"))
     assert main(["train", str(config), "train.lerning_rate=1"]) == 2
     assert "did you mean `train.learning_rate`?" in capsys.readouterr().err
     assert main(["train", str(config), "algorithm.name=gpro", "model.path=./nowhere"]) == 2
@@ -165,7 +163,7 @@ def test_errors_become_exit_codes(
     def raises(*_: Any) -> None:
         raise error
 
-    fake(monkeypatch, "reinforge.app.api", train_config=raises)
+    fake(monkeypatch, "reinforge.api", train_config=raises)
     assert main(["train", str(config)]) == code
     err = capsys.readouterr().err
     assert words in f"\n{err}" and "Traceback" not in err
@@ -194,7 +192,7 @@ def test_generate(
         calls.append((args, kw))
         return 12
 
-    fake(monkeypatch, "reinforge.app.api", generate=generate)
+    fake(monkeypatch, "reinforge.api", generate=generate)
     prompts = tmp_path / "p.jsonl"
     out = tmp_path / "o.jsonl"
     prompts.write_text("{}\n")
@@ -239,11 +237,11 @@ def test_eval_chat_export_demo_check(
     def record(result: Any) -> Callable[..., Any]:
         return lambda *args, **kw: calls.append((args, kw)) or result
 
-    fake(monkeypatch, "reinforge.app.api", evaluate=record({"eval/accuracy": 0.5}))
-    fake(monkeypatch, "reinforge.app.chat", chat=record(None))
-    fake(monkeypatch, "reinforge.app.export", export=record(Path("exported")))
-    fake(monkeypatch, "reinforge.app.demo", run_demo=record({"before": 0.1, "after": 0.9}))
-    fake(monkeypatch, "reinforge.app.check", check=record({"ok": True}))
+    fake(monkeypatch, "reinforge.api", evaluate=record({"eval/accuracy": 0.5}))
+    fake(monkeypatch, "reinforge.cli.chat", chat=record(None))
+    fake(monkeypatch, "reinforge.offline.export", export=record(Path("exported")))
+    fake(monkeypatch, "reinforge.cli.demo", run_demo=record({"before": 0.1, "after": 0.9}))
+    fake(monkeypatch, "reinforge.check.learning", check=record({"ok": True}))
     assert main(["eval", str(config), "eval.samples=8"]) == 0
     assert calls[-1] == ((config, ["eval.samples=8"]), {})
     assert main(["chat", "m", "--temperature", "0.5", "--system", "be brief"]) == 0
@@ -334,7 +332,7 @@ def test_module_entry_point_is_light(tmp_path: Path) -> None:
         and done.stderr.startswith("error: none.yaml: no such configuration file.")
     )
     code = (
-        "import sys; from reinforge.app.cli import main; assert main(['schema']) == 0; heavy ="
+        "import sys; from reinforge.cli.main import main; assert main(['schema']) == 0; heavy ="
         " {'torch', 'transformers', 'numpy', 'datasets', 'pandas'} & set(sys.modules);"
         " sys.exit(str(heavy) if heavy else 0)"
     )

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from reinforge.algorithms.value import ValueLoss
-from reinforge.app.api import train_config as run_config
-from reinforge.app.build import Given
 from reinforge.backends.local import LocalBackend
+from reinforge.build.run import train_config as run_config
+from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config, ModelConfig
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample, Stop
+from reinforge.loops.critic import Critic
 from reinforge.models.load import load_model
 from reinforge.models.scalar import ScalarModel
-from reinforge.train.critic import Critic
 from scalars import make_classifier, make_scalar, true_values
 from tiny_runs import DATA, LORA, digest, launch, lines, odd, tensors
 from toys import SilentView, gradients, make_model, make_samples, relative, train_config
@@ -295,7 +295,7 @@ def test_a_shared_critic_trains_both_from_one_forward(
     )
     assert last["critic/value"] > first["critic/value"] > 0 or last["critic/value"] > 0.02
     assert "critic/explained_variance" in last and not any("moments" in n for n in last)
-    from reinforge.app.export import export
+    from reinforge.offline.export import export
 
     out = export(Path(cfg.run.dir), Path(cfg.run.dir) / "out")
     assert not any(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.preflight import preflight
 from reinforge.core.errors import InputError
-from reinforge.train.changes import MAY_CHANGE
+from reinforge.loops.changes import MAY_CHANGE
+from reinforge.plan.preflight import preflight
 
 KEYS = ("train.backend=deepspeed", "train.ranks=2")
 

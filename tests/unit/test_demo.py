@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reinforge.app import demo
+from reinforge.cli import demo
 from reinforge.core.errors import InputError
 
 

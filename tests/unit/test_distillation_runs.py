@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from family_runs import WORDS, config, launch
-from reinforge.app.build import Given, build
-from reinforge.app.export import export
-from reinforge.app.tiny import make_tiny_model
+from reinforge.build.trainer import Given, build
 from reinforge.config.families import DISTILLATION, ON_POLICY
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row
+from reinforge.models.tiny import make_tiny_model
+from reinforge.offline.export import export
 from reinforge.rollout.demonstrated import Demonstrated
 from tiny_runs import digest, lines, tensors
 from toys import SilentView, run

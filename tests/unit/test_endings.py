@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import yaml
 
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
-from reinforge.app.cli import main
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.checkpoint.lock import RunLock
+from reinforge.cli.main import main
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy, Terminated
-from reinforge.train.session import Session
+from reinforge.loops.session import Session
 from reinforge.watch.ending import describe_end
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.runs import show_run
@@ -147,7 +147,7 @@ def test_a_terminal_that_closes_ends_a_run_with_the_code_of_its_signal(
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings))
     program = (
-        "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from reinforge.app.cli"
+        "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from reinforge.cli.main"
         " import main; sys.exit(main())"
     )
     ours, theirs = os.openpty()

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
-from reinforge.app.check_template import template_facts
-from reinforge.app.preflight import preflight
-from reinforge.app.tiny import CHAT, make_tiny_model
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
+from reinforge.check.template import template_facts
 from reinforge.config.env import EnvConfig
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config, DataConfig
@@ -28,6 +26,8 @@ from reinforge.data.sources import train_and_eval_rows
 from reinforge.envs.build import Mixture, as_make, entry_of
 from reinforge.envs.games import GuessNumber
 from reinforge.envs.names import BUILTIN
+from reinforge.models.tiny import CHAT, make_tiny_model
+from reinforge.plan.preflight import preflight
 from reinforge.rollout.episode import Limits
 from tiny_runs import digest, lines
 from toys import SilentView, run
@@ -439,7 +439,7 @@ def test_check_template_tells_what_a_template_does() -> None:
 
 
 def test_check_template_is_a_command(chat_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from reinforge.app.cli import main
+    from reinforge.cli.main import main
 
     assert main(["check", "template", chat_dir]) == 0
     assert "prefix property" in capsys.readouterr().out

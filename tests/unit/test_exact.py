@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reinforge.app.preflight import preflight
 from reinforge.backends.local import LocalBackend
 from reinforge.config.schema import Config
 from reinforge.core.batch import Batch, pack
@@ -32,6 +31,7 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.exact import RowWise
 from reinforge.models.head import LogitRule, exact_statistics, statistics, token_logprobs
 from reinforge.models.load import load_model
+from reinforge.plan.preflight import preflight
 from tiny_runs import LORA, launch, lines
 from toys import make_module, make_samples, tokens_of, train_config
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.app.card import cited
-from reinforge.app.cli import main
-from reinforge.app.export import export
-from reinforge.app.preflight import preflight
-from reinforge.app.runs import open_model
-from reinforge.app.tiny import make_tiny_model
+from reinforge.build.trained import open_model
+from reinforge.cli.main import main
 from reinforge.config.schema import AdapterConfig, ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.models.load import load_model, load_scalar
+from reinforge.models.tiny import make_tiny_model
+from reinforge.offline.card import cited
+from reinforge.offline.export import export
+from reinforge.plan.preflight import preflight
 from tiny_runs import LORA, launch, make_config, tensors
 
 pytestmark = pytest.mark.timeout(120)
@@ -160,7 +160,7 @@ def test_a_reward_model_is_a_sequence_classifier(tiny_dir: str, tmp_path: Path) 
         f"data.source={rows}",
         rewards=[],
     )
-    from reinforge.app.api import train_config
+    from reinforge.build.run import train_config
     from toys import SilentView
 
     train_config(cfg, view=SilentView())

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
-from reinforge.app.card import card
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.faults import EPISODE, Fault, fault_events, fault_metrics
@@ -21,6 +20,7 @@ from reinforge.core.sample import Group, Row
 from reinforge.envs.shipped import Python
 from reinforge.envs.toolbox import ToolEnv
 from reinforge.envs.tools import tool
+from reinforge.offline.card import card
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.outcome import Outcome
 from reinforge.rollout.episode import Limits

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.api import generate
-from reinforge.app.cli import main
-from reinforge.app.generate import pairs_path
-from reinforge.app.generated import REQUEST, Generated
-from reinforge.app.labels import Labelling, make_pairs
+from reinforge.api import generate
+from reinforge.cli.main import main
 from reinforge.config.schema import DataConfig, RewardConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.data.sources import hold_out, load_rows
 from reinforge.engines.openai import OpenAIClient, Server
+from reinforge.offline.generate import pairs_path
+from reinforge.offline.journal import REQUEST, Generated
+from reinforge.offline.labels import Labelling, make_pairs
 from reinforge.rewards import judge as judging
 from reinforge.rewards.judge import Judge
 from stubs import Stub, stub_server

@@ -16,11 +16,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from reinforge.app.cli import app
+from reinforge.cli.main import app
 from reinforge.cluster.launchers import ray_job, slurm
 from reinforge.cluster.launchers.job import Job
 from reinforge.core.errors import InputError
-from reinforge.train.session import Session
+from reinforge.loops.session import Session
 
 ODD = (
     'data.options.text=it\'s "odd" $(touch pwned) `touch pwned` ! \\ 100%',

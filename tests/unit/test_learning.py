@@ -20,10 +20,10 @@ from torch import Tensor
 from reinforge.algorithms.advantages import AdvantageOptions, Rollouts, group_relative
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.algorithms.surrogates import ppo_clip
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
-from reinforge.app.tiny import make_tiny_model
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict
+from reinforge.models.tiny import make_tiny_model
 from tiny_runs import lines
 from toys import SilentView
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.timeout(300)
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from reinforge.app.cli import app  # noqa: E402
-from reinforge.app.runs import open_model  # noqa: E402
+from reinforge.build.trained import open_model  # noqa: E402
+from reinforge.cli.main import app  # noqa: E402
 from reinforge.core.errors import InputError  # noqa: E402
 from reinforge.evals.lm_eval import NativeLM, run_tasks  # noqa: E402
 
@@ -36,7 +36,7 @@ TEXTS = ["1+2=3", "12 + 7 = 19; 3 + 4 = 7", "8" * 300]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from reinforge.app.tiny import make_tiny_model
+    from reinforge.models.tiny import make_tiny_model
 
     return str(
         make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", width=48, layers=2, heads=4)

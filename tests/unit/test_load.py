@@ -232,7 +232,7 @@ def test_code_in_a_model_directory_is_not_run_whoever_says_yes(
 
 
 def test_a_key_of_the_config_allows_it_for_this_model_alone(hostile: tuple[Path, Path]) -> None:
-    from reinforge.app.critic import _changes
+    from reinforge.build.critic import _changes
     from reinforge.config.load import config_from_dict
 
     folder, mark = hostile

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("mcp")
 
-from reinforge.app.envs import mixture_of
+from reinforge.build.envs import mixture_of
 from reinforge.config.env import EnvConfig
 from reinforge.core.env import Action, Call
 from reinforge.core.errors import InputError

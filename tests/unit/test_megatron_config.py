@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.preflight import preflight
 from reinforge.config import megatron
 from reinforge.core.errors import InputError
+from reinforge.plan.preflight import preflight
 
 KEYS = ("train.backend=megatron", "train.ranks=4", "train.tensor_parallel=2")
 

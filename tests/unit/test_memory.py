@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.app.predict import predict, shown
 from reinforge.backends import memory, roofline
 from reinforge.backends.memory import GIB, Facts
 from reinforge.backends.microbatch import auto_budget, facts_of
 from reinforge.backends.roofline import Work
+from reinforge.build.predict import predict, shown
 from reinforge.checkpoint import store
 from reinforge.config.schema import AdapterConfig, Config
 from reinforge.models.adapters import add_adapter

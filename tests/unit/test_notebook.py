@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import reinforge
-from reinforge.app.api import run_sync
 from reinforge.checkpoint import store
+from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
 
 pytestmark = pytest.mark.timeout(120)

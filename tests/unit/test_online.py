@@ -17,10 +17,9 @@ from reinforge.algorithms.online import NashLoss, geometric_mixture
 from reinforge.algorithms.picks import best_and_worst, contest, keep_best, self_play, win_rates
 from reinforge.algorithms.preference import with_stream
 from reinforge.algorithms.table import build as build_algorithm
-from reinforge.app.api import train_config
-from reinforge.app.build import Given, build
-from reinforge.app.tiny import make_tiny_model
 from reinforge.backends.local import LocalBackend
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given, build
 from reinforge.config.families import BEST, ONLINE, OPPOSED
 from reinforge.config.schema import AdapterConfig
 from reinforge.core.backend import TrainedTokens
@@ -33,6 +32,7 @@ from reinforge.engines.native import NativeEngine
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.mixture import Mixture
+from reinforge.models.tiny import make_tiny_model
 from tiny_runs import digest, lines
 from toys import SilentView, ToyTokenizer, make_module, run, tokens_of
 from toys import train_config as train_section

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.app.build import Given, build
-from reinforge.app.sampling import carrying
+from reinforge.build.sampling import carrying
+from reinforge.build.trainer import Given, build
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
@@ -25,12 +25,12 @@ from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
 from reinforge.data.cursor import Cursor
 from reinforge.engines.native import NativeEngine
+from reinforge.loops.rl import RLTrainer
 from reinforge.models.causal import CausalModel
 from reinforge.rollout import pace
 from reinforge.rollout.carry import Carry, plain, restored
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.partial import Partial
-from reinforge.train.rl import RLTrainer
 from tiny_runs import DATA, digest, launch, lines, odd
 from toys import SilentView, make_model, make_module
 from turns import Echo, make_episodes, make_renderer

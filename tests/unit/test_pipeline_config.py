@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from reinforge.app.artefact import differences, hash_path, inputs_of, makes, path_in
-from reinforge.app.pipeline import lineage, redone
-from reinforge.app.pipeline_plan import first_phase, stand_in
 from reinforge.config.load import load_config
 from reinforge.config.pipeline import Pipeline, load_any, merge, pipeline_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.pipelines.artefact import differences, hash_path, inputs_of, makes, path_in
+from reinforge.pipelines.plan import first_phase, stand_in
+from reinforge.pipelines.run import lineage, redone
 
 DEFAULTS: dict[str, Any] = {
     "model": {"path": "org/base", "device": "cpu"},
@@ -323,8 +323,8 @@ def test_inputs_name_what_changed(tmp_path: Path) -> None:
 def test_large_files_are_known_by_their_edges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reinforge.app.artefact.WHOLE_BYTES", 100)
-    monkeypatch.setattr("reinforge.app.artefact.EDGE_BYTES", 10)
+    monkeypatch.setattr("reinforge.pipelines.artefact.WHOLE_BYTES", 100)
+    monkeypatch.setattr("reinforge.pipelines.artefact.EDGE_BYTES", 10)
     path = tmp_path / "x"
     found = []
     for text in ("a" * 200, "b" + "a" * 199, "a" * 199 + "b", "a" * 201):

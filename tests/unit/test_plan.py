@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from reinforge.app import hub, plan
-from reinforge.app.build import build
-from reinforge.app.checks import quantiles, run_checks
-from reinforge.app.gold import sample
-from reinforge.app.preflight import preflight
+from reinforge.build.trainer import build
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.plan import hub, plan
+from reinforge.plan.checks import quantiles, run_checks
+from reinforge.plan.gold import sample
+from reinforge.plan.preflight import preflight
 from toys import SilentView
 
 SRC = Path(plan.__file__).parents[2]
@@ -230,9 +230,10 @@ def test_phase_one_is_fast_and_imports_nothing_heavy(
     path = tmp_path / "c.yaml"
     path.write_text(json.dumps(settings(model, rows, tmp_path)))
     code = (
-        "import sys; from pathlib import Path; from reinforge.app import plan; plan.worker_report"
-        " = lambda *a: {'errors': [], 'warnings': [], 'summary': {}}; report ="
-        f" plan.plan(Path({str(path)!r}), ['train.epochs=2']); assert report.ok, report; heavy ="
+        "import sys; from pathlib import Path; from reinforge.plan import plan; plan.worker_report"
+        " = lambda *a: {'errors': [], 'warnings': [], 'summary': {}};"
+        " from reinforge.pipelines import plan as plans; report ="
+        f" plans.plan(Path({str(path)!r}), ['train.epochs=2']); assert report.ok, report; heavy ="
         " {'torch', 'transformers', 'numpy', 'datasets', 'pandas', 'reasoning_gym'} &"
         " set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
     )
@@ -272,7 +273,7 @@ def test_checks_predict_memory_and_time(
     from reinforge.backends import roofline
 
     gpu = roofline.gpu("NVIDIA L4", 1 << 30)
-    monkeypatch.setattr("reinforge.app.predict.machine_at", lambda device: gpu)
+    monkeypatch.setattr("reinforge.plan.prediction.machine_at", lambda device: gpu)
     report = run_checks(make(model, rows, tmp_path, "algorithm.kl.coefficient=0.1"))
     found = report.summary["prediction"]
     # embedding and head, attention, MLP, norms
@@ -720,7 +721,7 @@ def test_a_missing_model_is_told_at_once_and_is_no_success(
     path.write_text(json.dumps(settings("org/name", rows, tmp_path)))
     code = f"""
 import sys
-from reinforge.app.cli import main
+from reinforge.cli.main import main
 code = main([{command!r}, {str(path)!r}])
 assert "torch" not in sys.modules
 sys.exit(code)

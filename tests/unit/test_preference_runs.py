@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from family_runs import HELD, JUDGED, PAIRS, config, launch, small_model
-from reinforge.app.api import evaluate, train_config
-from reinforge.app.build import Given, build
-from reinforge.app.export import export
-from reinforge.app.supervised import make_units
-from reinforge.app.workshop import Workshop
+from reinforge.api import evaluate
 from reinforge.backends.local import LocalBackend
+from reinforge.build.run import train_config
+from reinforge.build.supervised import make_units
+from reinforge.build.trainer import Given, build
+from reinforge.build.workshop import Workshop
 from reinforge.config.families import PREFERENCE, UNPAIRED
 from reinforge.config.schema import DataConfig
 from reinforge.core.errors import InputError
@@ -26,6 +26,7 @@ from reinforge.data.chat import Renderer
 from reinforge.data.preference import with_prompt
 from reinforge.data.sources import rows_from
 from reinforge.models.causal import CausalModel
+from reinforge.offline.export import export
 from reinforge.rewards.model import ModelReward
 from tiny_runs import digest, lines, tensors
 from toys import SilentView
@@ -197,7 +198,7 @@ def test_a_precomputed_reference_is_the_reference(
                 cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 2})}), PAIRS
             )
             # a second computation would fail
-            monkeypatch.setattr("reinforge.train.precompute._compute", None)
+            monkeypatch.setattr("reinforge.loops.precompute._compute", None)
         launch(cfg, PAIRS)
         runs[kind] = cfg
     assert file.read_bytes() == kept

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from family_runs import small_model
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import ModelConfig, RewardConfig
 from reinforge.core.engine import Completion, Sampling

@@ -22,7 +22,6 @@ from architectures import (
     make_architecture,
     make_config,
 )
-from reinforge.app.checks import run_checks
 from reinforge.config import architectures
 from reinforge.config.schema import Config
 from reinforge.core.batch import Batch
@@ -35,6 +34,7 @@ from reinforge.models.attention import Packed, starts_of, window_of, windows
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import check_architecture
 from reinforge.models.scalar import ScalarModel
+from reinforge.plan.checks import run_checks
 from toys import make_model, make_module, run, tokens_of, true_logprobs
 
 PRECISIONS = [torch.float32, torch.bfloat16]

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from family_runs import small_model
-from reinforge.app.cli import app
-from reinforge.app.quick import sft_config
+from reinforge.cli.main import app
+from reinforge.cli.quick import sft_config
 from reinforge.core.errors import InputError
 from reinforge.data.sources import load_rows, train_and_eval_rows
 from reinforge.watch.runs import read_lines

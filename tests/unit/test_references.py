@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from reinforge.algorithms.loss import NLLLoss
-from reinforge.app.build import Given, build
-from reinforge.app.export import export
-from reinforge.app.runs import load_weights
 from reinforge.backends.ema import Average
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.optimizer import MasterAdamW
+from reinforge.build.trained import load_weights
+from reinforge.build.trainer import Given, build
 from reinforge.checkpoint import store
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import AdapterConfig, Config, OptimizerConfig
@@ -27,6 +26,7 @@ from reinforge.core.batch import Totals, pack
 from reinforge.models.adapters import adapter_off, add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_model
+from reinforge.offline.export import export
 from split_backends import load
 from tiny_runs import DATA, EVAL, LORA, digest, launch, lines, odd, tensors
 from toys import SilentView, make_module, make_samples, parameters, train_config
@@ -402,7 +402,7 @@ def test_evaluation_and_export_use_the_average(make: Callable[..., Config], tmp_
         SilentView(),
         Given(data=DATA, eval_data=EVAL, rewards=[odd], model=model),
     )
-    from reinforge.app.api import run_sync
+    from reinforge.core.aio import run_sync
 
     assert trainer.session.evaluate is not None
     again = run_sync(trainer.session.evaluate())  # type: ignore[arg-type]

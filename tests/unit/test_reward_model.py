@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.app.api import train_config as run_config
-from reinforge.app.build import Given
-from reinforge.app.plan import preflight
+from reinforge.build.run import train_config as run_config
+from reinforge.build.trainer import Given
 from reinforge.config.schema import Config, ModelConfig, RewardConfig
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.models.load import load_scalar
+from reinforge.plan.plan import preflight
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.model import model_reward
 from reinforge.rewards.running import Moments, Rule, Running

@@ -242,7 +242,8 @@ def test_place_of_each_kind() -> None:
         "obey": hostile_rewards.obey,
         "awaited": hostile_rewards.awaited,
     }
-    names = ["closure", "obey", "awaited", "exact_match", OBEY, "reinforge.app.check:share_of_even"]
+    even = "reinforge.check.learning:share_of_even"
+    names = ["closure", "obey", "awaited", "exact_match", OBEY, even]
     closure, given, awaited, builtin, named, ours = build_rewards(
         [RewardConfig(name=n, timeout=7) for n in names], functions
     )

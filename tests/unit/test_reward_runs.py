@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from family_runs import HELD, PAIRS, config, launch, small_model
-from reinforge.app.api import train_config
-from reinforge.app.build import Given, build
-from reinforge.app.export import export
-from reinforge.app.supervised import make_units
-from reinforge.app.workshop import Workshop
+from reinforge.build.run import train_config
+from reinforge.build.supervised import make_units
+from reinforge.build.trainer import Given, build
+from reinforge.build.workshop import Workshop
 from reinforge.config.families import REWARD
 from reinforge.core.errors import InputError
 from reinforge.evals.rows import calibration_error
+from reinforge.offline.export import export
 from reinforge.rewards.model import ModelReward
 from tiny_runs import digest, lines, make_config
 from toys import SilentView

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from odd_reward import odd
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
 from reinforge.backends.local import LocalBackend
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.sample import Group
-from reinforge.train.rl import RLTrainer, average
-from reinforge.train.troubles import UNSCORED, what_is_bad, why_bad
+from reinforge.loops.rl import RLTrainer, average
+from reinforge.loops.troubles import UNSCORED, what_is_bad, why_bad
 from tiny_runs import DATA, LORA, digest, launch, lines, tensors
 from toys import SilentView
 

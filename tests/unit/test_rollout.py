@@ -18,11 +18,11 @@ from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.data.cursor import Cursor
 from reinforge.engines.fake import FakeEngine
 from reinforge.engines.native import NativeEngine
+from reinforge.loops.rl import trainable
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.journal import Journal, tokens_hash
 from reinforge.rollout.single import SingleTurn
 from reinforge.rollout.source import Harvest, Source, harvest_metrics, has_signal
-from reinforge.train.rl import trainable
 from toys import EOS, ToyTokenizer, make_model, run, tokens_of
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
-from reinforge.app.checks import run_checks
-from reinforge.app.sampling import replayable
 from reinforge.backends.local import LocalBackend
+from reinforge.build.run import train_config
+from reinforge.build.sampling import replayable
+from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.plan.checks import run_checks
 from reinforge.rewards.builtin import FUNCTIONS
 from tiny_runs import DATA, digest, launch, lines, odd, tensors
 from toys import SilentView

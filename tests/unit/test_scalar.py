@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from reinforge.app.tiny import tiny_tokenizer
 from reinforge.config.schema import ModelConfig
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models.load import load_model, load_scalar
 from reinforge.models.scalar import ScalarModel, padding_id
+from reinforge.models.tiny import tiny_tokenizer
 from scalars import make_classifier, make_scalar, true_values
 from toys import ARCHS, ToyTokenizer, _config, make_model, make_module, make_samples, tokens_of
 

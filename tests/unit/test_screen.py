@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
-from reinforge.app.preflight import Report
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.config.schema import Config
 from reinforge.core.sample import Row
 from reinforge.data.units import one_sided
+from reinforge.plan.preflight import Report
 from toys import SilentView
 
 pytestmark = pytest.mark.timeout(180)
@@ -36,7 +36,7 @@ def test_other_libraries_write_nothing_onto_the_screen(tmp_path: Path) -> None:
     )
     code = """
 import sys
-from reinforge.app.tiny import make_tiny_model
+from reinforge.models.tiny import make_tiny_model
 from reinforge.config.schema import ModelConfig
 from reinforge.models.load import load_model
 from huggingface_hub.utils import are_progress_bars_disabled
@@ -76,7 +76,7 @@ def test_labels_that_all_say_the_same_are_told_when_training_and_planning(
     train_config(make("both", "kto", "train.steps=1", rewards=[]), Given(data=both), quiet)
     assert not any("are labelled" in text for text in quiet.messages)
 
-    from reinforge.app.checks import _check_labels
+    from reinforge.plan.checks import _check_labels
 
     for data, expected in ((rows, 1), (both, 0)):
         report = Report()

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from reinforge.app.serve_http import Limits
-from reinforge.app.serve_requests import CompletionRequest
-from reinforge.app.serve_service import Service
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
+from reinforge.serve.http import Limits
+from reinforge.serve.requests import CompletionRequest
+from reinforge.serve.service import Service
 from serving import make_chat_model, served_model, until
 
 pytestmark = pytest.mark.timeout(120)

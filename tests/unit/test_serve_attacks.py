@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from attack_lists import web
-from reinforge.app.serve_http import Limits
+from reinforge.serve.http import Limits
 from serving import make_chat_model, served_model
 
 pytestmark = pytest.mark.timeout(120)

@@ -21,9 +21,9 @@ import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from reinforge.app import serve_connections
-from reinforge.app.serve_connections import HEADER_BYTES, Limits, Sparse
-from reinforge.app.serve_http import server_of
+from reinforge.serve import connections as serve_connections
+from reinforge.serve.connections import HEADER_BYTES, Limits, Sparse
+from reinforge.serve.http import server_of
 from serving import until
 
 pytestmark = pytest.mark.timeout(60)

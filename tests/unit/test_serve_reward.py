@@ -11,11 +11,12 @@ from urllib.error import HTTPError
 import pytest
 
 from family_runs import PAIRS, config, launch, small_model
-from reinforge.app.export import export
-from reinforge.app.serve import ServeOptions, listen, load_scorer
-from reinforge.app.serve_http import Limits, make_app
+from reinforge.build.serving import load_scorer
 from reinforge.core.errors import InputError
+from reinforge.offline.export import export
 from reinforge.rewards.model import ModelReward, model_reward
+from reinforge.serve.http import Limits, make_app
+from reinforge.serve.options import ServeOptions, listen
 from scalars import make_classifier
 from serving import TEMPLATE, serving
 

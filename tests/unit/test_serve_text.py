@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforge.app import serve_text
-from reinforge.app.serve_text import Decoding, Text, ToolText, held_back, parse_calls
-from reinforge.app.tiny import tiny_tokenizer
+from reinforge.models.tiny import tiny_tokenizer
+from reinforge.serve import text as serve_text
+from reinforge.serve.text import Decoding, Text, ToolText, held_back, parse_calls
 
 TOKENIZER = tiny_tokenizer()
 
@@ -125,7 +125,7 @@ def test_the_engine_sees_stop_strings_of_many_bytes() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
 def test_loopback(host: str) -> None:
-    from reinforge.app.serve import ServeOptions, is_loopback, key_of
+    from reinforge.serve.options import ServeOptions, is_loopback, key_of
 
     assert is_loopback(host) and key_of(ServeOptions(host=host)) is None
 
@@ -134,8 +134,8 @@ def test_loopback(host: str) -> None:
     "host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.evil.example"]
 )
 def test_the_network_needs_a_key(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reinforge.app.serve import KEY, ServeOptions, key_of
     from reinforge.core.errors import InputError
+    from reinforge.serve.options import KEY, ServeOptions, key_of
 
     with pytest.raises(InputError, match="no API key"):
         key_of(ServeOptions(host=host))

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.api import train_config
-from reinforge.app.build import Given, build
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given, build
 from reinforge.checkpoint import store
 from reinforge.checkpoint.lock import LOCK
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, Terminated
-from reinforge.train.rl import RLTrainer
+from reinforge.loops.rl import RLTrainer
 from tiny_runs import DATA, EVAL, LORA, digest, launch, lines, odd
 from toys import SilentView
 
@@ -417,7 +417,7 @@ def test_trackers_get_the_configuration_without_its_secrets(
 ) -> None:
     told: list[Any] = []
     monkeypatch.setattr(
-        "reinforge.train.session.make_sinks", lambda names, target: told.append(target) or []
+        "reinforge.loops.session.make_sinks", lambda names, target: told.append(target) or []
     )
     launch(make("run", "grpo", "train.steps=1", "data.fixed={url: 'http://me:PW@host'}"))
     assert told[0].config["data"]["fixed"] == {"url": "http://(hidden)@host"}

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from reinforge.algorithms.catalogue import printed
-from reinforge.app import show
-from reinforge.app.cli import main
+from reinforge.cli import show
+from reinforge.cli.main import main
 from reinforge.watch.recorder import Recorder
 
 

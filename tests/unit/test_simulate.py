@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import yaml
 
-from reinforge.app.simulate import measured_of, plan_cluster, spread
 from reinforge.backends import roofline
 from reinforge.backends.memory import Facts, kv_token_bytes, weight_bytes
 from reinforge.backends.roofline import Work, forward_flops
@@ -35,6 +34,7 @@ from reinforge.cluster.scaling import (
 )
 from reinforge.config.load import load_config
 from reinforge.core.errors import InputError
+from reinforge.plan.simulate import measured_of, plan_cluster, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Facts(32, 4096, 14336, 32, 8, 128, 128256, False, compiled=True)
@@ -261,7 +261,7 @@ def test_a_run_is_the_measure(config: Path, tmp_path: Path) -> None:
 
 def test_the_command_needs_no_torch(config: Path) -> None:
     code = (
-        f"import sys; from reinforge.app.cli import main; code = main(['plan', {str(config)!r},"
+        f"import sys; from reinforge.cli.main import main; code = main(['plan', {str(config)!r},"
         " '--cluster', '--gpus', '8..64', '--json']); assert 'torch' not in sys.modules;"
         " sys.exit(code)"
     )

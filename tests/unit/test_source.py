@@ -15,8 +15,8 @@ import torch
 
 import odd_reward
 from reinforge.algorithms.table import build
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
 from reinforge.core.batch import Batch

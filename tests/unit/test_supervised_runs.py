@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from family_runs import WORDS, config, launch, small_model
-from reinforge.app.build import Given, build
+from reinforge.build.trainer import Given, build
 from reinforge.core.errors import InputError
 from reinforge.data.cursor import Cursor
 from reinforge.data.mixture import MixtureCursor
@@ -130,7 +130,7 @@ def test_a_mixture_of_files(model: str, tmp_path: Path) -> None:
     seen = Counter(trainer.row(i)[0].uid.partition(":")[0] for i in trainer.chooser.cursor.take(30))  # type: ignore[union-attr]
     assert seen == {"good": 10, "odd": 20}
     for cfg, steps in ((whole, 5), (cut, 2), (cut, 5)):
-        from reinforge.app.api import train_config
+        from reinforge.build.run import train_config
 
         train_config(
             cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})}),

@@ -23,7 +23,7 @@ from reinforge.algorithms.reduce import REDUCERS
 from reinforge.algorithms.selections import SELECTIONS
 from reinforge.algorithms.surrogates import SURROGATES
 from reinforge.algorithms.table import build
-from reinforge.app.cli import main
+from reinforge.cli.main import main
 from reinforge.config.algorithm import (
     SINGLE_SAMPLE_ADVANTAGES,
     SINGLE_SAMPLE_ALGORITHMS,

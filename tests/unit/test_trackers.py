@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.config.schema import Config
 from reinforge.core.errors import Terminated
-from reinforge.train.session import Session
+from reinforge.loops.session import Session
 from reinforge.watch import sinks
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from reinforge.app.api import train_config
-from reinforge.app.build import Given
-from reinforge.app.tiny import make_tiny_model
+from reinforge.build.run import train_config
+from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict
 from reinforge.core.sample import Group, Row, Sample
+from reinforge.models.tiny import make_tiny_model
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report
 from reinforge.watch.transcripts import (

@@ -1,0 +1,214 @@
+"""What a run will take, before it starts: memory by part and seconds by phase, for the machine at
+hand.
+
+`plan` shows it, a run records it as prediction.json, and the report puts what was measured beside
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from reinforge.backends import memory, roofline
+from reinforge.backends.memory import GIB, Facts
+from reinforge.backends.roofline import Machine, Work
+from reinforge.config.schema import Config
+
+if TYPE_CHECKING:
+    from reinforge.build.sharded import AnyBackend
+
+
+def machine_at(device: str) -> Machine:
+    """The machine that `model.device` means: a GPU from the table, or this CPU, timed."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return roofline.this_cpu()
+    properties = torch.cuda.get_device_properties(
+        torch.device("cuda" if device == "auto" else device)
+    )
+    return roofline.gpu(properties.name, properties.total_memory)
+
+
+def needs_of(cfg: Config) -> frozenset[str]:
+    """The streams that a run annotates, as far as its configuration tells."""
+    a = cfg.algorithm
+    if a.family == "preference":
+        from reinforge.build.algorithm import algorithm_of
+
+        return algorithm_of(a, cfg.rollout.max_new_tokens).needs - (
+            {"reference"} if cfg.train.precompute_reference else set()
+        )
+    found = {
+        "reference": bool(a.kl.coefficient),
+        "old": a.epochs * a.minibatches > 1,
+        "values": a.needs_critic,
+    }
+    return frozenset(name for name, used in found.items() if used)
+
+
+def predict(
+    cfg: Config,
+    facts: Facts,
+    machine: Machine,
+    lengths: tuple[float, int],
+    *,
+    budget: int | None = None,
+    needs: frozenset[str] | None = None,
+    devices: int = 1,
+) -> dict[str, Any]:
+    """`lengths`: mean and longest prompt, or row where nothing is generated.
+
+    Completions count with rollout.max_new_tokens: shorter ones take less. `budget`: tokens per
+    micro-batch where they are known already.
+    """
+    needs = needs_of(cfg) if needs is None else needs
+    own_critic = "values" in needs and not (cfg.critic is not None and cfg.critic.shared)
+    copies = {"reference": "reference" in needs, "critic": own_critic}
+    rl = cfg.algorithm.rl
+    mean = lengths[0]
+    longest = lengths[1] + (cfg.rollout.max_new_tokens if rl else 0)
+    samples = cfg.train.prompts_per_step * (cfg.algorithm.group_size if rl else 1)
+    work = Work(
+        samples,
+        mean,
+        cfg.rollout.max_new_tokens if rl else 0,
+        cfg.algorithm.group_size if rl else 1,
+        cfg.rollout.max_batch,
+        cfg.algorithm.epochs,
+        len(needs & {"old", "reference"}),
+        copies["critic"],
+        rl and cfg.train.share_prompts,
+    )
+    free = int(USABLE * machine.memory) - memory.weight_bytes(facts)
+    if budget is None:
+        asked = cfg.train.tokens_per_microbatch
+        auto = (
+            memory.CPU_BUDGET
+            if machine.kind == "cpu"
+            else memory.budget(facts, free, **copies, reserved=int(memory.KEEP * machine.memory))
+        )
+        budget = auto if asked == "auto" else asked
+    packed = max(longest, min(budget, math.ceil(work.tokens / cfg.algorithm.minibatches)))
+    parts = {"train": memory.training(facts, packed, machine.kind, **copies)}
+    if rl:
+        room = free - memory.optimizer_bytes(facts) if machine.kind == "cuda" else 2 << 30
+        kv = memory.kv_pool_bytes(facts, room, cfg.rollout.max_batch, longest, cfg.rollout.kv_gib)
+        parts["train"]["kv"] = (
+            kv if machine.kind == "cpu" or kv <= memory.KEEP * machine.memory else 0
+        )
+        parts["generate"] = memory.generation(
+            facts, kv, min(samples, cfg.rollout.max_batch), machine.kind, **copies
+        )
+    followers = (cfg.train.ema is not None) + (
+        copies["reference"] and cfg.algorithm.kl.reference.kind != "frozen"
+    )
+    for found in parts.values():
+        found["averages"] = followers * memory.FLOAT * facts.learning()
+    seconds = {
+        "train": roofline.train_seconds(facts, machine, work),
+        "generate": roofline.generate_seconds(facts, machine, work),
+    }
+    # useful ones: nothing computed twice
+    flops = (3 - (facts.rank is not None)) * roofline.forward_flops(
+        facts, 1, mean + work.new_tokens
+    )
+    return {
+        "rates": {
+            "devices": devices,
+            "engines": cfg.cluster.engines if cfg.cluster.layout == "split" else 0,
+            "peak_flops": machine.flops,
+            "flops_per_token": flops,
+        },
+        "machine": {
+            "name": machine.name,
+            "kind": machine.kind,
+            "memory_gib": round(machine.memory / GIB, 1),
+            "known": machine.known,
+        },
+        "memory_gib": {phase: _gib(found) for phase, found in parts.items()},
+        "seconds": {phase: float(f"{seconds[phase]:.4g}") for phase in parts},
+        "assumed": {
+            "samples": samples,
+            "prompt_tokens": round(mean, 1),
+            "new_tokens": work.new_tokens,
+            "tokens_per_microbatch": budget,
+        },
+    }
+
+
+def _gib(parts: dict[str, int]) -> dict[str, float]:
+    return {
+        name: float(f"{value / GIB:.4g}")
+        for name, value in {**parts, "peak": memory.total(parts)}.items()
+        if value
+    }
+
+
+def devices_of(backend: AnyBackend) -> int:
+    """How many train: ranks of this run, actors of a crew, or one."""
+    ranks = getattr(backend, "ranks", None)
+    crew = getattr(backend, "crew", None)
+    return ranks.size if ranks is not None else len(crew.actors) if crew is not None else 1
+
+
+def predict_run(
+    cfg: Config, backend: AnyBackend, lengths: Sequence[int], needs: frozenset[str]
+) -> dict[str, Any]:
+    """The prediction of a run whose model is loaded: parameters are counted, the micro-batch is
+    known.
+    """
+    facts = backend.facts()
+    machine = machine_at(str(backend.model.device))
+    return predict(
+        cfg,
+        facts,
+        machine,
+        (sum(lengths) / max(1, len(lengths)), max(lengths, default=1)),
+        budget=backend.budget,
+        needs=needs,
+        devices=devices_of(backend),
+    )
+
+
+def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
+    """(label, text) lines for people."""
+    machine = prediction["machine"]
+    assumed = prediction["assumed"]
+    lines = []
+    for phase, parts in prediction["memory_gib"].items():
+        rest = sorted(((v, k) for k, v in parts.items() if k != "peak"), reverse=True)
+        listed = ", ".join(
+            f"{name} {_short(value)}" for value, name in rest if value >= 0.005 * parts["peak"]
+        )
+        packed = (
+            f" (micro-batches of {assumed['tokens_per_microbatch']:,} tokens)"
+            if phase == "train"
+            else ""
+        )
+        lines.append(
+            (
+                f"memory to {phase}",
+                (
+                    f"{_short(parts['peak'])} of {machine['memory_gib']:g} GiB on"
+                    f" {machine['name']}: {listed}{packed}"
+                ),
+            )
+        )
+    guess = "" if machine["known"] else "; this GPU is not in our table, so that is a guess"
+    times = ", ".join(
+        f"{phase} {_short(seconds)} s" for phase, seconds in prediction["seconds"].items()
+    )
+    return [
+        *lines,
+        (
+            "time of a step",
+            f"about {times} for completions of full length, on an idle machine{guess}",
+        ),
+    ]
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"

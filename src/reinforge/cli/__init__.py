@@ -1,0 +1,1 @@
+"""Floor 10: the command line. Commands parse and print; the work is below."""

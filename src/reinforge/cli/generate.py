@@ -1,0 +1,274 @@
+"""The command `generate`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from reinforge.core.errors import InputError
+
+if TYPE_CHECKING:
+    from reinforge.config.schema import Config
+
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 = greedy.", min=0)]
+TopP = Annotated[
+    float,
+    typer.Option(
+        help="Nucleus: sample from the most likely tokens that hold this much probability.",
+        min=0,
+        max=1,
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Longest completion.", min=1)]
+Longest = Annotated[
+    int | None,
+    typer.Option(
+        help=(
+            "Longest completion; default: the configuration's or run's rollout.max_new_tokens, else"
+            " 256."
+        ),
+        min=1,
+    ),
+]
+Prompts = Annotated[
+    str | None,
+    typer.Option(
+        "--prompts",
+        "--data",
+        help=(
+            "A .jsonl file with a `prompt` per line, text or messages, or any source; default: the"
+            " configuration's."
+        ),
+    ),
+]
+KEY = "REINFORGE_API_KEY"
+
+
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_CONFIG",
+            help=(
+                "Hub id, directory, .gguf file or run; or a .yaml configuration, whose model, data"
+                " and rewards are taken."
+            ),
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="The .jsonl file to write: the rows with their completions.")
+    ],
+    prompts: Prompts = None,
+    n: Annotated[int, typer.Option("-n", help="Completions per prompt.", min=1)] = 1,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    max_new_tokens: Longest = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    adapter: Annotated[
+        str | None, typer.Option(help="A saved adapter to put on the model.")
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask this OpenAI-compatible server instead, e.g. http://127.0.0.1:8000/v1."
+        ),
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="The server's name for the model; default: its only one.")
+    ] = None,
+    api_key_env: Annotated[
+        str, typer.Option(help="The environment variable with the server's and the judge's key.")
+    ] = KEY,
+    parallel: Annotated[int, typer.Option(help="Requests to a server at once.", min=1)] = 16,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests to a server per minute, at most.", min=0.001)
+    ] = None,
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="Have the server continue text prompts, without a chat template."
+        ),
+    ] = False,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs/--no-logprobs", help="Ask the server for log-probs.")
+    ] = True,
+    token_ids: Annotated[
+        bool,
+        typer.Option(
+            "--token-ids", help="Ask the server for token ids (reinforge and vLLM give them)."
+        ),
+    ] = False,
+    rewards: Annotated[
+        bool, typer.Option("--rewards", help="Score completions with the configuration's rewards.")
+    ] = False,
+    judge: Annotated[
+        str | None, typer.Option(help="Have the model of this server judge completions.")
+    ] = None,
+    judge_model: Annotated[
+        str | None, typer.Option(help="The judge's name there; default: its only model.")
+    ] = None,
+    judge_mode: Annotated[
+        Literal["score", "pairwise"],
+        typer.Option(help="A score from 0 to 10, or the share of comparisons won."),
+    ] = "score",
+    judge_prompt: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the judge's prompt: {prompt} and {completion}, or {a} and {b}."
+        ),
+    ] = None,
+    pairs: Annotated[
+        Literal["best-worst", "all"] | None,
+        typer.Option(help="Also write preference pairs to OUT.pairs.jsonl, by reward or judge."),
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(help="Completions of a pair must differ by more than this.", min=0)
+    ] = 0.0,
+) -> None:
+    """Complete every prompt of a file, with labels and preference pairs where they are wanted.
+
+    What was answered is kept: the same command after a kill asks only for the rest.
+
+    [bold]Examples[/bold]
+
+      reinforge generate HuggingFaceTB/SmolLM2-135M-Instruct \\
+        --prompts prompts.jsonl --out out.jsonl -n 4
+
+      reinforge generate recipe:chain_sum --out out.jsonl -n 8 --rewards --pairs best-worst
+
+      reinforge generate my-model --server http://127.0.0.1:8000/v1 \\
+        --data prompts.jsonl --out out.jsonl
+    """
+    source = _source(prompts, out)
+    config: Config | None = None
+    if model.endswith((".yaml", ".yml")):
+        from reinforge.config.load import load_config
+
+        config = load_config(Path(model))
+        model = config.model.path
+        adapter = adapter or (config.adapter.path if config.adapter else None)
+    more: dict[str, Any] = {} if config is None else {"config": config}
+    key = os.environ.get(api_key_env) or None
+    if server is not None:
+        from reinforge.engines.openai import Server
+
+        more |= {
+            "server": Server(server, model_name, key, parallel, rate),
+            "raw": raw,
+            "logprobs": logprobs,
+            "token_ids": token_ids,
+        }
+    if rewards or judge or pairs:
+        more["labelling"] = _labelling(
+            model,
+            config,
+            rewards,
+            judge,
+            judge_model,
+            key,
+            parallel,
+            rate,
+            judge_mode,
+            judge_prompt,
+            pairs,
+            margin,
+            n,
+        )
+    from reinforge.api import generate as run
+
+    rows = run(
+        model,
+        source,
+        out,
+        n=n,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        adapter=adapter,
+        **more,
+    )
+    print(f"{rows} rows in {out}")
+    if pairs:
+        _tell_pairs(out)
+
+
+def _tell_pairs(out: Path) -> None:
+    from reinforge.offline.generate import pairs_path
+
+    made = pairs_path(out)
+    with made.open(encoding="utf-8") as lines:
+        print(f"{sum(1 for _ in lines)} pairs in {made}")
+
+
+def _source(prompts: str | None, out: Path) -> Path | str | None:
+    """The prompts' file, checked, or the name of another source."""
+    from reinforge.data.readers import kind_of
+
+    if prompts is None or not kind_of(prompts).startswith("."):
+        return prompts
+    path = Path(prompts)
+    if not path.is_file():
+        raise InputError(
+            f"no such file: {path}.",
+            where="--prompts",
+            fix="Give a .jsonl file with a `prompt` per line.",
+        )
+    if out.exists() and out.samefile(path):
+        raise InputError(
+            f"{out} is the file of prompts.", where="--out", fix="Write to another file."
+        )
+    return path
+
+
+def _labelling(
+    model: str,
+    config: Config | None,
+    rewards: bool,
+    judge: str | None,
+    judge_model: str | None,
+    key: str | None,
+    parallel: int,
+    rate: float | None,
+    mode: Any,
+    prompt: Path | None,
+    pairs: Any,
+    margin: float,
+    n: int,
+) -> Any:
+    """Everything that is wrong with the labels, before a model is loaded."""
+    from reinforge.build.trained import config_of, is_run
+    from reinforge.engines.openai import Server
+    from reinforge.offline.labels import Labelling
+
+    if config is None and is_run(Path(model)):
+        config = config_of(Path(model))[0]
+    if rewards and (config is None or not config.rewards):
+        raise InputError(
+            "there are no rewards to score with.",
+            where="--rewards",
+            fix="Give a .yaml configuration, or a run, that has some.",
+        )
+    if pairs and n < 2:
+        raise InputError(
+            "a pair needs two completions.", where="--pairs", fix="Ask for -n 2 or more."
+        )
+    if pairs and not (rewards or judge):
+        raise InputError(
+            "what makes one completion better than another?",
+            where="--pairs",
+            fix="Add --rewards or --judge URL.",
+        )
+    if prompt is not None and not prompt.is_file():
+        raise InputError(f"no such file: {prompt}.", where="--judge-prompt")
+    return Labelling(
+        config.rewards if rewards and config is not None else (),
+        Server(judge, judge_model, key, parallel, rate) if judge else None,
+        mode,
+        None if prompt is None else prompt.read_text(),
+        pairs=pairs,
+        margin=margin,
+    )

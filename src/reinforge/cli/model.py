@@ -1,0 +1,240 @@
+"""Commands that use a model or make one: generate, eval, chat, serve, export, tiny."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reinforge.cli.generate import MaxNewTokens, Temperature, TopP, generate
+from reinforge.cli.serve import serve
+from reinforge.cli.show import print_mapping
+from reinforge.core.errors import InputError
+
+
+def register(app: typer.Typer) -> None:
+    for command, name in (
+        (generate, None),
+        (evaluate, "eval"),
+        (chat, None),
+        (serve, None),
+        (export, None),
+        (tiny, None),
+    ):
+        app.command(name)(command)
+
+
+def evaluate(
+    config_or_run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG_OR_RUN",
+            help=(
+                "A configuration, or the directory of a run (its newest checkpoint). With --runner"
+                " lm_eval also any model."
+            ),
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file."),
+    ] = None,
+    runner: Annotated[
+        str, typer.Option(help="native, or lm_eval: tasks of lm-evaluation-harness on our engine.")
+    ] = "native",
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="lm_eval: names of tasks.")
+    ] = None,
+    include: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="lm_eval: a directory with tasks of your own (YAML)."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="lm_eval: only the first rows of every task.")
+    ] = None,
+    fewshot: Annotated[
+        int | None,
+        typer.Option(min=0, help="lm_eval: examples in the prompt; default: the task's."),
+    ] = None,
+    as_chat: Annotated[
+        bool, typer.Option("--chat", help="lm_eval: prompts through the model's chat template.")
+    ] = False,
+) -> None:
+    """Measure a model on the held-out rows of its configuration, or on tasks of
+    lm-evaluation-harness.
+
+    [bold]Examples[/bold]
+
+      reinforge eval recipe:chain_sum
+
+      reinforge eval runs/chain-sum eval.samples=8 eval.temperature=0.7
+
+      reinforge eval runs/chain-sum --runner lm_eval --tasks arc_easy,gsm8k --limit 200
+    """
+    if runner == "lm_eval":
+        _with_lm_eval(
+            str(config_or_run),
+            tasks,
+            overrides,
+            include=include,
+            limit=limit,
+            fewshot=fewshot,
+            chat=as_chat,
+        )
+        return
+    if (
+        runner != "native"
+        or any(x is not None for x in (tasks, include, limit, fewshot))
+        or as_chat
+    ):
+        raise InputError(
+            "--tasks, --include, --limit, --fewshot and --chat are for --runner lm_eval.",
+            where="--runner",
+            fix="There are: native, lm_eval.",
+        )
+    if not config_or_run.exists():
+        raise InputError(
+            f"no such file or directory: {config_or_run}.",
+            where="CONFIG_OR_RUN",
+            fix="Give a .yaml file or a run directory.",
+        )
+    from reinforge.api import evaluate as run
+
+    print_mapping(run(config_or_run, overrides or []))
+
+
+def _with_lm_eval(
+    model: str, tasks: str | None, overrides: list[str] | None, **settings: Any
+) -> None:
+    """Metrics as `task/metric`, filters left out where there is none."""
+    if not tasks:
+        raise InputError(
+            "which tasks?", where="--tasks", fix="Give names, e.g. --tasks arc_easy,gsm8k."
+        )
+    if overrides:
+        raise InputError(
+            f"{overrides[0]}: --runner lm_eval reads no configuration.",
+            where="KEY=VALUE",
+            fix="Remove it.",
+        )
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError(
+            "lm_eval is not installed.", where="--runner", fix="pip install 'reinforge[lm-eval]'"
+        )
+    from reinforge.build.trained import open_model
+    from reinforge.evals.lm_eval import run_tasks
+
+    found = run_tasks(open_model(model)[0], [name.strip() for name in tasks.split(",")], **settings)
+    print_mapping(
+        {
+            f"{task}/{key.removesuffix(',none')}": value
+            for task, values in found.items()
+            for key, value in values.items()
+            if isinstance(value, int | float)
+        }
+    )
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_RUN", help="Hub id, directory, .gguf file, or the directory of a run."
+        ),
+    ],
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    max_new_tokens: MaxNewTokens = 512,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+) -> None:
+    """Talk to a model in the terminal.
+
+    [bold]Examples[/bold]
+
+      reinforge chat HuggingFaceTB/SmolLM2-135M-Instruct
+
+      reinforge chat runs/chain-sum --temperature 0
+    """
+    from reinforge.cli.chat import chat as run
+
+    run(model, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, system=system)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="The directory to write; it must not exist or be empty."
+        ),
+    ],
+    checkpoint: Annotated[str, typer.Option(help="best, latest, or a step.")] = "latest",
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the adapter into the weights.")
+    ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="ID",
+            help="Also upload it to this hub id (private). Needs HF_TOKEN or a login.",
+        ),
+    ] = None,
+) -> None:
+    """Write a run's model as an ordinary model directory that transformers and servers load.
+
+    [bold]Examples[/bold]
+
+      reinforge export runs/chain-sum exported
+
+      reinforge export runs/chain-sum exported --merge --checkpoint best
+    """
+    if not run.is_dir():
+        raise InputError(f"no such run directory: {run}.", where="RUN")
+    if checkpoint not in ("best", "latest") and not checkpoint.isdecimal():
+        raise InputError(
+            f"{checkpoint!r} is no checkpoint.",
+            where="--checkpoint",
+            fix="Give best, latest or the number of a step.",
+        )
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise InputError(
+            f"{out} exists and is not empty.", where="OUT", fix="Choose another directory."
+        )
+    from reinforge.offline.export import export as write
+
+    print(write(run, out, checkpoint=checkpoint, merge=merge, push=push))
+
+
+def tiny(
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="The directory to write; it must not exist or be empty."
+        ),
+    ],
+    seed: Annotated[int, typer.Option(help="Of the weights and of the demonstrations.")] = 0,
+    context: Annotated[
+        int, typer.Option(min=64, help="Tokens that it can read; games need more than sums.")
+    ] = 256,
+) -> None:
+    """Make the small model that recipes/algorithms start from: 0.1 M parameters that half know how
+    to add. Takes seconds.
+
+    [bold]Examples[/bold]
+
+      reinforge tiny runs/tiny
+
+      reinforge train recipe:algorithms/grpo
+    """
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise InputError(
+            f"{out} exists and is not empty.",
+            where="OUT",
+            fix="Choose another directory, or use the model that is there.",
+        )
+    from reinforge.offline.taught import make_taught_model
+
+    print(make_taught_model(out, seed=seed, context=context))

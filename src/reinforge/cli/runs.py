@@ -1,0 +1,206 @@
+"""`reinforge runs`: what is in run directories. Reads files only."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reinforge.cli.show import print_mapping, print_table, print_text
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="List, show, compare and report on runs.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+PIPELINE = "pipeline.json"  # in the directory of a pipeline
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def _best(best: dict[str, Any] | None) -> str | None:
+    """
+    >>> _best({"metric": "eval/accuracy", "value": 0.5625, "step": 5, "low": None, "high": None})
+    'accuracy 0.5625'
+    """
+    return None if best is None else f"{best['metric'].removeprefix('eval/')} {best['value']:.4g}"
+
+
+@app.command("list")
+def list_command(
+    root: Annotated[Path, typer.Argument(help="Where to look for run directories.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List the runs under a directory.
+
+    [bold]Examples[/bold]
+
+      reinforge runs list
+
+      reinforge runs list experiments --json
+    """
+    from reinforge.watch.runs import list_runs
+
+    found = list_runs(root)
+    if as_json:
+        _json(found)
+    else:
+        print_table([_listed(run) for run in found], empty=f"no runs under {root}")
+
+
+def _listed(run: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of the list, for people."""
+    troubles = len(run["troubles"])
+    reward = None if run["reward"] is None else f"reward {run['reward']:.4g}"
+    return {
+        "run": run["dir"],
+        "status": (
+            f"{run['status']}, {troubles} {'trouble' if troubles == 1 else 'troubles'}"
+            if troubles
+            else run["status"]
+        ),
+        "step": f"{run['step']}/{run['steps'] or '?'}",
+        "algorithm": run["algorithm"],
+        "best": _best(run["best_eval"]) or reward,
+        "updated": time.strftime("%Y-%m-%d %H:%M", time.localtime(run["updated"])),
+    }
+
+
+@app.command()
+def show(run: RunDir, as_json: AsJson = False) -> None:
+    """Show one run: its state, its last metrics, how to continue it.
+
+    [bold]Example[/bold]
+
+      reinforge runs show runs/chain-sum
+    """
+    if (run / PIPELINE).is_file():
+        from reinforge.watch.pipeline import show_pipeline
+
+        stages = show_pipeline(run)
+        _json(stages) if as_json else print_table(stages)
+        return
+    from reinforge.watch.ending import describe_end
+    from reinforge.watch.runs import show_run
+
+    found = show_run(run)
+    if as_json:
+        _json(found)
+    else:
+        print_text(describe_end(run))
+        print()
+        print_mapping(_shown(found))
+
+
+@app.command()
+def report(run: RunDir) -> None:
+    """Write report.html for any run: one that has finished, failed, was killed, or is still going.
+
+    Prints its path.
+
+    One file that opens anywhere without network: curves, samples, settings, where the time went,
+    what speaks against the run.
+
+    [bold]Example[/bold]
+
+      reinforge runs report runs/chain-sum
+    """
+    if (run / PIPELINE).is_file():
+        from reinforge.watch.pipeline import write_pipeline_report
+
+        print(write_pipeline_report(run))
+        return
+    from reinforge.watch.report import write_report
+    from reinforge.watch.runs import show_run
+
+    found = show_run(run)
+    print(write_report(run))
+    far = f"{found['status']}, step {found['step']} of {found['steps'] or '?'}"
+    for line in (far, *(f"warning: {trouble}" for trouble in found["troubles"])):
+        print(line, file=sys.stderr)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: which settings differ, and how their metrics end.
+
+    [bold]Example[/bold]
+
+      reinforge runs compare runs/a runs/b
+    """
+    from reinforge.watch.runs import compare_runs
+
+    found = compare_runs(runs)
+    if as_json:
+        _json(found)
+        return
+    names = [str(run) for run in found["runs"]]
+    single = {
+        key: values for key, values in found.items() if key != "runs" and isinstance(values, list)
+    }
+    print_table(
+        [{"": key, **dict(zip(names, values, strict=True))} for key, values in single.items()]
+    )
+    for title, part in found.items():
+        if isinstance(part, Mapping):
+            print()
+            print_table(
+                [
+                    {title: key, **dict(zip(names, values, strict=True))}
+                    for key, values in part.items()
+                ],
+                empty=f"{title}: no difference",
+            )
+
+
+@app.command()
+def digest(run: RunDir) -> None:
+    """Print one hash of everything a run's newest checkpoint holds: equal digests mean
+    bit-identical runs.
+
+    Of a pipeline: a line per stage, and on the last line the hash of them all.
+
+    [bold]Example[/bold]
+
+      reinforge runs digest runs/chain-sum
+    """
+    if (run / PIPELINE).is_file():
+        from reinforge.pipelines.run import digest_pipeline, whole_digest
+
+        stages = digest_pipeline(run)
+        for name, value in stages.items():
+            print(f"{value}  {name}")
+        print(whole_digest(stages))
+        return
+    from reinforge.checkpoint.store import digest_run
+
+    print(digest_run(run))
+
+
+def _shown(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The rest of what `runs show` prints: the settings that matter, the last metrics by group,
+    what there is and happened. --json has all.
+    """
+    from reinforge.watch.ending import grouped
+
+    return {
+        "settings": run["config"],
+        **grouped(run["last"]),
+        "checkpoints": [c["step"] for c in run["checkpoints"]] or None,
+        "events": [str(event.get("kind")) for event in run["events"]] or None,
+        "versions": run["versions"],
+    }

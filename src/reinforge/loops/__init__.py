@@ -1,0 +1,1 @@
+"""Floor 5: the training loops, and what a run is beside its steps."""

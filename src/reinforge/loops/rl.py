@@ -1,0 +1,246 @@
+"""THE loop.
+
+It knows rows, groups, batches and an algorithm made of functions; it never asks which algorithm it
+runs.
+
+One step: harvest groups, pack, annotate with what the algorithm needs, compute advantages over the
+whole batch, then one or more optimizer steps whose denominators were counted before anything was
+cut; publish the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from reinforge.algorithms import corrections, value
+from reinforge.algorithms.table import Algorithm
+from reinforge.core.backend import Backend, Metrics
+from reinforge.core.batch import Batch, Totals, pack
+from reinforge.core.engine import Engine, GenerationStats
+from reinforge.core.errors import Terminated
+from reinforge.core.sample import Group, Sample, Stop
+from reinforge.core.signal import signal_share, with_signal
+from reinforge.core.threads import in_thread
+from reinforge.loops.critic import Critic
+from reinforge.loops.session import Session
+from reinforge.rewards.running import Running
+from reinforge.rollout.ahead import Ahead
+from reinforge.rollout.source import Source, harvest_metrics
+
+PATIENCE = 20.0  # seconds that a run which is asked to end waits for rewards under way
+
+
+@dataclass
+class RLTrainer:
+    """The parts of an RL run."""
+
+    session: Session
+    source: Source
+    backend: Backend
+    engine: Engine
+    algorithm: Algorithm
+    max_new_tokens: int
+    reward_weights: dict[str, float]
+    epochs: int = 1
+    minibatches: int = 1
+    critic: Critic | None = None
+    running: Running = field(default_factory=lambda: Running({}))  # statistics of rewards
+    skip_idle: bool = True  # rows without gradient are not computed
+    ahead: Ahead = field(default=None)  # type: ignore[assignment]  # default: none
+
+    def __post_init__(self) -> None:
+        self.ahead = self.ahead or Ahead(self.source)
+        self.session.settle = self.ahead.settle
+
+    async def run(self) -> None:
+        try:
+            await self._run()
+        except Terminated:
+            await self.session.settled(PATIENCE)
+            raise
+        finally:
+            await self.ahead.close()
+
+    async def _run(self) -> None:
+        run = self.session
+        self._settle_engine()
+        await self.engine.update(self.backend.weights(), self._version())
+        await run.begin()
+        while run.going():
+            busy = self._engine_seconds()
+            with run.phase("generate"):
+                await run.interruptible(self.ahead.advance(run.step, self._version()))
+                if self.ahead.drain:
+                    await self.engine.sleep()
+            # everything is generated, and the device has nothing to do
+            with run.phase("reward_wait"):
+                harvest = await run.interruptible(self.ahead.take(run.step, self._version()))
+            busy = self._engine_seconds() - busy
+            with run.phase("prepare"):
+                minibatches = self._pack(harvest.trained)
+                batches = [batch for minibatch in minibatches for batch in minibatch]
+            with run.phase("annotate"):
+                needs = self.algorithm.needs
+                if self.critic is not None:
+                    self.critic.annotate(batches)
+                    needs -= {"values"}
+                await self._aside(self.backend.annotate, batches, needs)
+                measured = self.algorithm.advantages(batches)
+            with run.phase("train"):
+                metrics = await self._aside(self._update, minibatches) | measured
+                metrics |= {} if self._waits() else self.algorithm.adapt(metrics)
+            await self.engine.update(self.backend.weights(), self._version())
+            metrics |= {
+                **harvest_metrics(harvest, self.reward_weights, self.source.components),
+                **getattr(self.engine, "measured", {}),
+            }
+            metrics |= {
+                **self._count(batches, metrics),
+                **({"efficiency/engine_seconds": busy} if busy else {}),
+            }
+            self.running.observe(
+                s for g in [*harvest.groups, *harvest.discarded] for s in g.episodes
+            )
+            await run.end_step(metrics, harvest.groups)
+
+    async def _aside(self, work: Callable[..., Any], *given: Any) -> Any:
+        """Where an engine elsewhere generates meanwhile, in a thread: its answers are heard, and
+        its episodes go on.
+        """
+        if self.ahead.drain:
+            return work(*given)
+        return await in_thread(work, *given)
+
+    def _settle_engine(self) -> None:
+        """A resumed run schedules as it did: the engine gets back what its scheduling
+        depends on.
+        """
+        counters = self.session.counters
+        prefix = "engine/"
+        saved = {
+            name.removeprefix(prefix): value
+            for name, value in counters.items()
+            if name.startswith(prefix)
+        }
+        if saved:
+            self.engine.load(saved)
+        counters.update({prefix + name: value for name, value in self.engine.state().items()})
+
+    def _engine_seconds(self) -> float:
+        """What the engine has worked so far, where it counts that."""
+        stats: GenerationStats | None = getattr(self.engine, "stats", None)
+        return 0.0 if stats is None else stats.seconds
+
+    def _version(self) -> int:
+        """Weights are counted by optimizer steps."""
+        return self.session.counters.get("updates", 0)
+
+    def _pack(self, groups: list[Group]) -> list[list[Batch]]:
+        """Whole groups into `minibatches` parts of like size, each packed by the token budget."""
+        samples = [[trainable(s, self.algorithm.overlong) for s in g.samples] for g in groups]
+        if (pick := self.algorithm.pick) is not None:
+            samples = [
+                kept
+                for g, own in zip(groups, samples, strict=True)
+                if (kept := pick(replace(g, samples=own)))
+            ]
+        parts = [samples[i :: self.minibatches] for i in range(self.minibatches)]
+        return [
+            pack(
+                [s for group in part for s in group],
+                self.backend.budget,
+                unit=self.algorithm.loss.unit,
+                share=self.backend.share,
+            )
+            for part in parts
+            if part
+        ]
+
+    def _update(self, minibatches: list[list[Batch]]) -> Metrics:
+        results: list[Metrics] = []
+        for _ in range(self.epochs):
+            for minibatch in minibatches:
+                totals = Totals.of(minibatch, self.max_new_tokens)
+                metrics = {} if self._waits() else self._policy_step(minibatch, totals)
+                if self.critic is not None:
+                    metrics |= self.critic.update(minibatch, totals)
+                results.append(metrics)
+        # dynamic sampling found no group with signal
+        return average(results) if results else {"train/empty": 1.0, "train/skipped": 0.0}
+
+    def _waits(self) -> bool:
+        """Whether only the critic is trained in this step."""
+        return self.critic is not None and self.critic.warming(self.session.step)
+
+    def _policy_step(self, minibatch: list[Batch], totals: Totals) -> Metrics:
+        if self.skip_idle and self.algorithm.idle:
+            minibatch = with_signal(minibatch, self.backend.budget, share=self.backend.share)
+            totals = replace(totals, left_out=totals.tokens - sum(b.n_trained for b in minibatch))
+        metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
+        metrics["tokens/processed"] = sum(b.n_tokens for b in minibatch)
+        self.session.counters["updates"] = self.session.counters.get("updates", 0) + 1
+        return {**value.finish(corrections.finish(metrics)), **self.backend.step()}
+
+    def _count(self, batches: list[Batch], metrics: Metrics) -> Metrics:
+        """Sampled, replayed and given tokens are trained or dropped, and the books balance."""
+        trained = sum(b.n_trained for b in batches)
+        sampled = int(metrics["tokens/sampled"])
+        counters = self.session.counters
+        counters["tokens_sampled"] = counters.get("tokens_sampled", 0) + sampled
+        counters["tokens_trained"] = counters.get("tokens_trained", 0) + trained
+        # a mean over optimizer steps
+        processed = metrics.get("tokens/processed", 0.0) * self.minibatches
+        unused = (
+            sampled + int(metrics["tokens/replayed"] + metrics.get("tokens/given", 0)) - trained
+        )
+        units = (
+            {"batch/units": sum(len(b.samples) for b in batches) / self.algorithm.loss.unit}
+            if self.algorithm.pick is not None
+            else {}
+        )
+        share = signal_share(batches)
+        signal = {} if share is None else {"batch/signal": share}
+        return {
+            "tokens/trained": trained,
+            "tokens/dropped": unused,
+            "tokens/processed": processed,
+            **units,
+            **signal,
+        }
+
+
+def trainable(sample: Sample, overlong: str) -> Sample:
+    """The sample with nothing to train where it must not be: unscored, failed, or truncated under
+    `overlong: mask`. It keeps its place in the group, so statistics still count it.
+    """
+    if (
+        sample.reward is None
+        or sample.stop is Stop.ERROR
+        or (overlong == "mask" and sample.stop is Stop.LENGTH)
+    ):
+        return sample.with_(trained=torch.zeros_like(sample.trained))
+    return sample
+
+
+def average(results: Iterable[Metrics]) -> Metrics:
+    """Metrics of several optimizer steps as one: means, except /max, /min and counts of
+    bad steps.
+    """
+    results = list(results)
+    out: Metrics = {}
+    for name in {n: None for r in results for n in r}:
+        values = [r[name] for r in results if name in r]
+        if name.endswith("/max") or name in (
+            "train/skipped",
+            "train/empty",
+            "train/oom",
+            "critic/oom",
+        ):
+            out[name] = max(values)
+        else:
+            out[name] = min(values) if name.endswith("/min") else sum(values) / len(values)
+    return out

@@ -1,0 +1,56 @@
+"""Training on given rows: the same backend, packing, checkpoints and metrics as RL.
+
+The loss is passed in; it knows no names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from reinforge.core.backend import Backend, Loss
+from reinforge.core.batch import Totals
+from reinforge.core.prepare import prepared
+from reinforge.core.sample import Sample
+from reinforge.loops.session import Session
+from reinforge.rollout.choose import Chooser
+
+
+@dataclass
+class SupervisedTrainer:
+    """`row(i)` gives the samples of unit i (one text, or the two answers of a pair); rows are
+    tokenised once and kept.
+    """
+
+    session: Session
+    chooser: Chooser
+    backend: Backend
+    loss: Loss
+    row: Callable[[int], Sequence[Sample]]
+    rows_per_step: int
+
+    async def run(self) -> None:
+        run = self.session
+        await run.begin()
+        while run.going():
+            with run.phase("prepare"):
+                samples = [
+                    sample
+                    for c in self.chooser.take(self.rows_per_step, run.step)
+                    for sample in self.row(c.row)
+                ]
+            with run.phase("annotate"):
+                batches = prepared(self.backend, self.loss, samples)
+            with run.phase("train"):
+                metrics = self.backend.forward_backward(batches, self.loss, Totals.of(batches))
+                metrics |= self.backend.step()
+            trained = sum(b.n_trained for b in batches)
+            processed = sum(b.n_tokens for b in batches)
+            run.counters["updates"] = run.counters.get("updates", 0) + 1
+            run.counters["tokens_trained"] = run.counters.get("tokens_trained", 0) + trained
+            metrics |= {
+                "tokens/trained": trained,
+                "tokens/processed": processed,
+                **self.chooser.report(run.step),
+            }
+            await run.end_step(metrics)

@@ -1,0 +1,1 @@
+"""Floor 7: what is done with a trained model: generation to a file, labels, export."""

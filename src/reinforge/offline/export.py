@@ -1,0 +1,166 @@
+"""Out the door: a directory that transformers, peft and every serving engine load as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from reinforge.build.trained import checkpoint_of, is_run, load_weights
+from reinforge.config.families import family_of
+from reinforge.config.load import config_from_dict
+from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+from reinforge.core.files import readable_as_usual
+from reinforge.data.chat import Renderer
+from reinforge.models.adapters import merged
+from reinforge.models.causal import CausalModel
+from reinforge.models.load import (
+    load_model,
+    load_scalar,
+    stop_tokens,
+    without_quantization,
+    writing,
+)
+from reinforge.models.scalar import ScalarModel
+from reinforge.offline.card import Form, card
+
+
+def export(
+    run: Path,
+    out: Path,
+    *,
+    checkpoint: str = "latest",
+    merge: bool = False,
+    push: str | None = None,
+    lineage: Sequence[str] = (),
+) -> Path:
+    """Writes model (or adapter, or reward model), tokenizer, chat template, generation config and a
+    model card to `out`. `merge` folds the adapter into the weights; where the run kept an average
+    of the weights (train.ema), it is exported. `push` is a hub id to upload the directory to.
+    """
+    if not is_run(run):
+        raise InputError(
+            f"{run} is not a run directory.",
+            where="export",
+            fix="Give the run.dir of a training run, or of a pipeline's stage.",
+        )
+    if out.exists() and (out.is_file() or any(out.iterdir())):
+        raise InputError(
+            f"{out} is not empty.",
+            where="export",
+            fix="Choose another directory, or empty it first.",
+        )
+    token = hub_token() if push else None
+    config = config_from_dict(
+        json.loads((run / "config.json").read_text()), where=str(run / "config.json")
+    )
+    write = _write_scores if family_of(config.algorithm.name) == "reward" else _write_model
+    form = write(config, run, out, checkpoint, merge)
+    text = card(
+        run,
+        config,
+        form,
+        checkpoint_of(run, checkpoint).name,
+        averaged=config.train.ema is not None,
+        lineage=lineage,
+    )
+    (out / "README.md").write_text(text, encoding="utf-8")
+    if push is not None and token is not None:
+        upload(out, push, token)
+    return out
+
+
+def _write_model(config: Config, run: Path, out: Path, checkpoint: str, merge: bool) -> Form:
+    model = load_model(
+        config.model.model_copy(update={"exact": False, "compile": False}), config.adapter
+    )
+    load_weights(model, run, checkpoint)
+    module: Any = model.module
+    if merge and config.adapter is not None:
+        module = merged(module)
+    adapter = config.adapter is not None and not merge
+    model.causal.set_attn_implementation("sdpa")
+    _end_of_turn(model, config)
+    if adapter:
+        _known_base(module, config.model.path)
+    elif config.adapter is not None and config.adapter.kind == "qlora":
+        module = without_quantization(module, model.dtype)
+    with writing():
+        module.save_pretrained(out)
+    if adapter:  # peft writes the adapter alone
+        model.causal.generation_config.save_pretrained(out)
+    model.tokenizer.save_pretrained(out)
+    readable_as_usual(*out.glob("*.safetensors"))
+    return "adapter" if adapter else "model"
+
+
+def _write_scores(config: Config, run: Path, out: Path, checkpoint: str, merge: bool) -> Form:
+    """A reward model: a sequence-classification checkpoint with one label; its adapter is always
+    merged.
+    """
+    model = load_scalar(
+        config.model.model_copy(update={"compile": False}), config.adapter, fresh=True
+    )
+    load_weights(model, run, checkpoint)
+    if config.adapter is not None:
+        model = ScalarModel(merged(model.module), model.tokenizer)
+    model.save(out)
+    return "reward model"
+
+
+def _end_of_turn(model: CausalModel, config: Config) -> None:
+    """The generation config names every token that ended a completion here (that of the chat
+    template too), or servers talk on.
+    """
+    generation = model.causal.generation_config
+    ends = sorted({*stop_tokens(model), *Renderer(model.tokenizer, config.data).stop_tokens})
+    if ends:
+        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    if generation.pad_token_id is None:
+        generation.pad_token_id = model.tokenizer.pad_token_id
+
+
+def _known_base(module: Any, path: str) -> None:
+    """An adapter names its base by hub id, or by an absolute path: a relative one would mean
+    something else elsewhere.
+    """
+    for adapter in module.peft_config.values():
+        adapter.base_model_name_or_path = (
+            str(Path(path).expanduser().resolve()) if Path(path).expanduser().exists() else path
+        )
+
+
+def hub_token() -> str:
+    """The user's token for the hub; asked for before anything is written."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    if not token:
+        raise InputError(
+            "there is no token for the hub.",
+            where="--push",
+            fix="Set HF_TOKEN, or run `hf auth login`, with a token that may write.",
+        )
+    return token
+
+
+def upload(folder: Path, repo: str, token: str) -> None:
+    """Puts the directory onto the hub, in a private repository if there is none of this name."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo, folder_path=str(folder), commit_message="Exported with reinforge"
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"could not upload to {repo}: {first}",
+            where="--push",
+            fix=f"The export itself is complete in {folder}.",
+        ) from error

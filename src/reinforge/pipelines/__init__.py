@@ -1,0 +1,1 @@
+"""Floor 8: several stages, one after the other, each made again or found finished."""

@@ -1,0 +1,156 @@
+"""Tries the rewards on a few rows' own gold answers: a reward that cannot take those will not take
+a model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from reinforge.config.schema import Config
+from reinforge.core.errors import ReinforgeError
+from reinforge.plan.preflight import Report
+
+if TYPE_CHECKING:
+    from reinforge.core.sample import Row
+
+GOLD_ROWS = 8
+UNTRIED = ("model", "judge", "http")  # weights are not loaded and servers not asked for a check
+
+
+def sample(rows: Sequence[Row], limit: int) -> list[Row]:
+    """At most `limit` rows, evenly spread from the first to the last."""
+    if len(rows) <= limit:
+        return list(rows)
+    return [rows[i * (len(rows) - 1) // (limit - 1)] for i in range(limit)]
+
+
+def named(row: Row) -> str:
+    text = (
+        row.prompt
+        if isinstance(row.prompt, str)
+        else str(row.prompt[-1].get("content") if row.prompt else "")
+    )
+    return f"row {row.id!r} ({text[:60]!r}{'...' if len(text) > 60 else ''})"
+
+
+def check_rewards(config: Config, rows: list[Row], report: Report) -> None:
+    """Scores the gold answers of a few rows with every reward.
+
+    The rows' `answer` column is the gold.
+    """
+    if not config.rewards:
+        return
+    from reinforge.rewards.build import build_rewards
+
+    rewards = build_rewards(config.rewards)
+    if all(cfg.name in UNTRIED for cfg in config.rewards):
+        return  # nothing that could be tried without loading weights or asking a server
+    gold = [row for row in sample(rows, GOLD_ROWS) if row.columns.get("answer") is not None]
+    if gold:
+        asyncio.run(_score_gold(config, rewards, gold, report))
+    else:
+        what = "the rows have no `answer`: the rewards could not be tried on gold answers."
+        report.warn("data.columns", what, "Map it, e.g. columns: {answer: solution}.")
+
+
+async def _score_gold(
+    config: Config, rewards: Sequence[Any], rows: list[Row], report: Report
+) -> None:
+    """Every reward must take the gold answers without raising, and together they should prefer them
+    to silence.
+    """
+    totals = {"gold": 0.0, "empty": 0.0}
+    scores: dict[str, Any] = {}
+    report.summary["rewards"] = scores
+    for i, reward in enumerate(rewards):
+        if config.rewards[i].name in UNTRIED:
+            continue
+        key = f"rewards.{i} ({reward.name})"
+        scores[reward.name] = {}
+        print(f"stage: scoring gold answers with {key}", file=sys.stderr, flush=True)
+        for kind in totals:
+            texts = [str(row.columns["answer"]) if kind == "gold" else "" for row in rows]
+            values = await _score(
+                reward, key, rows, texts, tokens_for(config, reward, texts), kind, report
+            )
+            if values is None:
+                break
+            scored = [v for v in values if v is not None]
+            scores[reward.name][kind] = mean = sum(scored) / len(scored) if scored else None
+            totals[kind] += config.rewards[i].weight * (mean or 0.0)
+            if kind == "gold" and len(scored) < len(values):
+                report.warn(
+                    key,
+                    f"could not score {len(values) - len(scored)} of {len(values)} gold answers.",
+                )
+    # nothing that counts was left out
+    known = all(cfg.name not in UNTRIED for cfg in config.rewards if cfg.weight)
+    if report.ok and scores and known and totals["gold"] <= totals["empty"]:
+        what = (
+            f"gold answers score {totals['gold']:g} on average and empty completions"
+            f" {totals['empty']:g}."
+        )
+        report.warn("rewards", what, "Is the answer column what the rewards expect?")
+
+
+def tokens_for(config: Config, reward: Any, texts: Sequence[str]) -> list[list[int]] | None:
+    """Of the answers, for a reward that asks for them."""
+    if not reward.reads_ids:
+        return None
+    from reinforge.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model)
+    return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+
+async def _score(
+    reward: Any,
+    key: str,
+    rows: list[Row],
+    texts: list[str],
+    tokens: list[list[int]] | None,
+    kind: str,
+    report: Report,
+) -> list[float | None] | None:
+    """The scores of all rows at once, or None after noting what was wrong."""
+    try:
+        values = (await reward.outcome(rows, texts, tokens)).scores
+    except ReinforgeError as error:  # speaks for itself
+        report.refuse(key, str(error))
+        return None
+    except Exception as error:  # a reward is somebody's function: whatever it raises is the finding
+        row, cause = await _culprit(reward, rows, texts, tokens) or (rows[0], error)
+        note, what = (
+            (report.refuse, "its own gold answer")
+            if kind == "gold"
+            else (report.warn, "an empty completion")
+        )
+        said = f"raised {type(cause).__name__}: {cause} on {what} of {named(row)}."
+        note(key, said, "Return 0.0 for a wrong answer, None for one that cannot be scored.")
+        return None
+    if len(values) != len(rows) or not all(
+        v is None or (isinstance(v, int | float) and math.isfinite(v)) for v in values
+    ):
+        report.refuse(
+            key,
+            f"returned {values!r} for {len(rows)} completions.",
+            "Return one finite number or None for each.",
+        )
+        return None
+    return list(values)
+
+
+async def _culprit(
+    reward: Any, rows: list[Row], texts: list[str], tokens: list[list[int]] | None
+) -> tuple[Row, Exception] | None:
+    """The first row on which a reward raises when it is asked one by one."""
+    for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        try:
+            await reward.outcome([row], [text], tokens and tokens[i : i + 1])
+        except Exception as error:
+            return row, error
+    return None

@@ -1,0 +1,160 @@
+"""What `plan` asks of others, without weights: that every environment begins an episode that the
+model can answer, that the Python of an engine's server has the engine, and that this machine can
+start the ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Sequence
+
+from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Row
+from reinforge.core.seeds import seed_of
+from reinforge.plan.preflight import Report
+
+IMPORT_SECONDS = 20.0
+CPU_HEAD = 32
+NO_ENGINE = (
+    "Use another engine (rollout.engine), another model, or an algorithm that learns from given"
+    " texts."
+)
+
+
+def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
+    """Makes each environment with its options and begins one episode: its first prompt must leave
+    room for an answer.
+    """
+    if config.env is None:
+        return
+    from reinforge.build.envs import episode_tokens, mixture_of
+    from reinforge.data.chat import Renderer
+    from reinforge.data.dialogue import Dialogue
+    from reinforge.envs.calls import talk_of
+    from reinforge.models.load import context_length, load_tokenizer
+    from reinforge.rollout.episode import opening
+    from reinforge.rollout.world import Failed, World
+
+    mixture = mixture_of(config.env, config.run.seed)
+    renderer = Renderer(load_tokenizer(config.model), config.data)
+    most = episode_tokens(config, context_length(config.model))
+    talk = talk_of(config.env.calls, renderer)
+    firsts: dict[str, Row] = {}  # a row for each environment
+    for row in rows:
+        firsts.setdefault(mixture.choose(row).name, row)
+        if len(firsts) == len(mixture.entries):
+            break
+
+    async def begin(row: Row, seconds: float | None) -> int:
+        world = World(
+            mixture, row, seed_of(config.run.seed, "plan", row.id, "env"), turn_seconds=seconds
+        )
+        try:
+            return len(await opening(Dialogue(renderer, f"row {row.id}"), talk, world))
+        finally:
+            await world.close()
+
+    for name, row in firsts.items():
+        try:
+            tokens = asyncio.run(begin(row, config.env.turn_seconds))
+        except Failed as failed:
+            report.refuse(
+                "env",
+                f"{name} does not begin row {row.id}: {failed.why.rstrip('.')}.",
+                "Such episodes would be unscored, and train nothing.",
+            )
+            continue
+        if tokens >= most:
+            report.refuse(
+                "env",
+                f"the first prompt of {name} has {tokens} tokens with its tools and leaves no room"
+                f" for an answer below {most}.",
+                "Use a model with a longer context, fewer tools or shorter descriptions, or raise"
+                " env.max_tokens.",
+            )
+
+
+def check_engine(config: Config, report: Report) -> None:
+    """`engine.python` must find what it is to run."""
+    kind = config.rollout.engine
+    engine = config.engine
+    if kind == "native" or engine.address or engine.python is None:
+        return
+    ask = f"import importlib.util as u, sys; sys.exit(0 if u.find_spec({kind!r}) else 3)"
+    command = [os.path.expanduser(engine.python), "-c", ask]
+    try:
+        code = subprocess.run(
+            command, env={**os.environ, **engine.env}, capture_output=True, timeout=IMPORT_SECONDS
+        ).returncode
+    except (OSError, subprocess.TimeoutExpired) as error:
+        report.refuse(
+            "engine.python",
+            f"{engine.python} does not run: {error}.",
+            f"Give the path of a Python that has {kind}.",
+        )
+        return
+    if code:
+        report.refuse(
+            "engine.python",
+            f"{engine.python} has no {kind}.",
+            f"Install it there, or name a Python that has {kind}.",
+        )
+
+
+def check_model(config: Config, report: Report) -> None:
+    """That the model's architecture can be trained, as far as its config.json tells, and generated
+    with where the native engine does it.
+    """
+    from reinforge.config.architectures import engine_refusal
+    from reinforge.models import rope
+    from reinforge.models.load import check_architecture, load_config
+
+    shape = load_config(config.model)
+    check_architecture(shape, config.model.path, scores=config.algorithm.family == "reward")
+    why = engine_refusal(shape.to_dict())
+    if why and config.algorithm.rl and config.rollout.engine == "native":
+        report.refuse(
+            "rollout.engine",
+            f"the native engine cannot generate with {config.model.path}: {why}.",
+            NO_ENGINE,
+        )
+    if note := rope.note(shape.get_text_config()):
+        report.warn("model.path", note)
+    rope.check(shape.get_text_config(), config.data.max_length)
+
+
+def check_heads(config: Config, report: Report) -> None:
+    """vLLM's attention on a CPU has no kernel for small heads: its server would end at the first
+    token.
+    """
+    if config.rollout.engine != "vllm" or config.engine.address:
+        return
+    from reinforge.models.load import load_config, pick_device
+
+    if pick_device(config.model.device).type != "cpu":
+        return
+    shape = load_config(config.model)
+    heads = getattr(shape, "num_attention_heads", None)
+    size = getattr(shape, "head_dim", None) or (shape.hidden_size // heads if heads else None)
+    if size is not None and size < CPU_HEAD:
+        report.refuse(
+            "rollout.engine",
+            f"the model's heads have size {size}, and vLLM on a CPU knows sizes from"
+            f" {CPU_HEAD} up.",
+            "Use the native engine, or another model.",
+        )
+
+
+def check_ranks(config: Config, report: Report) -> None:
+    """A warning, because the machine that plans need not be the one that trains."""
+    if config.train.backend == "local" or config.cluster.kind == "ray":
+        return
+    from reinforge.build.sharded import ranks_here
+
+    try:
+        ranks_here(config)
+    except InputError as error:
+        report.warnings.append(f"on this machine {error}")

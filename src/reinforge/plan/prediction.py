@@ -1,0 +1,53 @@
+"""What a run is expected to take, as a part of the report of `plan`."""
+
+from __future__ import annotations
+
+from reinforge.backends.memory import GIB, Facts
+from reinforge.build.predict import machine_at, predict
+from reinforge.config.schema import Config
+from reinforge.models.load import load_config
+from reinforge.plan.preflight import Report
+
+USABLE = 0.97  # of a GPU's memory; its context and libraries have the rest
+
+
+def predict_plan(cfg: Config, report: Report) -> None:
+    """Adds the prediction to the report of `plan`, from the model's configuration alone, and warns
+    where it will not fit.
+    """
+    counted = report.summary.get("prompt_tokens") or report.summary.get("row_tokens")
+    if counted is None:
+        return
+    machine = machine_at(cfg.model.device)
+    adapter = cfg.adapter
+    if cfg.model.device.startswith("cuda") and machine.kind != "cuda":
+        report.warn(
+            "model.device",
+            "there is no GPU here that torch can use; memory and time are predicted for this CPU.",
+            "Set model.device=auto or cpu if the run is to be on this machine.",
+        )
+    facts = Facts.of(
+        load_config(cfg.model).get_text_config(),
+        itemsize=4 if "float32" in (cfg.model.dtype, {"cpu": "float32"}.get(machine.kind)) else 2,
+        rank=adapter.rank if adapter else None,
+        targets=(
+            tuple(adapter.targets) if adapter and not isinstance(adapter.targets, str) else None
+        ),
+        checkpointing=cfg.model.gradient_checkpointing,
+        compiled=cfg.model.compile and machine.kind == "cuda",
+        offload=cfg.train.optimizer.offload,
+    )
+    found = predict(cfg, facts, machine, (counted["median"], min(counted["max"], counted["limit"])))
+    report.summary["prediction"] = found
+    phase, most = max(
+        ((phase, parts["peak"]) for phase, parts in found["memory_gib"].items()),
+        key=lambda pair: pair[1],
+    )
+    if most > USABLE * machine.memory / GIB:
+        report.warn(
+            "memory",
+            f"{phase} is expected to take {most:.1f} GiB, and {machine.name} has"
+            f" {machine.memory / GIB:.1f}.",
+            "Train an adapter (adapter.rank=16), set model.gradient_checkpointing=true or"
+            " train.optimizer.offload=true, or use a smaller model.",
+        )

@@ -1,0 +1,504 @@
+"""What can be told about a configuration without importing torch or transformers: paths, names, the
+run directory.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reinforge.config import conflicts as check_catalogue
+from reinforge.config import deepspeed, engine, megatron
+from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+from reinforge.loops.changes import check_changes
+from reinforge.plan.hub import models_of
+
+KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "qlora": "QLoRA (base in NF4)"}
+# what `reinforge launch` leaves in the run directory before there is a run
+LAUNCHED = {"launch", "logs"}
+IMPORTING = "importing"  # how a stage of phase 2 begins whose seconds do not count
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass
+class Report:
+    """What `plan` found.
+
+    Errors mean that the run would fail; warnings that it may not do what was meant.
+    """
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    def refuse(self, where: str, what: str, fix: str = "") -> None:
+        self.errors.append(str(InputError(what, where=where, fix=fix or None)))
+
+    def warn(self, where: str, what: str, fix: str = "") -> None:
+        self.warnings.append(str(InputError(what, where=where, fix=fix or None)))
+
+    def extend(self, other: dict[str, Any]) -> None:
+        self.errors += other["errors"]
+        self.warnings += other["warnings"]
+        self.summary.update(other["summary"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+
+def preflight(config: Config) -> Report:
+    """Phase 1 of `plan`: everything wrong that the file system and the lists of names can tell, in
+    well under a second.
+    """
+    from reinforge.algorithms.names import NAMES
+
+    report = Report(summary=_step_summary(config))
+    if config.algorithm.name not in NAMES:
+        report.refuse(
+            "algorithm.name",
+            f"there is no algorithm {config.algorithm.name!r}.",
+            _nearest(config.algorithm.name, NAMES),
+        )
+    _check_model(config, report)
+    for i, item in enumerate(config.data.mixture):
+        _check_source(f"data.mixture.{i}.source", item.source, item.options, report)
+    if not config.data.mixture:
+        _check_source("data.source", config.data.source, config.data.options, report)
+    if config.data.eval.source is not None:
+        _check_source("data.eval.source", config.data.eval.source, config.data.eval.options, report)
+    _check_rewards(config, report)
+    _check_env(config, report)
+    _check_agent(config, report)
+    _check_parts(config, report)
+    _check_exact(config, report)
+    _check_cut(config, report)
+    for told in check_catalogue.conflicts(config):
+        report.refuse(*told)
+    for told in check_catalogue.warnings(config):
+        report.warn(*told)
+    for told in (*engine.missing(config), *deepspeed.missing(config), *megatron.missing(config)):
+        report.refuse(*told)
+    _check_run_dir(config, report)
+    if config.eval.every and not (config.data.eval.size or config.data.eval.source):
+        report.refuse(
+            "eval.every",
+            "there are no held-out rows to evaluate on.",
+            "Set data.eval.size or data.eval.source, or eval.every=0.",
+        )
+    return report
+
+
+def _check_exact(config: Config, report: Report) -> None:
+    """What `model.exact` makes pointless."""
+    if not config.model.exact:
+        return
+    if config.algorithm.correction.name != "none" and config.sampling.replay is None:
+        report.warn(
+            "algorithm.correction.name",
+            "model.exact leaves no mismatch: every weight will be 1.",
+            "Leave one of them out.",
+        )
+    if config.algorithm.old == "recompute":
+        report.warn(
+            "algorithm.old",
+            "model.exact: the pass will find what sampling reported, to the bit.",
+            "Use engine: it costs nothing.",
+        )
+
+
+def _check_cut(config: Config, report: Report) -> None:
+    """What the config.json of a model in a directory tells about ranks that share its matrices."""
+    train = config.train
+    path = Path(config.model.path).expanduser() / "config.json"
+    if not path.is_file() or (train.backend != "megatron" and train.tensor_parallel == 1):
+        return
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return  # whoever loads it will say so
+    if train.backend == "megatron" and (why := megatron.unknown_in(model)) is not None:
+        report.refuse(
+            "train.backend",
+            f"{config.model.path} has {why}, which the backend megatron does not know.",
+            "Set train.backend=fsdp.",
+        )
+    elif (why := megatron.uncut(model, train.tensor_parallel)) is not None:
+        report.refuse("train.tensor_parallel", why, "Set it to a number that divides them.")
+
+
+def _check_agent(config: Config, report: Report) -> None:
+    agent = config.agent
+    if agent is None:
+        return
+    if agent.name is not None and ".py:" in agent.name:
+        _check_function("agent.name", agent.name, report)
+    if agent.command and shutil.which(agent.command[0]) is None and agent.command[0] != "python":
+        report.refuse(
+            "agent.command",
+            f"there is no program {agent.command[0]}.",
+            "Give its path, or install it.",
+        )
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        report.refuse(
+            "agent",
+            f"agents need {', '.join(missing)}, which is not installed.",
+            "pip install 'reinforge[serve]'",
+        )
+
+
+def _check_parts(config: Config, report: Report) -> None:
+    """The parts of the algorithm: names that there are, or functions that their files define."""
+    from reinforge.algorithms import names
+
+    cfg = config.algorithm
+    parts = (
+        ("advantage", cfg.advantage, names.ADVANTAGES),
+        ("surrogate", cfg.surrogate, names.SURROGATES),
+        ("selection", cfg.selection, names.SELECTIONS),
+        ("reduce", cfg.reduce, names.REDUCERS),
+        ("correction.name", cfg.correction.name, names.CORRECTIONS),
+        ("kl.estimator", cfg.kl.estimator, names.ESTIMATORS),
+    )
+    for key, name, known in parts:
+        if name and ".py:" in name:
+            _check_function(f"algorithm.{key}", name, report)
+        elif name and ":" not in name and name not in known:
+            report.refuse(
+                f"algorithm.{key}",
+                f"there is no {key.partition('.')[0]} {name!r}.",
+                _nearest(name, known),
+            )
+
+
+def _backend(config: Config) -> str | None:
+    """Where several processes train: which, and how they stand."""
+    train = config.train
+    if train.backend == "local":
+        return None
+    shares = [
+        f"{key.replace('_', ' ')} in groups of {n}"
+        for key in ("tensor_parallel", "sequence_parallel")
+        if (n := getattr(train, key)) > 1
+    ]
+    return ", ".join(
+        [
+            f"{train.backend}, {f'{train.ranks} ranks' if train.ranks else 'a rank for every GPU'}",
+            *shares,
+        ]
+    )
+
+
+def _step_summary(config: Config) -> dict[str, Any]:
+    rl = config.algorithm.rl
+    per_step = config.train.prompts_per_step
+    samples = per_step * config.algorithm.group_size if rl else per_step
+    adapter = config.adapter
+    targets = adapter and (
+        adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
+    )
+    summary: dict[str, Any] = {
+        "model": config.model.path,
+        "trained": (
+            f"{KINDS[adapter.kind]} of rank {adapter.rank} on {targets}"
+            if adapter
+            else "all weights"
+        ),
+        "algorithm": config.algorithm.name,
+        "backend": _backend(config),
+        "samples_per_step": samples,
+        "optimizer_steps_per_step": (
+            config.algorithm.epochs * config.algorithm.minibatches if rl else 1
+        ),
+        "steps": config.train.steps,
+        "run_dir": config.run.dir,
+    }
+    if rl:
+        summary["new_tokens_per_step_at_most"] = samples * config.rollout.max_new_tokens
+    return summary
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    from reinforge.algorithms.bind import closest
+
+    close = closest(name, names, 0.5)
+    return (f"Did you mean {close}? " if close else "") + f"There are: {', '.join(names)}."
+
+
+def _check_model(config: Config, report: Report) -> None:
+    from reinforge.algorithms.bind import closest
+
+    model = config.model
+    adapter = config.adapter
+    for i, reward in enumerate(config.rewards):
+        if reward.name in ("model", "process") and not isinstance(reward.options.get("path"), str):
+            fix = "Write options: {path: org/name}, or the path of a directory."
+            report.refuse(
+                f"rewards.{i}.options.path", "the reward `model` needs a reward model.", fix
+            )
+    for key, text in models_of(config):
+        path = Path(text).expanduser()
+        if path.is_dir():
+            if key != "model.tokenizer" and not (path / "config.json").is_file():
+                is_adapter = (path / "adapter_config.json").is_file()
+                fix = (
+                    "This is an adapter: put its base model here and this path under adapter.path."
+                    if is_adapter
+                    else "Give the model's directory."
+                )
+                report.refuse(key, f"{text} has no config.json.", fix)
+        elif path.is_file():
+            if path.suffix != ".gguf":
+                report.refuse(
+                    key,
+                    f"{text} is a file, but not a .gguf file.",
+                    "Give the directory that holds config.json.",
+                )
+        elif (
+            text.startswith((".", "/", "~")) or text.endswith(".gguf") or not HUB_ID.fullmatch(text)
+        ):
+            report.refuse(
+                key,
+                f"no such file or directory: {text}.",
+                "Give a hub id (org/name), an existing directory or a .gguf file.",
+            )
+        elif "/" in text and path.parent.is_dir():
+            near = closest(
+                path.name, [child.name for child in path.parent.iterdir() if child.is_dir()], 0.6
+            )
+            fix = f"Did you mean {path.parent / near}?" if near else ""
+            report.warn(
+                key, f"there is no directory {text} here, so it is taken for a hub id.", fix
+            )
+    if model.chat_template and not Path(model.chat_template).is_file():
+        report.refuse("model.chat_template", f"no such file: {model.chat_template}.")
+    if adapter and adapter.path and not (Path(adapter.path) / "adapter_config.json").is_file():
+        what = "has no adapter_config.json" if Path(adapter.path).is_dir() else "is no directory"
+        report.refuse(
+            "adapter.path", f"{adapter.path} {what}.", "Give the directory of a saved adapter."
+        )
+    elif adapter and adapter.path:
+        kind = json.loads((Path(adapter.path) / "adapter_config.json").read_text()).get(
+            "peft_type", "LORA"
+        )
+        if kind != "LORA":
+            report.refuse(
+                "adapter.path",
+                f"{adapter.path} is an adapter of the kind {kind}.",
+                "Give a LoRA adapter (DoRA and rsLoRA are LoRA too).",
+            )
+
+
+def _check_source(key: str, source: str, options: dict[str, Any], report: Report) -> None:
+    from reinforge.data.readers import FILES, kind_of, size_of
+
+    try:
+        kind = kind_of(source)
+        size_of(source, options)  # generated tasks check their options
+    except InputError as error:
+        report.errors.append(str(error))
+        return
+    path = Path(source).expanduser()
+    if kind in FILES and not path.is_file():
+        near = (
+            difflib.get_close_matches(path.name, os.listdir(path.parent), 1, 0.6)
+            if path.parent.is_dir()
+            else []
+        )
+        report.refuse(
+            key,
+            f"no such file: {source}.",
+            (
+                f"Did you mean {path.parent / near[0]}?"
+                if near
+                else f"Paths are relative to {Path.cwd()}."
+            ),
+        )
+    elif kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
+        report.refuse(
+            key, "the package reasoning_gym is not installed.", "pip install 'reinforge[tasks]'"
+        )
+
+
+def _check_rewards(config: Config, report: Report) -> None:
+    from reinforge.rewards.names import BUILTIN
+
+    seen: set[str] = set()
+    for i, reward in enumerate(config.rewards):
+        key = f"rewards.{i}.name"
+        module, colon, _ = reward.name.rpartition(":")
+        if ".py:" in reward.name or reward.name.endswith(".py"):
+            _check_function(key, reward.name, report)
+        elif colon:
+            if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", reward.name):
+                report.refuse(key, f"{reward.name!r} is not of the form package.module:function.")
+            elif (
+                importlib.util.find_spec(module.partition(".")[0]) is None
+                and not Path(module.partition(".")[0]).exists()
+            ):
+                report.refuse(
+                    key,
+                    f"there is no package {module.partition('.')[0]!r}.",
+                    "Install it, or write `file.py:function`.",
+                )
+        elif reward.name not in BUILTIN:
+            report.refuse(
+                key,
+                f"there is no reward {reward.name!r}.",
+                _nearest(reward.name, BUILTIN) + " Your own: `file.py:function`.",
+            )
+        if reward.name in seen:
+            report.warn(
+                key, f"{reward.name} is listed twice.", "Give it once with the sum of the weights."
+            )
+        seen.add(reward.name)
+    if config.rewards and all(r.weight == 0 for r in config.rewards):
+        report.warn(
+            "rewards", "every weight is 0: the total reward is always 0 and nothing is learned."
+        )
+
+
+def _check_env(config: Config, report: Report) -> None:
+    """Environments and formats that there are; and somebody who says what an episode is worth."""
+    if config.env is None:
+        return
+    from reinforge.envs.names import BUILTIN, FOREIGN, FORMATS, UNSCORED
+
+    for i, entry in enumerate(config.env.entries):
+        key = f"env.mix.{i}.name" if config.env.mix else "env.name"
+        library, _, rest = entry.name.partition(":")
+        own = rest if library in FOREIGN else entry.name  # what may be the user's
+        if entry.python is not None and shutil.which(Path(entry.python).expanduser()) is None:
+            report.refuse(
+                key.replace("name", "python"),
+                f"{entry.python} is no program that can be run.",
+                "Give the path of a Python interpreter.",
+            )
+        if ".py:" in own or own.endswith(".py"):
+            _check_function(key, own, report)
+        elif ":" not in entry.name and entry.name not in BUILTIN:
+            report.refuse(
+                key,
+                f"there is no environment {entry.name!r}.",
+                _nearest(entry.name, BUILTIN) + " Your own: `file.py:Class`.",
+            )
+        elif entry.name in UNSCORED and not config.rewards and not config.env.compare:
+            report.refuse(
+                "rewards",
+                f"the environment {entry.name} says nothing about what an answer is worth.",
+                "Add rewards, e.g. [{name: exact_number}].",
+            )
+    if config.env.calls not in ("auto", *FORMATS):
+        report.refuse(
+            "env.calls",
+            f"there is no format of tool calls {config.env.calls!r}.",
+            _nearest(config.env.calls, ("auto", *FORMATS)),
+        )
+    if config.env.compare and ".py:" in config.env.compare:
+        _check_function("env.compare", config.env.compare, report)
+
+
+def _check_function(key: str, name: str, report: Report) -> None:
+    """`file.py:function`: the file parses and defines the name at its top level.
+
+    Nothing is executed.
+    """
+    file, colon, function = name.rpartition(":")
+    if not colon:
+        report.refuse(key, f"{name} names a file but no function.", f"Write `{name}:<function>`.")
+        return
+    if not Path(file).is_file():
+        report.refuse(key, f"no such file: {file}.")
+        return
+    try:
+        tree = ast.parse(Path(file).read_bytes(), filename=file)
+    except (SyntaxError, ValueError) as error:
+        report.refuse(key, f"{file} is not Python: {error}.")
+        return
+    defined = list(_names_in(tree.body))
+    if function not in defined:
+        report.refuse(
+            key,
+            f"{file} does not define {function!r}.",
+            _nearest(function, defined) if defined else "",
+        )
+
+
+def _names_in(body: list[ast.stmt]) -> Iterable[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _names_in([*node.body, *node.orelse])
+
+
+def _check_run_dir(config: Config, report: Report) -> None:
+    path = Path(config.run.dir)
+    resume = config.run.resume
+    full = path.resolve()
+    if Path.cwd().resolve().is_relative_to(full) or full == Path.home():
+        report.refuse(
+            "run.dir",
+            f"{path} is the working directory, its parent or your home.",
+            "Give the run a directory of its own, e.g. runs/first.",
+        )
+        return
+    nearest = next(p for p in (full, *full.parents) if p.exists())
+    if not nearest.is_dir():
+        report.refuse("run.dir", f"{nearest} is a file.", "Choose another directory.")
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        report.refuse("run.dir", f"{nearest} is not writable.", "Choose another directory.")
+    elif full.exists():
+        has_run = any((full / "checkpoints").glob("step-*"))
+        if has_run and resume != "never":
+            try:
+                check_changes(full, config)
+            except InputError as error:
+                report.refuse(error.where or "run.dir", error.what, error.fix or "")
+        if has_run and resume == "never":
+            report.refuse(
+                "run.dir",
+                f"{path} already holds a run with checkpoints.",
+                "Choose another run.dir, or run.resume=auto to continue it.",
+            )
+        elif not has_run and resume == "must":
+            report.refuse(
+                "run.resume",
+                f"{path} holds no checkpoint to continue from.",
+                "Use run.resume=auto, or check run.dir.",
+            )
+        elif (
+            not has_run
+            and {p.name for p in full.iterdir()} - LAUNCHED
+            and not (full / "metrics.jsonl").exists()
+        ):
+            report.warn(
+                "run.dir",
+                f"{path} is not empty and is not a run.",
+                "Its files stay, the run's come beside them.",
+            )
+    elif resume == "must":
+        report.refuse(
+            "run.resume",
+            f"{path} does not exist: there is nothing to continue.",
+            "Use run.resume=auto, or check run.dir.",
+        )
