@@ -19,6 +19,8 @@ from reinforge.config.schema import Config
 if TYPE_CHECKING:
     from reinforge.build.sharded import AnyBackend
 
+USABLE = 0.97  # of a GPU's memory; its context and libraries have the rest
+
 
 def machine_at(device: str) -> Machine:
     """The machine that `model.device` means: a GPU from the table, or this CPU, timed."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from reinforge.backends.memory import GIB, Facts
-from reinforge.build.predict import machine_at, predict
+from reinforge.build.predict import USABLE, machine_at, predict
 from reinforge.config.schema import Config
 from reinforge.models.load import load_config
 from reinforge.plan.preflight import Report
-
-USABLE = 0.97  # of a GPU's memory; its context and libraries have the rest
 
 
 def predict_plan(cfg: Config, report: Report) -> None:
