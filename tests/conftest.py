@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 
 import needs
+
+# `nohup make test` starts everything with SIGHUP ignored, and a run that finds it so keeps it so;
+# several tests say what happens to a run that hears it
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_configure(config: pytest.Config) -> None:

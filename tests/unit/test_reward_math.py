@@ -113,6 +113,18 @@ def test_a_name_that_is_none_is_read_in_one_pass(part: str) -> None:
         assert unnamed(text, joined=True) == spaced(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"A = \{x \in B\}", r"\{x \in B\}"),
+        ("S = (x = 1, y = 2)", "(x = 1, y = 2)"),
+        (r"f(x) = [y \approx 3]", r"[y \approx 3]"),
+    ],
+)
+def test_a_relation_inside_brackets_belongs_to_the_answer(text: str, answer: str) -> None:
+    assert unnamed(text) == answer
+
+
 ZERO = [
     # the list of hostile input
     ("__import__('os').system('touch pwned')", "5"),
