@@ -18,17 +18,6 @@ import threading
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from reinforge.serve.engine_thread import Piece
-from reinforge.serve.replies import Choice, Replies, Wanted
-from reinforge.serve.requests import (
-    CALLER,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Request,
-    plain_messages,
-)
-from reinforge.serve.text import Call, Decode
 from reinforge.config.agent import AgentConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
@@ -42,6 +31,17 @@ from reinforge.rollout.journal import Journal
 from reinforge.rollout.line import Asked, Line, Model, Refused, Said
 from reinforge.rollout.lockstep import Lockstep
 from reinforge.rollout.scoring import Scorer
+from reinforge.serve.engine_thread import Piece
+from reinforge.serve.replies import Choice, Replies, Wanted
+from reinforge.serve.requests import (
+    CALLER,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    plain_messages,
+)
+from reinforge.serve.text import Call, Decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

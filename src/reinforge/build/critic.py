@@ -10,14 +10,14 @@ from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.value import ValueLoss, WithValues
-from reinforge.build.sharded import AnyBackend, compiles, hosted, in_pieces, on_ranks, ranks_of
 from reinforge.backends.local import LocalBackend
+from reinforge.build.sharded import AnyBackend, compiles, hosted, in_pieces, on_ranks, ranks_of
 from reinforge.config.schema import Config, CriticConfig, TrainConfig
 from reinforge.core.errors import InputError
+from reinforge.loops.critic import Critic
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_config, load_scalar, load_tokenizer
 from reinforge.models.scalar import ScalarModel
-from reinforge.loops.critic import Critic
 
 COEFFICIENT = 0.5  # of a shared critic's loss, unless told otherwise
 

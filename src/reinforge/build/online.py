@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reinforge.algorithms.catalogue import TABLE
-from reinforge.build.workshop import Workshop
 from reinforge.backends.local import LocalBackend
+from reinforge.build.workshop import Workshop
 from reinforge.core.engine import Engine
 from reinforge.core.env import Rollout
 from reinforge.core.errors import InputError

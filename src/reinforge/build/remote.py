@@ -16,14 +16,14 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
 
+from reinforge.backends.ranks import current as current_ranks
+from reinforge.backends.ranks import launched
+from reinforge.backends.teacher import Teachers
 from reinforge.build.algorithm import algorithm_of
 from reinforge.build.critic import critic_backend
 from reinforge.build.sampling import replayable
 from reinforge.build.sharded import open_ranks, ranks_of
 from reinforge.build.workshop import Given, Workshop
-from reinforge.backends.ranks import current as current_ranks
-from reinforge.backends.ranks import launched
-from reinforge.backends.teacher import Teachers
 from reinforge.checkpoint.memory import Memory
 from reinforge.cluster.backend import RemoteBackend
 from reinforge.cluster.crew import Crew, Lost
@@ -35,12 +35,12 @@ from reinforge.config.schema import Config, TrainConfig
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.data.chat import Renderer
+from reinforge.loops.session import Session, ViewLike
 from reinforge.models.load import context_length, load_config, load_tokenizer
 from reinforge.models.packed import PackedModel
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.model import ModelReward
-from reinforge.loops.session import Session, ViewLike
 
 SHOP = "shop"
 POLICY = "policy"

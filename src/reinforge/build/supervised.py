@@ -26,11 +26,11 @@ from reinforge.data import units as kinds
 from reinforge.data.units import Unit
 from reinforge.evals.heldout import heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
-from reinforge.models.adapters import is_adapted
-from reinforge.rollout.choose import Chooser
 from reinforge.loops.precompute import Streams, with_streams
 from reinforge.loops.session import Session, ViewLike
 from reinforge.loops.supervised import SupervisedTrainer
+from reinforge.models.adapters import is_adapted
+from reinforge.rollout.choose import Chooser
 
 
 @dataclass

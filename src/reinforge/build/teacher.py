@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.algorithms.distillation import DistillationLoss
+from reinforge.backends.teacher import IDS, LOGPROBS, Teachers
 from reinforge.build.sharded import AnyBackend
 from reinforge.build.workshop import Workshop
-from reinforge.backends.teacher import IDS, LOGPROBS, Teachers
 from reinforge.config.schema import ModelConfig, OtherTeacherConfig, TeacherConfig
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample
 from reinforge.data.chat import Renderer
 from reinforge.data.units import Unit
-from reinforge.models.load import load_model, load_tokenizer
 from reinforge.loops.precompute import Streams, with_streams
+from reinforge.models.load import load_model, load_tokenizer
 
 
 def make_teachers(shop: Workshop, rows: Sequence[Row] = ()) -> Teachers | None:

@@ -20,11 +20,11 @@ from reinforge.build.workshop import averaged, open_shop, total_steps
 from reinforge.build.workshop import load_data as load_data
 from reinforge.config.schema import Config
 from reinforge.core.sample import Group
-from reinforge.rewards.running import Running
-from reinforge.rollout.journal import Journal
 from reinforge.loops.rl import RLTrainer
 from reinforge.loops.session import Session, ViewLike
 from reinforge.loops.supervised import SupervisedTrainer
+from reinforge.rewards.running import Running
+from reinforge.rollout.journal import Journal
 
 
 def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+from reinforge.backends.local import LocalBackend
+from reinforge.backends.teacher import Teachers
 from reinforge.build.agents import AGENT
 from reinforge.build.algorithm import algorithm_of
-from reinforge.config.conflicts import refuse_conflicts
 from reinforge.build.engines import make_engine, room_for_engine
 from reinforge.build.envs import env_weights, episode_tokens, eval_rollout
 from reinforge.build.sampling import replayable
@@ -27,9 +28,8 @@ from reinforge.build.sharded import (
     onto_device,
     ranks_of,
 )
-from reinforge.backends.local import LocalBackend
-from reinforge.backends.teacher import Teachers
 from reinforge.config.algorithm import ReferenceConfig
+from reinforge.config.conflicts import refuse_conflicts
 from reinforge.config.schema import AdapterConfig, Config, DataConfig
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
@@ -48,13 +48,13 @@ from reinforge.data.sources import (
     rows_from,
 )
 from reinforge.evals.heldout import HeldOut
+from reinforge.loops.session import ViewLike
 from reinforge.models import rope
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import context_length, stop_tokens
 from reinforge.models.packed import PackedModel
 from reinforge.rewards.build import GivenRewards, build_rewards, describe_rewards
 from reinforge.rewards.function import FunctionReward, check_columns
-from reinforge.loops.session import ViewLike
 
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
