@@ -42,7 +42,7 @@ from attack_lists import templates as chat_templates
 from reinforge.config.schema import RewardConfig
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
-from reinforge.rollout.scoring import Scorer
+from reinforge.rollout.scoring import RewardScorer
 
 Cases = Iterator[tuple[str, bool]]
 LISTS: dict[str, Callable[[], Cases]] = {}
@@ -185,7 +185,7 @@ def gates() -> Cases:
         rewards = build_rewards(
             [base, failing], {"base": lambda completions: [1.0] * len(completions)}
         )
-        scorer = Scorer(rewards, on_error="unscored")
+        scorer = RewardScorer(rewards, on_error="unscored")
         scores = await scorer.score([Row("r", "?")], "g", [[1]], [verb])
         return scorer.total({name: values[0] for name, values in scores.items()}, 1)[1]
 

@@ -17,10 +17,10 @@ from reinforge.data.chat import Renderer
 from reinforge.engines.fake import FakeEngine
 from reinforge.envs.calls import talk_of
 from reinforge.models.tiny import tiny_tokenizer
-from reinforge.rollout.episode import Limits, Player
-from reinforge.rollout.episodes import Episodes
+from reinforge.rollout.dialogue.episode import EnvPlayer, EpisodeLimits
+from reinforge.rollout.dialogue.episodes import EpisodeRollout
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.scoring import Scorer
+from reinforge.rollout.scoring import RewardScorer
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor"
@@ -118,27 +118,27 @@ def make_episodes(
     make: Callable[[Row], Any],
     *,
     n: int = 1,
-    limits: Limits | None = None,
+    limits: EpisodeLimits | None = None,
     journal: Journal | None = None,
     on_error: str = "unscored",
-    scorer: Scorer | None = None,
+    scorer: RewardScorer | None = None,
     new_tokens: int = 200,
     seed: int = 0,
     **more: Any,
-) -> Episodes:
-    player = Player(
+) -> EpisodeRollout:
+    player = EnvPlayer(
         engine,
         renderer,
         talk_of("auto", renderer),
         make,
-        limits or Limits(4000, 8),
+        limits or EpisodeLimits(4000, 8),
         seed,
         journal=journal or Journal(None),
         on_error=on_error,
     )
-    return Episodes(
+    return EpisodeRollout(
         player,
-        scorer or Scorer([], weights={"env": 1.0}, journal=journal),
+        scorer or RewardScorer([], weights={"env": 1.0}, journal=journal),
         Sampling(new_tokens),
         n=n,
         **more,

@@ -24,16 +24,16 @@ from reinforge.envs.programs import as_program
 from reinforge.envs.shipped import shipped
 from reinforge.envs.toolbox import CalculatorEnv
 from reinforge.models.tiny import CHAT
-from reinforge.rollout.agents import AgentPlayer
-from reinforge.rollout.episode import Limits
-from reinforge.rollout.episodes import Episodes
-from reinforge.rollout.line import Model
-from reinforge.rollout.scoring import Scorer
+from reinforge.rollout.dialogue.agent_session import AgentModel
+from reinforge.rollout.dialogue.agents import AgentPlayer
+from reinforge.rollout.dialogue.episode import EpisodeLimits
+from reinforge.rollout.dialogue.episodes import EpisodeRollout
+from reinforge.rollout.scoring import RewardScorer
 from toys import run
 from turns import CHATML, UNDECIDED, Saying, make_episodes, make_renderer, spelled
 
 ROW = Row("r0", "12*34=", {"answer": "408"})
-ROOM = Limits(4000, 3)
+ROOM = EpisodeLimits(4000, 3)
 
 
 def call(expression: str) -> str:
@@ -82,13 +82,17 @@ class Spoken(Saying):
 
 
 def through_agent(engine: Spoken, renderer: Renderer, agent: Any, new_tokens: int) -> Group:
-    model = Model(engine, renderer, talk_of("auto", renderer), ROOM, seed=0)
+    model = AgentModel(engine, renderer, talk_of("auto", renderer), ROOM, seed=0)
     player = AgentPlayer(
         model, as_program(agent), AgentEndpoint(renderer.tokenizer, ROOM.max_tokens)
     )
     return run(
-        Episodes(
-            player, Scorer([], weights={"agent": 1.0}), Sampling(new_tokens), n=1, component="agent"
+        EpisodeRollout(
+            player,
+            RewardScorer([], weights={"agent": 1.0}),
+            Sampling(new_tokens),
+            n=1,
+            component="agent",
         )(ROW, "g")
     )
 

@@ -35,13 +35,13 @@ from reinforge.envs.calls.talk import Talk
 from reinforge.envs.games import GuessNumber
 from reinforge.envs.programs import Address, as_program, outcome_of
 from reinforge.models.load import load_model
-from reinforge.rollout.agents import AgentPlayer
-from reinforge.rollout.episode import Limits, Player
-from reinforge.rollout.episodes import Episodes
+from reinforge.rollout.dialogue.agent_session import AgentModel, AgentSession
+from reinforge.rollout.dialogue.agents import AgentPlayer
+from reinforge.rollout.dialogue.episode import EnvPlayer, EpisodeLimits
+from reinforge.rollout.dialogue.episodes import EpisodeRollout
+from reinforge.rollout.dialogue.lockstep import Lockstep
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.line import Line, Model
-from reinforge.rollout.lockstep import Lockstep
-from reinforge.rollout.scoring import Scorer
+from reinforge.rollout.scoring import RewardScorer
 from serving import make_chat_model, until
 from tiny_runs import DATA, digest, lines, make_config
 from toys import SilentView
@@ -95,14 +95,14 @@ def episodes(
     max_calls: int = 64,
     new_tokens: int = 12,
     **more: Any,
-) -> Episodes:
+) -> EpisodeRollout:
     tokenizer = getattr(engine, "engine", engine).model.tokenizer
     renderer = Renderer(tokenizer, DataConfig(source="test"))
-    model = Model(
+    model = AgentModel(
         engine,
         renderer,
         Talk(FORMATS["hermes"], True),
-        Limits(max_tokens, max_calls, episode_seconds=seconds),
+        EpisodeLimits(max_tokens, max_calls, episode_seconds=seconds),
         seed=0,
         temperature=more.pop("temperature", "override"),
         lockstep=Lockstep() if lockstep else None,
@@ -114,11 +114,11 @@ def episodes(
         journal or Journal(None),
         more.pop("on_error", "unscored"),
     )
-    scorer = Scorer(more.pop("rewards", []), weights={"agent": 1.0})
-    return Episodes(player, scorer, Sampling(new_tokens, 1.0), n=n, component="agent", **more)
+    scorer = RewardScorer(more.pop("rewards", []), weights={"agent": 1.0})
+    return EpisodeRollout(player, scorer, Sampling(new_tokens, 1.0), n=n, component="agent", **more)
 
 
-def play(rollout: Episodes, row: Row = ROW, group: str = "g") -> Group:
+def play(rollout: EpisodeRollout, row: Row = ROW, group: str = "g") -> Group:
     async def go() -> Group:
         return await rollout(row, group)
 
@@ -178,10 +178,10 @@ def test_an_agent_and_an_environment_that_say_the_same_become_the_same_rows(
     agents = episodes(engine, programs.guess_number, n=1, new_tokens=16)
     agents.sampling = Sampling(16, 0.0)
     model = agents.player.model  # type: ignore[union-attr]
-    player = Player(
-        engine, model.renderer, model.talk, lambda row: GuessNumber(), Limits(400), seed=0
+    player = EnvPlayer(
+        engine, model.renderer, model.talk, lambda row: GuessNumber(), EpisodeLimits(400), seed=0
     )
-    played = Episodes(player, Scorer([], weights={"env": 1.0}), Sampling(16, 0.0), n=1)
+    played = EpisodeRollout(player, RewardScorer([], weights={"env": 1.0}), Sampling(16, 0.0), n=1)
     [mine], [theirs] = play(agents, row).samples, play(played, row).samples
     assert (
         mine.tokens.tolist() == theirs.tokens.tolist()
@@ -548,14 +548,14 @@ def test_what_agents_may_return() -> None:
 
 
 @contextmanager
-def one_line(engine: NativeEngine) -> Iterator[tuple[Line, Address]]:
+def one_line(engine: NativeEngine) -> Iterator[tuple[AgentSession, Address]]:
     """An endpoint with one open episode, and its engine in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     player = episodes(engine, programs.guess).player
     assert isinstance(player, AgentPlayer)
-    line = Line(player.model, ROW, "u", Sampling(8, 1.0))
+    line = AgentSession(player.model, ROW, "u", Sampling(8, 1.0))
 
     async def start() -> Address:
         return player.endpoint.open(line)

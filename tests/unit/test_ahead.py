@@ -25,9 +25,9 @@ from reinforge.data.cursor import Cursor
 from reinforge.loops.rl import RLTrainer
 from reinforge.plan.preflight import preflight
 from reinforge.rollout import pace
-from reinforge.rollout.ahead import Ahead
-from reinforge.rollout.saved import groups_of, state_of
-from reinforge.rollout.source import Source, harvest_metrics
+from reinforge.rollout.buffer import RolloutBuffer
+from reinforge.rollout.group_state import groups_from_state, groups_to_state
+from reinforge.rollout.source import GroupSource, harvest_metrics
 from tiny_runs import EVAL, digest, launch, lines
 
 pytestmark = pytest.mark.timeout(120)
@@ -65,7 +65,7 @@ class World:
 
 
 async def trained(
-    ahead: Ahead, world: World, steps: int, start: int = 0
+    ahead: RolloutBuffer, world: World, steps: int, start: int = 0
 ) -> list[list[tuple[str, int]]]:
     """[[(group, version) of each step]]; step k has the weights of version k."""
     out = []
@@ -82,7 +82,7 @@ async def trained(
 def test_every_step_trains_what_was_sampled_so_many_steps_before(staleness: int) -> None:
     async def go() -> None:
         world = World()
-        ahead = Ahead(Source(ROWS, Cursor(64, 0, False), world, 4), staleness, last=10)
+        ahead = RolloutBuffer(GroupSource(ROWS, Cursor(64, 0, False), world, 4), staleness, last=10)
         steps = await trained(ahead, world, 10)
         names = [name for step in steps for name, _ in step]
         assert names == [f"{i}:r{i}" for i in range(40)]  # each once, in the order of the data
@@ -100,7 +100,7 @@ def test_training_goes_on_while_scores_are_missing() -> None:
 
     async def go() -> None:
         world = World()
-        ahead = Ahead(Source(ROWS, Cursor(64, 0, False), world, 2), 1, last=5)
+        ahead = RolloutBuffer(GroupSource(ROWS, Cursor(64, 0, False), world, 2), 1, last=5)
         await asyncio.wait_for(ahead.advance(0, 0), 5)
         assert len(world.generated) == 4 and world.scored == []
         with pytest.raises(TimeoutError):
@@ -128,7 +128,9 @@ def test_the_average_is_evaluated_when_nothing_is_under_way() -> None:
         seen = list[int]()
         world.ticks = 20
         world.scores.set()
-        ahead = Ahead(Source(ROWS, Cursor(64, 0, False), world, 2), 1, last=5, drain=False)
+        ahead = RolloutBuffer(
+            GroupSource(ROWS, Cursor(64, 0, False), world, 2), 1, last=5, drain=False
+        )
         swapped = False
 
         @contextmanager
@@ -171,11 +173,13 @@ def test_the_average_is_evaluated_when_nothing_is_under_way() -> None:
 def test_what_was_cut_is_begun_again(staleness: int) -> None:
     async def go() -> None:
         world = World()
-        source = Source(ROWS, Cursor(64, 0, False), world, 2)
-        ahead = Ahead(source, staleness, last=9)
+        source = GroupSource(ROWS, Cursor(64, 0, False), world, 2)
+        ahead = RolloutBuffer(source, staleness, last=9)
         world.scores.set()
         whole = await trained(
-            Ahead(Source(ROWS, Cursor(64, 0, False), world, 2), staleness, last=9), world, 4
+            RolloutBuffer(GroupSource(ROWS, Cursor(64, 0, False), world, 2), staleness, last=9),
+            world,
+            4,
         )
         again = await trained(ahead, world, 2)
         before = source.cursor.taken
@@ -198,7 +202,9 @@ def test_an_engine_elsewhere_is_not_waited_for_and_old_samples_are_dropped() -> 
         world = World()
         world.scores.set()
         world.ticks = 20
-        ahead = Ahead(Source(ROWS, Cursor(64, 0, False), world, 2), 1, last=9, drain=False)
+        ahead = RolloutBuffer(
+            GroupSource(ROWS, Cursor(64, 0, False), world, 2), 1, last=9, drain=False
+        )
         await ahead.advance(0, 0)
         assert world.generated == []  # only begun
         await ahead.take(0, 0)
@@ -223,7 +229,9 @@ def test_an_engine_elsewhere_is_not_waited_for_and_old_samples_are_dropped() -> 
 def test_training_leaves_the_loop_free_for_an_engine_elsewhere(drain: bool) -> None:
     async def go() -> tuple[int, str]:
         trainer = object.__new__(RLTrainer)
-        trainer.ahead = Ahead(Source(ROWS, Cursor(64, 0, False), World(), 2), 1, drain=drain)
+        trainer.ahead = RolloutBuffer(
+            GroupSource(ROWS, Cursor(64, 0, False), World(), 2), 1, drain=drain
+        )
         ticks = 0
         over = False
 
@@ -247,8 +255,8 @@ def test_the_buffer_survives_and_a_smaller_bound_drops_it() -> None:
     async def go() -> None:
         world = World()
         world.scores.set()
-        source = Source(ROWS, Cursor(64, 0, False), world, 2)
-        ahead = Ahead(source, 2, last=20)
+        source = GroupSource(ROWS, Cursor(64, 0, False), world, 2)
+        ahead = RolloutBuffer(source, 2, last=20)
         await trained(ahead, world, 3)
         await ahead.settle()
         state = ahead.state()
@@ -260,12 +268,12 @@ def test_the_buffer_survives_and_a_smaller_bound_drops_it() -> None:
 
         cursor = Cursor(64, 0, False)
         cursor.take(10)  # 5 harvests of 2
-        resumed = Ahead(Source(ROWS, cursor, world, 2), 2, last=20)
+        resumed = RolloutBuffer(GroupSource(ROWS, cursor, world, 2), 2, last=20)
         resumed.load(State(dict(state.tensors), state.meta))
         assert await trained(resumed, world, 8, start=3) == rest
 
         cursor.load({**cursor.state(), "taken": 10})
-        smaller = Ahead(Source(ROWS, cursor, world, 2), 1, last=20)
+        smaller = RolloutBuffer(GroupSource(ROWS, cursor, world, 2), 1, last=20)
         smaller.load(State(dict(state.tensors), state.meta))
         world.version = 3
         await smaller.advance(3, 3)
@@ -302,7 +310,7 @@ def test_groups_are_saved_whole() -> None:
         ),
         Group(ROWS[0], [sample], ["z"]),
     ]
-    first, second = groups_of(state_of(groups), {r.id: r for r in ROWS}, "buffer")
+    first, second = groups_from_state(groups_to_state(groups), {r.id: r for r in ROWS}, "buffer")
     assert first.row is ROWS[3] and (
         first.texts,
         first.extra_tokens,
@@ -339,7 +347,7 @@ def test_groups_are_saved_whole() -> None:
         -1,
     ]
     with pytest.raises(InputError, match="buffer holds row r3"):
-        groups_of(state_of(groups), {"r0": ROWS[0]}, "buffer")
+        groups_from_state(groups_to_state(groups), {"r0": ROWS[0]}, "buffer")
 
 
 # whole runs

@@ -21,7 +21,7 @@ from reinforge.loops.rl import RLTrainer
 from reinforge.loops.supervised import SupervisedTrainer
 from reinforge.models.load import load_model
 from reinforge.models.tiny import make_tiny_model
-from reinforge.rollout.source import Source
+from reinforge.rollout.source import GroupSource
 
 pytestmark = pytest.mark.timeout(120)
 ROWS = [{"prompt": f"{i}: "} for i in range(32)]
@@ -475,7 +475,7 @@ def test_prompts_of_rollout_evaluation_and_sft_are_the_same_ids(
     assert (
         isinstance(rl, RLTrainer)
         and isinstance(sft, SupervisedTrainer)
-        and isinstance(rl.source, Source)
+        and isinstance(rl.source, GroupSource)
     )
     rollout: Any = rl.source.rollout
     evaluation = Workshop(

@@ -16,11 +16,16 @@ from reinforge.core.sample import Row
 from reinforge.data.cursor import Cursor
 from reinforge.engines.fake import FakeEngine
 from reinforge.rewards.function import FunctionReward
-from reinforge.rollout.choose import Chooser, Teachable, coin
-from reinforge.rollout.curriculum import Declared, Learned, Ramp, difficulties
-from reinforge.rollout.passrate import Bands, PassRates
-from reinforge.rollout.single import SingleTurn
-from reinforge.rollout.source import Source, harvest_metrics, has_signal
+from reinforge.rollout.players.single_turn import SingleTurn
+from reinforge.rollout.rows.curriculum import (
+    DeclaredDifficulty,
+    LearnedDifficulty,
+    Ramp,
+    difficulties,
+)
+from reinforge.rollout.rows.pass_rates import Bands, PassRates
+from reinforge.rollout.rows.sampler import RowSampler, TeachableWeighting, coin
+from reinforge.rollout.source import GroupSource, harvest_metrics, has_signal
 from toys import run
 
 
@@ -34,7 +39,7 @@ def store(rates: Sequence[float | None], **kw: float) -> PassRates:
 
 
 def test_without_policies_it_is_the_cursor() -> None:
-    chooser = Chooser(Cursor(7, 3, True), 0)
+    chooser = RowSampler(Cursor(7, 3, True), 0)
     plain = Cursor(7, 3, True)
     for k in (4, 5, 1):
         first = plain.taken
@@ -45,13 +50,13 @@ def test_without_policies_it_is_the_cursor() -> None:
 
 def test_probabilities() -> None:
     """Unknown 1; solved and hopeless `recheck`; otherwise 4p(1-p), at least `recheck`."""
-    teachable = Teachable(store([None, 1.0, 0.0, 0.5, 0.9, 0.95, 0.01]), recheck=0.1)
+    teachable = TeachableWeighting(store([None, 1.0, 0.0, 0.5, 0.9, 0.95, 0.01]), recheck=0.1)
     assert [teachable.weigh(i, 0) for i in range(7)] == pytest.approx(
         [1.0, 0.1, 0.1, 1.0, 0.36, 0.1, 0.1]
     )
     few = store([1.0])
     few.attempts[0] = 7  # one short of known
-    assert Teachable(few, 0.1).weigh(0, 0) == 1.0
+    assert TeachableWeighting(few, 0.1).weigh(0, 0) == 1.0
 
 
 def test_the_coin_is_fair_and_a_function_of_seed_and_position() -> None:
@@ -72,7 +77,9 @@ def test_accepted_shares() -> None:
     """
     groups = [1.0, 0.0, 0.5, 0.9, None]
     cursor = Cursor(500, 0, True)
-    chooser = Chooser(cursor, 5, [Teachable(store([groups[i % 5] for i in range(500)]))])
+    chooser = RowSampler(
+        cursor, 5, [TeachableWeighting(store([groups[i % 5] for i in range(500)]))]
+    )
     taken: Counter[int] = Counter()
     while cursor.taken < 20 * 500:
         taken.update(c.row % 5 for c in chooser.take(1))
@@ -85,15 +92,15 @@ def test_accepted_shares() -> None:
 def test_the_choice_is_repeated_after_a_restore() -> None:
     rates = store([i / 40 for i in range(41)])
     cursor = Cursor(41, 0, True)
-    chooser = Chooser(cursor, 9, [Teachable(rates)])
+    chooser = RowSampler(cursor, 9, [TeachableWeighting(rates)])
     chooser.take(13)
     at = cursor.state()
     first = chooser.take(20)
     fresh = Cursor(41, 0, True)
     fresh.load(at)
-    assert Chooser(fresh, 9, [Teachable(rates)]).take(20) == first
+    assert RowSampler(fresh, 9, [TeachableWeighting(rates)]).take(20) == first
     fresh.load(at)
-    assert [c.row for c in Chooser(fresh, 10, [Teachable(rates)]).take(20)] != [
+    assert [c.row for c in RowSampler(fresh, 10, [TeachableWeighting(rates)]).take(20)] != [
         c.row for c in first
     ]
     assert len({c.position for c in first}) == 20
@@ -105,11 +112,12 @@ def test_it_ends_even_where_nothing_is_wanted() -> None:
     """
     cursor = Cursor(6, 0, False)
     assert [
-        c.row for c in Chooser(cursor, 0, [Teachable(store([1.0] * 6), recheck=0.0)]).take(4)
+        c.row
+        for c in RowSampler(cursor, 0, [TeachableWeighting(store([1.0] * 6), recheck=0.0)]).take(4)
     ] == [0, 1, 2, 3]
     assert cursor.taken == 12 + 4
     cursor = Cursor(6, 0, False)
-    chosen = Chooser(cursor, 0, [Teachable(store([1.0] * 6), recheck=1e-12)]).take(4)
+    chosen = RowSampler(cursor, 0, [TeachableWeighting(store([1.0] * 6), recheck=1e-12)]).take(4)
     assert [c.row for c in chosen] == [0, 1, 2, 3] and cursor.taken == 6 + 4
 
 
@@ -120,24 +128,26 @@ def test_a_declared_curriculum_by_hand() -> None:
     """Ten rows of difficulty 9..0, from a fifth to all in 8 steps: at step t the (2 + t) easiest;
     policies multiply.
     """
-    policy = Declared([9.0 - i for i in range(10)], Ramp(0.2, 1.0, 8))
+    policy = DeclaredDifficulty([9.0 - i for i in range(10)], Ramp(0.2, 1.0, 8))
     for step in range(12):
         allowed = [i for i in range(10) if policy.weigh(i, step)]
         assert allowed == list(range(10))[-min(10, 2 + step) :]
     assert policy.report(4) == pytest.approx(
         {"sampling/quantile": 0.6, "sampling/difficulty_limit": 5.0}
     )
-    chooser = Chooser(
-        Cursor(10, 0, False), 0, [policy, Teachable(store([0.5] * 8 + [1.0, 0.5]), recheck=0.0)]
+    chooser = RowSampler(
+        Cursor(10, 0, False),
+        0,
+        [policy, TeachableWeighting(store([0.5] * 8 + [1.0, 0.5]), recheck=0.0)],
     )
     # 7, 8, 9 are allowed, and 8 is solved
     assert [c.row for c in chooser.take(3, step=1)] == [7, 9, 7]
 
 
 def test_ties_and_a_step_full_of_rows_are_always_allowed() -> None:
-    tied = Declared([1.0, 1.0, 2.0, 3.0], Ramp(0.0, 1.0, 10))
+    tied = DeclaredDifficulty([1.0, 1.0, 2.0, 3.0], Ramp(0.0, 1.0, 10))
     assert [tied.weigh(i, 0) for i in range(4)] == [1, 1, 0, 0]
-    enough = Declared([1.0, 2.0, 3.0, 4.0], Ramp(0.0, 1.0, 10, least=3))
+    enough = DeclaredDifficulty([1.0, 2.0, 3.0, 4.0], Ramp(0.0, 1.0, 10, least=3))
     assert [enough.weigh(i, 0) for i in range(4)] == [1, 1, 1, 0] and enough.weigh(3, 10) == 1
 
 
@@ -145,13 +155,13 @@ def test_a_learned_curriculum_starts_with_what_is_easy() -> None:
     """Known pass rates 0.9, 0.5, 0.1, 0.0: a quarter allows the first, half the second; unknown
     rows are always allowed.
     """
-    policy = Learned(store([0.9, 0.5, 0.1, 0.0, None]), Ramp(0.25, 1.0, 3))
+    policy = LearnedDifficulty(store([0.9, 0.5, 0.1, 0.0, None]), Ramp(0.25, 1.0, 3))
     assert [[policy.weigh(i, step) for i in range(5)] for step in (0, 1, 3)] == [
         [1, 0, 0, 0, 1],
         [1, 1, 0, 0, 1],
         [1, 1, 1, 1, 1],
     ]
-    nothing = Learned(store([None, None]), Ramp(0.0, 1.0, 3))
+    nothing = LearnedDifficulty(store([None, None]), Ramp(0.0, 1.0, 3))
     assert nothing.weigh(0, 0) == 1.0 and nothing.report(0) == {"sampling/quantile": 0.0}
 
 
@@ -194,12 +204,12 @@ def bandit(
     )
     rates = PassRates([row.id for row in rows], decay=0.5)
     cursor = Cursor(len(rows), 0, True)
-    source = Source(
+    source = GroupSource(
         rows,
         cursor,
         rollout,
         10,
-        chooser=Chooser(cursor, 0, [Teachable(rates)] if prefer else []),
+        chooser=RowSampler(cursor, 0, [TeachableWeighting(rates)] if prefer else []),
         passrates=rates,
     )
     spent: Counter[float] = Counter()

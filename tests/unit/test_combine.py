@@ -16,7 +16,7 @@ from reinforge.rewards.build import build_rewards, describe_rewards
 from reinforge.rewards.combine import Gate, combined, gated, gates_of, total
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.outcome import Outcome, checked
-from reinforge.rollout.single import SingleTurn
+from reinforge.rollout.players.single_turn import SingleTurn
 from toys import run
 
 WEIGHTS = {"correct": 2.0, "format": 0.5}

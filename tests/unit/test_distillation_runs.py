@@ -17,7 +17,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row
 from reinforge.models.tiny import make_tiny_model
 from reinforge.offline.export import export
-from reinforge.rollout.demonstrated import Demonstrated
+from reinforge.rollout.players.demonstrations import DemonstrationRollout
 from tiny_runs import digest, lines, tensors
 from toys import SilentView, run
 
@@ -212,7 +212,7 @@ def test_gkd_mixes_and_resumes_exactly(models: dict[str, str], tmp_path: Path) -
         return Group(row, [])
 
     rollout = trainer.source.rollout
-    assert isinstance(rollout, Demonstrated) and rollout.share == 0.5
+    assert isinstance(rollout, DemonstrationRollout) and rollout.share == 0.5
     rollout.rollout = sampled
     row = trainer.source.rows[0]
     groups = [run(rollout(row, f"g{i}")) for i in range(200)]

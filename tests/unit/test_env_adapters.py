@@ -22,7 +22,7 @@ from reinforge.envs.adapters.endpoint import Turnstile, run
 from reinforge.envs.adapters.opponents import moves_in, opponent_of
 from reinforge.envs.build import Mixture, entry_of
 from reinforge.envs.calls.talk import Talk
-from reinforge.rollout.episode import Limits, Player
+from reinforge.rollout.dialogue.episode import EnvPlayer, EpisodeLimits
 
 
 def action(text: str = "", **more: Any) -> Action:
@@ -188,8 +188,13 @@ def test_tinker_class_speaks_tokens(tmp_path: Path) -> None:
     (tmp_path / "count.py").write_text(TINKER)
     make = Mixture([entry_of(f"tinker:{tmp_path}/count.py:Count", {"make": {"base": 10}})])
     renderer: Any = SimpleNamespace(decode=str, template=None, chat=False)
-    player = Player(
-        cast(Engine, Scripted([[1, 2], [3], [4]])), renderer, Talk(), make, Limits(100, 5), seed=0
+    player = EnvPlayer(
+        cast(Engine, Scripted([[1, 2], [3], [4]])),
+        renderer,
+        Talk(),
+        make,
+        EpisodeLimits(100, 5),
+        seed=0,
     )
     episode = asyncio.run(player.play(Row("0", "x"), "g", "g#0", Sampling(8, 1.0)))
     assert episode.failed is None and episode.turns == 3

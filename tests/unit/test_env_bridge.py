@@ -20,7 +20,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.envs.adapters.bridge import Bridge
 from reinforge.envs.build import Mixture, entry_of
-from reinforge.rollout.world import Failed, World
+from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
 
 ODD = """
 import os, random, sys, time
@@ -121,10 +121,10 @@ def test_a_worker_for_each_episode_and_one_import(odd: Mixture) -> None:
 
 
 def test_what_raises_fails_the_episode_and_says_why(odd: Mixture) -> None:
-    async def work(text: str) -> Failed:
-        world = World(odd, row(1), 0, turn_seconds=30)
+    async def work(text: str) -> EpisodeFailure:
+        world = EpisodeEnvironment(odd, row(1), 0, turn_seconds=30)
         await world.reset()
-        with pytest.raises(Failed) as failed:
+        with pytest.raises(EpisodeFailure) as failed:
             await world.step(action(text))
         await world.close()
         return failed.value
@@ -138,12 +138,12 @@ def test_what_raises_fails_the_episode_and_says_why(odd: Mixture) -> None:
 
 def test_one_that_hangs_is_killed_at_its_deadline(odd: Mixture) -> None:
     async def work() -> None:
-        world = World(odd, row(1), 0, turn_seconds=None)
+        world = EpisodeEnvironment(odd, row(1), 0, turn_seconds=None)
         await world.reset()
         world.turn_seconds = 0.3
         pid = world.env.pid  # type: ignore[union-attr]
         began = time.monotonic()
-        with pytest.raises(Failed) as failed:
+        with pytest.raises(EpisodeFailure) as failed:
             await world.step(action("hang"))
         await world.close()
         assert failed.value.kind == "timeout" and time.monotonic() - began < 2.0

@@ -28,7 +28,7 @@ from reinforge.envs.games import GuessNumber
 from reinforge.envs.names import BUILTIN
 from reinforge.models.tiny import CHAT, make_tiny_model
 from reinforge.plan.preflight import preflight
-from reinforge.rollout.episode import Limits
+from reinforge.rollout.dialogue.episode import EpisodeLimits
 from tiny_runs import digest, lines
 from toys import SilentView, run
 from turns import CHATML, FORGETFUL, Echo, Saying, make_episodes, make_renderer
@@ -110,7 +110,7 @@ def test_bisection_wins_through_the_whole_rollout() -> None:
         Bisecting(renderer, ["x"]),
         renderer,
         lambda row: GuessNumber(1, 15, guesses=4),
-        limits=Limits(4000, 4),
+        limits=EpisodeLimits(4000, 4),
     )
     for number in range(1, 16):
         group = run(episodes(Row(str(number), "Guess.", {"number": number}), f"g{number}"))

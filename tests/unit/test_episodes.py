@@ -28,10 +28,10 @@ from reinforge.envs.single import SingleTurnEnv
 from reinforge.envs.toolbox import ToolEnv
 from reinforge.models.causal import CausalModel
 from reinforge.rewards.function import FunctionReward
-from reinforge.rollout.episode import Limits
+from reinforge.rollout.dialogue.episode import EpisodeLimits
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.scoring import Scorer
-from reinforge.rollout.single import SingleTurn
+from reinforge.rollout.players.single_turn import SingleTurn
+from reinforge.rollout.scoring import RewardScorer
 from reinforge.rollout.source import Harvest, harvest_metrics, has_signal
 from toys import gradients, make_module, relative, run, train_config, true_logprobs
 from turns import (
@@ -237,7 +237,7 @@ def test_one_turn_is_the_single_turn_rollout() -> None:
         renderer,
         lambda row: SingleTurnEnv(),
         n=2,
-        scorer=Scorer([make_reward()], weights={"env": 1.0}),
+        scorer=RewardScorer([make_reward()], weights={"env": 1.0}),
     )
     one = run(single(ROW, "g"))
     other = run(many(ROW, "g"))
@@ -259,7 +259,7 @@ def test_one_turn_is_the_single_turn_rollout() -> None:
 def test_rewards_of_turns_are_at_their_last_tokens() -> None:
     renderer = make_renderer()
     engine = Saying(renderer, ["a", "bb", "ccc"])
-    scorer = Scorer([], weights={"env": 2.0})
+    scorer = RewardScorer([], weights={"env": 2.0})
     group = run(
         make_episodes(engine, renderer, lambda row: Echo(3, [0.25, None, 1.0]), scorer=scorer)(
             ROW, "g"
@@ -288,7 +288,7 @@ def test_limits_end_an_episode_as_truncated() -> None:
             Saying(renderer, ["x"]),
             renderer,
             lambda row: Echo(99, [0.5] * 99),
-            limits=Limits(4000, 3),
+            limits=EpisodeLimits(4000, 3),
         )(ROW, "g")
     )
     assert (
@@ -298,7 +298,10 @@ def test_limits_end_an_episode_as_truncated() -> None:
     )
     full = run(
         make_episodes(
-            Saying(renderer, ["x" * 30]), renderer, lambda row: Echo(99), limits=Limits(150, 99)
+            Saying(renderer, ["x" * 30]),
+            renderer,
+            lambda row: Echo(99),
+            limits=EpisodeLimits(150, 99),
         )(ROW, "g")
     )
     assert (
@@ -307,9 +310,9 @@ def test_limits_end_an_episode_as_truncated() -> None:
         and full.samples[0].reward == 0.0
     )
     none = run(
-        make_episodes(Saying(renderer, ["x"]), renderer, lambda row: Echo(2), limits=Limits(10, 9))(
-            ROW, "g"
-        )
+        make_episodes(
+            Saying(renderer, ["x"]), renderer, lambda row: Echo(2), limits=EpisodeLimits(10, 9)
+        )(ROW, "g")
     )
     assert (
         none.samples[0].stop is Stop.ERROR
@@ -497,7 +500,7 @@ def test_an_environment_that_misbehaves_leaves_the_episode_unscored(
             Misbehaving(how, at, rewards=[0, 0, 1]) if next(turn) == 0 else Echo(3, [0, 0, 1])
         ),
         n=3,
-        limits=Limits(4000, 8, turn_seconds=0.2),
+        limits=EpisodeLimits(4000, 8, turn_seconds=0.2),
         tell=told.append,
     )
     group = run(episodes(ROW, "g"))
@@ -545,7 +548,7 @@ def test_an_episode_has_a_deadline_of_its_own() -> None:
             Saying(renderer, ["x"]),
             renderer,
             lambda row: Slow(50),
-            limits=Limits(4000, 99, 5.0, 0.35),
+            limits=EpisodeLimits(4000, 99, 5.0, 0.35),
         )(ROW, "g")
     )
     assert (
@@ -567,7 +570,10 @@ def test_code_that_blocks_runs_beside_the_loop_and_is_left_behind() -> None:
     )
     late = run(
         make_episodes(
-            Saying(renderer, ["x"]), renderer, lambda row: Blocking(30), limits=Limits(4000, 8, 0.2)
+            Saying(renderer, ["x"]),
+            renderer,
+            lambda row: Blocking(30),
+            limits=EpisodeLimits(4000, 8, 0.2),
         )(ROW, "g")
     )
     assert late.samples[0].reward is None and late.metrics["env/timeouts"] == 1.0
@@ -614,7 +620,7 @@ def test_a_timeout_is_journalled_and_a_redone_step_reads_it(tmp_path: Path) -> N
                 renderer,
                 make,
                 n=2,
-                limits=Limits(4000, 8, 0.2),
+                limits=EpisodeLimits(4000, 8, 0.2),
                 journal=journal,
             )(ROW, "g")
         )
@@ -636,7 +642,7 @@ def test_a_timeout_is_journalled_and_a_redone_step_reads_it(tmp_path: Path) -> N
             renderer,
             lambda row: Echo(3),
             n=2,
-            limits=Limits(4000, 8, 0.2),
+            limits=EpisodeLimits(4000, 8, 0.2),
             journal=Journal(path),
         )(ROW, "g")
     )
@@ -707,7 +713,7 @@ def test_compare_sees_all_episodes_of_a_prompt_and_is_journalled(tmp_path: Path)
             lambda row: Echo(1, [0.5]),
             n=3,
             compare=longest,
-            scorer=Scorer([], weights={"env": 1.0, "compare": 2.0}, journal=journal),
+            scorer=RewardScorer([], weights={"env": 1.0, "compare": 2.0}, journal=journal),
             journal=journal,
         )
         group = run(episodes(ROW, "g"))

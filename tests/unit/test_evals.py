@@ -17,7 +17,7 @@ from reinforge.engines.fake import FakeEngine
 from reinforge.evals.heldout import HeldOut, heldout_loss
 from reinforge.evals.statistics import pass_at_k, wilson
 from reinforge.rewards.function import FunctionReward
-from reinforge.rollout.single import SingleTurn
+from reinforge.rollout.players.single_turn import SingleTurn
 from toys import (
     ToyTokenizer,
     make_model,

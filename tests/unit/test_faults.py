@@ -23,9 +23,9 @@ from reinforge.envs.tools import tool
 from reinforge.offline.card import card
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.outcome import Outcome
-from reinforge.rollout.episode import Limits
+from reinforge.rollout.dialogue.episode import EpisodeLimits
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.scoring import FAULTS, Scorer
+from reinforge.rollout.scoring import FAULTS, RewardScorer
 from reinforge.sandbox import isolation as isolations
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import show_run, uncontained
@@ -41,7 +41,7 @@ def episode_faults(
     make: Callable[[Row], Any],
     lines: list[str] | None = None,
     template: str | None = None,
-    limits: Limits | None = None,
+    limits: EpisodeLimits | None = None,
 ) -> Group:
     renderer = make_renderer(template) if template else make_renderer()
     group: Group = run(
@@ -55,7 +55,7 @@ def episode_faults(
 
 def test_episodes_that_fail_are_faults_by_kind_with_a_reason() -> None:
     late = episode_faults(
-        lambda row: Misbehaving("sleeps"), limits=Limits(4000, 8, turn_seconds=0.2)
+        lambda row: Misbehaving("sleeps"), limits=EpisodeLimits(4000, 8, turn_seconds=0.2)
     )
     assert (
         dict(late.faults) == {Fault.EPISODE_TIMEOUT: 1}
@@ -66,7 +66,9 @@ def test_episodes_that_fail_are_faults_by_kind_with_a_reason() -> None:
         dict(broken.faults) == {"episode_error": 1}
         and "ZeroDivisionError: oh" in broken.why["episode_error"]
     )
-    assert dict(episode_faults(lambda row: Echo(), limits=Limits(3)).faults) == {"episode_full": 1}
+    assert dict(episode_faults(lambda row: Echo(), limits=EpisodeLimits(3)).faults) == {
+        "episode_full": 1
+    }
     assert dict(episode_faults(lambda row: Echo()).faults) == {}
     assert set(EPISODE.values()) <= set(Fault)
 
@@ -103,7 +105,7 @@ def test_rewards_tell_what_went_wrong_and_a_redone_step_counts_the_same(tmp_path
 
     assert list(FAULTS) == ["timeouts", "crashes", "sandbox", "unsafe"]
     for attempt in range(2):
-        scorer = Scorer(
+        scorer = RewardScorer(
             [asked(timeouts=1, crashes=2, sandbox=3, unsafe=4)],
             journal=Journal(tmp_path / "journal.jsonl"),
         )
@@ -121,7 +123,7 @@ def test_rewards_tell_what_went_wrong_and_a_redone_step_counts_the_same(tmp_path
         assert scorer.why("g").get("reward_crash") == (
             "reward odd, row r0" if attempt == 0 else None
         ), "nobody was asked again"
-    tolerant = Scorer([FunctionReward("bad", raises)], on_error="unscored")
+    tolerant = RewardScorer([FunctionReward("bad", raises)], on_error="unscored")
     run(tolerant.score([ROW] * 2, "g", [[1], [2]], ["a", "b"]))
     assert (
         tolerant.faults("g") == {Fault.REWARD_ERROR: 2}

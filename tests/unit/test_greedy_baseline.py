@@ -21,8 +21,8 @@ from reinforge.engines.fake import FakeEngine
 from reinforge.engines.native import NativeEngine
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.single import SingleTurn
-from reinforge.rollout.source import Harvest, Source, harvest_metrics
+from reinforge.rollout.players.single_turn import SingleTurn
+from reinforge.rollout.source import GroupSource, Harvest, harvest_metrics
 from toys import EOS, ToyTokenizer, make_model, run, tokens_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -97,7 +97,7 @@ def test_it_is_asked_for_as_the_samples_are_and_greedily() -> None:
 
 
 def test_books_balance() -> None:
-    source = Source([Row(f"r{i}", "p") for i in range(4)], Cursor(4, 0, False), rollout(), 2)
+    source = GroupSource([Row(f"r{i}", "p") for i in range(4)], Cursor(4, 0, False), rollout(), 2)
     harvest = run(source.harvest())
     trained = sum(s.n_trained for g in harvest.groups for s in g.samples)
     assert (

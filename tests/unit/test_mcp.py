@@ -26,7 +26,7 @@ from reinforge.core.sample import Row
 from reinforge.envs.mcp import MARK, server_of
 from reinforge.envs.toolbox import ToolEnv
 from reinforge.envs.tools import Unavailable
-from reinforge.rollout.episode import Limits
+from reinforge.rollout.dialogue.episode import EpisodeLimits
 from turns import Saying, make_episodes, make_renderer
 
 pytestmark = pytest.mark.timeout(120)
@@ -276,7 +276,7 @@ def test_a_crash_is_an_unscored_episode_and_the_next_finds_the_server_up(folder:
             engine,
             renderer,
             lambda row: ToolEnv([command(folder / "plain.py")]),
-            limits=Limits(4000, 3),
+            limits=EpisodeLimits(4000, 3),
         )
 
     async def go() -> None:

@@ -28,9 +28,9 @@ from reinforge.engines.native import NativeEngine
 from reinforge.loops.rl import RLTrainer
 from reinforge.models.causal import CausalModel
 from reinforge.rollout import pace
-from reinforge.rollout.carry import Carry, plain, restored
+from reinforge.rollout.carry import ResumableEngine, requests_from_json, requests_to_json
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.partial import Partial
+from reinforge.rollout.partial import PartialSource
 from tiny_runs import DATA, digest, launch, lines, odd
 from toys import SilentView, make_model, make_module
 from turns import Echo, make_episodes, make_renderer
@@ -48,7 +48,7 @@ def engine() -> NativeEngine:
 
 
 async def cut_after(
-    carry: Carry,
+    carry: ResumableEngine,
     tokens: int,
     *,
     group: str = "g",
@@ -84,7 +84,7 @@ def test_each_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled
     engine: NativeEngine,
 ) -> None:
     async def go() -> None:
-        carry = Carry(engine)
+        carry = ResumableEngine(engine)
         module = engine.model.module
         await engine.update(Weights("shared", module=module), 3)
         assert await cut_after(carry, 12) is None
@@ -124,7 +124,7 @@ def test_what_is_whole_is_not_generated_again_and_another_prompt_is_another_requ
     engine: NativeEngine,
 ) -> None:
     async def go() -> None:
-        carry = Carry(engine)
+        carry = ResumableEngine(engine)
         done = await cut_after(carry, 10**9)
         sampled = engine.stats.generated_tokens
         assert (
@@ -145,7 +145,7 @@ def test_siblings_that_were_cut_together_go_on_with_draws_of_their_own(
     engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def go() -> None:
-        carry = Carry(engine)
+        carry = ResumableEngine(engine)
         generate = engine.generate
         keys: list[int] = []
 
@@ -168,10 +168,10 @@ def test_siblings_that_were_cut_together_go_on_with_draws_of_their_own(
 
 def test_going_on_from_a_saved_state_is_the_same(engine: NativeEngine) -> None:
     async def go() -> None:
-        carry = Carry(engine)
+        carry = ResumableEngine(engine)
         assert await cut_after(carry, 12) is None
-        other = Carry(engine)
-        other.kept = restored(json.loads(json.dumps(plain(carry.kept))))
+        other = ResumableEngine(engine)
+        other.kept = requests_from_json(json.loads(json.dumps(requests_to_json(carry.kept))))
         assert await cut_after(carry, 10**9) == await cut_after(other, 10**9)
 
     asyncio.run(go())
@@ -194,7 +194,7 @@ def test_an_episode_that_was_cut_goes_on_in_the_turn_it_was_in() -> None:
     answers = ["go on"]
 
     async def go() -> None:
-        carry = Carry(engine)
+        carry = ResumableEngine(engine)
         episodes = make_episodes(
             carry, renderer, lambda row: Echo(4, answer=answers[0]), n=2, new_tokens=12
         )
@@ -296,8 +296,10 @@ class Slow:
             self.done.pop(name)
 
 
-def source_of(world: Slow, staleness: int = 2, over_provision: float = 1.5, **kw: Any) -> Partial:
-    return Partial(
+def source_of(
+    world: Slow, staleness: int = 2, over_provision: float = 1.5, **kw: Any
+) -> PartialSource:
+    return PartialSource(
         ROWS,
         Cursor(64, 0, False),
         world,
@@ -461,7 +463,7 @@ def test_a_run_that_is_stopped_while_it_generates_goes_on_exactly(
     cut = make("cut", "grpo", *settings)
     launch(whole)
     trainer = build(cut, SilentView(), Given(data=DATA, rewards=odd))
-    assert isinstance(trainer, RLTrainer) and isinstance(trainer.source, Partial)
+    assert isinstance(trainer, RLTrainer) and isinstance(trainer.source, PartialSource)
     session = trainer.session
     source = trainer.source
     round_ = NativeEngine._round

@@ -10,7 +10,7 @@ import torch
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample
-from reinforge.rollout.passrate import Bands, PassRates
+from reinforge.rollout.rows.pass_rates import Bands, PassRates
 
 IDS = [f"r{i}" for i in range(5)]
 

@@ -11,7 +11,7 @@ import torch
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
-from reinforge.rollout.replay import Replay, informative, version_of
+from reinforge.rollout.rows.replay import Replay, informative, oldest_version
 
 ROWS = [Row(f"r{i}", f"p{i}") for i in range(20)]
 
@@ -110,7 +110,7 @@ def test_size_uses_and_staleness_are_bounded() -> None:
 def test_staleness_counts_from_the_oldest_token() -> None:
     group = make_group(0, [0, 1], version=7)
     group.samples[1].versions[2] = 4
-    assert version_of(group) == 4
+    assert oldest_version(group) == 4
 
 
 def test_the_state_is_exact() -> None:

@@ -14,7 +14,7 @@ from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.judge import parse_score, parse_verdict
 from reinforge.rewards.math import decided
-from reinforge.rollout.scoring import Scorer
+from reinforge.rollout.scoring import RewardScorer
 from toys import run
 
 pytestmark = pytest.mark.timeout(120)
@@ -107,7 +107,7 @@ def test_a_completion_that_makes_a_reward_fail_gets_nothing_for_it(role: str, ve
     rewards = build_rewards(
         [base, RewardConfig(**failing)], {"base": lambda completions: [1.0] * len(completions)}
     )
-    scorer = Scorer(rewards, on_error="unscored")
+    scorer = RewardScorer(rewards, on_error="unscored")
     scores = run(scorer.score([Row("r", "?")], "g", [[1]], [verb]))
     components, reward = scorer.total({name: values[0] for name, values in scores.items()}, 1)
     assert reward is None and components["obey"] is None and sum(scorer.faults("g").values()) == 1

@@ -28,8 +28,8 @@ from reinforge.rewards.outcome import Outcome
 from reinforge.rewards.pool import Pool, PoolSpec, pool_of
 from reinforge.rewards.wire import NotPlain, decode, encode
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.scoring import Scorer
-from reinforge.rollout.single import SingleTurn
+from reinforge.rollout.players.single_turn import SingleTurn
+from reinforge.rollout.scoring import RewardScorer
 from reinforge.rollout.source import Harvest, harvest_metrics
 from toys import run
 
@@ -356,7 +356,7 @@ def test_trl_functions_get_what_trl_passes() -> None:
                 [RewardConfig(name=f"hostile_rewards:{name}", kind="trl", in_process=in_process)]
             )
             assert reward.reads_ids
-            scorer = Scorer([reward])
+            scorer = RewardScorer([reward])
             scores = run(scorer.score([Row("r", "p")] * 2, "g", [[5, 6, 7], [8]], ["a", "b"]))
             assert scores == {name: [18.0, 8.0]}
     with pytest.raises(InputError, match="asks for trainer_state of TRL's trainer"):
@@ -454,7 +454,7 @@ def test_a_redone_step_reads_what_the_clock_decided(tmp_path: Path) -> None:
     second = FunctionReward("obey", lambda completions: [9.0] * len(completions))
     found = []
     for reward in (first, second):
-        scorer = Scorer([reward], journal=Journal(tmp_path / "journal.jsonl"))
+        scorer = RewardScorer([reward], journal=Journal(tmp_path / "journal.jsonl"))
         scores = run(scorer.score([Row("r", "p")] * 3, "0:r", [[1], [2], [3]], texts))
         totals = [scorer.total({"obey": score}, 5) for score in scores["obey"]]
         found.append((totals, scorer.faults("0:r"), scorer.faults("0:r")))

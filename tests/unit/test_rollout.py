@@ -21,8 +21,8 @@ from reinforge.engines.native import NativeEngine
 from reinforge.loops.rl import trainable
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.journal import Journal, tokens_hash
-from reinforge.rollout.single import SingleTurn
-from reinforge.rollout.source import Harvest, Source, harvest_metrics, has_signal
+from reinforge.rollout.players.single_turn import SingleTurn
+from reinforge.rollout.source import GroupSource, Harvest, harvest_metrics, has_signal
 from toys import EOS, ToyTokenizer, make_model, run, tokens_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -339,7 +339,7 @@ ROWS = [Row(f"r{i}", f"p{i}") for i in range(10)]
 
 def test_groups_come_in_the_cursors_order_with_names_of_their_own() -> None:
     seen: list[str] = []
-    source = Source(ROWS, Cursor(10, 0, False), scripted(lambda row: [0, 1], seen), 4)
+    source = GroupSource(ROWS, Cursor(10, 0, False), scripted(lambda row: [0, 1], seen), 4)
     names = [[g.samples[0].group for g in run(source.harvest()).groups] for _ in range(3)]
     assert names == [
         ["0:r0", "1:r1", "2:r2", "3:r3"],
@@ -352,7 +352,7 @@ def test_groups_come_in_the_cursors_order_with_names_of_their_own() -> None:
 def test_dynamic_sampling_refills() -> None:
     """Rows 0, 2, 4, ... have no signal: they are replaced, counted and not trained."""
     seen: list[str] = []
-    source = Source(
+    source = GroupSource(
         ROWS,
         Cursor(10, 0, False),
         scripted(lambda row: [1, 1] if int(row.id[1:]) % 2 == 0 else [0, 1], seen),
@@ -378,7 +378,7 @@ def test_dynamic_sampling_refills() -> None:
 @pytest.mark.parametrize("cap", [0, 1, 3])
 def test_dynamic_sampling_is_capped(cap: int) -> None:
     seen: list[str] = []
-    source = Source(
+    source = GroupSource(
         ROWS,
         Cursor(10, 0, False),
         scripted(lambda row: [1, 1], seen),
@@ -395,7 +395,7 @@ def test_dynamic_sampling_is_capped(cap: int) -> None:
 
 
 def test_without_dynamic_sampling_groups_stay() -> None:
-    source = Source(ROWS, Cursor(10, 0, False), scripted(lambda row: [1, 1], []), 3)
+    source = GroupSource(ROWS, Cursor(10, 0, False), scripted(lambda row: [1, 1], []), 3)
     assert len(run(source.harvest()).groups) == 3
 
 
@@ -424,7 +424,7 @@ def test_a_cut_harvest_gives_its_rows_back() -> None:
         n=2,
         seed=0,
     )
-    source = Source(ROWS, Cursor(10, 0, True), slow, 3, dynamic=True, max_refills=50)
+    source = GroupSource(ROWS, Cursor(10, 0, True), slow, 3, dynamic=True, max_refills=50)
 
     async def work() -> None:
         source.cursor.take(2)
@@ -459,7 +459,7 @@ def test_one_failing_row_ends_the_round_and_cancels_the_rest() -> None:
         n=1,
         seed=0,
     )
-    source = Source(rows, Cursor(4, 0, False), rollout, 4)
+    source = GroupSource(rows, Cursor(4, 0, False), rollout, 4)
     with pytest.raises(InputError, match="row r1: reward f raised ValueError: bad row"):
         run(source.harvest())
     assert source.cursor.taken == 0 and engine.running == 0

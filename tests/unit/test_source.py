@@ -25,14 +25,14 @@ from reinforge.core.sample import Group, Row, Sample
 from reinforge.data.cursor import Cursor
 from reinforge.engines.fake import FakeEngine
 from reinforge.rewards.function import FunctionReward
-from reinforge.rollout.choose import Chooser, Teachable
-from reinforge.rollout.curriculum import Learned, Ramp
+from reinforge.rollout.first_finished import first_finished
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.passrate import Bands, PassRates
-from reinforge.rollout.race import race
-from reinforge.rollout.replay import Replay
-from reinforge.rollout.single import SingleTurn
-from reinforge.rollout.source import Harvest, Source, harvest_metrics, has_signal
+from reinforge.rollout.players.single_turn import SingleTurn
+from reinforge.rollout.rows.curriculum import LearnedDifficulty, Ramp
+from reinforge.rollout.rows.pass_rates import Bands, PassRates
+from reinforge.rollout.rows.replay import Replay
+from reinforge.rollout.rows.sampler import RowSampler, TeachableWeighting
+from reinforge.rollout.source import GroupSource, Harvest, harvest_metrics, has_signal
 from tiny_runs import DATA, lines
 from toys import SilentView, run
 
@@ -81,7 +81,7 @@ def taken(harvest: Harvest) -> list[str]:
 def test_the_first_complete_groups_are_taken_in_the_order_of_submission() -> None:
     """Six are submitted for four; rows 1 and 4 are slowest and are cancelled."""
     clock = Clock(lambda i: [3, 9, 2, 1, 8, 4][i])
-    source = Source(ROWS, Cursor(10, 0, False), clock, 4, over_provision=1.5)
+    source = GroupSource(ROWS, Cursor(10, 0, False), clock, 4, over_provision=1.5)
     harvest = run(source.harvest())
     assert (
         taken(harvest) == ["r0", "r2", "r3", "r5"]
@@ -95,7 +95,7 @@ def test_the_first_complete_groups_are_taken_in_the_order_of_submission() -> Non
 def test_groups_without_signal_do_not_count_as_first() -> None:
     """Dynamic: 0 and 2 come first and teach nothing, so 1, 3 and 4 are waited for; 5 is not."""
     clock = Clock(lambda i: [1, 5, 2, 6, 7, 8][i], flat=[0, 2])
-    source = Source(
+    source = GroupSource(
         ROWS, Cursor(10, 0, False), clock, 3, dynamic=True, max_refills=2, over_provision=2.0
     )
     harvest = run(source.harvest())
@@ -193,14 +193,14 @@ def test_a_row_that_is_solved_retires_although_dynamic_sampling_discards_its_gro
     clock = Clock(lambda i: 1, flat=[0])
     rates = PassRates([row.id for row in ROWS], bands=Bands(min_attempts=2))
     cursor = Cursor(10, 0, False)
-    source = Source(
+    source = GroupSource(
         ROWS,
         cursor,
         clock,
         3,
         dynamic=True,
         max_refills=3,
-        chooser=Chooser(cursor, 0, [Teachable(rates, 0.0)]),
+        chooser=RowSampler(cursor, 0, [TeachableWeighting(rates, 0.0)]),
         passrates=rates,
     )
     for step in range(9):
@@ -211,7 +211,7 @@ def test_a_row_that_is_solved_retires_although_dynamic_sampling_discards_its_gro
 
 def test_a_refill_round_is_over_provisioned_too() -> None:
     clock = Clock(lambda i: 1 + i, flat=[0, 1, 2])
-    source = Source(
+    source = GroupSource(
         ROWS, Cursor(10, 0, False), clock, 2, dynamic=True, max_refills=2, over_provision=2.0
     )
     # round 1: 0..3, of which 3 teaches; round 2: 4 and 5 for one more
@@ -237,7 +237,9 @@ def test_a_redone_step_takes_the_journalled_groups_whatever_is_first_now(
     path = tmp_path / "journal.jsonl"
 
     def harvest(clock: Clock, journal: Journal) -> Any:
-        return run(Source(ROWS, Cursor(10, 0, False), clock, 3, journal=journal, **kw).harvest())
+        return run(
+            GroupSource(ROWS, Cursor(10, 0, False), clock, 3, journal=journal, **kw).harvest()
+        )
 
     first = harvest(Clock(lambda i: 1 + i, flat), Journal(path))
     assert taken(first) == (["r0", "r1", "r3"] if dynamic else ["r0", "r1", "r2"])
@@ -269,7 +271,7 @@ def test_a_choice_of_other_groups_is_not_used(tmp_path: Path) -> None:
 def test_without_spare_prompts_nothing_is_journalled(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     harvest = run(
-        Source(
+        GroupSource(
             ROWS, Cursor(10, 0, False), Clock(lambda i: 5 - i), 4, journal=Journal(path)
         ).harvest()
     )
@@ -295,9 +297,13 @@ def test_race_raises_the_first_failure_and_leaves_nothing_running() -> None:
 
     seen: list[int] = []
     with pytest.raises(ValueError, match="two"):
-        run(race([work(i) for i in (4, 1, 2, 3)], lambda place, result: bool(seen.append(result))))
+        run(
+            first_finished(
+                [work(i) for i in (4, 1, 2, 3)], lambda place, result: bool(seen.append(result))
+            )
+        )
     assert seen == [1] and sorted(ended) == [1, 2, 3, 4]
-    run(race([], lambda place, result: True))
+    run(first_finished([], lambda place, result: True))
 
 
 # replay in a step
@@ -307,7 +313,7 @@ def test_replayed_groups_take_the_place_of_fresh_ones() -> None:
     """Four prompts, a quarter of them replayed: from step 1 on three are sampled and one trained
     again, and the books balance.
     """
-    source = Source(
+    source = GroupSource(
         ROWS,
         Cursor(10, 0, False),
         Clock(lambda i: 1, flat=[0]),
@@ -339,7 +345,7 @@ def test_replayed_groups_take_the_place_of_fresh_ones() -> None:
 # everything at once: exact at every boundary
 
 
-def workshop(journal: Journal | None = None) -> tuple[Source, dict[str, Any], FakeEngine]:
+def workshop(journal: Journal | None = None) -> tuple[GroupSource, dict[str, Any], FakeEngine]:
     """Pass rates, a teachable preference, a learned curriculum, dynamic sampling, spare prompts and
     replay, on rows of known odds.
     """
@@ -361,10 +367,12 @@ def workshop(journal: Journal | None = None) -> tuple[Source, dict[str, Any], Fa
     rates = PassRates([row.id for row in rows], bands=Bands(min_attempts=4))
     replay = Replay(rows, size=5, share=0.34, max_staleness=3, max_uses=2)
     cursor = Cursor(15, 0, True)
-    chooser = Chooser(
-        cursor, 0, [Learned(rates, Ramp(0.3, 1.0, 6, least=6)), Teachable(rates, 0.2)]
+    chooser = RowSampler(
+        cursor,
+        0,
+        [LearnedDifficulty(rates, Ramp(0.3, 1.0, 6, least=6)), TeachableWeighting(rates, 0.2)],
     )
-    source = Source(
+    source = GroupSource(
         rows,
         cursor,
         rollout,

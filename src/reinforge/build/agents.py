@@ -24,13 +24,19 @@ from reinforge.core.errors import InputError
 from reinforge.envs.calls import talk_of
 from reinforge.envs.programs import Address, Program, as_program
 from reinforge.rewards.build import load_function
-from reinforge.rollout.agents import AgentPlayer
-from reinforge.rollout.episode import Limits
-from reinforge.rollout.episodes import Episodes
+from reinforge.rollout.dialogue.agent_session import (
+    AgentModel,
+    AgentSession,
+    ModelAnswer,
+    RequestRefused,
+    SamplingRequest,
+)
+from reinforge.rollout.dialogue.agents import AgentPlayer
+from reinforge.rollout.dialogue.episode import EpisodeLimits
+from reinforge.rollout.dialogue.episodes import EpisodeRollout
+from reinforge.rollout.dialogue.lockstep import Lockstep
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.line import Asked, Line, Model, Refused, Said
-from reinforge.rollout.lockstep import Lockstep
-from reinforge.rollout.scoring import Scorer
+from reinforge.rollout.scoring import RewardScorer
 from reinforge.serve.engine_thread import Piece
 from reinforge.serve.replies import Choice, Replies, Wanted
 from reinforge.serve.requests import (
@@ -56,7 +62,7 @@ AT_ONCE = 1 << 16  # requests; how many agents there are is limited elsewhere
 def make_agents(
     shop: Workshop,
     cfg: AgentConfig,
-    scorer: Scorer,
+    scorer: RewardScorer,
     sampling: Sampling,
     max_tokens: int,
     *,
@@ -64,12 +70,12 @@ def make_agents(
     purpose: str,
     journal: Journal | None = None,
     greedy: bool = False,
-) -> Episodes:
+) -> EpisodeRollout:
     """Episodes of an agent: `n` runs of the program for each row."""
-    limits = Limits(max_tokens, cfg.max_calls, episode_seconds=cfg.seconds)
+    limits = EpisodeLimits(max_tokens, cfg.max_calls, episode_seconds=cfg.seconds)
     lockstep = Lockstep() if cfg.lockstep else None
     talk = talk_of(cfg.calls, shop.renderer)
-    model = Model(
+    model = AgentModel(
         shop.engine,
         shop.renderer,
         talk,
@@ -81,7 +87,7 @@ def make_agents(
     )
     endpoint = AgentEndpoint(shop.renderer.tokenizer, max_tokens)
     player = AgentPlayer(model, program_of(cfg), endpoint, journal or Journal(None), cfg.on_error)
-    return Episodes(
+    return EpisodeRollout(
         player,
         scorer,
         sampling,
@@ -102,7 +108,7 @@ class Heard(Choice):
     episode has them.
     """
 
-    def __init__(self, decode: Decode, wanted: Wanted, said: Said):
+    def __init__(self, decode: Decode, wanted: Wanted, said: ModelAnswer):
         super().__init__(decode, wanted)
         self.said = said
 
@@ -129,14 +135,14 @@ class AgentEndpoint:
         self.name = name
         self.context = context
         self._tokenizer = copy.deepcopy(tokenizer)  # must not be used by two threads at once
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, AgentSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._port = 0
         self._watch: asyncio.Task[None] | None = None
 
     # ---- in the loop of the engine ----
 
-    def open(self, line: Line) -> Address:
+    def open(self, line: AgentSession) -> Address:
         if self._loop is not asyncio.get_running_loop():
             self._start()
         key = secrets.token_urlsafe(32)
@@ -148,7 +154,7 @@ class AgentEndpoint:
 
     def _start(self) -> None:
         try:
-            from reinforge.serve.http import Limits, make_app, server_of
+            from reinforge.serve.http import EpisodeLimits, make_app, server_of
         except ModuleNotFoundError as error:
             raise InputError(
                 f"agents need {error.name}, which is not installed.",
@@ -156,7 +162,7 @@ class AgentEndpoint:
                 fix="pip install 'reinforge[serve]'",
             ) from error
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        limits = Limits(requests=AT_ONCE, body=BODY, connections=AT_ONCE)
+        limits = EpisodeLimits(requests=AT_ONCE, body=BODY, connections=AT_ONCE)
         app = make_app(
             self, None, limits=limits, api_key=lambda key: key in self._lines, local=True
         )
@@ -210,7 +216,7 @@ class AgentEndpoint:
         prompt, said = await self._there(line.complete(request.prompts[0], asked))
         return self._replies("text", request, prompt, said, request.logprobs is not None)
 
-    def _line(self) -> Line:
+    def _line(self) -> AgentSession:
         line = self._lines.get(CALLER.get())
         if line is None:
             raise ApiError(
@@ -221,7 +227,7 @@ class AgentEndpoint:
             )
         return line
 
-    def _asked(self, request: Request, max_tokens: int | None) -> Asked:
+    def _asked(self, request: Request, max_tokens: int | None) -> SamplingRequest:
         """What the request wants of the sampling.
 
         What would change the distribution that is trained is refused.
@@ -240,7 +246,7 @@ class AgentEndpoint:
                     param=name,
                     code="unsupported_parameter",
                 )
-        return Asked(
+        return SamplingRequest(
             request.n or 1,
             max_tokens,
             request.temperature,
@@ -254,7 +260,7 @@ class AgentEndpoint:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return await asyncio.wrap_future(future)
-        except Refused as refused:
+        except RequestRefused as refused:
             raise ApiError(400, str(refused), param=refused.param, code=refused.code) from None
         except (TypeError, RecursionError) as error:
             # templates are foreign code: some add None to text
@@ -270,7 +276,12 @@ class AgentEndpoint:
             ) from None
 
     def _replies(
-        self, kind: str, request: Request, prompt: list[int], said: Sequence[Said], logprobs: bool
+        self,
+        kind: str,
+        request: Request,
+        prompt: list[int],
+        said: Sequence[ModelAnswer],
+        logprobs: bool,
     ) -> tuple[Replies, Any]:
         wanted = Wanted(
             kind,
@@ -301,7 +312,7 @@ class AgentEndpoint:
         )
 
 
-async def _told(said: Sequence[Said]) -> AsyncGenerator[Piece, None]:
+async def _told(said: Sequence[ModelAnswer]) -> AsyncGenerator[Piece, None]:
     """An answer is told when it is complete and on record; a streamed one comes in one piece."""
     for i, s in enumerate(said):
         yield Piece(i, s.completion.tokens, s.completion.logprobs, s.completion.stop)

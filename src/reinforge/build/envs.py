@@ -18,11 +18,11 @@ from reinforge.envs.build import Mixture, entry_of
 from reinforge.envs.calls import talk_of
 from reinforge.envs.names import BUILTIN
 from reinforge.rewards.build import load_function
-from reinforge.rollout.episode import Limits, Player
-from reinforge.rollout.episodes import COMPARE, ENV, Episodes
+from reinforge.rollout.dialogue.episode import EnvPlayer, EpisodeLimits
+from reinforge.rollout.dialogue.episodes import COMPARE, ENV, EpisodeRollout
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.scoring import Scorer
-from reinforge.rollout.single import SingleTurn
+from reinforge.rollout.players.single_turn import SingleTurn
+from reinforge.rollout.scoring import RewardScorer
 
 if TYPE_CHECKING:
     from reinforge.build.workshop import Workshop
@@ -35,7 +35,9 @@ def env_weights(cfg: EnvConfig | None) -> dict[str, float]:
     return {} if cfg is None else {ENV: cfg.weight, **({COMPARE: 1.0} if cfg.compare else {})}
 
 
-def training_rollout(shop: Workshop, encoded: Encoded, journal: Journal) -> SingleTurn | Episodes:
+def training_rollout(
+    shop: Workshop, encoded: Encoded, journal: Journal
+) -> SingleTurn | EpisodeRollout:
     cfg = shop.cfg
     buffer = shop.algorithm.overlong_buffer
     new_tokens = cfg.rollout.max_new_tokens
@@ -44,7 +46,7 @@ def training_rollout(shop: Workshop, encoded: Encoded, journal: Journal) -> Sing
     n = cfg.algorithm.group_size
     greedy = "baseline" in shop.algorithm.needs
     if cfg.env is not None:
-        scorer = Scorer(
+        scorer = RewardScorer(
             shop.rewards,
             journal=journal,
             on_error=cfg.rollout.on_reward_error,
@@ -55,7 +57,7 @@ def training_rollout(shop: Workshop, encoded: Encoded, journal: Journal) -> Sing
             shop, cfg.env, scorer, sampling, n=n, purpose="sample", journal=journal, greedy=greedy
         )
     if cfg.agent is not None:
-        scorer = Scorer(
+        scorer = RewardScorer(
             shop.rewards,
             journal=journal,
             on_error=cfg.rollout.on_reward_error,
@@ -89,18 +91,18 @@ def training_rollout(shop: Workshop, encoded: Encoded, journal: Journal) -> Sing
     )
 
 
-def eval_rollout(shop: Workshop, encoded: Encoded, new_tokens: int) -> SingleTurn | Episodes:
+def eval_rollout(shop: Workshop, encoded: Encoded, new_tokens: int) -> SingleTurn | EpisodeRollout:
     cfg = shop.cfg
     sampling = Sampling(
         new_tokens, cfg.eval.temperature, top_p=cfg.eval.top_p, stop_strings=tuple(cfg.rollout.stop)
     )
     if cfg.env is not None:
-        scorer = Scorer(
+        scorer = RewardScorer(
             shop.rewards, on_error=cfg.rollout.on_reward_error, weights=env_weights(cfg.env)
         )
         return make_episodes(shop, cfg.env, scorer, sampling, n=cfg.eval.samples, purpose="eval")
     if cfg.agent is not None:
-        scorer = Scorer(
+        scorer = RewardScorer(
             shop.rewards, on_error=cfg.rollout.on_reward_error, weights={AGENT: cfg.agent.weight}
         )
         return make_agents(
@@ -128,18 +130,18 @@ def eval_rollout(shop: Workshop, encoded: Encoded, new_tokens: int) -> SingleTur
 def make_episodes(
     shop: Workshop,
     cfg: EnvConfig,
-    scorer: Scorer,
+    scorer: RewardScorer,
     sampling: Sampling,
     *,
     n: int,
     purpose: str,
     journal: Journal | None = None,
     greedy: bool = False,
-) -> Episodes:
-    limits = Limits(
+) -> EpisodeRollout:
+    limits = EpisodeLimits(
         episode_tokens(shop.cfg, shop.context), cfg.max_turns, cfg.turn_seconds, cfg.episode_seconds
     )
-    player = Player(
+    player = EnvPlayer(
         shop.engine,
         shop.renderer,
         talk_of(cfg.calls, shop.renderer),
@@ -151,7 +153,7 @@ def make_episodes(
         cfg.on_error,
     )
     compare = load_function(cfg.compare, "env.compare") if cfg.compare else None
-    return Episodes(
+    return EpisodeRollout(
         player,
         scorer,
         sampling,

@@ -17,9 +17,9 @@ from reinforge.engines.both import Both
 from reinforge.engines.native import NativeEngine
 from reinforge.models.load import stop_tokens
 from reinforge.models.mixture import Mixture
-from reinforge.rollout.contest import Contest
-from reinforge.rollout.demonstrated import Demonstrated
-from reinforge.rollout.single import SingleTurn
+from reinforge.rollout.players.demonstrations import DemonstrationRollout
+from reinforge.rollout.players.opponent import OpponentRollout
+from reinforge.rollout.players.single_turn import SingleTurn
 
 
 def joined(
@@ -30,7 +30,7 @@ def joined(
     if algorithm.name == "gkd":  # only a share of the answers is sampled, the others are the data's
         share = float({**TABLE["gkd"].options, **shop.cfg.algorithm.options}["share"])
         return (
-            Demonstrated(
+            DemonstrationRollout(
                 rollout, answers_of(shop, rows) if share < 1 else {}, share, shop.cfg.run.seed
             ),
             shop.engine,
@@ -55,7 +55,7 @@ def joined(
         longest=shop.longest,
     )
     answers = answers_of(shop, rows) if algorithm.given else None
-    return Contest(rollout, opponent, answers), Both(shop.engine, opponent)
+    return OpponentRollout(rollout, opponent, answers), Both(shop.engine, opponent)
 
 
 def answers_of(shop: Workshop, rows: Sequence[Row]) -> dict[str, Sample]:

@@ -17,15 +17,20 @@ from reinforge.core.env import Rollout
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.cursor import Cursor
-from reinforge.rollout.ahead import Ahead
-from reinforge.rollout.carry import Carry
-from reinforge.rollout.choose import Chooser, Policy, Teachable
-from reinforge.rollout.curriculum import Declared, Learned, Ramp, difficulties
+from reinforge.rollout.buffer import RolloutBuffer
+from reinforge.rollout.carry import ResumableEngine
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.partial import Partial
-from reinforge.rollout.passrate import Bands, PassRates
-from reinforge.rollout.replay import Replay
-from reinforge.rollout.source import Source
+from reinforge.rollout.partial import PartialSource
+from reinforge.rollout.rows.curriculum import (
+    DeclaredDifficulty,
+    LearnedDifficulty,
+    Ramp,
+    difficulties,
+)
+from reinforge.rollout.rows.pass_rates import Bands, PassRates
+from reinforge.rollout.rows.replay import Replay
+from reinforge.rollout.rows.sampler import RowSampler, RowWeighting, TeachableWeighting
+from reinforge.rollout.source import GroupSource
 
 
 def replayable(cfg: Config) -> AlgorithmConfig:
@@ -52,8 +57,8 @@ def make_source(
     journal: Journal,
     best: float,
     lengths: Sequence[int] = (),
-    carry: Carry | None = None,
-) -> tuple[Source, dict[str, Part]]:
+    carry: ResumableEngine | None = None,
+) -> tuple[GroupSource, dict[str, Part]]:
     """The source, and those of its parts that belong in a checkpoint.
 
     `best` is the largest possible total reward, `lengths` are of the rows. With `carry`, which the
@@ -88,14 +93,14 @@ def make_source(
         )
         parts["replay"] = replay
     shared: dict[str, Any] = {
-        "chooser": Chooser(cursor, cfg.run.seed, policies(cfg, rows, rates, lengths)),
+        "chooser": RowSampler(cursor, cfg.run.seed, policies(cfg, rows, rates, lengths)),
         "over_provision": sampling.over_provision,
         "journal": journal,
         "passrates": rates,
         "components": algorithm.compared,
     }
     if carry is not None:
-        carried = Partial(
+        carried = PartialSource(
             rows,
             cursor,
             rollout,
@@ -105,7 +110,7 @@ def make_source(
             staleness=cfg.rollout.staleness,
         )
         return carried, {**parts, "partial": carried}
-    source = Source(
+    source = GroupSource(
         rows,
         cursor,
         rollout,
@@ -118,7 +123,7 @@ def make_source(
     return source, parts
 
 
-def carrying(cfg: Config, engine: Engine, rollout: Any) -> Carry | None:
+def carrying(cfg: Config, engine: Engine, rollout: Any) -> ResumableEngine | None:
     """With `rollout.partial`, the engine that remembers, in place of the one that the rollout (or
     its player) generates with.
     """
@@ -130,18 +135,20 @@ def carrying(cfg: Config, engine: Engine, rollout: Any) -> Carry | None:
             where="rollout.partial",
             fix="Use the native engine in the trainer's process, or leave it out.",
         )
-    carry = Carry(engine)
+    carry = ResumableEngine(engine)
     getattr(rollout, "player", rollout).engine = carry
     return carry
 
 
-def make_ahead(cfg: Config, source: Source, steps: int) -> tuple[Ahead, dict[str, Part]]:
+def make_ahead(
+    cfg: Config, source: GroupSource, steps: int
+) -> tuple[RolloutBuffer, dict[str, Part]]:
     """What runs the source, ahead of training where it may, and its state.
 
     What is carried over uses the bound up by itself.
     """
     staleness = 0 if cfg.rollout.partial else cfg.rollout.staleness
-    ahead = Ahead(
+    ahead = RolloutBuffer(
         source,
         staleness,
         steps,
@@ -152,22 +159,22 @@ def make_ahead(cfg: Config, source: Source, steps: int) -> tuple[Ahead, dict[str
 
 def policies(
     cfg: Config, rows: Sequence[Row], rates: PassRates | None, lengths: Sequence[int] = ()
-) -> list[Policy]:
+) -> list[RowWeighting]:
     """What decides, besides the cursor, which rows a step takes. `lengths`: tokens of each."""
-    found: list[Policy] = []
+    found: list[RowWeighting] = []
     curriculum = cfg.sampling.curriculum
     if curriculum is not None:
         ramp = Ramp(
             curriculum.start, curriculum.end, curriculum.steps, least=cfg.train.prompts_per_step
         )
         if curriculum.length:
-            found.append(Declared([float(n) for n in lengths], ramp))
+            found.append(DeclaredDifficulty([float(n) for n in lengths], ramp))
         elif curriculum.column is not None:
-            found.append(Declared(difficulties(rows, curriculum.column), ramp))
+            found.append(DeclaredDifficulty(difficulties(rows, curriculum.column), ramp))
         else:
             assert rates is not None
-            found.append(Learned(rates, ramp))
+            found.append(LearnedDifficulty(rates, ramp))
     if cfg.sampling.prefer == "teachable":
         assert rates is not None
-        found.append(Teachable(rates, cfg.sampling.recheck))
+        found.append(TeachableWeighting(rates, cfg.sampling.recheck))
     return found

@@ -30,7 +30,7 @@ from reinforge.loops.precompute import Streams, with_streams
 from reinforge.loops.session import Session, ViewLike
 from reinforge.loops.supervised import SupervisedTrainer
 from reinforge.models.adapters import is_adapted
-from reinforge.rollout.choose import Chooser
+from reinforge.rollout.rows.sampler import RowSampler
 
 
 @dataclass
@@ -143,7 +143,7 @@ def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTra
     session.prediction = predict_run(
         cfg, backend, [sum(len(s.tokens) for s in unit) for unit in train.units], needs_of(cfg)
     )
-    chooser = Chooser(
+    chooser = RowSampler(
         cursor,
         cfg.run.seed,
         policies(cfg, train.rows, None, [max(len(s.tokens) for s in unit) for unit in train.units]),

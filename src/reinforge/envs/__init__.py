@@ -1,4 +1,4 @@
 """Environments: what answers the model's turns.
 
-The contract is core/env.py; rollout/episodes.py plays them.
+The contract is core/env.py; rollout/dialogue/ plays them.
 """

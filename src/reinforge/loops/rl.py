@@ -28,8 +28,8 @@ from reinforge.core.threads import in_thread
 from reinforge.loops.critic import Critic
 from reinforge.loops.session import Session
 from reinforge.rewards.running import Running
-from reinforge.rollout.ahead import Ahead
-from reinforge.rollout.source import Source, harvest_metrics
+from reinforge.rollout.buffer import RolloutBuffer
+from reinforge.rollout.source import GroupSource, harvest_metrics
 
 PATIENCE = 20.0  # seconds that a run which is asked to end waits for rewards under way
 
@@ -39,7 +39,7 @@ class RLTrainer:
     """The parts of an RL run."""
 
     session: Session
-    source: Source
+    source: GroupSource
     backend: Backend
     engine: Engine
     algorithm: Algorithm
@@ -50,10 +50,10 @@ class RLTrainer:
     critic: Critic | None = None
     running: Running = field(default_factory=lambda: Running({}))  # statistics of rewards
     skip_idle: bool = True  # rows without gradient are not computed
-    ahead: Ahead = field(default=None)  # type: ignore[assignment]  # default: none
+    ahead: RolloutBuffer = field(default=None)  # type: ignore[assignment]  # default: none
 
     def __post_init__(self) -> None:
-        self.ahead = self.ahead or Ahead(self.source)
+        self.ahead = self.ahead or RolloutBuffer(self.source)
         self.session.settle = self.ahead.settle
 
     async def run(self) -> None:

@@ -13,7 +13,7 @@ from reinforge.core.batch import Totals
 from reinforge.core.prepare import prepared
 from reinforge.core.sample import Sample
 from reinforge.loops.session import Session
-from reinforge.rollout.choose import Chooser
+from reinforge.rollout.rows.sampler import RowSampler
 
 
 @dataclass
@@ -23,7 +23,7 @@ class SupervisedTrainer:
     """
 
     session: Session
-    chooser: Chooser
+    chooser: RowSampler
     backend: Backend
     loss: Loss
     row: Callable[[int], Sequence[Sample]]

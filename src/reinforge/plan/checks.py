@@ -196,7 +196,7 @@ def _check_curriculum(config: Config, train: Sequence[Row]) -> None:
     """Every row must have the number that a declared curriculum sorts by."""
     curriculum = config.sampling.curriculum
     if curriculum is not None and curriculum.column is not None:
-        from reinforge.rollout.curriculum import difficulties
+        from reinforge.rollout.rows.curriculum import difficulties
 
         difficulties(train, curriculum.column)
 

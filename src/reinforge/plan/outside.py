@@ -35,8 +35,8 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
     from reinforge.data.dialogue import Dialogue
     from reinforge.envs.calls import talk_of
     from reinforge.models.load import context_length, load_tokenizer
-    from reinforge.rollout.episode import opening
-    from reinforge.rollout.world import Failed, World
+    from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
+    from reinforge.rollout.dialogue.episode import opening
 
     mixture = mixture_of(config.env, config.run.seed)
     renderer = Renderer(load_tokenizer(config.model), config.data)
@@ -49,7 +49,7 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
             break
 
     async def begin(row: Row, seconds: float | None) -> int:
-        world = World(
+        world = EpisodeEnvironment(
             mixture, row, seed_of(config.run.seed, "plan", row.id, "env"), turn_seconds=seconds
         )
         try:
@@ -60,7 +60,7 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
     for name, row in firsts.items():
         try:
             tokens = asyncio.run(begin(row, config.env.turn_seconds))
-        except Failed as failed:
+        except EpisodeFailure as failed:
             report.refuse(
                 "env",
                 f"{name} does not begin row {row.id}: {failed.why.rstrip('.')}.",

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from reinforge.core.engine import Completion, Engine, Sampling
+from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
@@ -25,7 +25,7 @@ from reinforge.rollout.journal import tokens_hash
 
 
 @dataclass(slots=True)
-class Piece:
+class PartialCompletion:
     """One completion so far; `stop` is None until it is whole."""
 
     tokens: list[int] = field(default_factory=list)
@@ -49,31 +49,33 @@ class Piece:
         assert self.stop is not None
         return Completion(list(self.tokens), list(self.logprobs), list(self.versions), self.stop)
 
-    def copy(self) -> Piece:
-        return Piece(list(self.tokens), list(self.logprobs), list(self.versions), self.stop)
+    def copy(self) -> PartialCompletion:
+        return PartialCompletion(
+            list(self.tokens), list(self.logprobs), list(self.versions), self.stop
+        )
 
 
 @dataclass(slots=True)
-class Asked:
+class ResumableRequest:
     """One request: the hash of its prompt and what there is of its completions."""
 
     prompt: str
-    pieces: list[Piece]
+    pieces: list[PartialCompletion]
 
-    def copy(self) -> Asked:
-        return Asked(self.prompt, [p.copy() for p in self.pieces])
-
-
-Kept = dict[str, dict[int, Asked]]  # by group, then by the key of the request
+    def copy(self) -> ResumableRequest:
+        return ResumableRequest(self.prompt, [p.copy() for p in self.pieces])
 
 
-class Carry:
+RequestsByGroup = dict[str, dict[int, ResumableRequest]]  # by group, then by the key of the request
+
+
+class ResumableEngine:
     """An `Engine`. The inner one must tell tokens as they come (`on_tokens`)."""
 
     def __init__(self, engine: Any):
         self.engine = engine
         self.capabilities = engine.capabilities
-        self.kept: Kept = {}
+        self.kept: RequestsByGroup = {}
 
     async def generate(
         self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
@@ -85,7 +87,7 @@ class Carry:
         bound = tokens_hash([list(tokens)])
         asked = requests.get(key)
         if asked is None or asked.prompt != bound:
-            asked = requests[key] = Asked(bound, [Piece() for _ in range(n)])
+            asked = requests[key] = ResumableRequest(bound, [PartialCompletion() for _ in range(n)])
         pieces = asked.pieces
         if not any(p.tokens for p in pieces):
             await self._drawn(tokens, params, key, pieces)
@@ -107,7 +109,7 @@ class Carry:
         return [p.whole() for p in pieces]
 
     async def _drawn(
-        self, tokens: Sequence[int], params: Sampling, key: int, pieces: Sequence[Piece]
+        self, tokens: Sequence[int], params: Sampling, key: int, pieces: Sequence[PartialCompletion]
     ) -> None:
         """Lets the pieces grow to their ends. What came before a cut is in them."""
 
@@ -120,7 +122,7 @@ class Carry:
         for group in groups:
             self.kept.pop(group, None)
 
-    def copied(self) -> Kept:
+    def copied(self) -> RequestsByGroup:
         return {
             group: {key: asked.copy() for key, asked in requests.items()}
             for group, requests in self.kept.items()
@@ -155,11 +157,11 @@ class Carry:
         self.engine.load(state)
 
 
-def _left(params: Sampling, piece: Piece) -> Sampling:
+def _left(params: Sampling, piece: PartialCompletion) -> Sampling:
     return replace(params, max_new_tokens=params.max_new_tokens - len(piece.tokens))
 
 
-def plain(kept: Kept) -> dict[str, Any]:
+def requests_to_json(kept: RequestsByGroup) -> dict[str, Any]:
     """As JSON. Log-probs are float32, which JSON's numbers hold exactly."""
     return {
         group: {
@@ -176,13 +178,13 @@ def plain(kept: Kept) -> dict[str, Any]:
     }
 
 
-def restored(saved: dict[str, Any]) -> Kept:
+def requests_from_json(saved: dict[str, Any]) -> RequestsByGroup:
     return {
         group: {
-            int(key): Asked(
+            int(key): ResumableRequest(
                 prompt,
                 [
-                    Piece(list(t), list(l), list(v), None if s is None else Stop(s))
+                    PartialCompletion(list(t), list(l), list(v), None if s is None else Stop(s))
                     for t, l, v, s in pieces
                 ],
             )
@@ -190,6 +192,3 @@ def restored(saved: dict[str, Any]) -> Kept:
         }
         for group, requests in saved.items()
     }
-
-
-__all__ = ["Carry", "Engine", "Piece", "plain", "restored"]

@@ -22,31 +22,31 @@ from typing import Any
 
 from reinforge.core.backend import State
 from reinforge.core.sample import Group
-from reinforge.rollout.carry import Carry, plain, restored
-from reinforge.rollout.choose import Choice
+from reinforge.rollout.carry import ResumableEngine, requests_from_json, requests_to_json
 from reinforge.rollout.pace import followed
-from reinforge.rollout.source import Harvest, Source
+from reinforge.rollout.rows.sampler import RowChoice
+from reinforge.rollout.source import GroupSource, Harvest
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    choice: Choice
+class UnfinishedGroup:
+    choice: RowChoice
     made: int  # the step it was begun in
     version: int  # the weights it was begun with
 
 
-class Partial(Source):
+class PartialSource(GroupSource):
     """A `Source` whose rollouts generate with `carry`.
 
     A part of the run: a checkpoint holds what is under way.
     """
 
-    def __init__(self, *given: Any, carry: Carry, staleness: int, **named: Any):
+    def __init__(self, *given: Any, carry: ResumableEngine, staleness: int, **named: Any):
         super().__init__(*given, **named)
         assert staleness > 0 and not self.dynamic and self.replay is None
         self.carry = carry
         self.staleness = staleness
-        self.carried: list[Carried] = []
+        self.carried: list[UnfinishedGroup] = []
 
     async def gather(
         self, step: int, version: int, generated: Callable[[], None] = lambda: None
@@ -64,7 +64,7 @@ class Partial(Source):
         wanted = math.ceil(self.prompts * self.over_provision - 1e-9)
         fresh = self.chooser.take(max(0, wanted - len(self.carried)), step)
         walked = self.cursor.taken - first
-        entries = [*self.carried, *(Carried(choice, step, version) for choice in fresh)]
+        entries = [*self.carried, *(UnfinishedGroup(choice, step, version) for choice in fresh)]
         names = [f"{e.choice.position}:{self.rows[e.choice.row].id}" for e in entries]
         due = {i for i, e in enumerate(entries) if step - e.made >= self.staleness}
         recorded = self.journal.find_choice(names)
@@ -100,7 +100,11 @@ class Partial(Source):
         return result
 
     async def _race(
-        self, entries: Sequence[Carried], names: Sequence[str], due: set[int], only_due: bool
+        self,
+        entries: Sequence[UnfinishedGroup],
+        names: Sequence[str],
+        due: set[int],
+        only_due: bool,
     ) -> tuple[list[asyncio.Task[Group]], list[int]]:
         """Runs all until enough are generated, and cuts the others.
 
@@ -154,11 +158,11 @@ class Partial(Source):
 
     def state(self) -> State:
         carried = [[e.choice.position, e.choice.row, e.made, e.version] for e in self.carried]
-        return State({}, {"carried": carried, "kept": plain(self.carry.kept)})
+        return State({}, {"carried": carried, "kept": requests_to_json(self.carry.kept)})
 
     def load(self, state: State) -> None:
         self.carried = [
-            Carried(Choice(position, row), made, version)
+            UnfinishedGroup(RowChoice(position, row), made, version)
             for position, row, made, version in state.meta["carried"]
         ]
-        self.carry.kept = restored(state.meta["kept"])
+        self.carry.kept = requests_from_json(state.meta["kept"])

@@ -24,7 +24,7 @@ FAULTS = {
 }
 
 
-class Scorer:
+class RewardScorer:
     """`weights`: of components that come from elsewhere (an environment), beside those of the
     rewards. `on_error` is `raise`, or `unscored`: a reward that fails leaves None and a line in
     `errors`.

@@ -12,12 +12,12 @@ from reinforge.core.env import Rollout
 from reinforge.core.faults import fault_metrics
 from reinforge.core.sample import Group, Row, Stop
 from reinforge.data.cursor import Cursor
-from reinforge.rollout.choose import Choice, Chooser
+from reinforge.rollout.first_finished import first_finished
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.pace import followed
-from reinforge.rollout.passrate import PassRates
-from reinforge.rollout.race import race
-from reinforge.rollout.replay import Kept, Replay
+from reinforge.rollout.rows.pass_rates import PassRates
+from reinforge.rollout.rows.replay import Replay, ReplayEntry
+from reinforge.rollout.rows.sampler import RowChoice, RowSampler
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Harvest:
     # groups of earlier steps that are trained again
     replayed: list[Group] = field(default_factory=list)
     stale: list[Group] = field(default_factory=list)  # sampled too long ago to be trained
-    used: list[Kept] = field(default_factory=list)  # what the replay buffer gave
+    used: list[ReplayEntry] = field(default_factory=list)  # what the replay buffer gave
     # the oldest weights that may have sampled any of it; None: those it was begun with
     oldest: int | None = None
     cancelled: int = 0  # groups that were submitted and not waited for
@@ -69,7 +69,7 @@ def has_signal(group: Group, components: Collection[str] = ()) -> bool:
     return len(set(totals.values())) > 1
 
 
-class Source:
+class GroupSource:
     """Groups for one optimizer step at a time.
 
     All prompts of a round are submitted at once, in the order they were chosen, so what the engine
@@ -92,7 +92,7 @@ class Source:
         *,
         dynamic: bool = False,
         max_refills: int = 0,
-        chooser: Chooser | None = None,
+        chooser: RowSampler | None = None,
         over_provision: float = 1.0,
         journal: Journal | None = None,
         passrates: PassRates | None = None,
@@ -106,7 +106,7 @@ class Source:
         self.dynamic = dynamic
         self.max_refills = max_refills
         self.over_provision = over_provision
-        self.chooser = chooser or Chooser(cursor, cursor.seed)
+        self.chooser = chooser or RowSampler(cursor, cursor.seed)
         self.journal = journal or Journal(None)
         self.passrates = passrates
         self.replay = replay
@@ -167,7 +167,7 @@ class Source:
         return not self.dynamic or has_signal(group, self.components)
 
     async def _round(
-        self, choices: Sequence[Choice], needed: int, generated: Callable[[], None]
+        self, choices: Sequence[RowChoice], needed: int, generated: Callable[[], None]
     ) -> list[Group]:
         """Submits the chosen rows and returns the groups that were done first, in the order of
         submission: all of them, or until `needed` of them count. Everything is submitted again when
@@ -196,7 +196,7 @@ class Source:
                 counting += self._counts(group)
             return len(done) == len(wanted) or (recorded is None and counting == needed)
 
-        await race(
+        await first_finished(
             [
                 followed(self.rollout(row, name), told, name)
                 for row, name in zip(rows, names, strict=True)

@@ -14,16 +14,16 @@ from typing import Protocol
 
 from reinforge.core.seeds import seed_of
 from reinforge.data.cursor import Cursor
-from reinforge.rollout.passrate import PassRates
+from reinforge.rollout.rows.pass_rates import PassRates
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RowChoice:
     position: int  # in the cursor's endless walk: no two groups of a run share one
     row: int
 
 
-class Policy(Protocol):
+class RowWeighting(Protocol):
     def weigh(self, row: int, step: int) -> float:
         """The probability that row number `row`, met in this step, is taken. 0: not now."""
         ...
@@ -31,7 +31,7 @@ class Policy(Protocol):
     def report(self, step: int) -> dict[str, float]: ...
 
 
-class Chooser:
+class RowSampler:
     """Without policies it is the cursor.
 
     With several, a row is taken with the product of their probabilities.
@@ -41,22 +41,22 @@ class Chooser:
     such epoch so are the policies.
     """
 
-    def __init__(self, cursor: Cursor, seed: int, policies: Sequence[Policy] = ()):
+    def __init__(self, cursor: Cursor, seed: int, policies: Sequence[RowWeighting] = ()):
         self.cursor = cursor
         self.seed = seed
         self.policies = list(policies)
 
-    def take(self, k: int, step: int = 0) -> list[Choice]:
+    def take(self, k: int, step: int = 0) -> list[RowChoice]:
         first = self.cursor.taken
         if not self.policies:
-            return [Choice(first + i, row) for i, row in enumerate(self.cursor.take(k))]
-        chosen: list[Choice] = []
+            return [RowChoice(first + i, row) for i, row in enumerate(self.cursor.take(k))]
+        chosen: list[RowChoice] = []
         missed = patience = 0
         while len(chosen) < k:
             position = self.cursor.taken
             (row,) = self.cursor.take(1)
             if patience == 2 or self._takes(row, position, step, sure=patience == 1):
-                chosen.append(Choice(position, row))
+                chosen.append(RowChoice(position, row))
                 missed = 0
                 continue
             missed += 1
@@ -84,7 +84,7 @@ def coin(seed: int, position: int) -> float:
     return (seed_of(seed, "choose", position) >> 10) / 2**53
 
 
-class Teachable:
+class TeachableWeighting:
     """Takes a row with probability 4 p (1 - p), which is 1 at p = 1/2 and the variance of a
     pass/fail reward at any p, up to scale: a group can teach only where its samples differ. Unknown
     rows are always taken; solved, hopeless and nearly so ones are looked at again with probability

@@ -17,17 +17,17 @@ from reinforge.core.sample import Row, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.data.chat import Renderer
 from reinforge.envs.programs import Address, Outcome, Program
-from reinforge.rollout.episode import Episode
+from reinforge.rollout.dialogue.agent_session import AgentModel, AgentSession
+from reinforge.rollout.dialogue.environment import EpisodeFailure
+from reinforge.rollout.dialogue.episode import Episode
+from reinforge.rollout.dialogue.recording import Recording
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.line import Line, Model
-from reinforge.rollout.recording import Recording
-from reinforge.rollout.world import Failed
 
 
 class Endpoint(Protocol):
     """Where agents find the model. Called in the event loop of the engine."""
 
-    def open(self, line: Line) -> Address: ...
+    def open(self, line: AgentSession) -> Address: ...
 
     def close(self, address: Address) -> None: ...
 
@@ -42,7 +42,7 @@ class AgentPlayer:
     before.
     """
 
-    model: Model
+    model: AgentModel
     program: Program
     endpoint: Endpoint
     journal: Journal = field(default_factory=lambda: Journal(None))
@@ -75,7 +75,7 @@ class AgentPlayer:
         What happened as JSON, so that an episode is the same whether it was just played or
         journalled.
         """
-        line = Line(self.model, row, uid, sampling)
+        line = AgentSession(self.model, row, uid, sampling)
         if self.model.lockstep is not None:
             self.model.lockstep.enter(uid)
         address = self.endpoint.open(line)
@@ -86,11 +86,11 @@ class AgentPlayer:
                 outcome = await self.program.run(address, given)
         except Exception as error:
             if limit.expired():
-                failed = Failed(
+                failed = EpisodeFailure(
                     "timeout", f"the agent took more than {self.model.limits.episode_seconds:g} s"
                 )
             else:
-                failed = Failed(
+                failed = EpisodeFailure(
                     "length" if line.full else "error", f"{type(error).__name__}: {error}"[:2000]
                 )
                 failed.__cause__ = error
@@ -102,7 +102,7 @@ class AgentPlayer:
         if line.broken is not None:
             raise line.broken
         if failed is None and not line.recording.turns:
-            failed = Failed("error", "the agent never asked the model")
+            failed = EpisodeFailure("error", "the agent never asked the model")
         if failed is not None and failed.kind == "error" and self.on_error == "raise":
             raise InputError(
                 f"the agent failed: {failed.why}.",
@@ -112,7 +112,7 @@ class AgentPlayer:
         return _record(line, outcome, failed)
 
 
-def _record(line: Line, outcome: Outcome, failed: Failed | None) -> dict[str, Any]:
+def _record(line: AgentSession, outcome: Outcome, failed: EpisodeFailure | None) -> dict[str, Any]:
     turns = line.recording.turns
     last = line.last
     return {
@@ -130,7 +130,7 @@ def _record(line: Line, outcome: Outcome, failed: Failed | None) -> dict[str, An
 
 def _episode(uid: str, record: dict[str, Any]) -> Episode:
     recording = Recording.restored(record["turns"])
-    failed = None if record["failed"] is None else Failed(*record["failed"])
+    failed = None if record["failed"] is None else EpisodeFailure(*record["failed"])
     turns = recording.turns
     reward = record["reward"]
     return Episode(

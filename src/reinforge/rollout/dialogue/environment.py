@@ -20,7 +20,7 @@ from reinforge.core.threads import in_thread
 from reinforge.rollout.journal import tokens_hash
 
 
-class Failed(Exception):
+class EpisodeFailure(Exception):
     """The episode cannot be scored. `kind`: timeout, error, length (no room) or sandbox."""
 
     def __init__(self, kind: str, why: str):
@@ -37,7 +37,7 @@ async def call(function: Callable[..., Any], *given: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-class World:
+class EpisodeEnvironment:
     """One episode's environment.
 
     `reset` and `step` raise `Failed` where the environment raised or its deadline passed.
@@ -112,7 +112,7 @@ class World:
         """Names everything that was done so far."""
         return tokens_hash([a.tokens for a in self.actions])
 
-    def record(self, failed: Failed | None, phase: str) -> dict[str, Any] | None:
+    def record(self, failed: EpisodeFailure | None, phase: str) -> dict[str, Any] | None:
         """What must be journalled; None: everything repeats."""
         past = (
             None
@@ -136,7 +136,7 @@ class World:
     def _recall(self, phase: str) -> None:
         failed = self.past["failed"] if self.past is not None else None
         if failed is not None and failed["phase"] == phase and failed["after"] == self.bound():
-            raise Failed(failed["kind"], failed["why"])
+            raise EpisodeFailure(failed["kind"], failed["why"])
 
     async def _live(self) -> Observation:
         self.env = self.make(self.row)
@@ -166,12 +166,12 @@ class World:
                 return await work()
         except Exception as error:
             if limit.expired():
-                raise Failed(
+                raise EpisodeFailure(
                     "timeout",
                     f"turn {len(self.actions)}: the environment took more than"
                     f" {self.turn_seconds:g} s",
                 ) from None
-            raise Failed(
+            raise EpisodeFailure(
                 getattr(error, "kind", "error"),
                 f"turn {len(self.actions)}: {type(error).__name__}: {error}",
             ) from error

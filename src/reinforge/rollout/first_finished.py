@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def race(works: Sequence[Awaitable[T]], enough: Callable[[int, T], bool]) -> None:
+async def first_finished(works: Sequence[Awaitable[T]], enough: Callable[[int, T], bool]) -> None:
     """Runs all of `works` and shows `enough` each result (place, result) in the order of
     completion. Ends when it says True, or when all are done. The first failure ends it too and is
     raised. Whatever is left is cancelled, and waited for: nothing that was started here outlives

@@ -11,7 +11,7 @@ from reinforge.core.seeds import seed_of
 
 
 @dataclass
-class Demonstrated:
+class DemonstrationRollout:
     """With probability `share` a prompt is answered by the policy, otherwise by the answer in the
     data. The coin is a function of the run's seed and the group, so a step that is done again draws
     the same.

@@ -20,9 +20,9 @@ from reinforge.core.seeds import seed_of
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.running import Running
 from reinforge.rollout import pace
+from reinforge.rollout.first_finished import first_finished
 from reinforge.rollout.journal import Journal, Scores
-from reinforge.rollout.race import race
-from reinforge.rollout.scoring import Scorer
+from reinforge.rollout.scoring import RewardScorer
 
 Scored = tuple[list[Completion], list[str], Scores]  # completions, their texts and scores
 
@@ -56,7 +56,7 @@ class SingleTurn:
         self.n = n
         self.seed = seed
         self.purpose = purpose
-        self.scorer = Scorer(rewards, journal=journal, on_error=on_error, shape=shape)
+        self.scorer = RewardScorer(rewards, journal=journal, on_error=on_error, shape=shape)
         self.scorer.running = running
         # a process reward model's verdicts are rewards of tokens
         self.by_step = purpose == "sample" and self.scorer.by_step()
@@ -98,7 +98,7 @@ class SingleTurn:
             return False  # both are wanted
 
         # at once: the engine batches them, and a failure of one cancels the other
-        await race([drawn, greedy], keep)
+        await first_finished([drawn, greedy], keep)
         (completions, texts, scores), ([likeliest], _, its_scores) = done[0], done[1]
         baseline = self._total(likeliest, its_scores, 0)[1]
         samples = [

@@ -22,15 +22,15 @@ from dataclasses import dataclass, field
 
 from reinforge.core.backend import State
 from reinforge.core.sample import Group
-from reinforge.rollout.replay import version_of
-from reinforge.rollout.saved import groups_of, state_of
-from reinforge.rollout.source import Harvest, Source
+from reinforge.rollout.group_state import groups_from_state, groups_to_state
+from reinforge.rollout.rows.replay import oldest_version
+from reinforge.rollout.source import GroupSource, Harvest
 
 KINDS = ("groups", "discarded")
 
 
 @dataclass(eq=False)
-class Begun:
+class BufferEntry:
     """The harvest of step `step`, begun in step `made` with the weights of `version`."""
 
     step: int
@@ -41,7 +41,7 @@ class Begun:
     task: asyncio.Task[Harvest] | None = field(default=None, repr=False)
 
 
-class Ahead:
+class RolloutBuffer:
     """`advance`, then `take`, once per step.
 
     A part of the run: a checkpoint holds every harvest that was generated and not trained, so
@@ -49,7 +49,12 @@ class Ahead:
     """
 
     def __init__(
-        self, source: Source, staleness: int = 0, last: int | None = None, *, drain: bool = True
+        self,
+        source: GroupSource,
+        staleness: int = 0,
+        last: int | None = None,
+        *,
+        drain: bool = True,
     ):
         """`last`: how many steps there are.
 
@@ -59,7 +64,7 @@ class Ahead:
         self.staleness = staleness
         self.last = last
         self.drain = drain or staleness == 0
-        self.begun: deque[Begun] = deque()
+        self.begun: deque[BufferEntry] = deque()
         self._stale: list[Group] = []
 
     async def advance(self, step: int, version: int) -> None:
@@ -108,7 +113,7 @@ class Ahead:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _begin(self, number: int, step: int, version: int) -> None:
-        entry = Begun(number, step, version, self.source.cursor.taken)
+        entry = BufferEntry(number, step, version, self.source.cursor.taken)
         generated = asyncio.Event()
         entry.task = asyncio.ensure_future(self.source.gather(number, version, generated.set))
         self.begun.append(entry)
@@ -123,7 +128,7 @@ class Ahead:
         if entry.task.done():
             entry.task.result()  # raises what went wrong
 
-    async def _cut(self, entry: Begun) -> None:
+    async def _cut(self, entry: BufferEntry) -> None:
         """The newest one was not generated to its end, or may wait for scores for ever: as if it
         had not begun.
         """
@@ -148,14 +153,14 @@ class Ahead:
             ]
             self.begun.clear()
 
-    def _fresh(self, entry: Begun) -> Harvest:
+    def _fresh(self, entry: BufferEntry) -> Harvest:
         """Without groups of older weights than those it was begun with: an engine that missed an
         update.
         """
         harvest = entry.harvest
         assert harvest is not None
         oldest = entry.version if harvest.oldest is None else harvest.oldest
-        late = [g for g in harvest.groups if 0 <= version_of(g) < oldest]
+        late = [g for g in harvest.groups if 0 <= oldest_version(g) < oldest]
         if late or self._stale:
             harvest.stale = [*self._stale, *late]
             harvest.groups = [g for g in harvest.groups if g not in late]
@@ -186,7 +191,7 @@ class Ahead:
                 "report": harvest.report,
             }
             for kind in KINDS:
-                saved = state_of(getattr(harvest, kind))
+                saved = groups_to_state(getattr(harvest, kind))
                 tensors.update(
                     {f"{i}/{kind}/{name}": tensor for name, tensor in saved.tensors.items()}
                 )
@@ -206,7 +211,7 @@ class Ahead:
                     for name, t in state.tensors.items()
                     if name.startswith(prefix)
                 }
-                kinds[kind] = groups_of(State(tensors, told[kind]), rows, "rollout buffer")
+                kinds[kind] = groups_from_state(State(tensors, told[kind]), rows, "rollout buffer")
             harvest = Harvest(
                 kinds["groups"],
                 kinds["discarded"],
@@ -215,5 +220,5 @@ class Ahead:
                 report=dict(told["report"]),
             )
             self.begun.append(
-                Begun(told["step"], told["made"], told["version"], told["before"], harvest)
+                BufferEntry(told["step"], told["made"], told["version"], told["before"], harvest)
             )

@@ -16,11 +16,11 @@ from reinforge.core.engine import Completion, Engine
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.core.seeds import seed_of
 from reinforge.rollout import pace
-from reinforge.rollout.race import race
-from reinforge.rollout.single import SingleTurn
+from reinforge.rollout.first_finished import first_finished
+from reinforge.rollout.players.single_turn import SingleTurn
 
 
-class Contest:
+class OpponentRollout:
     """A `Rollout`: half of the n answers of `single` are the opponent's; all of them where the
     data's `answers` (by row id) are given.
     """
@@ -47,7 +47,7 @@ class Contest:
         asked = [
             (engine, seed_of(single.seed, purpose, group), n) for engine, purpose, n in works if n
         ]
-        await race(
+        await first_finished(
             [engine.generate(prompt, single.sampling, key=key, n=n) for engine, key, n in asked],
             keep,
         )

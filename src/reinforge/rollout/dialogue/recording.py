@@ -17,7 +17,7 @@ from reinforge.core.engine import Completion
 from reinforge.core.env import Message
 from reinforge.core.sample import Stop
 from reinforge.data.dialogue import Dialogue
-from reinforge.rollout.episode import Track
+from reinforge.rollout.dialogue.episode import TokenTrack
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Recording:
         )
         return ranked[0][1] if ranked else None
 
-    def tracks(self) -> list[Track]:
+    def tracks(self) -> list[TokenTrack]:
         """A row for each leaf.
 
         Their order is a function of the ids: calls that ran at the same time may be complete in any
@@ -106,7 +106,7 @@ class Recording:
         trained: set[int] = set()
         rows = []
         for leaf in leaves:
-            track = Track()
+            track = TokenTrack()
             for turn in leaf.chain:
                 track.give(turn.given)
                 if id(turn) in trained:

@@ -17,11 +17,11 @@ from reinforge.core.faults import EPISODE, Fault
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.core.threads import in_thread
 from reinforge.rollout import pace
-from reinforge.rollout.agents import AgentPlayer
-from reinforge.rollout.episode import Episode, Player, Track
+from reinforge.rollout.dialogue.agents import AgentPlayer
+from reinforge.rollout.dialogue.episode import EnvPlayer, Episode, TokenTrack
+from reinforge.rollout.first_finished import first_finished
 from reinforge.rollout.journal import Scores, tokens_hash
-from reinforge.rollout.race import race
-from reinforge.rollout.scoring import Components, Scorer
+from reinforge.rollout.scoring import Components, RewardScorer
 
 # names of reward components
 ENV = "env"
@@ -30,7 +30,7 @@ TOLD = 3  # failures that are told; the rest is counted
 Compare = Callable[[Row, Sequence[Episode]], Any]  # -> one number or None per episode
 
 
-class Episodes:
+class EpisodeRollout:
     """A `Rollout`: (row, group id) -> Group. Every episode is one sample, or several rows of one
     episode where the chat template rewrites history. `concurrent` bounds the episodes that run at
     the same time.
@@ -44,8 +44,8 @@ class Episodes:
 
     def __init__(
         self,
-        player: Player | AgentPlayer,
-        scorer: Scorer,
+        player: EnvPlayer | AgentPlayer,
+        scorer: RewardScorer,
         sampling: Sampling,
         *,
         n: int,
@@ -81,7 +81,7 @@ class Episodes:
             works.append(
                 self._play(row, group, f"{group}#greedy", replace(self.sampling, temperature=0.0))
             )
-        await race(works, keep)
+        await first_finished(works, keep)
         pace.generated()
         episodes = [done[i] for i in range(self.n)]
         samples, texts = await self._group(row, group, episodes)
@@ -157,9 +157,9 @@ class Episodes:
                 texts.append(self.player.renderer.decode(track.tokens[track.prompt :]))
         return samples, texts
 
-    def _empty(self) -> Track:
+    def _empty(self) -> TokenTrack:
         """The row of an episode that never began: one token, nothing to train."""
-        track = Track()
+        track = TokenTrack()
         tokenizer = self.player.renderer.tokenizer
         track.give(
             [

@@ -22,13 +22,13 @@ from reinforge.data.chat import Renderer
 from reinforge.data.dialogue import Dialogue
 from reinforge.envs.calls.base import Parsed
 from reinforge.envs.calls.talk import Talk
-from reinforge.rollout.episode import Limits
+from reinforge.rollout.dialogue.episode import EpisodeLimits
+from reinforge.rollout.dialogue.lockstep import Lockstep
+from reinforge.rollout.dialogue.recording import Recording, Turn
 from reinforge.rollout.journal import tokens_hash
-from reinforge.rollout.lockstep import Lockstep
-from reinforge.rollout.recording import Recording, Turn
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The request cannot be answered, and asking again will not help.
 
     The agent hears it as status 400.
@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SamplingRequest:
     """The part of a request that concerns sampling."""
 
     n: int = 1
@@ -52,7 +52,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ModelAnswer:
     """An answer as the agent hears it."""
 
     completion: Completion
@@ -64,7 +64,7 @@ class Said:
 
 
 @dataclass
-class Model:
+class AgentModel:
     """What answers, and within which limits.
 
     Draws depend on (seed, purpose, sample uid, prompt ids, how often that prompt came before) and
@@ -75,20 +75,20 @@ class Model:
     engine: Engine
     renderer: Renderer
     talk: Talk  # how tool calls are written
-    limits: Limits  # max_turns: answers of the model in one episode
+    limits: EpisodeLimits  # max_turns: answers of the model in one episode
     seed: int
     purpose: str = "sample"
     temperature: str = "override"  # or refuse: what becomes of a request with another temperature
     lockstep: Lockstep | None = None
 
 
-class Line:
+class AgentSession:
     """One agent's connection to the model: one per episode.
 
     It answers until the episode is over.
     """
 
-    def __init__(self, model: Model, row: Row, uid: str, sampling: Sampling):
+    def __init__(self, model: AgentModel, row: Row, uid: str, sampling: Sampling):
         self.model = model
         self.uid = uid
         self.sampling = sampling
@@ -96,7 +96,7 @@ class Line:
         self.recording = Recording()
         # calls, malformed tool calls, overridden temperatures
         self.counts: Counter[str] = Counter()
-        self.last: Said | None = None
+        self.last: ModelAnswer | None = None
         self.cut = False  # our limit ended the newest answer
         self.full = False  # a request was refused because there was no room for an answer
         self.broken: Exception | None = None  # the engine failed: not the agent's doing
@@ -106,15 +106,17 @@ class Line:
         self._promised = 0  # answers that were given or are on their way
 
     async def chat(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: Asked
-    ) -> tuple[list[int], list[Said]]:
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: SamplingRequest
+    ) -> tuple[list[int], list[ModelAnswer]]:
         """Prompt ids and answers.
 
         `messages` have text as content, and arguments of tool calls as objects.
         """
         return await self._held(self._chat(messages, tools, asked))
 
-    async def complete(self, prompt: str | list[int], asked: Asked) -> tuple[list[int], list[Said]]:
+    async def complete(
+        self, prompt: str | list[int], asked: SamplingRequest
+    ) -> tuple[list[int], list[ModelAnswer]]:
         return await self._held(self._complete(prompt, asked))
 
     async def close(self) -> None:
@@ -129,7 +131,7 @@ class Line:
         """Runs a request as a task that `close` can reach."""
         if not self._open:
             work.close()
-            raise Refused("this episode is over", code="episode_over")
+            raise RequestRefused("this episode is over", code="episode_over")
         task = asyncio.ensure_future(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -142,8 +144,8 @@ class Line:
     # ---- conversations ----
 
     async def _chat(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: Asked
-    ) -> tuple[list[int], list[Said]]:
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: SamplingRequest
+    ) -> tuple[list[int], list[ModelAnswer]]:
         talk = self.model.talk
         parent = self.recording.continued(messages, tools)
         if parent is not None:
@@ -188,8 +190,8 @@ class Line:
         return prompt, said
 
     async def _complete(
-        self, prompt: str | list[int], asked: Asked
-    ) -> tuple[list[int], list[Said]]:
+        self, prompt: str | list[int], asked: SamplingRequest
+    ) -> tuple[list[int], list[ModelAnswer]]:
         """Text that continues an earlier answer keeps its ids; the rest is encoded as its author
         wrote it.
         """
@@ -208,10 +210,10 @@ class Line:
             given = prompt[len(parent.ids) :] if parent is not None else prompt
         ids = [*(parent.ids if parent is not None else []), *given]
         if not ids:
-            raise Refused("prompt: empty, there is nothing to continue", param="prompt")
+            raise RequestRefused("prompt: empty, there is nothing to continue", param="prompt")
         said = []
         for completion in await self._generate(ids, asked):
-            heard = Said(completion, text := self._visible(completion, asked), text)
+            heard = ModelAnswer(completion, text := self._visible(completion, asked), text)
             said.append(heard)
             open_end = (
                 isinstance(prompt, str)
@@ -228,7 +230,7 @@ class Line:
             )
         return ids, said
 
-    def _keep(self, turn: Turn, heard: Said) -> None:
+    def _keep(self, turn: Turn, heard: ModelAnswer) -> None:
         self.recording.turns.append(turn)
         self.last = heard
         self.counts["calls"] += len(heard.calls)
@@ -256,14 +258,14 @@ class Line:
 
     # ---- answers ----
 
-    def _read(self, completion: Completion, asked: Asked, tools: bool) -> Said:
+    def _read(self, completion: Completion, asked: SamplingRequest, tools: bool) -> ModelAnswer:
         text = self._visible(completion, asked)
         talk = self.model.talk
         parsed = talk.read(self._spelled(completion)) if talk.reads else Parsed(text)
         text = text if parsed.thinking is None else parsed.content
         thinking = parsed.thinking or ""
         if not tools or parsed.errors or not parsed.calls:
-            return Said(
+            return ModelAnswer(
                 completion, text, text, errors=parsed.errors if tools else (), thinking=thinking
             )
         name = tokens_hash([completion.tokens])
@@ -271,9 +273,9 @@ class Line:
             replace(c, id=c.id or f"{seed_of(self.uid, name, k) % 16**9:09x}")
             for k, c in enumerate(parsed.calls)
         ]
-        return Said(completion, text, parsed.content, calls, thinking=thinking)
+        return ModelAnswer(completion, text, parsed.content, calls, thinking=thinking)
 
-    def _visible(self, completion: Completion, asked: Asked) -> str:
+    def _visible(self, completion: Completion, asked: SamplingRequest) -> str:
         """The text up to a stop string."""
         text = self.model.renderer.decode(completion.tokens)
         return text[
@@ -301,25 +303,25 @@ class Line:
             )
         )
 
-    async def _generate(self, prompt: list[int], asked: Asked) -> list[Completion]:
+    async def _generate(self, prompt: list[int], asked: SamplingRequest) -> list[Completion]:
         model = self.model
         room = model.limits.max_tokens - len(prompt)
         self.full = room < 1
         if self.full:
-            raise Refused(
+            raise RequestRefused(
                 f"the conversation has {len(prompt)} tokens and leaves no room for an answer below"
                 f" {model.limits.max_tokens}",
                 code="context_length_exceeded",
             )
         most = model.limits.max_turns
         if most is not None and self._promised + asked.n > most:
-            raise Refused(
+            raise RequestRefused(
                 f"an episode has at most {most} answers of the model (agent.max_calls)",
                 code="too_many_calls",
             )
         if asked.temperature is not None and asked.temperature != self.sampling.temperature:
             if model.temperature == "refuse":
-                raise Refused(
+                raise RequestRefused(
                     f"temperature: {self.sampling.temperature:g} is what is trained; ask for that,"
                     " or leave it out",
                     param="temperature",
@@ -370,7 +372,7 @@ def named(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def as_message(said: Said) -> Message:
+def as_message(said: ModelAnswer) -> Message:
     calls = [
         {
             "id": c.id,

@@ -15,7 +15,7 @@ import torch
 
 from reinforge.core.arrays import floats, ints
 from reinforge.core.engine import Completion, Engine, Sampling
-from reinforge.core.env import Action, Call, MakeEnv, Message, Observation, Step
+from reinforge.core.env import Action, MakeEnv, Message, Observation, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample, Stop
 from reinforge.core.seeds import seed_of
@@ -23,12 +23,12 @@ from reinforge.data.chat import Renderer
 from reinforge.data.dialogue import Added, Dialogue
 from reinforge.envs.calls.base import Parsed
 from reinforge.envs.calls.talk import Talk
+from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure, deadline
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.world import Failed, World, deadline
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EpisodeLimits:
     max_tokens: int  # of a row: everything said so far
     max_turns: int | None = None
     turn_seconds: float | None = None  # of one answer of the environment
@@ -36,7 +36,7 @@ class Limits:
 
 
 @dataclass
-class Track:
+class TokenTrack:
     """A training row that grows."""
 
     tokens: list[int] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Episode:
 
     uid: str
     # more than one where the chat template rewrote history
-    tracks: list[Track] = field(default_factory=list)
+    tracks: list[TokenTrack] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)  # the whole conversation
     text: str = ""  # the model's last turn
     turns: int = 0
@@ -94,7 +94,7 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)
     stop: Stop = Stop.ENVIRONMENT
     last_tokens: int = 0  # sampled in the last turn
-    failed: Failed | None = None
+    failed: EpisodeFailure | None = None
 
     @property
     def sampled(self) -> list[int]:
@@ -107,7 +107,7 @@ class Episode:
         ]
 
 
-async def opening(dialogue: Dialogue, talk: Talk, world: World) -> list[int]:
+async def opening(dialogue: Dialogue, talk: Talk, world: EpisodeEnvironment) -> list[int]:
     """The environment's first words as the ids of the first prompt, with the tools where there are
     some.
     """
@@ -119,14 +119,14 @@ async def opening(dialogue: Dialogue, talk: Talk, world: World) -> list[int]:
 
 
 @dataclass
-class Player:
+class EnvPlayer:
     """Plays episodes. Draws depend on (seed, purpose, sample uid, turn) and nothing else."""
 
     engine: Engine
     renderer: Renderer
     talk: Talk  # how tool calls are written
     make: MakeEnv
-    limits: Limits
+    limits: EpisodeLimits
     seed: int
     purpose: str = "sample"
     journal: Journal = field(default_factory=lambda: Journal(None))
@@ -134,7 +134,7 @@ class Player:
 
     async def play(self, row: Row, group: str, uid: str, sampling: Sampling) -> Episode:
         episode = Episode(uid)
-        world = World(
+        world = EpisodeEnvironment(
             self.make,
             row,
             seed_of(self.seed, self.purpose, group, "env"),
@@ -148,12 +148,12 @@ class Player:
         except TimeoutError:
             if not limit.expired():
                 raise
-            episode.failed = Failed(
+            episode.failed = EpisodeFailure(
                 "timeout",
                 f"turn {episode.turns}: the episode took more than"
                 f" {self.limits.episode_seconds:g} s",
             )
-        except Failed as failed:
+        except EpisodeFailure as failed:
             if failed.kind in ("error", "sandbox") and self.on_error == "raise":
                 raise InputError(
                     f"the environment failed: {failed.why}.",
@@ -170,7 +170,7 @@ class Player:
             self.journal.write_episode(uid, record)
         return episode
 
-    async def _close(self, world: World) -> None:
+    async def _close(self, world: EpisodeEnvironment) -> None:
         """What goes wrong while an episode is put away changes nothing about it."""
         try:
             async with asyncio.timeout(self.limits.turn_seconds or 60):
@@ -179,10 +179,15 @@ class Player:
             return
 
     async def _turns(
-        self, row: Row, episode: Episode, world: World, sampling: Sampling, phase: list[str]
+        self,
+        row: Row,
+        episode: Episode,
+        world: EpisodeEnvironment,
+        sampling: Sampling,
+        phase: list[str],
     ) -> None:
         dialogue = Dialogue(self.renderer, f"row {row.id}")
-        track = Track()
+        track = TokenTrack()
         track.give(await opening(dialogue, self.talk, world))
         episode.tracks.append(track)
         while True:
@@ -214,12 +219,12 @@ class Player:
             added = self._added(dialogue, track, completion, answer, step.observation)
             episode.messages = dialogue.messages
             if added.fresh:
-                track = Track()
+                track = TokenTrack()
                 episode.tracks.append(track)
             track.give(added.ids)
         episode.stop = Stop.LENGTH
         if not episode.turns:
-            raise Failed(
+            raise EpisodeFailure(
                 "length",
                 f"the first prompt has {len(track.tokens)} tokens and leaves no room below"
                 f" {self.limits.max_tokens}",
@@ -230,7 +235,7 @@ class Player:
     def _added(
         self,
         dialogue: Dialogue,
-        track: Track,
+        track: TokenTrack,
         completion: Completion,
         answer: Message,
         heard: Observation,
@@ -299,7 +304,7 @@ class Player:
         )
 
     @staticmethod
-    def _count(episode: Episode, track: Track, action: Action, step: Step) -> None:
+    def _count(episode: Episode, track: TokenTrack, action: Action, step: Step) -> None:
         final = step.done or action.last
         if step.reward is not None:
             episode.rewarded = True
@@ -320,6 +325,3 @@ def _id(uid: str, turn: int, k: int) -> str:
         number, digit = divmod(number, 36)
         out += "0123456789abcdefghijklmnopqrstuvwxyz"[digit]
     return out
-
-
-__all__ = ["Call", "Episode", "Limits", "Observation", "Player", "Track"]

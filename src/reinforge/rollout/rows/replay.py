@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from reinforge.core.backend import State
 from reinforge.core.sample import Group, Row
-from reinforge.rollout.saved import groups_of, state_of
+from reinforge.rollout.group_state import groups_from_state, groups_to_state
 
 
 @dataclass(slots=True)
-class Kept:
+class ReplayEntry:
     group: Group
     version: int  # the oldest weights that sampled any of it
     score: float
@@ -40,7 +40,7 @@ def informative(group: Group) -> float:
     return sum((r - mean) ** 2 for r in rewards) / len(rewards)
 
 
-def version_of(group: Group) -> int:
+def oldest_version(group: Group) -> int:
     sampled = [int(s.versions[s.trained].min()) for s in group.samples if s.n_trained]
     return min(sampled, default=-1)
 
@@ -59,17 +59,17 @@ class Replay:
         self.share = share
         self.max_staleness = max_staleness
         self.max_uses = max_uses
-        self.kept: list[Kept] = []  # best first: by score, then by age
+        self.kept: list[ReplayEntry] = []  # best first: by score, then by age
 
-    def pick(self, prompts: int, version: int) -> list[Kept]:
+    def pick(self, prompts: int, version: int) -> list[ReplayEntry]:
         """At most share x prompts groups that are fresh enough, the most informative first."""
         usable = [k for k in self.kept if version - k.version <= self.max_staleness]
         return usable[: math.floor(self.share * prompts + 1e-9)]
 
-    def commit(self, used: Sequence[Kept], fresh: Iterable[Group], version: int) -> None:
+    def commit(self, used: Sequence[ReplayEntry], fresh: Iterable[Group], version: int) -> None:
         for kept in used:
             kept.uses += 1
-        arrived = [Kept(g, version_of(g), informative(g)) for g in fresh]
+        arrived = [ReplayEntry(g, oldest_version(g), informative(g)) for g in fresh]
         alive = [
             k
             for k in self.kept
@@ -79,7 +79,7 @@ class Replay:
         everything = [k for k in arrived if k.score > 0] + alive
         self.kept = sorted(everything, key=lambda k: (-k.score, -k.version))[: self.size]
 
-    def report(self, used: Sequence[Kept], version: int) -> dict[str, float]:
+    def report(self, used: Sequence[ReplayEntry], version: int) -> dict[str, float]:
         out = {"replay/size": float(len(self.kept)), "replay/groups": float(len(used))}
         return out | (
             {"replay/staleness": sum(version - k.version for k in used) / len(used)} if used else {}
@@ -88,14 +88,14 @@ class Replay:
     # ---- a Part ----
 
     def state(self) -> State:
-        return state_of(
+        return groups_to_state(
             [k.group for k in self.kept],
             [{"version": k.version, "score": k.score, "uses": k.uses} for k in self.kept],
         )
 
     def load(self, state: State) -> None:
-        groups = groups_of(state, self.rows, "replay buffer")
+        groups = groups_from_state(state, self.rows, "replay buffer")
         self.kept = [
-            Kept(g, told["version"], told["score"], told["uses"])
+            ReplayEntry(g, told["version"], told["score"], told["uses"])
             for g, told in zip(groups, state.meta["groups"], strict=True)
         ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
-from reinforge.rollout.passrate import PassRates
+from reinforge.rollout.rows.pass_rates import PassRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def difficulties(rows: Sequence[Row], column: str) -> list[float]:
     return out
 
 
-class Declared:
+class DeclaredDifficulty:
     """Difficulty is a column of the data."""
 
     def __init__(self, difficulty: Sequence[float], ramp: Ramp):
@@ -91,7 +91,7 @@ class Declared:
         }
 
 
-class Learned:
+class LearnedDifficulty:
     """Difficulty is 1 - the estimated pass rate, and the quantile is one of the known rows.
 
     Unknown rows are always allowed: otherwise they would never become known.

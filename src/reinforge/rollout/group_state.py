@@ -23,7 +23,9 @@ TOLD = tuple(f.name for f in fields(Group) if f.name not in ("row", "samples", "
 PLAIN = tuple(f.name for f in fields(Sample) if f.name not in (*ALIGNED, *NAMED, "token_rewards"))
 
 
-def state_of(groups: Sequence[Group], more: Sequence[Mapping[str, Any]] | None = None) -> State:
+def groups_to_state(
+    groups: Sequence[Group], more: Sequence[Mapping[str, Any]] | None = None
+) -> State:
     """`more`: what else is to be remembered of each group."""
     samples = [s for g in groups for s in (*g.samples, *([] if g.given is None else [g.given]))]
     tensors = {name: torch.cat([getattr(s, name) for s in samples]) for name in ALIGNED if samples}
@@ -50,7 +52,7 @@ def state_of(groups: Sequence[Group], more: Sequence[Mapping[str, Any]] | None =
     return State(tensors, {"groups": described, "samples": plain})
 
 
-def groups_of(state: State, rows: Mapping[str, Row], what: str) -> list[Group]:
+def groups_from_state(state: State, rows: Mapping[str, Row], what: str) -> list[Group]:
     """`what` holds them, for the error where a row is gone."""
     lengths = [p["length"] for p in state.meta["samples"]]
     pieces = {name: state.tensors[name].split(lengths) if lengths else () for name in ALIGNED}

@@ -1,0 +1,1 @@
+"""Rollouts of many turns: episodes with an environment, and agent programs."""
