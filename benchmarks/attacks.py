@@ -39,7 +39,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 from attack_lists import bombs, escapes, restatements, web
 from attack_lists import templates as chat_templates
-from reinforge.config.schema import RewardConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
 from reinforge.rollout.scoring import RewardScorer

@@ -22,7 +22,7 @@ from gpu_step import GROUP, PROMPT, SHAPES, random_model, rollouts, to_samples
 
 from reinforge.algorithms.table import build
 from reinforge.backends.local import LocalBackend
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.engines.native import NativeEngine
 from reinforge.models.causal import CausalModel

@@ -33,7 +33,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from reinforge.algorithms.table import build
 from reinforge.backends.local import LocalBackend
-from reinforge.config.schema import AdapterConfig, TrainConfig
+from reinforge.config.adapter import AdapterConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.arrays import floats, ints
 from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Completion, Sampling

@@ -44,7 +44,7 @@ from reinforge.algorithms.table import build
 from reinforge.backends.local import LocalBackend
 from reinforge.build.engines import trainer_score
 from reinforge.config.engine import EngineConfig
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.core.weights import Weights
 from reinforge.engines.make import make_served

@@ -19,7 +19,7 @@ from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.ranks import Ranks
 from reinforge.backends.shard import ShardBackend
-from reinforge.config.schema import AdapterConfig
+from reinforge.config.adapter import AdapterConfig
 from reinforge.core.backend import State
 from reinforge.core.batch import Totals, pack
 from reinforge.models.adapters import add_adapter

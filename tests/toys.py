@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.sample import Group, Sample
 from reinforge.models.causal import CausalModel
 from reinforge.watch.troubles import Trouble

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reinforge.config.schema import DataConfig
+from reinforge.config.data import DataConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.env import Action, Observation, Step
 from reinforge.core.sample import Row

@@ -31,7 +31,8 @@ from pydantic import ValidationError
 from reinforge.build.run import RunResult, train_config
 from reinforge.config.load import config_from_dict
 from reinforge.config.pipeline import Pipeline, load_any
-from reinforge.config.schema import Config, RewardConfig
+from reinforge.config.rewards import RewardConfig
+from reinforge.config.schema import Config
 from reinforge.config.strict import parse
 from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError

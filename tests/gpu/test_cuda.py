@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from reinforge.algorithms.table import build
 from reinforge.backends.local import LocalBackend
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Sample

@@ -16,7 +16,7 @@ from torch import Tensor
 import needs
 from reinforge.algorithms.table import build
 from reinforge.backends.local import LocalBackend
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Sample

@@ -18,7 +18,7 @@ from reinforge.backends import memory
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.memory import GIB
 from reinforge.backends.microbatch import auto_budget, facts_of
-from reinforge.config.schema import OptimizerConfig, TrainConfig
+from reinforge.config.train import OptimizerConfig, TrainConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample

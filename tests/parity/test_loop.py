@@ -20,7 +20,7 @@ from torch import Tensor
 
 from reinforge.algorithms.table import Algorithm, build
 from reinforge.backends.local import LocalBackend
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.sample import Sample

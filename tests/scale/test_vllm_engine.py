@@ -19,8 +19,9 @@ import torch
 from vllm_here import START, vllm_python
 
 from reinforge.build.engines import setup_of, trainer_score
+from reinforge.config.adapter import AdapterConfig
 from reinforge.config.load import config_from_dict
-from reinforge.config.schema import AdapterConfig, ModelConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.batch import Batch
 from reinforge.core.engine import Engine, Sampling
 from reinforge.core.errors import InputError

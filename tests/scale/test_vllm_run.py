@@ -16,7 +16,7 @@ from vllm_here import START, vllm_python
 from reinforge.build.run import train_config
 from reinforge.config.engine import EngineConfig
 from reinforge.config.load import config_from_dict
-from reinforge.config.schema import ModelConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.engine import Sampling
 from reinforge.engines.make import make_served
 from reinforge.engines.native import NativeEngine

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from family_runs import PAIRS, config, launch, small_model
-from reinforge.config.schema import AdapterConfig, ModelConfig
+from reinforge.config.adapter import AdapterConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample

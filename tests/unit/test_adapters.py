@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from reinforge.algorithms.loss import NLLLoss
 from reinforge.backends.local import LocalBackend
-from reinforge.config.schema import AdapterConfig
+from reinforge.config.adapter import AdapterConfig
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError

@@ -22,8 +22,9 @@ import agent_programs as programs
 from reinforge.build.agents import AgentEndpoint
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given
+from reinforge.config.data import DataConfig
 from reinforge.config.load import load_config
-from reinforge.config.schema import DataConfig, ModelConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Stop

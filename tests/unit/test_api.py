@@ -15,7 +15,8 @@ import torch
 import reinforge
 from reinforge.build.trainer import Given, Workshop, build, load_data
 from reinforge.config.load import config_from_dict
-from reinforge.config.schema import Config, ModelConfig
+from reinforge.config.model import ModelConfig
+from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.loops.rl import RLTrainer
 from reinforge.loops.supervised import SupervisedTrainer

@@ -15,8 +15,8 @@ from reinforge.algorithms.loss import NLLLoss
 from reinforge.backends.fsdp import FsdpBackend
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.ranks import Ranks
+from reinforge.config.adapter import AdapterConfig
 from reinforge.config.load import config_from_dict
-from reinforge.config.schema import AdapterConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.models.adapters import add_adapter

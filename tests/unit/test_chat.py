@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from reinforge.config.schema import DataConfig
+from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample, Stop
 from reinforge.data.chat import Renderer, apply_length, check_prefix

@@ -9,7 +9,7 @@ import pytest
 
 from reinforge.check import learning as checking
 from reinforge.check.attacks import attacks
-from reinforge.config.schema import DataConfig
+from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.core.sample import Row
 from reinforge.data.sources import load_rows

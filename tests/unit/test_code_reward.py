@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sandbox_attacks import CHEATS, RIGHT
 
-from reinforge.config.schema import RewardConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards import code as code_module

@@ -19,7 +19,8 @@ from reinforge.build.run import train_config as run_config
 from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
-from reinforge.config.schema import Config, ModelConfig
+from reinforge.config.model import ModelConfig
+from reinforge.config.schema import Config
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample, Stop

@@ -16,9 +16,10 @@ import pytest
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given
 from reinforge.check.template import template_facts
+from reinforge.config.data import DataConfig
 from reinforge.config.env import EnvConfig
 from reinforge.config.load import config_from_dict
-from reinforge.config.schema import Config, DataConfig
+from reinforge.config.schema import Config
 from reinforge.core.env import Action, Observation, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row

@@ -13,7 +13,8 @@ import torch
 
 from reinforge.build.trained import open_model
 from reinforge.cli.main import main
-from reinforge.config.schema import AdapterConfig, ModelConfig
+from reinforge.config.adapter import AdapterConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.models.load import load_model, load_scalar
 from reinforge.models.tiny import make_tiny_model

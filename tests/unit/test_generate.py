@@ -15,7 +15,8 @@ import pytest
 
 from reinforge.api import generate
 from reinforge.cli.main import main
-from reinforge.config.schema import DataConfig, RewardConfig
+from reinforge.config.data import DataConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop

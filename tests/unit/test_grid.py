@@ -15,7 +15,7 @@ from reinforge.backends.grid import Grid
 from reinforge.backends.tensor import Plan
 from reinforge.checkpoint import files, store
 from reinforge.checkpoint.stored import Stored, within, write_pieces
-from reinforge.config.schema import AdapterConfig
+from reinforge.config.adapter import AdapterConfig
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.models.adapters import add_adapter

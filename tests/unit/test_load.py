@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.config.schema import AdapterConfig, ModelConfig
+from reinforge.config.adapter import AdapterConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.models.load import (
     context_length,

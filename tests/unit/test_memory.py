@@ -21,7 +21,8 @@ from reinforge.backends.microbatch import auto_budget, facts_of
 from reinforge.backends.roofline import Work
 from reinforge.build.predict import predict, shown
 from reinforge.checkpoint import store
-from reinforge.config.schema import AdapterConfig, Config
+from reinforge.config.adapter import AdapterConfig
+from reinforge.config.schema import Config
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.watch.report import compare_prediction, write_report

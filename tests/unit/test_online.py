@@ -20,8 +20,8 @@ from reinforge.algorithms.table import build as build_algorithm
 from reinforge.backends.local import LocalBackend
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given, build
+from reinforge.config.adapter import AdapterConfig
 from reinforge.config.families import BEST, ONLINE, OPPOSED
-from reinforge.config.schema import AdapterConfig
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.engine import Sampling

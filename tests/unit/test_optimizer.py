@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from reinforge.backends.optimizer import MasterAdamW, learning_rate
-from reinforge.config.schema import OptimizerConfig, ScheduleConfig
+from reinforge.config.train import OptimizerConfig, ScheduleConfig
 
 
 @pytest.mark.parametrize(

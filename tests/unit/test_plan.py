@@ -752,7 +752,7 @@ def test_without_the_hub_a_cached_model_is_loaded_and_another_refused_without_a_
     (cache / "refs" / "main").write_text("0" * 40)
     code = """
 import huggingface_hub.constants  # it has read the flags before we look
-from reinforge.config.schema import ModelConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.models.load import load_tokenizer
 assert load_tokenizer(ModelConfig(path="org/here")).eos_token == "<eos>"

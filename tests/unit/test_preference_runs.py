@@ -19,8 +19,8 @@ from reinforge.build.run import train_config
 from reinforge.build.supervised import make_units
 from reinforge.build.trainer import Given, build
 from reinforge.build.workshop import Workshop
+from reinforge.config.data import DataConfig
 from reinforge.config.families import PREFERENCE, UNPAIRED
-from reinforge.config.schema import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.data.chat import Renderer
 from reinforge.data.preference import with_prompt

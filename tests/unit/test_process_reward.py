@@ -16,7 +16,8 @@ from family_runs import small_model
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict
-from reinforge.config.schema import ModelConfig, RewardConfig
+from reinforge.config.model import ModelConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Stop

@@ -20,8 +20,10 @@ from reinforge.backends.optimizer import MasterAdamW
 from reinforge.build.trained import load_weights
 from reinforge.build.trainer import Given, build
 from reinforge.checkpoint import store
+from reinforge.config.adapter import AdapterConfig
 from reinforge.config.algorithm import ReferenceConfig
-from reinforge.config.schema import AdapterConfig, Config, OptimizerConfig
+from reinforge.config.schema import Config
+from reinforge.config.train import OptimizerConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.models.adapters import adapter_off, add_adapter
 from reinforge.models.causal import CausalModel

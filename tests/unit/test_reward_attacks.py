@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attack_lists import bombs, escapes
-from reinforge.config.schema import RewardConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.judge import parse_score, parse_verdict

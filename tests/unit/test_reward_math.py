@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from attack_lists.restatements import ASKED, HONEST, RESTATED
-from reinforge.config.schema import RewardConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards

@@ -13,7 +13,9 @@ import torch
 
 from reinforge.build.run import train_config as run_config
 from reinforge.build.trainer import Given
-from reinforge.config.schema import Config, ModelConfig, RewardConfig
+from reinforge.config.model import ModelConfig
+from reinforge.config.rewards import RewardConfig
+from reinforge.config.schema import Config
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import hostile_rewards
-from reinforge.config.schema import RewardConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.config.schema import RewardConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards

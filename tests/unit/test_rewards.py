@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.config.schema import RewardConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards, load_function

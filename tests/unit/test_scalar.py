@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reinforge.config.schema import ModelConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models.load import load_model, load_scalar

@@ -37,7 +37,7 @@ def test_other_libraries_write_nothing_onto_the_screen(tmp_path: Path) -> None:
     code = """
 import sys
 from reinforge.models.tiny import make_tiny_model
-from reinforge.config.schema import ModelConfig
+from reinforge.config.model import ModelConfig
 from reinforge.models.load import load_model
 from huggingface_hub.utils import are_progress_bars_disabled
 model = make_tiny_model(sys.argv[1], width=32, layers=2, heads=4, kv_heads=2, context=128)

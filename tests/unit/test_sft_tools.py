@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_chat import toy
 
-from reinforge.config.schema import DataConfig
+from reinforge.config.data import DataConfig
 from reinforge.data.chat import Renderer
 from reinforge.data.sources import load_rows
 from reinforge.data.units import texts

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reinforge.config.schema import DataConfig
+from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data import arithmetic

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reinforge.config.schema import AdapterConfig
+from reinforge.config.adapter import AdapterConfig
 from reinforge.engines.vllm_plugin import from_files, on_base
 from reinforge.models.adapters import add_adapter, merged
 from reinforge.models.causal import CausalModel

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from reinforge.backends.ranks import Member
 from reinforge.config.deepspeed import DeepSpeedConfig
-from reinforge.config.schema import OptimizerConfig
+from reinforge.config.train import OptimizerConfig
 from reinforge.core.errors import InputError
 from reinforge.models.packed import PackedModel
 

@@ -24,7 +24,7 @@ from reinforge.backends.ranks import Ranks
 from reinforge.backends.recovery import fitted
 from reinforge.backends.shard import ShardBackend, parameter_of
 from reinforge.checkpoint.stored import Stored, within
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, Part, State
 from reinforge.core.batch import Batch, Totals, cut, rejoin
 from reinforge.core.weights import Weights

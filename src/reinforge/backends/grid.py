@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.errors import InputError
 
 T = TypeVar("T")

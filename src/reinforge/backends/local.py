@@ -25,7 +25,7 @@ from reinforge.backends.reference import Reference
 from reinforge.backends.teacher import Teachers
 from reinforge.checkpoint.stored import Stored, within
 from reinforge.config.algorithm import ReferenceConfig
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, Part, State, TrainedTokens
 from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError

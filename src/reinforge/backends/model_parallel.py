@@ -24,7 +24,7 @@ from reinforge.backends.optimizer import MasterAdamW
 from reinforge.backends.ranks import Member
 from reinforge.backends.reference import FrozenReference, Reference
 from reinforge.config.algorithm import ReferenceConfig
-from reinforge.config.schema import OptimizerConfig, TrainConfig
+from reinforge.config.train import OptimizerConfig, TrainConfig
 from reinforge.core.backend import Metrics, State
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from reinforge.config.schema import OptimizerConfig, ScheduleConfig
+from reinforge.config.train import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(step: int, base: float, schedule: ScheduleConfig, total: int) -> float:

@@ -29,7 +29,7 @@ from reinforge.backends.optimizer import MasterAdamW, host_copy
 from reinforge.backends.reference import Reference
 from reinforge.backends.tensor import Plan
 from reinforge.config.algorithm import ReferenceConfig
-from reinforge.config.schema import OptimizerConfig
+from reinforge.config.train import OptimizerConfig
 from reinforge.core.batch import Batch
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel

@@ -30,7 +30,7 @@ from reinforge.backends.reference import Reference
 from reinforge.backends.tensor import Plan
 from reinforge.checkpoint.stored import Box, Stored, write_pieces
 from reinforge.config.algorithm import ReferenceConfig
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.models.adapters import is_adapted

@@ -30,7 +30,7 @@ from reinforge.backends.optimizer import learning_rate
 from reinforge.backends.ranks import Member
 from reinforge.backends.reference import FrozenReference, Reference
 from reinforge.config.algorithm import ReferenceConfig
-from reinforge.config.schema import TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError

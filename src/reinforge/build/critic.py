@@ -12,7 +12,9 @@ from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.value import ValueLoss, WithValues
 from reinforge.backends.local import LocalBackend
 from reinforge.build.sharded import AnyBackend, compiles, hosted, in_pieces, on_ranks, ranks_of
-from reinforge.config.schema import Config, CriticConfig, TrainConfig
+from reinforge.config.critic import CriticConfig
+from reinforge.config.schema import Config
+from reinforge.config.train import TrainConfig
 from reinforge.core.errors import InputError
 from reinforge.loops.critic import Critic
 from reinforge.models.causal import CausalModel

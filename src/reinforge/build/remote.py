@@ -31,7 +31,8 @@ from reinforge.cluster.engine import RemoteEngine
 from reinforge.cluster.group import Cluster, current
 from reinforge.cluster.reward import RemoteReward
 from reinforge.config.cluster import ClusterConfig
-from reinforge.config.schema import Config, TrainConfig
+from reinforge.config.schema import Config
+from reinforge.config.train import TrainConfig
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.data.chat import Renderer

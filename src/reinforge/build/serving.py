@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from reinforge.build.trained import config_of, is_run, load_weights, open_model
+from reinforge.config.data import DataConfig
 from reinforge.config.families import family_of
-from reinforge.config.schema import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.data.chat import Renderer
 from reinforge.engines.native import NativeEngine

@@ -12,7 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reinforge.backends.ranks import Ranks, current, how_many, rank_here, serve
-from reinforge.config.schema import AdapterConfig, Config, ModelConfig
+from reinforge.config.adapter import AdapterConfig
+from reinforge.config.model import ModelConfig
+from reinforge.config.schema import Config
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
 from reinforge.engines.native import NativeEngine

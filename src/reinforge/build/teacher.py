@@ -11,7 +11,8 @@ from reinforge.algorithms.distillation import DistillationLoss
 from reinforge.backends.teacher import IDS, LOGPROBS, Teachers
 from reinforge.build.sharded import AnyBackend
 from reinforge.build.workshop import Workshop
-from reinforge.config.schema import ModelConfig, OtherTeacherConfig, TeacherConfig
+from reinforge.config.model import ModelConfig
+from reinforge.config.teacher import OtherTeacherConfig, TeacherConfig
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample

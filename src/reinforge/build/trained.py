@@ -11,7 +11,8 @@ import torch
 from reinforge.checkpoint import store
 from reinforge.checkpoint.stored import within
 from reinforge.config.load import config_from_dict, load_config
-from reinforge.config.schema import Config, ModelConfig
+from reinforge.config.model import ModelConfig
+from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.models.causal import VALUE_HEAD, CausalModel
 from reinforge.models.load import load_model
@@ -100,7 +101,7 @@ def open_model(
         model = load_model(config.model, config.adapter)
         load_weights(model, run_dir, checkpoint)
         return model, config
-    from reinforge.config.schema import AdapterConfig
+    from reinforge.config.adapter import AdapterConfig
 
     base, own = base_of(source) if adapter is None else (source, None)
     tokenizer = own if own is not None and (Path(own) / "tokenizer_config.json").is_file() else None

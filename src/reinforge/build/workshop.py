@@ -28,9 +28,11 @@ from reinforge.build.sharded import (
     onto_device,
     ranks_of,
 )
+from reinforge.config.adapter import AdapterConfig
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.conflicts import refuse_conflicts
-from reinforge.config.schema import AdapterConfig, Config, DataConfig
+from reinforge.config.data import DataConfig
+from reinforge.config.schema import Config
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reinforge.check.attacks import WRAPS, attacks, wrapped
-from reinforge.config.schema import Config, RewardConfig
+from reinforge.config.rewards import RewardConfig
+from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.plan.gold import sample, tokens_for

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reinforge.config.schema import DataConfig, ModelConfig
+from reinforge.config.data import DataConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.env import Action, Call, Observation
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from reinforge.build.trained import open_model
-from reinforge.config.schema import DataConfig
+from reinforge.config.data import DataConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of

@@ -6,31 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from reinforge.config.base import Natural, Section
 from reinforge.config.families import ONLINE
 
 if TYPE_CHECKING:
     from reinforge.config.schema import Config
-
-
-class AheadConfig(Section):
-    staleness: Natural = Field(
-        0,
-        description=(
-            "Steps that rollouts may be ahead of training. 0: on-policy. With 1, rewards of a step"
-            " are computed while others generate and train."
-        ),
-    )
-    partial: bool = Field(
-        False,
-        description=(
-            "Groups that are not generated when a step has enough go on in the next one, at most"
-            " `staleness` steps later. Needs sampling.over_provision above 1: that many prompts are"
-            " under way for each one that is trained."
-        ),
-    )
 
 
 def check_ahead(config: Config) -> None:

@@ -1,51 +1,10 @@
-"""Keys about several ranks, and which of them go together.
-
-`TrainConfig` and `CheckpointConfig` have them among their own.
-"""
+"""Keys about several ranks, and which of them go together."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from reinforge.config.base import Count, Section
-
-BackendName = Literal["local", "fsdp", "deepspeed", "megatron"]
-
-
-class ParallelConfig(Section):
-    sequence_parallel: Count = Field(
-        1,
-        description=(
-            "fsdp: so many ranks share every pack, each a slice of its tokens (Ulysses), for rows"
-            " too long for one device."
-        ),
-    )
-    tensor_parallel: Count = Field(
-        1,
-        description=(
-            "fsdp, megatron: so many ranks share every matrix product (fsdp: by the plan that"
-            " transformers has for the architecture)."
-        ),
-    )
-    offload_weights: bool = Field(
-        False,
-        description=(
-            "fsdp: weights, gradients and moments are in host memory; layers come to the device one"
-            " by one. Slow, and small."
-        ),
-    )
-
-
-class ShardedConfig(Section):
-    sharded: Literal["auto"] | bool = Field(
-        "auto",
-        description=(
-            "fsdp: every rank writes its own part, and nothing is gathered. auto: above 16 GiB. All"
-            " ranks must see run.dir."
-        ),
-    )
+ON_RANKS = {"sequence_parallel": 1, "tensor_parallel": 1, "offload_weights": False}
 
 
 def check_ranks(train: Any) -> None:
@@ -57,13 +16,9 @@ def check_ranks(train: Any) -> None:
             "ranks: the backend local is one process; set train.backend=fsdp, deepspeed or"
             f" megatron for {train.ranks}, or leave ranks out (train.ranks=null)"
         )
-    known = {"fsdp": set(ParallelConfig.model_fields), "megatron": {"tensor_parallel"}}.get(
-        train.backend, set()
-    )
+    known = {"fsdp": set(ON_RANKS), "megatron": {"tensor_parallel"}}.get(train.backend, set())
     used = [
-        key
-        for key, value in ParallelConfig().model_dump().items()
-        if getattr(train, key) != value and key not in known
+        key for key, value in ON_RANKS.items() if getattr(train, key) != value and key not in known
     ]
     if used:
         others = "fsdp or megatron" if used[0] == "tensor_parallel" else "fsdp"

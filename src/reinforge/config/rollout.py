@@ -6,11 +6,25 @@ from typing import Literal
 
 from pydantic import Field
 
-from reinforge.config.ahead import AheadConfig
-from reinforge.config.base import Count, Fraction, Natural, Positive
+from reinforge.config.base import Count, Fraction, Natural, Positive, Section
 
 
-class RolloutConfig(AheadConfig):
+class RolloutConfig(Section):
+    staleness: Natural = Field(
+        0,
+        description=(
+            "Steps that rollouts may be ahead of training. 0: on-policy. With 1, rewards of a step"
+            " are computed while others generate and train."
+        ),
+    )
+    partial: bool = Field(
+        False,
+        description=(
+            "Groups that are not generated when a step has enough go on in the next one, at most"
+            " `staleness` steps later. Needs sampling.over_provision above 1: that many prompts are"
+            " under way for each one that is trained."
+        ),
+    )
     engine: Literal["native", "vllm", "sglang"] = Field(
         "native",
         description=(

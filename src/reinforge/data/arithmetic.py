@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from reinforge.config.schema import Count, Fraction, Section
+from reinforge.config.base import Count, Fraction, Section
 from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
 

@@ -23,7 +23,7 @@ from reinforge.data.templates import check_prefix as check_prefix
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reinforge.config.schema import DataConfig
+    from reinforge.config.data import DataConfig
 
 Item = TypeVar("Item", Sample, list[int], tuple[Row, list[int]])
 

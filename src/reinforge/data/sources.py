@@ -24,7 +24,7 @@ from reinforge.data.preference import with_prompt
 from reinforge.data.readers import GENERATED, Record, did_you_mean, kind_of, read, size_of
 
 if TYPE_CHECKING:
-    from reinforge.config.schema import DataConfig
+    from reinforge.config.data import DataConfig
     from reinforge.core.sample import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -19,7 +19,7 @@ from reinforge.data.chat import Renderer, truncate
 from reinforge.data.preference import number, verdict
 
 if TYPE_CHECKING:
-    from reinforge.config.schema import DataConfig
+    from reinforge.config.data import DataConfig
 
 Unit = list[Sample]
 Units = Callable[[Renderer, Row], list[Unit]]  # mostly one unit per row

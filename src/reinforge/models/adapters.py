@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reinforge.config.schema import AdapterConfig
+from reinforge.config.adapter import AdapterConfig
 from reinforge.core.errors import InputError
 
 _NEW = "_begins_as_its_base"  # on a wrapped module: its adapter adds nothing before the first step

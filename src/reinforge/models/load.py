@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reinforge.config import architectures
-from reinforge.config.schema import AdapterConfig, ModelConfig
+from reinforge.config.adapter import AdapterConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.core.hub import unavailable
 from reinforge.models import rope

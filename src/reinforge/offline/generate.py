@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from reinforge.build.trained import checkpoint_of, config_of, is_run, open_model
-from reinforge.config.schema import AdapterConfig, Config, DataConfig
+from reinforge.config.adapter import AdapterConfig
+from reinforge.config.data import DataConfig
+from reinforge.config.schema import Config
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row

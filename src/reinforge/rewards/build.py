@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, cast
 
-from reinforge.config.schema import RewardConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.rewards.builtin import FUNCTIONS
 from reinforge.rewards.combine import gates_of

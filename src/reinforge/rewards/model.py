@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from reinforge.config.schema import DataConfig, ModelConfig
+from reinforge.config.data import DataConfig
+from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.chat import Renderer

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from reinforge.config.schema import RewardConfig
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.rewards.adapt import adapted, kind_of
 from reinforge.rewards.function import FunctionReward

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from reinforge.config.schema import DataConfig
+from reinforge.config.data import DataConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of

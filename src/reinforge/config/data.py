@@ -1,0 +1,100 @@
+"""The section `data`: which rows, and how they become prompts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from reinforge.config.base import Count, Natural, Section
+from reinforge.config.mixture import MixtureConfig
+
+
+class EvalDataConfig(Section):
+    source: str | None = Field(
+        None,
+        description="Default: the training source (rows are then split off and never trained on).",
+    )
+    size: Natural = Field(
+        0, description="Held-out rows; 0 = all of `source`, or none when there is no source."
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Options of the source; default: those of the training source."
+    )
+    where: dict[str, Any] = Field(
+        {}, description="Keep only rows whose columns equal these values."
+    )
+    fixed: dict[str, str | int | float] = Field(
+        {}, description="As data.fixed, for evaluation rows: the attributes that are wanted."
+    )
+
+
+class DataConfig(Section):
+    source: str = Field(
+        description=(
+            "A .jsonl/.json/.parquet/.csv file, a hub data set id, `reasoning_gym:<task>`,"
+            " `arithmetic:<kind>`, `games:<name>`, or `mixture`."
+        )
+    )
+    mixture: list[MixtureConfig] = Field(
+        [], description="With source `mixture`: the sources that are mixed, by their weights."
+    )
+    split: str = Field("train", description="Split of a hub data set.")
+    options: dict[str, Any] = Field(
+        {}, description="Options of the source (reasoning_gym: the task's own, plus seed and size)."
+    )
+    columns: dict[str, str] = Field(
+        {}, description="Our name: their name, e.g. {prompt: question, answer: solution}."
+    )
+    where: dict[str, Any] = Field(
+        {}, description="Keep only rows whose columns equal these values."
+    )
+    system: str | None = Field(None, description="System message put before every prompt.")
+    template: str | None = Field(
+        None,
+        description=(
+            "Prompt text with {column} places, e.g. 'Q: {question}\\nA:'. Rounded: {score:.1f}."
+        ),
+    )
+    fixed: dict[str, str | int | float] = Field(
+        {},
+        description=(
+            "Columns with the same value in every row, e.g. {quality: 4}: what the template is to"
+            " ask for (SteerLM)."
+        ),
+    )
+    chat: Literal["auto", "always", "never"] = Field(
+        "auto", description="Render prompts with the chat template. auto: if the tokenizer has one."
+    )
+    loss_on: Literal["assistant", "completion", "all"] = Field(
+        "assistant", description="SFT: which tokens are trained."
+    )
+    length: Literal["drop", "truncate", "error"] = Field(
+        "drop", description="What to do with rows longer than max_length."
+    )
+    max_length: Count | None = Field(
+        None,
+        description=(
+            "Longest row in tokens (RL: prompt). Default: what the model and rollout.max_new_tokens"
+            " leave."
+        ),
+    )
+    shuffle: bool = Field(
+        True, description="Visit rows in a new order every epoch, a function of run.seed."
+    )
+    limit: Count | None = Field(None, description="Use only the first this many rows.")
+    eval: EvalDataConfig = EvalDataConfig()
+
+    @model_validator(mode="after")
+    def _mixture(self) -> DataConfig:
+        if (self.source == "mixture") != bool(self.mixture):
+            raise ValueError(
+                "data.mixture: write `source: mixture` and list the sources under mixture; one"
+                " without the other means nothing"
+            )
+        names = [item.name or item.source for item in self.mixture]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                "data.mixture: two sources have the same name; give them different ones with `name`"
+            )
+        return self

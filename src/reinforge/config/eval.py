@@ -1,0 +1,35 @@
+"""The section `eval`: how often and how the held-out rows are answered."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, FiniteFloat
+
+from reinforge.config.base import Count, Fraction, Natural, NonNegative, Section
+
+
+class EarlyStopConfig(Section):
+    metric: str = Field("eval/accuracy", description="An evaluation metric.")
+    mode: Literal["max", "min"] = Field(
+        "max", description="Whether more or less of the metric is better."
+    )
+    patience: Count = Field(3, description="Evaluations without improvement before the run stops.")
+    threshold: FiniteFloat | None = Field(
+        None, description="Also stop as soon as the metric reaches this."
+    )
+
+
+class EvalConfig(Section):
+    every: Natural = Field(
+        0,
+        description=(
+            "Steps between evaluations; 0 = only at the start and the end. Needs data.eval."
+        ),
+    )
+    at_start: bool = Field(True, description="Also evaluate before the first step.")
+    temperature: NonNegative = Field(0.0, description="0 = greedy.")
+    top_p: Fraction = Field(1.0, description="Nucleus of the evaluation's sampling.")
+    samples: Count = Field(1, description="Completions per held-out prompt.")
+    max_new_tokens: Count | None = Field(None, description="Default: rollout.max_new_tokens.")
+    early_stop: EarlyStopConfig | None = None

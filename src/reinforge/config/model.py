@@ -1,0 +1,66 @@
+"""The section `model`: which model is trained, and in which precision."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from reinforge.config.base import Section
+
+
+class ModelConfig(Section):
+    path: str = Field(description="Hub id, local directory, or .gguf file.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description=(
+            "Precision of the module. auto: bfloat16 on a GPU, float32 on a CPU. bfloat16 always"
+            " keeps float32 master weights."
+        ),
+    )
+    device: str = Field(
+        "auto", description="auto, cpu, cuda or cuda:N. auto: the first GPU if there is one."
+    )
+    revision: str | None = Field(None, description="Hub revision (commit, tag or branch).")
+    tokenizer: str | None = Field(
+        None, description="Take the tokenizer from here instead of from path."
+    )
+    trust_remote_code: bool = Field(
+        False,
+        description=(
+            "Run Python code that the directories of path and tokenizer bring along, with all your"
+            " rights. Only if you have read it."
+        ),
+    )
+    chat_template: str | None = Field(
+        None, description="A jinja file that replaces the tokenizer's chat template."
+    )
+    compile: bool = Field(
+        False,
+        description=(
+            "torch.compile the layers on a GPU: faster steps after half a minute of compiling. Pays"
+            " for long runs."
+        ),
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description=(
+            "Recompute activations in the backward pass: less memory, about a third more time."
+        ),
+    )
+    exact: bool = Field(
+        False,
+        description=(
+            "Log-probs of sampling and training are bit-identical: no mismatch, nothing to correct."
+            " Slower: see benchmarks/exact_cost.py."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _exact_is_not_compiled(self) -> ModelConfig:
+        if self.exact and self.compile:
+            raise ValueError(
+                "model.exact: compiled layers may add up in another order for another number of"
+                " tokens; set model.compile to false"
+            )
+        return self

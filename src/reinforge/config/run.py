@@ -1,0 +1,60 @@
+"""The section `run`: where everything is written, checkpoints and logs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from reinforge.config.base import Count, Natural, Positive, Section
+
+
+class CheckpointConfig(Section):
+    sharded: Literal["auto"] | bool = Field(
+        "auto",
+        description=(
+            "fsdp: every rank writes its own part, and nothing is gathered. auto: above 16 GiB. All"
+            " ranks must see run.dir."
+        ),
+    )
+    every: Natural = Field(50, description="Steps between checkpoints; 0 = only at the end.")
+    keep: Count = Field(2, description="How many of the newest stay on disk.")
+    best: str | None = Field(
+        None,
+        description=(
+            "Also keep the checkpoint that is best by this evaluation metric, e.g. eval/accuracy"
+            " (max:) or min:eval/loss."
+        ),
+    )
+
+
+class LogConfig(Section):
+    samples_every: Natural = Field(
+        10, description="Steps between tables of prompts, completions and rewards; 0 = never."
+    )
+    samples: Count = Field(4, description="Rows in such a table.")
+    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        [], description="Besides metrics.jsonl, which is always written."
+    )
+    project: str = Field("reinforge", description="Project name for wandb, mlflow and trackio.")
+
+
+class RunConfig(Section):
+    dir: str = Field(description="Everything the run writes goes here.")
+    seed: int = Field(0, description="Every random draw of the run is a function of it.")
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto",
+        description=(
+            "auto: continue from the newest checkpoint in dir if there is one. never: refuse a"
+            " directory that has one."
+        ),
+    )
+    max_seconds: Positive | None = Field(
+        None,
+        description=(
+            "End the run after this many seconds of training, evaluations and checkpoints not"
+            " counted."
+        ),
+    )
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()

@@ -1,0 +1,155 @@
+"""The section `train`: how long, how fast, and on which backend."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
+from reinforge.config.deepspeed import DeepSpeedConfig
+from reinforge.config.parallel import check_ranks
+
+BackendName = Literal["local", "fsdp", "deepspeed", "megatron"]
+
+
+class ScheduleConfig(Section):
+    kind: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Shape after the warm-up."
+    )
+    warmup: Natural = Field(
+        0,
+        description=(
+            "Optimizer steps (in RL epochs x minibatches of them per step) of linear warm-up: the"
+            " first has rate / warmup, number `warmup` the whole. transformers and TRL begin at 0,"
+            " so that their first step changes nothing."
+        ),
+    )
+    floor: Fraction = Field(0.0, description="The schedule ends at floor x learning_rate.")
+
+
+class OptimizerConfig(Section):
+    betas: tuple[Fraction, Fraction] = Field(
+        (0.9, 0.999), description="Decay of AdamW's two moments."
+    )
+    eps: Positive = Field(1e-8, description="Added to the root of the second moment.")
+    weight_decay: NonNegative = Field(
+        0.0, description="Decoupled: times learning_rate, not in the gradient."
+    )
+    offload: bool = Field(
+        False,
+        description=(
+            "Keep master weights and moments in host memory and update there: 12 bytes per weight"
+            " less on the GPU, slower steps."
+        ),
+    )
+
+
+class TrainConfig(Section):
+    sequence_parallel: Count = Field(
+        1,
+        description=(
+            "fsdp: so many ranks share every pack, each a slice of its tokens (Ulysses), for rows"
+            " too long for one device."
+        ),
+    )
+    tensor_parallel: Count = Field(
+        1,
+        description=(
+            "fsdp, megatron: so many ranks share every matrix product (fsdp: by the plan that"
+            " transformers has for the architecture)."
+        ),
+    )
+    offload_weights: bool = Field(
+        False,
+        description=(
+            "fsdp: weights, gradients and moments are in host memory; layers come to the device one"
+            " by one. Slow, and small."
+        ),
+    )
+    backend: BackendName = Field(
+        "local",
+        description=(
+            "local: one process. fsdp, deepspeed: several, each with its part of weights and"
+            " moments (FSDP2, ZeRO). megatron: several, with Megatron's layers."
+        ),
+    )
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    ranks: Count | None = Field(
+        None,
+        description=(
+            "fsdp, deepspeed, megatron: how many processes. Default: one per GPU, or as many as"
+            " torchrun started."
+        ),
+    )
+    steps: Count | None = Field(None, description="Optimizer batches to do. Give this or epochs.")
+    epochs: Positive | None = Field(
+        None,
+        description=(
+            "Passes over the data, instead of steps: epochs x rows / prompts_per_step, rounded up,"
+            " the last one filled with rows of the next pass. Prompts that are drawn and not"
+            " trained (dynamic sampling, over_provision, prefer) come on top: then the run walks"
+            " more passes, and the metric `epoch` says how many."
+        ),
+    )
+    prompts_per_step: Count = Field(
+        64, description="Data rows per step. In RL each is sampled group_size times."
+    )
+    learning_rate: NonNegative = Field(1e-5, description="Of AdamW, at the top of the schedule.")
+    schedule: ScheduleConfig = ScheduleConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    max_grad_norm: NonNegative = Field(1.0, description="0 = no clipping.")
+    ema: Fraction | None = Field(
+        None,
+        description=(
+            "Keep a moving average of the weights with this decay, e.g. 0.999: evaluation and"
+            " export use it. Off by default."
+        ),
+    )
+    tokens_per_microbatch: Literal["auto"] | Count = Field(
+        "auto",
+        description="Packed tokens per forward/backward. The gradient does not depend on it.",
+    )
+    skip_idle: bool = Field(
+        True,
+        description=(
+            "RL: rows without gradient (all advantages 0, no KL or entropy term) are not computed,"
+            " unless that is all of them. Token metrics are then of the others."
+        ),
+    )
+    neftune: Positive | None = Field(
+        None,
+        description=(
+            "SFT: noise on the input embeddings, alpha / sqrt(length x width) x U(-1, 1); 5 is"
+            " usual (2310.05914). Off by default."
+        ),
+    )
+    router_aux_loss: NonNegative | None = Field(
+        None,
+        description=(
+            "Mixture of experts: coefficient of the router's load-balancing loss (2101.03961),"
+            " beside any loss of a policy. Default: router_aux_loss_coef of the model's config"
+            " where that says output_router_logits, otherwise none. 0: none."
+        ),
+    )
+    precompute_reference: bool = Field(
+        False,
+        description=(
+            "Preference: compute the reference's log-probs of all rows once, before the first step,"
+            " and keep no copy of the model."
+        ),
+    )
+    share_prompts: bool = Field(
+        True,
+        description=(
+            "Compute the prompt of a group once instead of once per sample. The gradient is the"
+            " same."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _duration(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of train.steps and train.epochs")
+        check_ranks(self)
+        return self
