@@ -221,6 +221,6 @@ def test_advantages_and_sampling() -> None:
 
 def test_the_recipe_is_small_and_learns() -> None:
     source = (ROOT / "recipes" / "loop.py").read_text()
-    assert len(source.splitlines()) < 250 and "reinforge" not in source
+    assert len(source.splitlines()) < 300 and "reinforge" not in source
     rewards = loop.train(loop.Settings(steps=20), quiet=True)
     assert sum(rewards[-3:]) > 3 * sum(rewards[:3])

@@ -79,7 +79,7 @@ def test_train_hands_on_the_config(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[Any] = []
-    fake(monkeypatch, "reinforge.api", train_config=seen.append)
+    fake(monkeypatch, "reinforge.build.run", train_config=seen.append)
     assert main(["train", str(config), "train.steps=7", "train.learning_rate=1e-3"]) == 0
     assert (seen[0].train.steps, seen[0].train.learning_rate) == (7, 1e-3)
     assert capsys.readouterr().out == "", "the run tells its end itself"
@@ -121,7 +121,11 @@ print([said for said in Terminal.said if said[0].startswith("reinforge")])
 def test_train_refuses_before_anything_heavy(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake(monkeypatch, "reinforge.api", train_config=lambda c: pytest.fail("must not be reached"))
+    fake(
+        monkeypatch,
+        "reinforge.build.run",
+        train_config=lambda c: pytest.fail("must not be reached"),
+    )
     assert main(["train", str(config), "train.lerning_rate=1"]) == 2
     assert "did you mean `train.learning_rate`?" in capsys.readouterr().err
     assert main(["train", str(config), "algorithm.name=gpro", "model.path=./nowhere"]) == 2
@@ -163,7 +167,7 @@ def test_errors_become_exit_codes(
     def raises(*_: Any) -> None:
         raise error
 
-    fake(monkeypatch, "reinforge.api", train_config=raises)
+    fake(monkeypatch, "reinforge.build.run", train_config=raises)
     assert main(["train", str(config)]) == code
     err = capsys.readouterr().err
     assert words in f"\n{err}" and "Traceback" not in err
