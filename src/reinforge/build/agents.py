@@ -154,7 +154,7 @@ class AgentEndpoint:
 
     def _start(self) -> None:
         try:
-            from reinforge.serve.http import EpisodeLimits, make_app, server_of
+            from reinforge.serve.http import Limits, make_app, server_of
         except ModuleNotFoundError as error:
             raise InputError(
                 f"agents need {error.name}, which is not installed.",
@@ -162,7 +162,7 @@ class AgentEndpoint:
                 fix="pip install 'reinforge[serve]'",
             ) from error
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        limits = EpisodeLimits(requests=AT_ONCE, body=BODY, connections=AT_ONCE)
+        limits = Limits(requests=AT_ONCE, body=BODY, connections=AT_ONCE)
         app = make_app(
             self, None, limits=limits, api_key=lambda key: key in self._lines, local=True
         )
