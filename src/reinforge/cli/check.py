@@ -91,8 +91,8 @@ def rewards(
     """Try the rewards on right answers and on hostile ones: nothing, the question, every choice,
     ten thousand braces, injections.
 
-    Exit code 1: a hostile answer gets full reward, makes a reward raise, or a right answer does not
-    get it.
+    Exit code 1: a hostile answer gets full reward, makes a reward raise, or a
+    right answer does not get it.
 
     [bold]Examples[/bold]
 

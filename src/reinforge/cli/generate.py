@@ -130,7 +130,8 @@ def generate(
 ) -> None:
     """Complete every prompt of a file, with labels and preference pairs where they are wanted.
 
-    What was answered is kept: the same command after a kill asks only for the rest.
+    What was answered is kept: the same command after a kill asks only for the
+    rest.
 
     [bold]Examples[/bold]
 

@@ -94,8 +94,8 @@ def launch(
 ) -> None:
     """Run a configuration on this machine, a Ray cluster, Slurm or Kubernetes.
 
-    Submitting the same again continues the run from its newest checkpoint. What was submitted is in
-    RUN/launch, logs are in RUN/logs.
+    Submitting the same again continues the run from its newest checkpoint.
+    What was submitted is in RUN/launch, logs are in RUN/logs.
 
     [bold]Examples[/bold]
 

@@ -101,7 +101,8 @@ def train(
 ) -> None:
     """Run a configuration or a pipeline of several, or continue it from its newest checkpoint.
 
-    Ctrl-C or SIGTERM saves a checkpoint; the same command then continues, on a CPU bit for bit.
+    Ctrl-C or SIGTERM saves a checkpoint; the same command then continues, on
+    a CPU bit for bit.
 
     [bold]Examples[/bold]
 
@@ -174,8 +175,8 @@ def sft(
 
     No configuration needed.
 
-    A twentieth of the rows is held out (of 40 rows or more). The same command goes on after a stop.
-    The run's config.json has all settings.
+    A twentieth of the rows is held out (of 40 rows or more). The same command
+    goes on after a stop. The run's config.json has all settings.
 
     [bold]Examples[/bold]
 

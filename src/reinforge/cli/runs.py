@@ -109,8 +109,8 @@ def report(run: RunDir) -> None:
 
     Prints its path.
 
-    One file that opens anywhere without network: curves, samples, settings, where the time went,
-    what speaks against the run.
+    One file that opens anywhere without network: curves, samples, settings,
+    where the time went, what speaks against the run.
 
     [bold]Example[/bold]
 
