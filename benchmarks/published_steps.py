@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
-from reinforge.backends.memory import Facts
+from reinforge.backends.memory_model import Facts
 from reinforge.backends.roofline import Work
 from reinforge.cluster.scaling import (
     Cluster,

@@ -15,10 +15,10 @@ from reinforge.algorithms.corrections import tis
 from reinforge.algorithms.loss import NLLLoss, PolicyLoss
 from reinforge.algorithms.reduce import REDUCERS
 from reinforge.algorithms.surrogates import ppo_clip
-from reinforge.backends.fsdp import FsdpBackend
+from reinforge.backends.distributed.driver import FsdpBackend
+from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.fsdp.worker import ShardBackend
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.ranks import Ranks
-from reinforge.backends.shard import ShardBackend
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.backend import State
 from reinforge.core.batch import Totals, pack

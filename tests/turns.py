@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fake_engine import FakeEngine
 from reinforge.config.data import DataConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.env import Action, Observation, Step
 from reinforge.core.sample import Row
 from reinforge.data.chat import Renderer
-from reinforge.engines.fake import FakeEngine
 from reinforge.envs.calls import talk_of
 from reinforge.models.tiny import tiny_tokenizer
 from reinforge.rollout.dialogue.episode import EnvPlayer, EpisodeLimits

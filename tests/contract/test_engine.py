@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from fake_engine import FakeEngine
 from reinforge.core.engine import Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
-from reinforge.engines.fake import FakeEngine
 from reinforge.engines.native import NativeEngine
 from toys import VOCABULARY, ToyTokenizer, make_model, run, tokens_of
 

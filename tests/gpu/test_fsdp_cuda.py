@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.backends.fsdp import FsdpBackend
-from reinforge.backends.ranks import Ranks
+from reinforge.backends.distributed.driver import FsdpBackend
+from reinforge.backends.distributed.ranks import Ranks
 from reinforge.checkpoint import store
 from reinforge.cluster.ranked import RankedEngine
 from reinforge.core.batch import Totals, pack

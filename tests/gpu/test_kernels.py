@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import needs
-from reinforge.engines.native.sampling import draw, uniform
+from reinforge.engines.native.sampler import draw, uniform
 from reinforge.models.attention import Cache, Paged
 from reinforge.models.head import LogitRule, gradient, statistics
 

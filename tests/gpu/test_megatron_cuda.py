@@ -11,9 +11,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.model_parallel import MegatronBackend
-from reinforge.backends.ranks import Ranks
+from reinforge.backends.megatron.worker import MegatronBackend
 from split_backends import LENGTHS, frozen, load, policy_loss, update
 from toys import make_samples, relative, train_config
 

@@ -14,9 +14,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from reinforge.algorithms.loss import NLLLoss
-from reinforge.backends import memory
+from reinforge.backends import memory_model
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.memory import GIB
+from reinforge.backends.memory_model import GIB
 from reinforge.backends.microbatch import auto_budget, facts_of
 from reinforge.config.train import OptimizerConfig, TrainConfig
 from reinforge.core.batch import Totals, pack
@@ -85,9 +85,9 @@ def test_the_model_predicts_the_peak(checkpointing: bool) -> None:
     one_step(backend, samples)
     facts = facts_of(model)
     assert facts.checkpointing == checkpointing
-    predicted = memory.total(memory.training(facts, 16384))
+    predicted = memory_model.total(memory_model.training(facts, 16384))
     measured = torch.cuda.max_memory_allocated()
-    assert predicted == pytest.approx(measured, rel=0.25), memory.training(facts, 16384)
+    assert predicted == pytest.approx(measured, rel=0.25), memory_model.training(facts, 16384)
 
 
 def test_the_automatic_budget_fits() -> None:
@@ -96,10 +96,10 @@ def test_the_automatic_budget_fits() -> None:
     model = make_model()
     free = min(8 * GIB, whole // 2)
     facts = facts_of(model)
-    budget = memory.budget(facts, free)
+    budget = memory_model.budget(facts, free)
     assert 1024 <= budget <= auto_budget(model)
     backend = LocalBackend(model, TrainConfig(steps=2, tokens_per_microbatch=budget), total_steps=2)
-    torch.cuda.set_per_process_memory_fraction((free + memory.weight_bytes(facts)) / whole)
+    torch.cuda.set_per_process_memory_fraction((free + memory_model.weight_bytes(facts)) / whole)
     samples = make_samples(3 * budget // 512 + 1)
     for _ in range(2):
         assert "train/oom" not in one_step(backend, samples)
@@ -125,8 +125,8 @@ def test_a_real_lack_of_memory_is_recovered_from() -> None:
     torch.cuda.empty_cache()
     backend = LocalBackend(model, TrainConfig(steps=2, tokens_per_microbatch=49152), total_steps=2)
     facts = facts_of(model)
-    room = memory.total(memory.training(facts, 16384))
-    assert room < memory.total(memory.training(facts, 49152)) / 2
+    room = memory_model.total(memory_model.training(facts, 16384))
+    assert room < memory_model.total(memory_model.training(facts, 49152)) / 2
     torch.cuda.set_per_process_memory_fraction(
         room / torch.cuda.get_device_properties(0).total_memory
     )
@@ -197,7 +197,7 @@ def test_offloaded_states_learn_the_same_and_leave_the_device(dtype: torch.dtype
         gc.collect()
         torch.cuda.empty_cache()
     (plain, plain_bytes), (moved, moved_bytes) = states
-    assert plain_bytes - moved_bytes == pytest.approx(memory.optimizer_bytes(facts), rel=0.1)
+    assert plain_bytes - moved_bytes == pytest.approx(memory_model.optimizer_bytes(facts), rel=0.1)
     gaps = torch.cat([(plain[name] - moved[name]).abs().flatten() for name in plain])
     # three steps of 1e-3
     assert float((gaps > 3e-4).float().mean()) <= (0.0 if dtype == torch.float32 else 1e-3)

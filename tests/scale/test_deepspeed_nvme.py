@@ -17,8 +17,8 @@ if find_spec("deepspeed") is None:
     pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
 
 from reinforge.algorithms.loss import NLLLoss
-from reinforge.backends.ranks import Ranks
-from reinforge.backends.zero import DeepSpeedBackend
+from reinforge.backends.deepspeed.worker import DeepSpeedBackend
+from reinforge.backends.distributed.ranks import Ranks
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel

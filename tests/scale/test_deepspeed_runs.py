@@ -22,7 +22,7 @@ if find_spec("deepspeed") is None:
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 import runs
 
-from reinforge.backends.ranks import Ranks
+from reinforge.backends.distributed.ranks import Ranks
 from reinforge.checkpoint import store
 from split_runs import compare, served_by
 from tiny_runs import LORA

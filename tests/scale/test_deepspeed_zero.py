@@ -17,10 +17,10 @@ if find_spec("deepspeed") is None:
 
 from reinforge.algorithms.loss import NLLLoss
 from reinforge.algorithms.value import ValueLoss
-from reinforge.backends.fsdp import FsdpBackend
+from reinforge.backends.deepspeed.worker import DeepSpeedBackend, ZeroShard
+from reinforge.backends.distributed.driver import FsdpBackend
+from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.ranks import Ranks
-from reinforge.backends.zero import DeepSpeedBackend, ZeroShard
 from reinforge.core.backend import Backend, State
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.backends.fsdp import FsdpBackend
-from reinforge.backends.ranks import Ranks
-from reinforge.backends.shard import ShardBackend
+from reinforge.backends.distributed.driver import FsdpBackend
+from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.fsdp.worker import ShardBackend
 from reinforge.build.trained import open_model
 from reinforge.checkpoint import store
 from reinforge.checkpoint.stored import Stored
@@ -178,7 +178,7 @@ def test_what_is_damaged_is_named(ranks: Ranks, make: Any) -> None:
 
 
 def test_automatic_above_a_size(ranks: Ranks, make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("reinforge.backends.fsdp.GATHERED", 10_000)
+    monkeypatch.setattr("reinforge.backends.distributed.driver.GATHERED", 10_000)
     cfg = make("large", "sft", *RANKS, "train.steps=1")
     launch(cfg)
     assert (newest(cfg) / "pieces-r00001.json").is_file()

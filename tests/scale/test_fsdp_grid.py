@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from reinforge.backends.ranks import Ranks
+from reinforge.backends.distributed.ranks import Ranks
 from split_backends import LENGTHS, both, load, one_pass, policy_loss
 from toys import make_samples, relative
 

@@ -13,7 +13,7 @@ import torch
 from reinforge.algorithms.loss import NLLLoss
 from reinforge.algorithms.surrogates import gspo
 from reinforge.algorithms.value import ValueLoss
-from reinforge.backends.ranks import Ranks
+from reinforge.backends.distributed.ranks import Ranks
 from reinforge.core.batch import Batch, Totals, pack
 from split_backends import LENGTHS, both, load, one_pass, policy_loss, summed
 from toys import gradients, make_samples, relative

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.backends.ranks import Ranks
+from reinforge.backends.distributed.ranks import Ranks
 from reinforge.cluster.ranked import RankedEngine, Seat, deal
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.errors import InputError

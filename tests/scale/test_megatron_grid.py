@@ -15,9 +15,9 @@ import torch
 if find_spec("megatron") is None:
     pytest.skip("pip install 'reinforge[megatron]'", allow_module_level=True)
 
+from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.model_parallel import MegatronBackend, MegatronShard
-from reinforge.backends.ranks import Ranks
+from reinforge.backends.megatron.worker import MegatronBackend, MegatronShard
 from split_backends import LENGTHS, load, policy_loss, update
 from toys import make_samples, relative, train_config
 

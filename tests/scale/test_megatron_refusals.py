@@ -13,9 +13,9 @@ import torch
 if find_spec("megatron") is None:
     pytest.skip("pip install 'reinforge[megatron]'", allow_module_level=True)
 
-from reinforge.backends.megatron import MegatronModel, check_architecture
-from reinforge.backends.model_parallel import MegatronShard
-from reinforge.backends.ranks import Ranks
+from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.megatron.model import MegatronModel, check_architecture
+from reinforge.backends.megatron.worker import MegatronShard
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
 from split_backends import load

@@ -20,7 +20,7 @@ if find_spec("megatron") is None:
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 import runs
 
-from reinforge.backends.ranks import Ranks
+from reinforge.backends.distributed.ranks import Ranks
 from split_runs import compare, served_by
 
 RANKS = ("train.backend=megatron", "train.ranks=2", "train.tensor_parallel=2")

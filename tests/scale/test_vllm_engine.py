@@ -27,9 +27,9 @@ from reinforge.core.engine import Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample, Stop
 from reinforge.core.weights import Weights
-from reinforge.engines.make import make_served
 from reinforge.engines.native import NativeEngine
-from reinforge.engines.served import ServedEngine
+from reinforge.engines.served.engine import ServedEngine
+from reinforge.engines.served.make import make_served
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_model
@@ -225,7 +225,7 @@ def test_strangers_are_refused(both: Both) -> None:
     """Whoever has no key can neither generate nor call the worker, by our paths or by
     vLLM's own.
     """
-    from reinforge.engines.http import Http
+    from reinforge.engines.served.http import Http
 
     address = both.engine.replicas[0].http
     assert address is not None

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from reinforge.algorithms.loss import NLLLoss
-from reinforge.backends.fsdp import FsdpBackend
+from reinforge.backends.distributed.driver import FsdpBackend
+from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.ranks import Ranks
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.load import config_from_dict
 from reinforge.core.batch import Totals, pack

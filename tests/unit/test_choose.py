@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from fake_engine import FakeEngine
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.cursor import Cursor
-from reinforge.engines.fake import FakeEngine
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.players.single_turn import SingleTurn
 from reinforge.rollout.rows.curriculum import (

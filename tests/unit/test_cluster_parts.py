@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from reinforge.checkpoint.memory import Memory
+from reinforge.checkpoint.in_memory import Memory
 from reinforge.cluster.desk import Desk, Request
 from reinforge.cluster.parcel import LARGE, pack, unpack
 from reinforge.cluster.placement import Place, plan, ranks_for

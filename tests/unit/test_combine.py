@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from fake_engine import FakeEngine
 from reinforge.config.rewards import RewardConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
-from reinforge.engines.fake import FakeEngine
 from reinforge.rewards.build import build_rewards, describe_rewards
 from reinforge.rewards.combine import Gate, combined, gated, gates_of, total
 from reinforge.rewards.function import FunctionReward

@@ -130,7 +130,7 @@ def test_what_was_kept_on_disk_is_the_teacher(
         update={"train": runs["kept"].train.model_copy(update={"steps": 2})}
     )
     launch(short, ROWS, HELD)
-    from reinforge.backends.teacher import Teachers
+    from reinforge.backends.teachers import Teachers
 
     monkeypatch.setattr(Teachers, "best", None)
     launch(runs["kept"], ROWS, HELD)

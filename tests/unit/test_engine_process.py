@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from reinforge.core.errors import InputError
-from reinforge.engines.http import Http, ServerDown
-from reinforge.engines.process import ServerProcess, free_port
+from reinforge.engines.served.http import Http, ServerDown
+from reinforge.engines.served.server_process import ServerProcess, free_port
 from toys import run
 
 GROUP = (
@@ -67,7 +67,7 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path, with_its_child
             f"""
 import os, sys, time
 from pathlib import Path
-from reinforge.engines.process import ServerProcess
+from reinforge.engines.served.server_process import ServerProcess
 command, log = [sys.executable, "-c", {GROUP!r}], Path({str(tmp_path / "log")!r})
 server = ServerProcess(command, os.environ, log, where="engine")
 time.sleep(300)""",

@@ -13,9 +13,9 @@ from torch import nn
 from reinforge.config.engine import EngineConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.weights import Weights
-from reinforge.engines.http import Http, ServerFault
-from reinforge.engines.replica import Draw, Piece, Setup
-from reinforge.engines.served import ServedEngine
+from reinforge.engines.served.engine import ServedEngine
+from reinforge.engines.served.http import Http, ServerFault
+from reinforge.engines.served.replica import Draw, Piece, Setup
 from toys import run
 
 

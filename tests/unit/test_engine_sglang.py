@@ -25,9 +25,9 @@ from reinforge.core.engine import Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
-from reinforge.engines.make import make_served
-from reinforge.engines.replica import Setup
-from reinforge.engines.served import ServedEngine
+from reinforge.engines.served.engine import ServedEngine
+from reinforge.engines.served.make import make_served
+from reinforge.engines.served.replica import Setup
 from reinforge.weights.probe import WeightMismatch
 from toys import make_module, run
 
@@ -175,7 +175,8 @@ def test_the_key_is_not_for_other_users_to_read(
     And a key is not read as an option.
     """
     monkeypatch.setattr(
-        "reinforge.engines.replica.secrets.token_hex", lambda size: f"-{os.urandom(size).hex()}"
+        "reinforge.engines.served.replica.secrets.token_hex",
+        lambda size: f"-{os.urandom(size).hex()}",
     )
     made = make()
     run(made.engine.update(made.weights, 0))

@@ -21,10 +21,10 @@ from reinforge.config.engine import EngineConfig, missing
 from reinforge.config.load import config_from_dict
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.make import make_served
-from reinforge.engines.replica import Setup
-from reinforge.engines.vllm import Vllm, options, plugin_file, unpacked
-from reinforge.engines.vllm_plugin import Front
+from reinforge.engines.served.make import make_served
+from reinforge.engines.served.replica import Setup
+from reinforge.engines.served.vllm import Vllm, options, plugin_file, unpacked
+from reinforge.engines.served.vllm_plugin import Front
 from toys import run
 
 BASE = {

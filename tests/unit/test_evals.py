@@ -10,10 +10,10 @@ from itertools import combinations
 import pytest
 import torch
 
+from fake_engine import FakeEngine
 from reinforge.backends.local import LocalBackend
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Group, Row, Sample
-from reinforge.engines.fake import FakeEngine
 from reinforge.evals.heldout import HeldOut, heldout_loss
 from reinforge.evals.statistics import pass_at_k, wilson
 from reinforge.rewards.function import FunctionReward

@@ -13,9 +13,9 @@ import torch
 
 from reinforge.algorithms.loss import NLLLoss
 from reinforge.algorithms.value import ValueLoss
-from reinforge.backends.fsdp import FsdpBackend, deal, even
+from reinforge.backends.distributed.driver import FsdpBackend, deal, even
+from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.ranks import Ranks
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.core.backend import Backend, State
 from reinforge.core.batch import Batch, Totals, pack

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fake_engine import FakeEngine
 from reinforge.algorithms.advantages import AdvantageOptions, Rollouts, greedy_baseline
 from reinforge.core.batch import Batch
 from reinforge.core.engine import Sampling
@@ -17,7 +18,6 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
 from reinforge.data.cursor import Cursor
-from reinforge.engines.fake import FakeEngine
 from reinforge.engines.native import NativeEngine
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.journal import Journal

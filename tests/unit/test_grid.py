@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.backends.grid import Grid
-from reinforge.backends.tensor import Plan
+from reinforge.backends.distributed.layout import Grid
+from reinforge.backends.fsdp.tensor_parallel import Plan
 from reinforge.checkpoint import files, store
 from reinforge.checkpoint.stored import Stored, within, write_pieces
 from reinforge.config.adapter import AdapterConfig

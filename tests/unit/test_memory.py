@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.backends import memory, roofline
-from reinforge.backends.memory import GIB, Facts
+from reinforge.backends import memory_model, roofline
+from reinforge.backends.memory_model import GIB, Facts
 from reinforge.backends.microbatch import auto_budget, facts_of
 from reinforge.backends.roofline import Work
 from reinforge.build.predict import predict, shown
@@ -34,7 +34,7 @@ SMALL = Facts(24, 896, 4864, 14, 2, 64, 151936, tied=True)  # the shape of Qwen2
 BIG = Facts(28, 1536, 8960, 12, 2, 128, 151936, tied=True)  # of Qwen2.5-1.5B
 H200 = roofline.gpu("NVIDIA H200", int(139.8 * GIB))
 STEP = Work(samples=512, prompt_tokens=256, new_tokens=1024, group=8)  # benchmarks/gpu_step.py
-CACHE = 512 * 1280 * memory.kv_token_bytes(SMALL)
+CACHE = 512 * 1280 * memory_model.kv_token_bytes(SMALL)
 
 
 def compiled(f: Facts) -> Facts:
@@ -55,9 +55,9 @@ def compiled(f: Facts) -> Facts:
     ids=["0.5b compiled, cache kept", "0.5b compiled", "0.5b eager", "1.5b compiled"],
 )
 def test_peak_of_training(facts: Facts, tokens: int, cache: int, measured: float) -> None:
-    assert (memory.total(memory.training(facts, tokens)) + cache) / GIB == pytest.approx(
-        measured, rel=0.1
-    )
+    assert (
+        memory_model.total(memory_model.training(facts, tokens)) + cache
+    ) / GIB == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -134,41 +134,45 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, rank: int | Non
             torch.arange(tokens) % 50, torch.arange(tokens) % (tokens // 2), layout
         )
     assert hidden.requires_grad
-    assert sum(kept.values()) / tokens == pytest.approx(memory.activation_bytes(facts), rel=0.2)
+    assert sum(kept.values()) / tokens == pytest.approx(
+        memory_model.activation_bytes(facts), rel=0.2
+    )
 
 
 def test_what_makes_activations_smaller_and_larger() -> None:
-    tokens = memory.activation_bytes
+    tokens = memory_model.activation_bytes
     assert tokens(compiled(SMALL)) < tokens(SMALL) < 1.6 * tokens(compiled(SMALL))
     assert tokens(replace(SMALL, checkpointing=True)) < tokens(SMALL) / 10
     assert tokens(replace(SMALL, itemsize=4)) > 1.5 * tokens(SMALL)
     assert (
-        sum(memory.saved(compiled(SMALL)).values())
+        sum(memory_model.saved(compiled(SMALL)).values())
         == 2 * (4 * 896 + 2 * 896 + 2 * 128 + 3 * 4864) + 4 * 14
     )
 
 
 def test_optimizer_gradients_and_copies() -> None:
     n = SMALL.parameters()
-    assert memory.weight_bytes(SMALL) == 2 * n and memory.optimizer_bytes(SMALL) == 12 * n
-    assert memory.gradient_bytes(SMALL) == 4 * n + 2 * 151936 * 896
+    assert (
+        memory_model.weight_bytes(SMALL) == 2 * n and memory_model.optimizer_bytes(SMALL) == 12 * n
+    )
+    assert memory_model.gradient_bytes(SMALL) == 4 * n + 2 * 151936 * 896
     whole = replace(SMALL, itemsize=4)
     assert (
-        memory.weight_bytes(whole) == 4 * n
-        and memory.optimizer_bytes(whole) == 8 * n
-        and memory.gradient_bytes(whole) == 4 * n
+        memory_model.weight_bytes(whole) == 4 * n
+        and memory_model.optimizer_bytes(whole) == 8 * n
+        and memory_model.gradient_bytes(whole) == 4 * n
     )
     adapter = replace(SMALL, rank=16)
-    assert memory.optimizer_bytes(adapter) == 8 * adapter.learning() < n / 5
-    assert memory.optimizer_bytes(replace(SMALL, offload=True)) == 0
-    parts = memory.training(SMALL, 1000, reference=True, critic=True)
+    assert memory_model.optimizer_bytes(adapter) == 8 * adapter.learning() < n / 5
+    assert memory_model.optimizer_bytes(replace(SMALL, offload=True)) == 0
+    parts = memory_model.training(SMALL, 1000, reference=True, critic=True)
     assert (
         parts["reference"] == 2 * n
         and parts["critic"] == 18 * n + 2 * 151936 * 896
-        and memory.training(adapter, 1000, reference=True)["reference"] == 0
+        and memory_model.training(adapter, 1000, reference=True)["reference"] == 0
     )
-    assert memory.kv_token_bytes(SMALL) == 2 * 24 * 2 * 64 * 2
-    assert memory.head_bytes(SMALL, 100_000) == 2 * 2 * (1 << 28) + 151936 * 896 * 6
+    assert memory_model.kv_token_bytes(SMALL) == 2 * 24 * 2 * 64 * 2
+    assert memory_model.head_bytes(SMALL, 100_000) == 2 * 2 * (1 << 28) + 151936 * 896 * 6
 
 
 def test_the_pool_is_the_engines() -> None:
@@ -183,10 +187,10 @@ def test_the_pool_is_the_engines() -> None:
         {"max_batch": 10**9, "longest": 100},
     ):
         blocks = NativeEngine(model, **options).blocks
-        found = memory.kv_pool_bytes(
+        found = memory_model.kv_pool_bytes(
             facts, 2 << 30, options["max_batch"], options["longest"], options.get("kv_gib")
         )
-        assert found == blocks * 16 * memory.kv_token_bytes(facts)
+        assert found == blocks * 16 * memory_model.kv_token_bytes(facts)
 
 
 # the budget
@@ -202,38 +206,43 @@ def test_the_budget_fits_and_grows_with_memory() -> None:
         replace(BIG, checkpointing=True),
         replace(BIG, offload=True),
     ):
-        found = [memory.budget(facts, gib * GIB - memory.weight_bytes(facts)) for gib in sizes]
+        found = [
+            memory_model.budget(facts, gib * GIB - memory_model.weight_bytes(facts))
+            for gib in sizes
+        ]
         assert (
             found == sorted(found)
-            and all(n % 1024 == 0 and 1024 <= n <= memory.FAR_ENOUGH for n in found)
-            and found[-1] == memory.FAR_ENOUGH
+            and all(n % 1024 == 0 and 1024 <= n <= memory_model.FAR_ENOUGH for n in found)
+            and found[-1] == memory_model.FAR_ENOUGH
         )
         for gib, n in zip(sizes, found, strict=True):
-            assert n == 1024 or memory.total(memory.training(facts, n)) <= gib * GIB
-            if 1024 < n < memory.FAR_ENOUGH:  # and is not needlessly small
-                assert memory.total(memory.training(facts, int(1.5 * n))) > 0.9 * gib * GIB
+            assert n == 1024 or memory_model.total(memory_model.training(facts, n)) <= gib * GIB
+            if 1024 < n < memory_model.FAR_ENOUGH:  # and is not needlessly small
+                assert (
+                    memory_model.total(memory_model.training(facts, int(1.5 * n))) > 0.9 * gib * GIB
+                )
     free = 48 * GIB
     assert (
-        memory.budget(BIG, free)
-        > memory.budget(BIG, free, reference=True)
-        > memory.budget(BIG, free, critic=True)
+        memory_model.budget(BIG, free)
+        > memory_model.budget(BIG, free, reference=True)
+        > memory_model.budget(BIG, free, critic=True)
     )
     assert (
-        memory.budget(BIG, free)
-        < memory.budget(compiled(BIG), free)
-        < memory.budget(replace(BIG, checkpointing=True), free)
+        memory_model.budget(BIG, free)
+        < memory_model.budget(compiled(BIG), free)
+        < memory_model.budget(replace(BIG, checkpointing=True), free)
     )
-    assert memory.budget(BIG, free) < memory.budget(replace(BIG, offload=True), free)
-    assert memory.budget(BIG, 1 << 20) == 1024
+    assert memory_model.budget(BIG, free) < memory_model.budget(replace(BIG, offload=True), free)
+    assert memory_model.budget(BIG, 1 << 20) == 1024
 
 
 def test_small_models_stop_early_unless_a_row_is_longer() -> None:
     free = 1000 * GIB
     assert (
-        memory.budget(SMALL, free) == memory.FAR_ENOUGH
-        and memory.budget(SMALL, free, longest=70_000) == 70_656
+        memory_model.budget(SMALL, free) == memory_model.FAR_ENOUGH
+        and memory_model.budget(SMALL, free, longest=70_000) == 70_656
     )
-    assert memory.budget(SMALL, free, longest=10**6) == 131072
+    assert memory_model.budget(SMALL, free, longest=10**6) == 131072
 
 
 def test_a_cpu_takes_4096_and_a_gpu_asks_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,20 +259,20 @@ def test_a_cpu_takes_4096_and_a_gpu_asks_the_model(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (400 << 20, 1200 << 20))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 << 20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1 << 20)
-    want = memory.budget(facts_of(model), 404 << 20, reserved=100 << 20)
+    want = memory_model.budget(facts_of(model), 404 << 20, reserved=100 << 20)
     assert auto_budget(fake) == want and 1024 < want < 65536
     assert auto_budget(fake, paired=True) <= want and auto_budget(fake, reference=True) <= want
 
 
 def test_the_model_needs_no_torch() -> None:
     code = (
-        "import sys; import reinforge.backends.memory, reinforge.backends.roofline;"
+        "import sys; import reinforge.backends.memory_model, reinforge.backends.roofline;"
         " sys.exit('torch' in sys.modules)"
     )
     assert (
         subprocess.run(
             [sys.executable, "-c", code],
-            env={"PYTHONPATH": str(Path(memory.__file__).parents[2])},
+            env={"PYTHONPATH": str(Path(memory_model.__file__).parents[2])},
             timeout=60,
         ).returncode
         == 0
@@ -425,7 +434,9 @@ def test_a_resumed_run_keeps_the_cache_it_had(make: Callable[..., Config]) -> No
     launch(cfg)
     checkpoint = store.latest(Path(cfg.run.dir))
     assert checkpoint is not None
-    per_block = 16 * memory.kv_token_bytes(Facts(2, 32, 64, 4, 2, 8, 1, tied=True, itemsize=4))
+    per_block = 16 * memory_model.kv_token_bytes(
+        Facts(2, 32, 64, 4, 2, 8, 1, tied=True, itemsize=4)
+    )
     assert store.load(checkpoint)[1]["counters"]["engine/blocks"] == int(0.01 * GIB) // per_block
 
 

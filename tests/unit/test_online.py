@@ -27,8 +27,8 @@ from reinforge.core.batch import Totals
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample
-from reinforge.engines.both import Both
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.paired import Both
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.mixture import Mixture

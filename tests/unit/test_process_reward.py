@@ -24,7 +24,7 @@ from reinforge.core.sample import Row, Stop
 from reinforge.models.load import load_model
 from reinforge.models.scalar import ScalarModel
 from reinforge.rewards.build import build_rewards
-from reinforge.rewards.process import lines_of, process_reward
+from reinforge.rewards.process_reward import lines_of, process_reward
 from reinforge.rollout.players.single_turn import SingleTurn
 from tiny_runs import digest, lines
 from toys import SilentView

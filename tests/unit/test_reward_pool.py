@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 import hostile_rewards
+from fake_engine import FakeEngine
 from reinforge.config.rewards import RewardConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row
-from reinforge.engines.fake import FakeEngine
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.outcome import Outcome

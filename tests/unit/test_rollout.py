@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from fake_engine import FakeEngine
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.data.cursor import Cursor
-from reinforge.engines.fake import FakeEngine
 from reinforge.engines.native import NativeEngine
 from reinforge.loops.rl import trainable
 from reinforge.rewards.function import FunctionReward

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reinforge.core.seeds import seed_of
-from reinforge.engines.native.sampling import draw, keep_top, uniform
+from reinforge.engines.native.sampler import draw, keep_top, uniform
 
 
 def stream(count: int, seed: int = 0) -> Tensor:

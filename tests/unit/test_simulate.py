@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from reinforge.backends import roofline
-from reinforge.backends.memory import Facts, kv_token_bytes, weight_bytes
+from reinforge.backends.memory_model import Facts, kv_token_bytes, weight_bytes
 from reinforge.backends.roofline import Work, forward_flops
 from reinforge.cluster import scaling
 from reinforge.cluster.scaling import (

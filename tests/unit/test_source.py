@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import odd_reward
+from fake_engine import FakeEngine
 from reinforge.algorithms.table import build
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given
@@ -23,7 +24,6 @@ from reinforge.core.batch import Batch
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.data.cursor import Cursor
-from reinforge.engines.fake import FakeEngine
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.first_finished import first_finished
 from reinforge.rollout.journal import Journal

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from reinforge.config.adapter import AdapterConfig
-from reinforge.engines.vllm_plugin import from_files, on_base
+from reinforge.engines.served.vllm_plugin import from_files, on_base
 from reinforge.models.adapters import add_adapter, merged
 from reinforge.models.causal import CausalModel
 from reinforge.models.named import base_weights, low_rank, named_weights

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.ema import Average
-from reinforge.backends.memory import Facts
+from reinforge.backends.memory_model import Facts
 from reinforge.backends.microbatch import (
     annotate_nothing,
     annotate_values,
@@ -19,10 +19,10 @@ from reinforge.backends.microbatch import (
     facts_of,
     trained_tokens,
 )
+from reinforge.backends.oom import Recovery, fitted, memory_errors
 from reinforge.backends.optimizer import MasterAdamW, learning_rate
-from reinforge.backends.recovery import Recovery, fitted, memory_errors
 from reinforge.backends.reference import Reference
-from reinforge.backends.teacher import Teachers
+from reinforge.backends.teachers import Teachers
 from reinforge.checkpoint.stored import Stored, within
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reinforge.backends.memory import (
+from reinforge.backends.memory_model import (
     CPU_BUDGET,
     KEEP,
     Facts,
@@ -15,7 +15,7 @@ from reinforge.backends.memory import (
     gradient_bytes,
     optimizer_bytes,
 )
-from reinforge.backends.teacher import Teachers, divergence_to
+from reinforge.backends.teachers import Teachers, divergence_to
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.sample import Stop

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from reinforge.backends.memory import Facts, kv_token_bytes, weight_bytes
+from reinforge.backends.memory_model import Facts, kv_token_bytes, weight_bytes
 
 
 @dataclass(frozen=True, slots=True)

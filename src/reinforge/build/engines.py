@@ -23,7 +23,7 @@ from reinforge.models.load import pick_device
 from reinforge.weights.probe import Scorer
 
 if TYPE_CHECKING:
-    from reinforge.engines.replica import Setup
+    from reinforge.engines.served.replica import Setup
 
 
 def make_engine(
@@ -51,7 +51,7 @@ def make_engine(
             longest=longest,
             prefix_cache=rollout.prefix_cache,
         )
-    from reinforge.engines.make import make_served
+    from reinforge.engines.served.make import make_served
 
     return make_served(
         setup_of(cfg, model, stops, context=context, longest=longest, saved=saved),
@@ -61,7 +61,7 @@ def make_engine(
 
 def close_servers(engine: Engine | None) -> None:
     """Ends the servers of an engine that has some, now rather than when nobody remembers them."""
-    from reinforge.engines.served import ServedEngine
+    from reinforge.engines.served.engine import ServedEngine
 
     own = getattr(engine, "first", engine)
     if isinstance(own, ServedEngine):
@@ -106,7 +106,7 @@ def setup_of(
     saved: str | None,
 ) -> Setup:
     """What the servers are told. Plain values: they may be started by another process."""
-    from reinforge.engines.replica import Setup
+    from reinforge.engines.served.replica import Setup
 
     folder = Path(cfg.run.dir)
     device = pick_device(cfg.model.device).type if not cfg.engine.devices else "cuda"

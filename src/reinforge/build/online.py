@@ -13,8 +13,8 @@ from reinforge.core.engine import Engine
 from reinforge.core.env import Rollout
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample
-from reinforge.engines.both import Both
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.paired import Both
 from reinforge.models.load import stop_tokens
 from reinforge.models.mixture import Mixture
 from reinforge.rollout.players.demonstrations import DemonstrationRollout

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from reinforge.backends import memory, roofline
-from reinforge.backends.memory import GIB, Facts
+from reinforge.backends import memory_model, roofline
+from reinforge.backends.memory_model import GIB, Facts
 from reinforge.backends.roofline import Machine, Work
 from reinforge.config.schema import Config
 
@@ -84,31 +84,35 @@ def predict(
         copies["critic"],
         rl and cfg.train.share_prompts,
     )
-    free = int(USABLE * machine.memory) - memory.weight_bytes(facts)
+    free = int(USABLE * machine.memory) - memory_model.weight_bytes(facts)
     if budget is None:
         asked = cfg.train.tokens_per_microbatch
         auto = (
-            memory.CPU_BUDGET
+            memory_model.CPU_BUDGET
             if machine.kind == "cpu"
-            else memory.budget(facts, free, **copies, reserved=int(memory.KEEP * machine.memory))
+            else memory_model.budget(
+                facts, free, **copies, reserved=int(memory_model.KEEP * machine.memory)
+            )
         )
         budget = auto if asked == "auto" else asked
     packed = max(longest, min(budget, math.ceil(work.tokens / cfg.algorithm.minibatches)))
-    parts = {"train": memory.training(facts, packed, machine.kind, **copies)}
+    parts = {"train": memory_model.training(facts, packed, machine.kind, **copies)}
     if rl:
-        room = free - memory.optimizer_bytes(facts) if machine.kind == "cuda" else 2 << 30
-        kv = memory.kv_pool_bytes(facts, room, cfg.rollout.max_batch, longest, cfg.rollout.kv_gib)
-        parts["train"]["kv"] = (
-            kv if machine.kind == "cpu" or kv <= memory.KEEP * machine.memory else 0
+        room = free - memory_model.optimizer_bytes(facts) if machine.kind == "cuda" else 2 << 30
+        kv = memory_model.kv_pool_bytes(
+            facts, room, cfg.rollout.max_batch, longest, cfg.rollout.kv_gib
         )
-        parts["generate"] = memory.generation(
+        parts["train"]["kv"] = (
+            kv if machine.kind == "cpu" or kv <= memory_model.KEEP * machine.memory else 0
+        )
+        parts["generate"] = memory_model.generation(
             facts, kv, min(samples, cfg.rollout.max_batch), machine.kind, **copies
         )
     followers = (cfg.train.ema is not None) + (
         copies["reference"] and cfg.algorithm.kl.reference.kind != "frozen"
     )
     for found in parts.values():
-        found["averages"] = followers * memory.FLOAT * facts.learning()
+        found["averages"] = followers * memory_model.FLOAT * facts.learning()
     seconds = {
         "train": roofline.train_seconds(facts, machine, work),
         "generate": roofline.generate_seconds(facts, machine, work),
@@ -144,7 +148,7 @@ def predict(
 def _gib(parts: dict[str, int]) -> dict[str, float]:
     return {
         name: float(f"{value / GIB:.4g}")
-        for name, value in {**parts, "peak": memory.total(parts)}.items()
+        for name, value in {**parts, "peak": memory_model.total(parts)}.items()
         if value
     }
 

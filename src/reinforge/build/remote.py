@@ -16,15 +16,15 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
 
-from reinforge.backends.ranks import current as current_ranks
-from reinforge.backends.ranks import launched
-from reinforge.backends.teacher import Teachers
+from reinforge.backends.distributed.ranks import current as current_ranks
+from reinforge.backends.distributed.ranks import launched
+from reinforge.backends.teachers import Teachers
 from reinforge.build.algorithm import algorithm_of
 from reinforge.build.critic import critic_backend
 from reinforge.build.sampling import replayable
 from reinforge.build.sharded import open_ranks, ranks_of
 from reinforge.build.workshop import Given, Workshop
-from reinforge.checkpoint.memory import Memory
+from reinforge.checkpoint.in_memory import Memory
 from reinforge.cluster.backend import RemoteBackend
 from reinforge.cluster.crew import Crew, Lost
 from reinforge.cluster.engine import RemoteEngine

@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from reinforge.backends.ranks import Ranks, current, how_many, rank_here, serve
+from reinforge.backends.distributed.ranks import Ranks, current, how_many, rank_here, serve
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
@@ -23,14 +23,14 @@ from reinforge.models.load import load_model, load_scalar, pick_device, pick_dty
 from reinforge.models.packed import PackedModel
 
 if TYPE_CHECKING:
-    from reinforge.backends.fsdp import FsdpBackend
+    from reinforge.backends.distributed.driver import FsdpBackend
     from reinforge.backends.local import LocalBackend
 
 AnyBackend: TypeAlias = "LocalBackend | FsdpBackend"
 ON_RANKS = {  # imported by the run that trains on ranks: torch's own modules for that take a second
-    "fsdp": "reinforge.backends.fsdp:FsdpBackend",
-    "deepspeed": "reinforge.backends.zero:DeepSpeedBackend",
-    "megatron": "reinforge.backends.model_parallel:MegatronBackend",
+    "fsdp": "reinforge.backends.distributed.driver:FsdpBackend",
+    "deepspeed": "reinforge.backends.deepspeed.worker:DeepSpeedBackend",
+    "megatron": "reinforge.backends.megatron.worker:MegatronBackend",
 }
 
 

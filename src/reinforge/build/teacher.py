@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.algorithms.distillation import DistillationLoss
-from reinforge.backends.teacher import IDS, LOGPROBS, Teachers
+from reinforge.backends.teachers import IDS, LOGPROBS, Teachers
 from reinforge.build.sharded import AnyBackend
 from reinforge.build.workshop import Workshop
 from reinforge.config.model import ModelConfig

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.teacher import Teachers
+from reinforge.backends.teachers import Teachers
 from reinforge.build.agents import AGENT
 from reinforge.build.algorithm import algorithm_of
 from reinforge.build.engines import make_engine, room_for_engine

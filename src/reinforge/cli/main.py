@@ -116,7 +116,7 @@ def train(
 
     # torchrun: rank 0 drives
     if int(os.environ.get("RANK", "0")) > 0 and "MASTER_ADDR" in os.environ:
-        from reinforge.backends.ranks import serve
+        from reinforge.backends.distributed.ranks import serve
 
         serve()
     loaded = load_any(config, overrides or [])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforge.backends.memory import Facts
+from reinforge.backends.memory_model import Facts
 from reinforge.cluster.crew import Crew
 from reinforge.core.backend import Loss, Metrics, Part, State
 from reinforge.core.batch import Batch, Totals

@@ -87,7 +87,7 @@ class Host:
     async def follow(self) -> None:
         """The life of a rank other than 0: ends with the process."""
         self._prepare()
-        from reinforge.backends.ranks import serve
+        from reinforge.backends.distributed.ranks import serve
 
         threading.Thread(target=serve, name="rank", daemon=True).start()
         await asyncio.Event().wait()

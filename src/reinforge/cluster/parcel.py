@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reinforge.backends.wire import Pickler
+from reinforge.backends.distributed.wire import Pickler
 from reinforge.core.errors import InputError
 
 LARGE = 1 << 15  # bytes from which on a buffer stays outside

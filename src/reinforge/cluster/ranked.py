@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reinforge.backends.ranks import Member, Ranks
+from reinforge.backends.distributed.ranks import Member, Ranks
 from reinforge.core.engine import Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.core.weights import Weights

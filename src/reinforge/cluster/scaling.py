@@ -24,7 +24,7 @@ from functools import cache
 from statistics import NormalDist
 
 from reinforge.backends import roofline
-from reinforge.backends.memory import GIB, Facts, kv_token_bytes, weight_bytes
+from reinforge.backends.memory_model import GIB, Facts, kv_token_bytes, weight_bytes
 from reinforge.backends.roofline import Machine, Work, forward_flops
 
 MEMORY_GIB = {

@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 from reinforge.checkpoint import store
 from reinforge.checkpoint.faults import crash_point
+from reinforge.checkpoint.in_memory import Memory
 from reinforge.checkpoint.lock import RunLock
-from reinforge.checkpoint.memory import Memory
 from reinforge.checkpoint.stored import within
 from reinforge.config.schema import Config
 from reinforge.core.backend import Backend, Metrics, Part, State

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reinforge.backends.memory import GIB, Facts
+from reinforge.backends.memory_model import GIB, Facts
 from reinforge.build.predict import USABLE, machine_at, predict
 from reinforge.config.schema import Config
 from reinforge.models.load import load_config

@@ -17,7 +17,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from reinforge.backends.memory import Facts
+from reinforge.backends.memory_model import Facts
 from reinforge.backends.roofline import GPUS, Work
 from reinforge.build.predict import needs_of
 from reinforge.cluster.scaling import (

@@ -170,7 +170,7 @@ def _from_config(
 def _process(
     cfg: RewardConfig, where: str, device: str | None, load: Callable[[Any], Function] | None
 ) -> FunctionReward:
-    from reinforge.rewards.process import process_reward
+    from reinforge.rewards.process_reward import process_reward
 
     scorer = process_reward(cfg.options, where.replace("name", "options"))
     if (

@@ -1,7 +1,7 @@
 """Weights through files: a folder of buckets and a manifest.
 
 On a RAM disk (/dev/shm) this is shared memory, elsewhere it is a disk that both sides see. The
-reader is `engines/vllm_plugin.py`, which maps the files and copies nothing.
+reader is `engines/served/vllm_plugin.py`, which maps the files and copies nothing.
 
 A folder is whole or absent: the manifest comes last, by a rename, and holds the sum of every file.
 """

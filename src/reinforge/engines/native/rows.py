@@ -18,7 +18,7 @@ from torch import Tensor
 from reinforge.core.arrays import ints
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
-from reinforge.engines.native.sampling import draw, uniform
+from reinforge.engines.native.sampler import draw, uniform
 from reinforge.models.attention import HAS_TRITON, Cache, Paged
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import exact_statistics

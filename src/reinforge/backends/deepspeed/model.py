@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from reinforge.backends.ranks import Member
+from reinforge.backends.distributed.ranks import Member
 from reinforge.config.deepspeed import DeepSpeedConfig
 from reinforge.config.train import OptimizerConfig
 from reinforge.core.errors import InputError

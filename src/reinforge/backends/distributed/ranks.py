@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from reinforge.backends.wire import pack, unpack
+from reinforge.backends.distributed.wire import pack, unpack
 from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy
 
 IDLE = timedelta(days=30)  # how long a rank waits for a command: rollouts take what they take
@@ -347,7 +347,7 @@ def _spawn(rank: int, size: int, kind: str, port: int) -> subprocess.Popen[bytes
         "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
     }
     return subprocess.Popen(
-        [sys.executable, "-c", "from reinforge.backends.ranks import serve; serve()"],
+        [sys.executable, "-c", "from reinforge.backends.distributed.ranks import serve; serve()"],
         env=env,
         stdin=subprocess.DEVNULL,
     )

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reinforge.backends.dealt import DealtBackend
-from reinforge.backends.fsdp import FsdpBackend
-from reinforge.backends.grid import Grid
-from reinforge.backends.megatron import MegatronModel, Place
+from reinforge.backends.distributed.driver import FsdpBackend
+from reinforge.backends.distributed.layout import Grid
+from reinforge.backends.distributed.ranks import Member
+from reinforge.backends.distributed.worker import DealtBackend
+from reinforge.backends.megatron.model import MegatronModel, Place
 from reinforge.backends.optimizer import MasterAdamW
-from reinforge.backends.ranks import Member
 from reinforge.backends.reference import FrozenReference, Reference
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import OptimizerConfig, TrainConfig

@@ -25,9 +25,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from reinforge.backends.fsdp.tensor_parallel import Plan
 from reinforge.backends.optimizer import MasterAdamW, host_copy
 from reinforge.backends.reference import Reference
-from reinforge.backends.tensor import Plan
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import OptimizerConfig
 from reinforge.core.batch import Batch

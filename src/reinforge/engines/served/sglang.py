@@ -15,9 +15,9 @@ from typing import Any
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.http import Http, ServerDown
-from reinforge.engines.replica import Draw, Piece, Setup
-from reinforge.engines.vllm import ASK, LOAD, options
+from reinforge.engines.served.http import Http, ServerDown
+from reinforge.engines.served.replica import Draw, Piece, Setup
+from reinforge.engines.served.vllm import ASK, LOAD, options
 
 SEEDS = 2**31
 KEY = "REINFORGE_SGLANG_KEY"

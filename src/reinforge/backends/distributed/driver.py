@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforge.backends.grid import Grid
+from reinforge.backends.distributed.layout import Grid
+from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.fsdp.worker import ShardBackend, parameter_of
 from reinforge.backends.local import refuse_other_model
-from reinforge.backends.memory import Facts
+from reinforge.backends.memory_model import Facts
 from reinforge.backends.microbatch import annotate_nothing, combine
-from reinforge.backends.ranks import Ranks
-from reinforge.backends.recovery import fitted
-from reinforge.backends.shard import ShardBackend, parameter_of
+from reinforge.backends.oom import fitted
 from reinforge.checkpoint.stored import Stored, within
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, Part, State

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforge.backends.dealt import DealtBackend
-from reinforge.backends.deepspeed import Frozen, Zero, whole_state
-from reinforge.backends.fsdp import FsdpBackend
-from reinforge.backends.memory import (
+from reinforge.backends.deepspeed.model import Frozen, Zero, whole_state
+from reinforge.backends.distributed.driver import FsdpBackend
+from reinforge.backends.distributed.ranks import Member
+from reinforge.backends.distributed.worker import DealtBackend
+from reinforge.backends.memory_model import (
     CPU_BUDGET,
     KEEP,
     Facts,
@@ -27,7 +28,6 @@ from reinforge.backends.memory import (
 )
 from reinforge.backends.microbatch import facts_of
 from reinforge.backends.optimizer import learning_rate
-from reinforge.backends.ranks import Member
 from reinforge.backends.reference import FrozenReference, Reference
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from reinforge.backends.distributed.ranks import Member
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.microbatch import combine
-from reinforge.backends.ranks import Member
-from reinforge.backends.recovery import memory_errors
+from reinforge.backends.oom import memory_errors
 from reinforge.core.backend import Loss, Metrics
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError

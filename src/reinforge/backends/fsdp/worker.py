@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from reinforge.backends.dealt import Dealt, DealtBackend
-from reinforge.backends.grid import Grid
-from reinforge.backends.memory import KEEP, Facts, budget, gradient_bytes, optimizer_bytes
+from reinforge.backends.distributed.layout import Grid
+from reinforge.backends.distributed.ranks import Member
+from reinforge.backends.distributed.worker import Dealt, DealtBackend
+from reinforge.backends.fsdp.model import ShardedAdamW, ShardedReference, shard
+from reinforge.backends.fsdp.tensor_parallel import Plan
+from reinforge.backends.memory_model import KEEP, Facts, budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import CPU_BUDGET
-from reinforge.backends.pieces import ShardedAdamW, ShardedReference, shard
-from reinforge.backends.ranks import Member
 from reinforge.backends.reference import Reference
-from reinforge.backends.tensor import Plan
 from reinforge.checkpoint.stored import Box, Stored, write_pieces
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig

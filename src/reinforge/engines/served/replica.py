@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from reinforge.config.engine import EngineConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.http import Http, ServerDown
-from reinforge.engines.process import ServerProcess, free_port
+from reinforge.engines.served.http import Http, ServerDown
+from reinforge.engines.served.server_process import ServerProcess, free_port
 
 FOREIGN = (
     "RANK",

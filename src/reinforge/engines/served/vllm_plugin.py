@@ -4,8 +4,8 @@ nothing of ours. Known there as `reinforge_vllm`.
 `Front` (--middleware) answers POST /reinforge/* in the API process: tokens in, tokens and log-probs
 out, and the phases of a weight update; everything but /health wants the key. `Worker`
 (--worker-extension-cls) stages and loads weights where the model lives. Both sides of the wire are
-in this repository: `engines/vllm.py` speaks to it, `weights/` writes what it reads. vLLM 0.26 and
-0.32.
+in this repository: `engines/served/vllm.py` speaks to it, `weights/` writes what it reads. vLLM
+0.26 and 0.32.
 """
 
 from __future__ import annotations

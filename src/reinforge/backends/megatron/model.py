@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from reinforge.backends.ranks import Member
+from reinforge.backends.distributed.ranks import Member
 from reinforge.config.megatron import installed, uncut, unknown_in
 from reinforge.core.errors import InputError
 from reinforge.models.attention import Layout, Packed

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from reinforge.engines.replica import Dialect, Setup
-from reinforge.engines.served import ServedEngine
-from reinforge.engines.sglang import Sglang
-from reinforge.engines.vllm import Vllm
+from reinforge.engines.served.engine import ServedEngine
+from reinforge.engines.served.replica import Dialect, Setup
+from reinforge.engines.served.sglang import Sglang
+from reinforge.engines.served.vllm import Vllm
 from reinforge.weights.probe import Scorer
 
 

@@ -1,0 +1,1 @@
+"""`train.backend: megatron`: layers of megatron-core."""
