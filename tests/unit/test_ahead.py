@@ -229,7 +229,7 @@ def test_an_engine_elsewhere_is_not_waited_for_and_old_samples_are_dropped() -> 
 def test_training_leaves_the_loop_free_for_an_engine_elsewhere(drain: bool) -> None:
     async def go() -> tuple[int, str]:
         trainer = object.__new__(RLTrainer)
-        trainer.ahead = RolloutBuffer(
+        trainer.buffer = RolloutBuffer(
             GroupSource(ROWS, Cursor(64, 0, False), World(), 2), 1, drain=drain
         )
         ticks = 0

@@ -24,7 +24,7 @@ from reinforge.checkpoint.lock import RunLock
 from reinforge.cli.main import main
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy, Terminated
-from reinforge.loops.session import Session
+from reinforge.loops.run import Run
 from reinforge.watch.ending import describe_end
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.runs import show_run
@@ -118,13 +118,13 @@ def test_a_failed_run_has_a_report_that_says_why(
 def test_an_interrupted_run_has_a_report(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_step = Session.end_step
+    end_step = Run.end_step
 
-    async def interrupted(self: Session, *given: Any) -> None:
+    async def interrupted(self: Run, *given: Any) -> None:
         self.terminate(signal.SIGINT)
         await end_step(self, *given)
 
-    monkeypatch.setattr(Session, "end_step", interrupted)
+    monkeypatch.setattr(Run, "end_step", interrupted)
     cfg = make("run", "grpo")
     view = SilentView()
     assert isinstance(ends(cfg, view), Terminated)

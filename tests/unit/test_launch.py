@@ -20,7 +20,7 @@ from reinforge.cli.main import app
 from reinforge.cluster.launchers import ray_job, slurm
 from reinforge.cluster.launchers.job import Job
 from reinforge.core.errors import InputError
-from reinforge.loops.session import Session
+from reinforge.loops.signals import Signals
 
 ODD = (
     'data.options.text=it\'s "odd" $(touch pwned) `touch pwned` ! \\ 100%',
@@ -362,10 +362,8 @@ def test_torchrun_passes_a_signal_on_and_it_counts_once(monkeypatch: pytest.Monk
             if elastic
             else monkeypatch.delenv("TORCHELASTIC_RUN_ID")
         )
-        run = Session.__new__(Session)
-        run.terminating = None
-        run._loop = None
-        run._on_signal(signal.SIGTERM, None)
-        assert run.terminating is signal.SIGTERM
-        run._on_signal(signal.SIGTERM, None)
+        signals = Signals(tell=lambda text: None, hung_up=lambda: None)
+        signals.handle(signal.SIGTERM, None)
+        assert signals.received is signal.SIGTERM
+        signals.handle(signal.SIGTERM, None)
         assert ended == want

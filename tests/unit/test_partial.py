@@ -464,21 +464,21 @@ def test_a_run_that_is_stopped_while_it_generates_goes_on_exactly(
     launch(whole)
     trainer = build(cut, SilentView(), Given(data=DATA, rewards=odd))
     assert isinstance(trainer, RLTrainer) and isinstance(trainer.source, PartialSource)
-    session = trainer.session
+    run = trainer.run
     source = trainer.source
     round_ = NativeEngine._round
     before: list[int] = []  # tokens that were carried into the step
 
     def counting(self: NativeEngine) -> None:
-        if session.step == 2 and not before:
+        if run.step == 2 and not before:
             before.append(source.carry.tokens())
         round_(self)
-        if session.step == 2 and source.carry.tokens() >= before[0] + 12:
-            session.terminate()
+        if run.step == 2 and source.carry.tokens() >= before[0] + 12:
+            run.terminate()
 
     async def go() -> None:
-        with session:
-            await trainer.run()
+        with run:
+            await trainer.train()
 
     with monkeypatch.context() as patch:
         patch.setattr(NativeEngine, "_round", counting)

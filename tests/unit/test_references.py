@@ -406,8 +406,8 @@ def test_evaluation_and_export_use_the_average(make: Callable[..., Config], tmp_
     )
     from reinforge.core.aio import run_sync
 
-    assert trainer.session.evaluate is not None
-    again = run_sync(trainer.session.evaluate())  # type: ignore[arg-type]
+    assert trainer.run.evaluator.evaluate is not None
+    again = run_sync(trainer.run.evaluator.evaluate())  # type: ignore[arg-type]
     found = [{k: v for k, v in r.metrics.items() if k.startswith("eval/")} for r in results]
     assert {k: again[k] for k in found[0]} == found[0] != found[1]
 

@@ -285,20 +285,20 @@ def test_terminate_from_another_thread(make: Callable[..., Config]) -> None:
     def asks(completions: list[str]) -> list[float]:
         calls[0] += 1
         if calls[0] == 9:
-            trainer.session.terminate()
-            trainer.session.terminate()
+            trainer.run.terminate()
+            trainer.run.terminate()
         return odd(completions)
 
     asks.__name__ = "odd"
     trainer = build(cfg, SilentView(), Given(data=DATA, rewards=asks))
 
     async def go() -> None:
-        with trainer.session:
-            await trainer.run()
+        with trainer.run:
+            await trainer.train()
 
     with pytest.raises(Terminated, match="SIGINT at step 2 of 4"):
         asyncio.run(go())
-    trainer.session.terminate()  # when nothing runs any more: no effect
+    trainer.run.terminate()  # when nothing runs any more: no effect
     launch(cfg)
     assert digest(cfg) == digest(whole)
 
@@ -417,7 +417,7 @@ def test_trackers_get_the_configuration_without_its_secrets(
 ) -> None:
     told: list[Any] = []
     monkeypatch.setattr(
-        "reinforge.loops.session.make_sinks", lambda names, target: told.append(target) or []
+        "reinforge.loops.run.make_sinks", lambda names, target: told.append(target) or []
     )
     launch(make("run", "grpo", "train.steps=1", "data.fixed={url: 'http://me:PW@host'}"))
     assert told[0].config["data"]["fixed"] == {"url": "http://(hidden)@host"}

@@ -24,7 +24,7 @@ from reinforge.build.run import train_config
 from reinforge.build.trainer import Given
 from reinforge.config.schema import Config
 from reinforge.core.errors import Terminated
-from reinforge.loops.session import Session
+from reinforge.loops.run import Run
 from reinforge.watch import sinks
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report
@@ -322,16 +322,16 @@ def test_a_tracker_that_hangs_holds_up_neither_the_summary_nor_a_run_that_was_as
         given.append(seconds)
         close(self, 0.1)
 
-    end_step = Session.end_step
+    end_step = Run.end_step
 
-    async def asked(self: Session, *metrics: Any) -> None:
+    async def asked(self: Run, *metrics: Any) -> None:
         if self.dir.name == "cut":
             self.terminate(signal.SIGTERM)
         await end_step(self, *metrics)
 
     monkeypatch.setitem(sinks.SINKS, "tensorboard", Hanging)
     monkeypatch.setattr(Recorder, "close", closing)
-    monkeypatch.setattr(Session, "end_step", asked)
+    monkeypatch.setattr(Run, "end_step", asked)
     words = ["hanging takes no metrics any more: it did not close in time"]
     for name, status, seconds in (
         ("whole", "finished", None),

@@ -20,6 +20,7 @@ from reinforge.backends.distributed.ranks import current as current_ranks
 from reinforge.backends.distributed.ranks import launched
 from reinforge.backends.teachers import Teachers
 from reinforge.build.algorithm import algorithm_of
+from reinforge.build.attempt import Attempt
 from reinforge.build.critic import critic_backend
 from reinforge.build.sampling import replayable
 from reinforge.build.sharded import open_ranks, ranks_of
@@ -36,7 +37,8 @@ from reinforge.config.train import TrainConfig
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.data.chat import Renderer
-from reinforge.loops.session import Session, ViewLike
+from reinforge.loops.run import Run
+from reinforge.loops.view import NoView, ViewLike
 from reinforge.models.load import context_length, load_config, load_tokenizer
 from reinforge.models.packed import PackedModel
 from reinforge.rewards.build import build_rewards
@@ -176,25 +178,13 @@ def inner(cfg: Config, **changes: Any) -> Config:
 # ---- the actor's side ----
 
 
-class Quiet:
-    """A view that shows nothing: what is to be told, the controller tells."""
-
-    def start(self, total_steps: int, title: str, first_step: int = 0) -> None: ...
-    def update(self, step: int, metrics: dict[str, float]) -> None: ...
-    def table(self, groups: Any) -> None: ...
-    def message(self, text: str) -> None: ...
-    def doing(self, text: str) -> None: ...
-    def troubles(self, found: Any) -> None: ...
-    def stop(self) -> None: ...
-
-
 class Station(Workshop):
     """The part of a workshop that computes: model, backend, engine."""
 
     def __init__(self, cfg: Config, weights: Mapping[str, float]):
         self.cfg = cfg
         self.given = Given()
-        self.view = Quiet()
+        self.view = NoView()
         self.train_rows = []
         self.eval_rows = []
         self.rewards = []
@@ -245,37 +235,33 @@ def station_critic(objects: dict[str, Any], cfg: Config, train: TrainConfig, upd
 # ---- a run that survives its actors ----
 
 
-class Attempt:
-    """One try at a run: what `train_config` tells about it."""
-
-    session: Session | None = None
+class RayAttempt(Attempt):
+    """One attempt at a run whose models are in actors; when those are lost, `on_ray` makes the
+    next one. It writes what happened in the cluster into the log of the run.
+    """
 
     def __init__(self, cluster: Cluster, memory: Memory | None, lost_at: float | None):
+        """`lost_at`: when the actors of the attempt before were lost."""
+        super().__init__(memory=memory, passing=(Lost,))
         self.cluster = cluster
-        self.memory = memory
         self.lost_at = lost_at
 
-    def made(self, session: Session) -> None:
-        self.session = session
-        session.memory = self.memory
-        session.passing = (Lost,)
-
-    def opened(self, session: Session) -> None:
+    def opened(self, run: Run) -> None:
         """The log is open: what happened is written, unless it is there."""
         there = {
             json.loads(line).get("fault")
-            for line in (session.dir / "events.jsonl").read_text().splitlines()
+            for line in (run.dir / "events.jsonl").read_text().splitlines()
         }
-        self.cluster.tell = lambda event: session.recorder.event(**event)
+        self.cluster.tell = lambda event: run.recorder.event(**event)
         for event in self.cluster.events:
             if event["fault"] not in there:
-                session.recorder.event(**event)
+                run.recorder.event(**event)
         if self.lost_at is not None:
             self.cluster.note(
                 "actor_restored",
                 role=POLICY,
                 seconds=time.monotonic() - self.lost_at,
-                step=session.step,
+                step=run.step,
             )
 
 
@@ -283,8 +269,8 @@ def on_ray(
     config: Config,
     given: Given,
     view: ViewLike,
-    run: Callable[[Config, Given, ViewLike, Attempt], Session],
-) -> Session:
+    execute: Callable[[Config, Given, ViewLike, Attempt], Run],
+) -> Run:
     """The run, begun again from its newest checkpoint or snapshot when the trainer's actors are
     lost: a step that was cut is done again on the same draws, so the run comes out as if nothing
     had happened.
@@ -311,21 +297,21 @@ def on_ray(
         reached = -1
         lost_at = None
         while True:
-            attempt = Attempt(cluster, memory, lost_at)
+            attempt = RayAttempt(cluster, memory, lost_at)
             try:
-                return run(config, given, view, attempt)
+                return execute(config, given, view, attempt)
             except Lost as lost:
                 lost_at = time.monotonic()
-                session = attempt.session
+                run = attempt.run
                 cluster.tell = None
                 cluster.note(
-                    "actor_lost", role=lost.role, how=lost.how, step=session.step if session else 0
+                    "actor_lost", role=lost.role, how=lost.how, step=run.step if run else 0
                 )
-                if session is not None and session.terminating:
-                    raise session._terminated() from lost
-                if session is not None and session.step > reached:
+                if run is not None and run.terminating:
+                    raise run.terminated() from lost
+                if run is not None and run.step > reached:
                     failures = 0
-                    reached = session.step
+                    reached = run.step
                 failures += 1
                 if failures > config.cluster.restarts:
                     raise StoppedByPolicy(

@@ -6,7 +6,6 @@ Nothing heavy is imported with this module: the screen says something first.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +14,16 @@ from reinforge.config.schema import Config
 from reinforge.core.aio import run_sync
 
 if TYPE_CHECKING:
-    from reinforge.build.remote import Attempt
+    from reinforge.build.attempt import Attempt
     from reinforge.build.workshop import Given
-    from reinforge.loops.session import Session, ViewLike
+    from reinforge.loops.run import Run
+    from reinforge.loops.view import ViewLike
 
 
 @dataclass(frozen=True)
 class RunResult:
+    """What `train_config` and `reinforge.train` return about a run that has ended."""
+
     run_dir: Path
     metrics: dict[str, float]  # the newest value of each
     steps: int
@@ -37,6 +39,7 @@ def train_config(
 
     view = view or View()
     view.doing("loading torch and transformers")
+    from reinforge.build.attempt import Attempt
     from reinforge.build.sharded import open_ranks
     from reinforge.build.workshop import Given
 
@@ -45,35 +48,31 @@ def train_config(
         if config.cluster.kind == "ray":
             from reinforge.build.remote import on_ray
 
-            session = on_ray(config, given, view, _run)
+            run = on_ray(config, given, view, _execute)
         else:
             with open_ranks(config):
-                session = _run(config, given, view)
+                run = _execute(config, given, view, Attempt())
     finally:
         view.stop()
-    return RunResult(session.dir, session.last, session.step, session.stopped, session.report)
+    return RunResult(run.dir, run.last, run.step, run.stopped, run.report)
 
 
-def _run(config: Config, given: Given, view: ViewLike, attempt: Attempt | None = None) -> Session:
-    """The run that the config describes, to its end. `attempt`: who wants to know how far it is."""
+def _execute(config: Config, given: Given, view: ViewLike, attempt: Attempt) -> Run:
+    """The run that the config describes, to its end."""
     from reinforge.build.engines import close_servers
     from reinforge.build.trainer import build
 
-    began = time.monotonic()
-    trainer = build(config, view, given)
-    session = trainer.session
-    session.began = began
-    if attempt is not None:
-        attempt.made(session)
+    trainer = build(config, view, given, attempt)
+    run = trainer.run
+    attempt.made(run)
 
     async def go() -> None:
-        with session:
-            if attempt is not None:
-                attempt.opened(session)
-            await trainer.run()
+        with run:
+            attempt.opened(run)
+            await trainer.train()
 
     try:
-        run_sync(go(), session.terminate)
+        run_sync(go(), run.terminate)
     finally:
         close_servers(getattr(trainer, "engine", None))
-    return session
+    return run

@@ -140,7 +140,7 @@ def carrying(cfg: Config, engine: Engine, rollout: Any) -> ResumableEngine | Non
     return carry
 
 
-def make_ahead(
+def make_buffer(
     cfg: Config, source: GroupSource, steps: int
 ) -> tuple[RolloutBuffer, dict[str, Part]]:
     """What runs the source, ahead of training where it may, and its state.
@@ -148,13 +148,13 @@ def make_ahead(
     What is carried over uses the bound up by itself.
     """
     staleness = 0 if cfg.rollout.partial else cfg.rollout.staleness
-    ahead = RolloutBuffer(
+    buffer = RolloutBuffer(
         source,
         staleness,
         steps,
         drain=cfg.rollout.engine == "native" and cfg.cluster.layout == "colocated",
     )
-    return ahead, {"ahead": ahead} if staleness else {}
+    return buffer, {"ahead": buffer} if staleness else {}
 
 
 def policies(

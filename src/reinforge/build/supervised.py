@@ -11,6 +11,7 @@ from typing import Any
 
 from reinforge.algorithms.reward import RewardLoss
 from reinforge.algorithms.unpaired import MISMATCHED, UnpairedLoss
+from reinforge.build.attempt import Attempt
 from reinforge.build.predict import needs_of, predict_run
 from reinforge.build.sampling import policies
 from reinforge.build.sharded import AnyBackend
@@ -26,9 +27,12 @@ from reinforge.data import units as kinds
 from reinforge.data.units import Unit
 from reinforge.evals.heldout import heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
+from reinforge.loops.checkpointer import Checkpointer
+from reinforge.loops.evaluator import Evaluator
 from reinforge.loops.precompute import Streams, with_streams
-from reinforge.loops.session import Session, ViewLike
+from reinforge.loops.run import Run
 from reinforge.loops.supervised import SupervisedTrainer
+from reinforge.loops.view import ViewLike
 from reinforge.models.adapters import is_adapted
 from reinforge.rollout.rows.sampler import RowSampler
 
@@ -117,7 +121,9 @@ def heldout_of(shop: Workshop, load: Callable[[], None]) -> Evaluate | None:
     )
 
 
-def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTrainer:
+def build_supervised(
+    cfg: Config, view: ViewLike, given: Given, attempt: Attempt
+) -> SupervisedTrainer:
     shop = open_shop(cfg, given, view)
     cfg = shop.cfg
     loss = shop.algorithm.loss
@@ -136,12 +142,21 @@ def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTra
     evaluate = make_evaluate(shop, backend, units[1])
     # it has a running mean
     parts: dict[str, Part] = {"loss": loss} if isinstance(loss, UnpairedLoss) else {}
-    session = Session(
-        cfg, backend, cursor, steps, view, evaluate, parts={**backend.parts(), **parts}
-    )
-    session.uncontained = shop.uncontained
-    session.prediction = predict_run(
-        cfg, backend, [sum(len(s.tokens) for s in unit) for unit in train.units], needs_of(cfg)
+    run = Run(
+        cfg,
+        cursor=cursor,
+        total_steps=steps,
+        view=view,
+        evaluator=Evaluator(cfg, evaluate),
+        checkpointer=Checkpointer(
+            cfg, backend, {**backend.parts(), **parts}, memory=attempt.memory
+        ),
+        prediction=predict_run(
+            cfg, backend, [sum(len(s.tokens) for s in unit) for unit in train.units], needs_of(cfg)
+        ),
+        uncontained=shop.uncontained,
+        passing=attempt.passing,
+        began=attempt.began,
     )
     chooser = RowSampler(
         cursor,
@@ -149,7 +164,12 @@ def build_supervised(cfg: Config, view: ViewLike, given: Given) -> SupervisedTra
         policies(cfg, train.rows, None, [max(len(s.tokens) for s in unit) for unit in train.units]),
     )
     return SupervisedTrainer(
-        session, chooser, backend, loss, units[0].__getitem__, cfg.train.prompts_per_step
+        run=run,
+        chooser=chooser,
+        backend=backend,
+        loss=loss,
+        row=units[0].__getitem__,
+        rows_per_step=cfg.train.prompts_per_step,
     )
 
 

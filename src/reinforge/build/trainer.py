@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reinforge.build.attempt import Attempt
 from reinforge.build.critic import make_critic
 from reinforge.build.envs import response_tokens, training_rollout
 from reinforge.build.online import joined
 from reinforge.build.predict import predict_run
-from reinforge.build.sampling import carrying, make_ahead, make_source
+from reinforge.build.sampling import carrying, make_buffer, make_source
 from reinforge.build.supervised import build_supervised
 from reinforge.build.teacher import make_teachers
 from reinforge.build.workshop import Given as Given
@@ -20,14 +21,17 @@ from reinforge.build.workshop import averaged, open_shop, total_steps
 from reinforge.build.workshop import load_data as load_data
 from reinforge.config.schema import Config
 from reinforge.core.sample import Group
+from reinforge.loops.checkpointer import Checkpointer
+from reinforge.loops.evaluator import Evaluator
 from reinforge.loops.rl import RLTrainer
-from reinforge.loops.session import Session, ViewLike
+from reinforge.loops.run import Run
 from reinforge.loops.supervised import SupervisedTrainer
+from reinforge.loops.view import ViewLike
 from reinforge.rewards.running import Running
 from reinforge.rollout.journal import Journal
 
 
-def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
+def build_rl(cfg: Config, view: ViewLike, given: Given, attempt: Attempt) -> RLTrainer:
     shop = open_shop(cfg, given, view)
     cfg = shop.cfg
     new_tokens = cfg.rollout.max_new_tokens
@@ -58,45 +62,57 @@ def build_rl(cfg: Config, view: ViewLike, given: Given) -> RLTrainer:
     source, parts = make_source(
         cfg, shop.algorithm, rows, cursor, everybody, journal, shop.best, lengths, carry
     )
-    ahead, begun = make_ahead(cfg, source, steps)
-    parts |= (
-        begun
-        | ({"rewards": running} if running.rules else {})
-        | ({"critic": critic} if critic is not None else {})
-    )
-    session = Session(
+    buffer, begun = make_buffer(cfg, source, steps)
+    parts |= begun
+    if running.rules:
+        parts["rewards"] = running
+    if critic is not None:
+        parts["critic"] = critic
+    run = Run(
         cfg,
-        backend,
-        cursor,
-        steps,
-        view,
-        averaged(evaluate, backend, shop.engine, None if ahead.drain else ahead.settle),
-        journal.clear,
-        {"algorithm": shop.algorithm, **backend.parts(), **parts},
-        played,
-    )
-    session.uncontained = shop.uncontained
-    session.prediction = predict_run(
-        cfg, backend, [len(ids) for ids in encoded.values()], shop.algorithm.needs
+        cursor=cursor,
+        total_steps=steps,
+        view=view,
+        evaluator=Evaluator(
+            cfg,
+            averaged(evaluate, backend, shop.engine, None if buffer.drain else buffer.settle),
+            played,
+        ),
+        checkpointer=Checkpointer(
+            cfg,
+            backend,
+            {"algorithm": shop.algorithm, **backend.parts(), **parts},
+            settle=buffer.settle,
+            on_saved=journal.clear,
+            memory=attempt.memory,
+        ),
+        prediction=predict_run(
+            cfg, backend, [len(ids) for ids in encoded.values()], shop.algorithm.needs
+        ),
+        uncontained=shop.uncontained,
+        passing=attempt.passing,
+        began=attempt.began,
     )
     return RLTrainer(
-        session,
-        source,
-        backend,
-        engine,
-        shop.algorithm,
-        response_tokens(cfg, shop.context),
-        shop.weights,
-        cfg.algorithm.epochs,
-        cfg.algorithm.minibatches,
-        critic,
-        running,
-        cfg.train.skip_idle,
-        ahead,
+        run=run,
+        source=source,
+        buffer=buffer,
+        backend=backend,
+        engine=engine,
+        algorithm=shop.algorithm,
+        max_new_tokens=response_tokens(cfg, shop.context),
+        reward_weights=shop.weights,
+        epochs=cfg.algorithm.epochs,
+        minibatches=cfg.algorithm.minibatches,
+        critic=critic,
+        running=running,
+        skip_idle=cfg.train.skip_idle,
     )
 
 
-def build(cfg: Config, view: ViewLike, given: Given | None = None) -> RLTrainer | SupervisedTrainer:
+def build(
+    cfg: Config, view: ViewLike, given: Given | None = None, attempt: Attempt | None = None
+) -> RLTrainer | SupervisedTrainer:
     """The trainer that the config describes."""
     make = build_rl if cfg.algorithm.rl else build_supervised
-    return make(cfg, view, given or Given())
+    return make(cfg, view, given or Given(), attempt or Attempt())

@@ -50,7 +50,7 @@ from reinforge.data.sources import (
     rows_from,
 )
 from reinforge.evals.heldout import HeldOut
-from reinforge.loops.session import ViewLike
+from reinforge.loops.view import ViewLike
 from reinforge.models import rope
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import context_length, stop_tokens

@@ -14,7 +14,8 @@ from reinforge.core.batch import Batch, Totals
 
 @dataclass
 class Critic:
-    """`backend` trains a `ScalarModel` with `loss`.
+    """The critic of an RL run: `backend` trains a `ScalarModel` with `loss`. build/critic.py makes
+    it; the RL loop asks it for values and trains it.
 
     In the first `warmup` steps of the run only the critic is trained: advantages from a critic that
     knows nothing would teach the policy nothing. A part of the run: saved and restored with it.
@@ -41,7 +42,10 @@ class Critic:
             if name.startswith("train/")
         }
         rest = {name: value for name, value in metrics.items() if not name.startswith("train/")}
-        return {**own, **rest, **({"train/skipped": 1.0} if step["train/skipped"] else {})}
+        found = own | rest
+        if step["train/skipped"]:
+            found["train/skipped"] = 1.0
+        return found
 
     def warming(self, step: int) -> bool:
         """Whether the policy still waits in step number `step` (from 0)."""

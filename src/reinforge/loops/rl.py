@@ -26,20 +26,25 @@ from reinforge.core.sample import Group, Sample, Stop
 from reinforge.core.signal import signal_share, with_signal
 from reinforge.core.threads import in_thread
 from reinforge.loops.critic import Critic
-from reinforge.loops.session import Session
+from reinforge.loops.run import Run
 from reinforge.rewards.running import Running
 from reinforge.rollout.buffer import RolloutBuffer
 from reinforge.rollout.source import GroupSource, harvest_metrics
 
+# of a bad optimizer step: one of several makes the step a bad one
+COUNTED_ONCE = ("train/skipped", "train/empty", "train/oom", "critic/oom")
 PATIENCE = 20.0  # seconds that a run which is asked to end waits for rewards under way
 
 
 @dataclass
 class RLTrainer:
-    """The parts of an RL run."""
+    """An RL run with all its parts. build/ makes it; whoever starts it enters `run` and awaits
+    `train`.
+    """
 
-    session: Session
+    run: Run
     source: GroupSource
+    buffer: RolloutBuffer  # runs the source, ahead of training where it may
     backend: Backend
     engine: Engine
     algorithm: Algorithm
@@ -50,35 +55,30 @@ class RLTrainer:
     critic: Critic | None = None
     running: Running = field(default_factory=lambda: Running({}))  # statistics of rewards
     skip_idle: bool = True  # rows without gradient are not computed
-    ahead: RolloutBuffer = field(default=None)  # type: ignore[assignment]  # default: none
 
-    def __post_init__(self) -> None:
-        self.ahead = self.ahead or RolloutBuffer(self.source)
-        self.session.settle = self.ahead.settle
-
-    async def run(self) -> None:
+    async def train(self) -> None:
         try:
-            await self._run()
+            await self._train()
         except Terminated:
-            await self.session.settled(PATIENCE)
+            await self.run.settle(PATIENCE)
             raise
         finally:
-            await self.ahead.close()
+            await self.buffer.close()
 
-    async def _run(self) -> None:
-        run = self.session
+    async def _train(self) -> None:
+        run = self.run
         self._settle_engine()
         await self.engine.update(self.backend.weights(), self._version())
         await run.begin()
         while run.going():
             busy = self._engine_seconds()
             with run.phase("generate"):
-                await run.interruptible(self.ahead.advance(run.step, self._version()))
-                if self.ahead.drain:
+                await run.interruptible(self.buffer.advance(run.step, self._version()))
+                if self.buffer.drain:
                     await self.engine.sleep()
             # everything is generated, and the device has nothing to do
             with run.phase("reward_wait"):
-                harvest = await run.interruptible(self.ahead.take(run.step, self._version()))
+                harvest = await run.interruptible(self.buffer.take(run.step, self._version()))
             busy = self._engine_seconds() - busy
             with run.phase("prepare"):
                 minibatches = self._pack(harvest.trained)
@@ -92,16 +92,14 @@ class RLTrainer:
                 measured = self.algorithm.advantages(batches)
             with run.phase("train"):
                 metrics = await self._aside(self._update, minibatches) | measured
-                metrics |= {} if self._waits() else self.algorithm.adapt(metrics)
+                if not self._waits():
+                    metrics |= self.algorithm.adapt(metrics)
             await self.engine.update(self.backend.weights(), self._version())
-            metrics |= {
-                **harvest_metrics(harvest, self.reward_weights, self.source.components),
-                **getattr(self.engine, "measured", {}),
-            }
-            metrics |= {
-                **self._count(batches, metrics),
-                **({"efficiency/engine_seconds": busy} if busy else {}),
-            }
+            metrics |= harvest_metrics(harvest, self.reward_weights, self.source.components)
+            metrics |= getattr(self.engine, "measured", {})
+            metrics |= self._count(batches, metrics)
+            if busy:
+                metrics["efficiency/engine_seconds"] = busy
             self.running.observe(
                 s for g in [*harvest.groups, *harvest.discarded] for s in g.episodes
             )
@@ -111,7 +109,7 @@ class RLTrainer:
         """Where an engine elsewhere generates meanwhile, in a thread: its answers are heard, and
         its episodes go on.
         """
-        if self.ahead.drain:
+        if self.buffer.drain:
             return work(*given)
         return await in_thread(work, *given)
 
@@ -119,7 +117,7 @@ class RLTrainer:
         """A resumed run schedules as it did: the engine gets back what its scheduling
         depends on.
         """
-        counters = self.session.counters
+        counters = self.run.counters
         prefix = "engine/"
         saved = {
             name.removeprefix(prefix): value
@@ -137,7 +135,7 @@ class RLTrainer:
 
     def _version(self) -> int:
         """Weights are counted by optimizer steps."""
-        return self.session.counters.get("updates", 0)
+        return self.run.counters.get("updates", 0)
 
     def _pack(self, groups: list[Group]) -> list[list[Batch]]:
         """Whole groups into `minibatches` parts of like size, each packed by the token budget."""
@@ -174,7 +172,7 @@ class RLTrainer:
 
     def _waits(self) -> bool:
         """Whether only the critic is trained in this step."""
-        return self.critic is not None and self.critic.warming(self.session.step)
+        return self.critic is not None and self.critic.warming(self.run.step)
 
     def _policy_step(self, minibatch: list[Batch], totals: Totals) -> Metrics:
         if self.skip_idle and self.algorithm.idle:
@@ -182,35 +180,32 @@ class RLTrainer:
             totals = replace(totals, left_out=totals.tokens - sum(b.n_trained for b in minibatch))
         metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
         metrics["tokens/processed"] = sum(b.n_tokens for b in minibatch)
-        self.session.counters["updates"] = self.session.counters.get("updates", 0) + 1
+        self.run.counters["updates"] = self.run.counters.get("updates", 0) + 1
         return {**value.finish(corrections.finish(metrics)), **self.backend.step()}
 
     def _count(self, batches: list[Batch], metrics: Metrics) -> Metrics:
         """Sampled, replayed and given tokens are trained or dropped, and the books balance."""
         trained = sum(b.n_trained for b in batches)
         sampled = int(metrics["tokens/sampled"])
-        counters = self.session.counters
+        counters = self.run.counters
         counters["tokens_sampled"] = counters.get("tokens_sampled", 0) + sampled
         counters["tokens_trained"] = counters.get("tokens_trained", 0) + trained
         # a mean over optimizer steps
         processed = metrics.get("tokens/processed", 0.0) * self.minibatches
-        unused = (
-            sampled + int(metrics["tokens/replayed"] + metrics.get("tokens/given", 0)) - trained
-        )
-        units = (
-            {"batch/units": sum(len(b.samples) for b in batches) / self.algorithm.loss.unit}
-            if self.algorithm.pick is not None
-            else {}
-        )
-        share = signal_share(batches)
-        signal = {} if share is None else {"batch/signal": share}
-        return {
+        brought = int(metrics["tokens/replayed"] + metrics.get("tokens/given", 0))
+        unused = sampled + brought - trained
+        found: Metrics = {
             "tokens/trained": trained,
             "tokens/dropped": unused,
             "tokens/processed": processed,
-            **units,
-            **signal,
         }
+        if self.algorithm.pick is not None:
+            samples = sum(len(b.samples) for b in batches)
+            found["batch/units"] = samples / self.algorithm.loss.unit
+        share = signal_share(batches)
+        if share is not None:
+            found["batch/signal"] = share
+        return found
 
 
 def trainable(sample: Sample, overlong: str) -> Sample:
@@ -234,13 +229,10 @@ def average(results: Iterable[Metrics]) -> Metrics:
     out: Metrics = {}
     for name in {n: None for r in results for n in r}:
         values = [r[name] for r in results if name in r]
-        if name.endswith("/max") or name in (
-            "train/skipped",
-            "train/empty",
-            "train/oom",
-            "critic/oom",
-        ):
+        if name.endswith("/max") or name in COUNTED_ONCE:
             out[name] = max(values)
+        elif name.endswith("/min"):
+            out[name] = min(values)
         else:
-            out[name] = min(values) if name.endswith("/min") else sum(values) / len(values)
+            out[name] = sum(values) / len(values)
     return out

@@ -12,25 +12,28 @@ from reinforge.core.backend import Backend, Loss
 from reinforge.core.batch import Totals
 from reinforge.core.prepare import prepared
 from reinforge.core.sample import Sample
-from reinforge.loops.session import Session
+from reinforge.loops.run import Run
 from reinforge.rollout.rows.sampler import RowSampler
 
 
 @dataclass
 class SupervisedTrainer:
-    """`row(i)` gives the samples of unit i (one text, or the two answers of a pair); rows are
+    """A run on given rows with all its parts. build/ makes it; whoever starts it enters `run` and
+    awaits `train`.
+
+    `row(i)` gives the samples of unit i (one text, or the two answers of a pair); rows are
     tokenised once and kept.
     """
 
-    session: Session
+    run: Run
     chooser: RowSampler
     backend: Backend
     loss: Loss
     row: Callable[[int], Sequence[Sample]]
     rows_per_step: int
 
-    async def run(self) -> None:
-        run = self.session
+    async def train(self) -> None:
+        run = self.run
         await run.begin()
         while run.going():
             with run.phase("prepare"):
@@ -48,9 +51,7 @@ class SupervisedTrainer:
             processed = sum(b.n_tokens for b in batches)
             run.counters["updates"] = run.counters.get("updates", 0) + 1
             run.counters["tokens_trained"] = run.counters.get("tokens_trained", 0) + trained
-            metrics |= {
-                "tokens/trained": trained,
-                "tokens/processed": processed,
-                **self.chooser.report(run.step),
-            }
+            metrics["tokens/trained"] = trained
+            metrics["tokens/processed"] = processed
+            metrics |= self.chooser.report(run.step)
             await run.end_step(metrics)

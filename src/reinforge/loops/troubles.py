@@ -6,13 +6,17 @@ it could learn at all is for `reinforge.watch.troubles` to say.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from reinforge.core.backend import Metrics
 from reinforge.core.errors import ReinforgeError, StoppedByPolicy, Terminated
 from reinforge.core.faults import PREFIX, fault_events
 from reinforge.core.sample import Group
 from reinforge.watch.recorder import Recorder
+
+NONFINITE = "nonfinite"
+UNSCORED = "unscored"
+BAD_STEPS_IN_A_ROW = 3
 
 
 def ending_of(error: BaseException | None) -> str:
@@ -27,15 +31,36 @@ def ending_of(error: BaseException | None) -> str:
 def told_of(error: BaseException) -> str:
     """An error in one line: what it says, and of an unexpected one also its kind."""
     said = str(error).strip().partition("\n")[0]
-    return (
-        said
-        if isinstance(error, ReinforgeError)
-        else f"{type(error).__name__}{': ' if said else ''}{said}"
-    )
+    if isinstance(error, ReinforgeError):
+        return said
+    kind = type(error).__name__
+    return f"{kind}: {said}" if said else kind
 
 
-NONFINITE = "nonfinite"
-UNSCORED = "unscored"
+@dataclass
+class BadSteps:
+    """Steps in a row that taught nothing though they should have.
+
+    A run has one, saves it, and shows it the metrics of every step.
+    """
+
+    count: int = 0
+    kind: str = ""  # what was bad about the last of them
+
+    def observe(self, metrics: Metrics) -> None:
+        bad = what_is_bad(metrics)
+        if bad:
+            self.count += 1
+            self.kind = bad
+        elif absolves(metrics, self.kind):
+            self.count = 0
+            self.kind = ""
+
+    def check(self, metrics: Metrics) -> None:
+        """Ends the run if this step is one too many."""
+        bad = what_is_bad(metrics)
+        if bad and self.count >= BAD_STEPS_IN_A_ROW:
+            raise StoppedByPolicy(f"{self.count} steps in a row {why_bad(bad, metrics)}")
 
 
 def what_is_bad(metrics: Metrics) -> str:

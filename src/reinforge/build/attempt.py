@@ -1,0 +1,32 @@
+"""One attempt at a run. On one machine there is one; on Ray another one follows when the actors
+that train are lost (build/remote.py).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from reinforge.checkpoint.in_memory import Memory
+from reinforge.loops.run import Run
+
+
+@dataclass
+class Attempt:
+    """What whoever starts a run knows about it, and is told about it.
+
+    `train_config` makes it, or `on_ray` its own kind. The builders hand its values to the run; who
+    carries the run out calls `made` and `opened`.
+    """
+
+    began: float = field(default_factory=time.monotonic)
+    memory: Memory | None = None  # keeps boundaries beside those on disk
+    # errors after which the run is begun again at once: no end to tell of
+    passing: tuple[type[BaseException], ...] = ()
+    run: Run | None = None  # once it is made
+
+    def made(self, run: Run) -> None:
+        self.run = run
+
+    def opened(self, run: Run) -> None:
+        """The run continues or begins: its log is open."""

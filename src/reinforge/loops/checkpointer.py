@@ -1,0 +1,173 @@
+"""Checkpoints of a run: when one is due, what is in it, and how a run continues from it.
+
+A checkpoint holds the backend's state, the state of each part by name (a critic, a replay buffer,
+what adapts) and `extra`: plain values of the run, from its step to the offsets of its logs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reinforge.checkpoint import store
+from reinforge.checkpoint.in_memory import Memory
+from reinforge.checkpoint.stored import within
+from reinforge.config.schema import Config
+from reinforge.core.backend import Backend, Part, State
+from reinforge.core.errors import InputError
+from reinforge.loops.changes import Changes, check_changes
+from reinforge.watch.recorder import note
+
+
+class Restored(NamedTuple):
+    """What a run continues from. The backend and the parts have their states already."""
+
+    extra: dict[str, Any]
+    # of the configuration since the run was recorded; None: there is no record to compare with
+    changes: Changes | None
+
+
+class Checkpointer:
+    """Saves the state of a run at a boundary, and puts it back.
+
+    build/ makes it; the run asks it at every boundary. `settle` makes the state complete before it
+    is saved (rollouts that are under way). `on_saved` is called after every save. `memory` keeps
+    boundaries beside those on disk, for a run that outlives the processes that train.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        backend: Backend,
+        parts: Mapping[str, Part] | None = None,
+        *,
+        settle: Callable[[], Awaitable[None]] | None = None,
+        on_saved: Callable[[], None] | None = None,
+        memory: Memory | None = None,
+    ):
+        self.cfg = cfg
+        self.dir = Path(cfg.run.dir)
+        self.backend = backend
+        self.parts = dict(parts or {})
+        self.memory = memory
+        self._settle = settle
+        self._on_saved = on_saved
+        self._done_at = -1  # the boundary with nothing left to save
+
+    # ---- continue ----
+
+    def restore(self) -> Restored | None:
+        """Puts the newest boundary back, from memory or disk; None for a new run."""
+        store.clean(self.dir)
+        there = store.steps(self.dir)
+        on_disk = store.step_of(there[0]) if there else -1
+        if self.memory is not None and self.memory.step > on_disk:
+            state, extra = self.memory.load()
+            self._load(state, extra)
+            return Restored(extra, {})
+        resume = self.cfg.run.resume
+        if not there:
+            if resume == "must":
+                raise InputError(
+                    f"there is no checkpoint in {self.dir}.",
+                    where="run.resume",
+                    fix="Use resume: auto, or another run.dir.",
+                )
+            return None
+        if resume == "never":
+            raise InputError(
+                f"{self.dir} already holds a run (checkpoint {there[0].name}).",
+                where="run.dir",
+                fix="Use another run.dir, or run.resume=auto to continue it.",
+            )
+        changes = check_changes(self.dir, self.cfg)
+        try:
+            state, extra = store.load(there[0])
+        except InputError as error:
+            # it names the intact one: a damaged one is never skipped in silence
+            note(self.dir, "damaged_checkpoint", checkpoint=there[0].name, error=str(error))
+            raise
+        self._load(state, extra)
+        self._done_at = extra["step"]
+        return Restored(extra, changes)
+
+    def _load(self, state: State, extra: Mapping[str, Any]) -> None:
+        self.backend.load(state)
+        saved = extra.get("parts", {})
+        for name, part in self.parts.items():
+            if name in saved:
+                part.load(State(within(state.tensors, f"part/{name}/"), saved[name]))
+
+    # ---- when ----
+
+    def due(self, step: int, *, ending: bool, improved: bool) -> bool:
+        """Whether a checkpoint is to be saved. `improved`: by the metric to keep the best by."""
+        if step == 0 or not self.unsaved(step):
+            return False
+        every = self.cfg.run.checkpoint.every
+        return ending or improved or (bool(every) and step % every == 0)
+
+    def unsaved(self, step: int) -> bool:
+        """Whether there is something of this boundary that no checkpoint holds."""
+        return self._done_at != step
+
+    def reopen(self) -> None:
+        """The boundary has changed since it was saved: a signal came before its evaluation."""
+        self._done_at = -1
+
+    def snapshot_due(self, step: int) -> bool:
+        return self.memory is not None and self.memory.due(step) and self.unsaved(step)
+
+    # ---- save ----
+
+    async def settle(self) -> None:
+        """Waits until the state is complete."""
+        if self._settle is not None:
+            await self._settle()
+
+    async def settle_within(self, step: int, seconds: float) -> bool:
+        """The same for a run that is to end now; False if it took too long.
+
+        What is not complete cannot be saved: then the run goes on from the last checkpoint.
+        """
+        if self._settle is None or not self.unsaved(step):
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._settle()
+        except TimeoutError:
+            self._done_at = step
+            return False
+        return True
+
+    def save(self, step: int, extra: Mapping[str, Any], best_step: int | None) -> Path:
+        """Writes a checkpoint of this boundary and removes old ones, but not the best."""
+        path = store.save(self.dir, step, *self._with_parts(extra))
+        self._done_at = step
+        best = {p for p in store.steps(self.dir) if store.step_of(p) == best_step}
+        store.prune(self.dir, self.cfg.run.checkpoint.keep, best)
+        if self._on_saved is not None:
+            self._on_saved()
+        return path
+
+    def snapshot(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Keeps this boundary in memory."""
+        assert self.memory is not None
+        self.memory.keep(step, *self._with_parts(extra))
+
+    def _with_parts(self, extra: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
+        """The backend's state with the tensors of the parts beside its own, and `extra` with their
+        plain values.
+        """
+        state = self.backend.state()
+        tensors = dict(state.tensors)
+        pieces = dict(state.pieces)
+        plain = {}
+        for name, part in self.parts.items():
+            own = part.state()
+            tensors |= {f"part/{name}/{key}": tensor for key, tensor in own.tensors.items()}
+            pieces |= {f"part/{name}/{prefix}": piece for prefix, piece in own.pieces.items()}
+            plain[name] = own.meta
+        return State(tensors, state.meta, pieces), {**extra, "parts": plain}

@@ -1,0 +1,508 @@
+"""A run: everything about it that is not the training step.
+
+Both loops (rl.py, supervised.py) are written against `Run`. It owns the directory and its lock, the
+logs, the step and the counters; at a step boundary it asks the evaluator, the checkpointer and the
+signals what is due. A boundary is finished once its evaluation is done; a resumed run first
+finishes the boundary it was cut at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from reinforge.checkpoint.faults import crash_point
+from reinforge.checkpoint.lock import RunLock
+from reinforge.config.schema import Config
+from reinforge.core.backend import Metrics
+from reinforge.core.errors import InputError, Terminated
+from reinforge.core.redact import redact, redact_settings
+from reinforge.core.sample import Group
+from reinforge.data.cursor import Cursor
+from reinforge.loops.changes import Changes
+from reinforge.loops.checkpointer import Checkpointer
+from reinforge.loops.evaluator import Evaluator
+from reinforge.loops.signals import Signals
+from reinforge.loops.troubles import BadSteps, ending_of, tell_faults, tell_troubles, told_of
+from reinforge.loops.view import NoView, ViewLike
+from reinforge.watch.ending import describe_end, write_summary
+from reinforge.watch.logs import read_lines
+from reinforge.watch.memory import device_peak, process_peak
+from reinforge.watch.recorder import Recorder
+from reinforge.watch.report import write_report
+from reinforge.watch.runs import OF_ONE_STEP
+from reinforge.watch.sinks import HURRIED_SECONDS, Target, make_sinks
+from reinforge.watch.timing import Phases, efficiency
+from reinforge.watch.troubles import Health
+
+T = TypeVar("T")
+DOING = {
+    "reward_wait": "waiting for rewards",
+    "prepare": "packing the batch",
+    "annotate": "computing what the loss needs of the batch",
+    "train": "updating the weights",
+    "eval": "evaluating on held-out rows",
+    "checkpoint": "saving a checkpoint",
+}
+IN_A_STEP = ("generate", "reward_wait", "prepare", "annotate", "train")
+OUT_OF_TIME = "run.max_seconds:"  # how the reason begins
+UNCONTAINED = "uncontained"  # the kind of event
+
+
+class Run:
+    """One run of one config in one directory, from its lock to its report.
+
+    build/ makes it for a trainer. Whoever starts the trainer enters it as a context manager; the
+    trainer's loop calls `begin`, then `phase` and `end_step` while it is `going`.
+    """
+
+    recorder: Recorder  # from the moment that the run is entered
+
+    def __init__(
+        self,
+        cfg: Config,
+        cursor: Cursor,
+        total_steps: int,
+        view: ViewLike,
+        evaluator: Evaluator,
+        checkpointer: Checkpointer,
+        *,
+        prediction: Mapping[str, Any] | None = None,
+        uncontained: Sequence[str] = (),
+        passing: tuple[type[BaseException], ...] = (),
+        began: float | None = None,
+    ):
+        """`prediction`: what the run is expected to take, for its record. `uncontained`: rewards
+        that run the model's programs without containment. `passing`: errors after which somebody
+        begins the run again at once, so that there is no end to tell of. `began`: when whoever
+        built the run began, on the monotonic clock; now, if it is not given.
+        """
+        self.cfg = cfg
+        self.cursor = cursor
+        self.total = total_steps
+        self.view = view
+        self.evaluator = evaluator
+        self.checkpointer = checkpointer
+        self.signals = Signals(self._tell, self._lose_terminal)
+        self.dir = Path(cfg.run.dir)
+        self.lock = RunLock(self.dir)
+        self.prediction = prediction
+        self.uncontained = list(uncontained)  # now or in an earlier part of the run
+        self.passing = passing
+        self.began = time.monotonic() if began is None else began
+        self.step = 0
+        self.counters: dict[str, int] = {}
+        self.stopped: str | None = None  # why the run ended before its time
+        self.seconds = 0.0  # of training so far
+        self.last: Metrics = {}  # newest metrics, for the result
+        self.report: Path | None = None  # where it is, once the run has ended
+        self.phases = Phases(peak=device_peak)
+        self.bad_steps = BadSteps()
+        self.health = Health()
+        # kinds of trouble that are in the log already; that of a tracker is an event of its own
+        self._told = {"tracker"}
+        self._doing = {**DOING, "generate": _generating(cfg)}
+
+    # ---- begin ----
+
+    def __enter__(self) -> Run:
+        self.dir.mkdir(parents=True, exist_ok=True)
+        self.lock.__enter__()
+        try:
+            self._open()
+            self.signals.listen()
+        except BaseException:
+            self.lock.__exit__(None, None, None)
+            raise
+        return self
+
+    def _open(self) -> None:
+        """Continues where the run was, if it was begun; opens its logs."""
+        begun = (self.dir / "metrics.jsonl").exists()
+        restored = self.checkpointer.restore()
+        if restored is not None:
+            self._continue(restored.extra)
+        self._open_logs(None if restored is None else restored.extra["clock"]["offsets"])
+        self.view.start(self.total, self.dir.name, self.step)
+        if restored is not None:
+            self.view.message(f"resumed at step {self.step} from {self.dir}")
+            self._tell_changes(restored.changes)
+        elif begun:
+            self.view.message(f"{self.dir} has no checkpoint: what was begun there begins again")
+        if self.uncontained:
+            self.recorder.event(UNCONTAINED, rewards=self.uncontained)
+
+    def _open_logs(self, offsets: dict[str, int] | None) -> None:
+        """`offsets`: where the logs of a resumed run are cut; None for a new run."""
+        log = self.cfg.run.log
+        target = Target(
+            self.dir,
+            redact_settings(self.cfg.model_dump(mode="json")),
+            log.project,
+            None if offsets is None else self.step,
+            named=log.project != type(log).model_fields["project"].default,
+        )
+        self.recorder = Recorder(
+            self.dir,
+            self.cfg.model_dump(mode="json"),
+            make_sinks(log.sinks, target),
+            offsets,
+            steps=self.total,
+            sink_failed=self._sink_failed,
+        )
+        for line in read_lines(self.dir / "metrics.jsonl"):
+            self.health.observe(int(line.get("step", 0)), line)
+        if self.prediction is not None:
+            self.recorder.document("prediction.json", self.prediction)
+
+    def _tell_changes(self, changes: Changes | None) -> None:
+        """What the configuration of a resumed run has changed."""
+        if changes is None:
+            self.view.message(
+                f"{self.dir} has no readable config.json: whether the configuration is the same"
+                " could not be checked"
+            )
+        elif changes:
+            self.recorder.event("config_changed", step=self.step, changes=changes)
+            for key, (old, new) in changes.items():
+                self.view.message(f"{key} was {old!r} and is now {new!r}")
+
+    async def begin(self) -> None:
+        """Finishes the boundary that the run starts at: the evaluation before the first step, or
+        one that was cut.
+        """
+        if not self.going():
+            why = f", {self.stopped}" if self.stopped else ""
+            self.view.message(f"this run is finished (step {self.step}{why}); nothing to do")
+        await self._boundary()
+
+    def going(self) -> bool:
+        return self.step < self.total and self.stopped is None
+
+    # ---- what a checkpoint holds of the run itself ----
+
+    def _extra(self) -> dict[str, Any]:
+        """Offsets and clocks are kept apart: they are not part of the digest."""
+        return {
+            "step": self.step,
+            "cursor": self.cursor.state(),
+            "counters": self.counters,
+            **self.evaluator.state(),
+            "stopped": self.stopped,
+            "bad_steps": self.bad_steps.count,
+            "bad_kind": self.bad_steps.kind,
+            "uncontained": self.uncontained,
+            "clock": {
+                "offsets": self.recorder.offsets(),
+                "saved": time.time(),
+                "last": self.last,
+                "seconds": self.seconds,
+            },
+        }
+
+    def _continue(self, extra: dict[str, Any]) -> None:
+        self.cursor.load(extra["cursor"])
+        self.step = extra["step"]
+        self.counters = extra["counters"]
+        self.evaluator.load(extra)
+        self.stopped = extra["stopped"]
+        self.bad_steps = BadSteps(extra["bad_steps"], extra.get("bad_kind", ""))
+        self.uncontained = sorted({*self.uncontained, *extra.get("uncontained", [])})
+        self.last = extra["clock"]["last"]
+        self.seconds = extra["clock"].get("seconds", 0.0)
+        was_out_of_time = self.stopped is not None and self.stopped.startswith(OUT_OF_TIME)
+        if was_out_of_time and not self._out_of_time():
+            self.stopped = None  # it has more time now
+
+    # ---- the step ----
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A part of a step, or of a boundary, whose time is measured."""
+        what = self._doing.get(name, name)
+        self.view.doing(f"step {self.step + 1}: {what}" if name in IN_A_STEP else what)
+        return self.phases(name)
+
+    async def interruptible(self, work: Awaitable[T]) -> T:
+        """Awaits `work`; SIGTERM cancels it.
+
+        Only for work that leaves the state of the step boundary as it was.
+        """
+        try:
+            return await self.signals.cancellable(work)
+        except asyncio.CancelledError:
+            if self.signals.received:
+                raise self.terminated() from None
+            raise
+
+    async def end_step(self, metrics: Metrics, groups: Sequence[Group] = ()) -> None:
+        """Counts the step, logs it, and does what is due at its boundary."""
+        self.step += 1
+        crash_point("step:end")
+        timing = self.phases.take()
+        seconds = sum(v for k, v in timing.items() if k.startswith("time/"))
+        metrics = self._measured(metrics, timing, seconds)
+        lasting = {k: v for k, v in self.last.items() if not k.startswith(OF_ONE_STEP)}
+        self.last = lasting | metrics
+        self.recorder.log(self.step, metrics)
+        self.health.observe(self.step, metrics)
+        self.view.update(self.step, self.last)
+        self._show_samples(groups)
+        self._judge(metrics, groups)
+        self.seconds += seconds - timing.get("time/eval", 0.0) - timing.get("time/checkpoint", 0.0)
+        if self._out_of_time() and self.going():
+            self.stopped = f"{OUT_OF_TIME} {self.cfg.run.max_seconds:g} s of training are used up"
+            self.recorder.event("out_of_time", step=self.step, seconds=self.seconds)
+        await self._boundary()
+        await asyncio.sleep(0)
+        if self.signals.received and self.going():
+            raise self.terminated()
+
+    def _measured(self, metrics: Metrics, timing: Metrics, seconds: float) -> Metrics:
+        """The metrics of a step with those of its time and memory."""
+        tokens = metrics.get("tokens/processed", 0.0)
+        rates = (self.prediction or {}).get("rates")
+        overlapping = self.cfg.rollout.staleness > 0
+        return {
+            **metrics,
+            "memory/peak_gib": process_peak(),  # unless a GPU has a number of its own
+            **timing,
+            "time/step": seconds,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            **efficiency(timing, tokens, rates, overlapping),
+            "epoch": self.cursor.epoch,
+            **self._stamp(),
+        }
+
+    def _stamp(self) -> Metrics:
+        """What every line of metrics says of a run whose results are not to be trusted
+        like others.
+        """
+        return {"sandbox/uncontained": 1.0} if self.uncontained else {}
+
+    def _show_samples(self, groups: Sequence[Group]) -> None:
+        log = self.cfg.run.log
+        if groups and log.samples_every and (self.step - 1) % log.samples_every == 0:
+            self.recorder.samples(self.step, groups, log.samples)
+            self.view.table(groups[: log.samples])
+
+    def _out_of_time(self) -> bool:
+        limit = self.cfg.run.max_seconds
+        return limit is not None and self.seconds >= limit
+
+    # ---- troubles ----
+
+    def _judge(self, metrics: Metrics, groups: Sequence[Group]) -> None:
+        """A step that taught nothing is counted and reported; several in a row end the run.
+
+        Other troubles are noted.
+        """
+        self.bad_steps.observe(metrics)
+        if metrics.get("train/skipped"):
+            self.recorder.event(
+                "skipped_step", step=self.step, grad_norm=metrics.get("train/grad_norm")
+            )
+        tell_troubles(self.recorder, self._tell, self.step, metrics, groups)
+        self._tell_health()
+        self.bad_steps.check(metrics)
+
+    def _tell_health(self) -> None:
+        """What speaks against the run so far: on the screen as it is now, in the log when it is
+        new.
+        """
+        found = self.health.troubles()
+        self.view.troubles(found)
+        for trouble in found:
+            if trouble.kind not in self._told:
+                self.recorder.event(
+                    "trouble",
+                    step=self.step,
+                    trouble=trouble.kind,
+                    what=trouble.what,
+                    fix=trouble.fix,
+                )
+        self._told = {"tracker", *(trouble.kind for trouble in found)}
+
+    def _sink_failed(self, name: str, error: str) -> None:
+        """In the thread of the tracker. The recorder has written the event."""
+        self.health.hear({"kind": "sink_failed", "sink": name, "error": error})
+        self.view.troubles(self.health.troubles())
+
+    # ---- boundaries ----
+
+    async def _boundary(self) -> None:
+        improved = False
+        if self.evaluator.due(self.step, ending=not self.going()):
+            improved = await self._evaluate()
+        if self.checkpointer.due(self.step, ending=not self.going(), improved=improved):
+            await self.checkpointer.settle()
+            self._save()
+        if self.checkpointer.snapshot_due(self.step):
+            await self.checkpointer.settle()
+            self.checkpointer.snapshot(self.step, self._extra())
+
+    async def _evaluate(self) -> bool:
+        """Evaluates and logs it; True if the best checkpoint is to be this one."""
+        evaluator = self.evaluator
+        assert evaluator.evaluate is not None
+        with self.phase("eval"):
+            result = await self.interruptible(evaluator.evaluate())
+        # a checkpoint that a signal saved here does not hold the evaluation
+        self.checkpointer.reopen()
+        result |= self._stamp()
+        self.last = self.last | result
+        self.recorder.log(self.step, result)
+        self.health.observe(self.step, result)
+        self._tell_health()
+        log = self.cfg.run.log
+        if log.samples_every:
+            shown = [group for group in evaluator.played if group.transcripts]
+            self.recorder.samples(self.step, shown, log.samples, evaluation=True)
+        tell_faults(self.recorder, self.step, result, evaluator.played, "eval/")
+        evaluator.played.clear()
+        self.view.update(self.step, self.last)
+        verdict = evaluator.judge(self.step, result)
+        if verdict.stop is not None:
+            self.stopped = verdict.stop
+            self.recorder.event("early_stop", step=self.step, reason=self.stopped)
+        return verdict.improved
+
+    def _save(self) -> None:
+        """A complete checkpoint of this boundary."""
+        self.lock.check()
+        with self.phase("checkpoint"):
+            path = self.checkpointer.save(self.step, self._extra(), self.evaluator.best_step())
+        self.recorder.event("checkpoint", step=self.step, path=path.name)
+
+    # ---- signals ----
+
+    @property
+    def terminating(self) -> signal.Signals | None:
+        """The signal that asked the run to end."""
+        return self.signals.received
+
+    def terminate(self, kind: signal.Signals = signal.SIGINT) -> None:
+        """Asks the run to save a checkpoint and end with `Terminated`, as a signal does.
+
+        May be called from any thread, and twice.
+        """
+        self.signals.terminate(kind)
+
+    def terminated(self) -> Terminated:
+        """The error that the run ends with, once it was asked to."""
+        return self.signals.terminated(self.step, self.total)
+
+    async def settle(self, seconds: float) -> None:
+        """The run is asked to end: its state is to be complete, if that does not take too long."""
+        if not await self.checkpointer.settle_within(self.step, seconds):
+            self.view.message(
+                f"rollouts under way are not complete after {seconds:g} s: the last checkpoint"
+                " stays the newest"
+            )
+
+    def _tell(self, text: str) -> None:
+        self.view.message(text)
+
+    def _lose_terminal(self) -> None:
+        self.view = NoView()  # writing to the one that is gone fails
+
+    # ---- end ----
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self.terminating:
+                self.recorder.event("signal", signal=self.terminating.name, step=self.step)
+            if isinstance(error, Terminated) and self.checkpointer.unsaved(self.step):
+                self._save()
+            self.recorder.event(
+                ending_of(error),
+                step=self.step,
+                stopped=self.stopped,
+                reason=None if error is None else told_of(error),
+                error=error and repr(error),
+            )
+        finally:
+            self.signals.close()
+            try:
+                self._close_books(error)
+            finally:
+                self.lock.__exit__(None, None, None)
+        if isinstance(error, FileNotFoundError):
+            try:
+                self.lock.check_place()
+            except InputError as gone:
+                raise gone from error
+
+    def _close_books(self, error: BaseException | None) -> None:
+        """Every ending has a summary and a report.
+
+        What goes wrong with them is told, and takes nothing from the run itself. They are written
+        before the trackers are waited for, and once more if one of those failed then.
+        """
+        values = self._summary(error)
+        failed = len(self.health.trackers)
+        problem = self._write_ending(values)
+        try:
+            if self.recorder.sinks:
+                names = ", ".join(sink.sink.name for sink in self.recorder.sinks)
+                self.view.doing(f"handing over to {names}")
+            self.recorder.finish(values)
+        finally:
+            self.recorder.close(HURRIED_SECONDS if isinstance(error, Terminated) else None)
+            self.view.stop()
+        if len(self.health.trackers) > failed:
+            problem = self._write_ending(values)
+        try:
+            if problem is not None:
+                raise problem
+            if not isinstance(error, self.passing):
+                self.view.message(describe_end(self.dir))
+        except (InputError, OSError) as why:
+            self.view.message(f"no report was written: {why}")
+
+    def _summary(self, error: BaseException | None) -> dict[str, Any]:
+        finite = {k: v for k, v in self.last.items() if math.isfinite(v)}  # NaN is not JSON
+        values: dict[str, Any] = {
+            "status": ending_of(error),
+            "steps": self.step,
+            "of": self.total,
+            "stopped": self.stopped,
+            "error": None if error is None else told_of(error),
+            "seconds": time.monotonic() - self.began,
+            "metrics": finite,
+            "counters": self.counters,
+        }
+        if self.uncontained:
+            values["uncontained"] = self.uncontained
+        return redact(values)
+
+    def _write_ending(self, values: Mapping[str, Any]) -> Exception | None:
+        """summary.json and report.html; what went wrong with them, if something did."""
+        try:
+            self.lock.check()
+            troubles = [
+                {"kind": t.kind, "what": t.what, "fix": t.fix}
+                for t in self.health.troubles(ended=True)
+            ]
+            write_summary(self.dir, {**values, "troubles": redact(troubles)})
+            self.report = write_report(self.dir)
+        except (InputError, OSError) as problem:
+            return problem
+        return None
+
+
+def _generating(cfg: Config) -> str:
+    """What the phase `generate` does, for whoever watches."""
+    prompts = cfg.train.prompts_per_step
+    return f"generating {prompts * cfg.algorithm.group_size} answers to {prompts} prompts"
