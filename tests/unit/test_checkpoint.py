@@ -269,16 +269,12 @@ DAMAGES = [
 def test_damage_names_the_file_and_the_earlier_intact_checkpoint(tmp_path: Path, damage) -> None:
     old, new = two(tmp_path)
     file = damage(new)
-    for action in (lambda: store.load(new), lambda: store.load_latest(tmp_path)):
-        with pytest.raises(InputError) as caught:
-            action()
-        assert caught.value.where == str(new / file)
-        assert str(old) in (caught.value.fix or "")
-    notices: list[str] = []
-    loaded = store.load_latest(tmp_path, allow_fallback=True, notice=notices.append)
-    assert loaded is not None and loaded.path == old and loaded.skipped == [new]
-    assert len(notices) == 1 and "step-00000020" in notices[0] and file in notices[0]
-    assert_same(loaded.state, make_state(1))
+    assert store.steps(tmp_path) == [new, old]
+    with pytest.raises(InputError) as caught:
+        store.load(new)
+    assert caught.value.where == str(new / file)
+    assert str(old) in (caught.value.fix or "")
+    assert_same(store.load(old)[0], make_state(1))
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
@@ -293,10 +289,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
     ) as caught:
         store.load(later)
     assert str(new) in (caught.value.fix or "") and not store.intact(later)
-    with pytest.raises(InputError, match="renamed"):
-        store.load_latest(tmp_path)
-    loaded = store.load_latest(tmp_path, allow_fallback=True)
-    assert loaded is not None and loaded.path == new and loaded.skipped == [later]
+    assert store.steps(tmp_path) == [later, new] and store.intact(new)
 
 
 def test_advice_skips_an_earlier_checkpoint_that_is_damaged_too(tmp_path: Path) -> None:
@@ -309,17 +302,11 @@ def test_advice_skips_an_earlier_checkpoint_that_is_damaged_too(tmp_path: Path) 
     assert str(old) in caught.value.fix and "step-00000020" not in caught.value.fix
     flip(old)
     with pytest.raises(InputError, match="no earlier intact checkpoint"):
-        store.load_latest(tmp_path)
-    with pytest.raises(InputError, match="none of the 3"):
-        store.load_latest(tmp_path, allow_fallback=True, notice=lambda text: None)
+        store.load(newest)
 
 
 def test_latest_ignores_leftovers_and_clean_removes_only_them(tmp_path: Path) -> None:
-    assert (
-        store.latest(tmp_path) is None
-        and store.load_latest(tmp_path) is None
-        and store.clean(tmp_path) == []
-    )
+    assert store.latest(tmp_path) is None and store.clean(tmp_path) == []
     _, new = two(tmp_path)
     root = tmp_path / "checkpoints"
     leftovers = [root / ".tmp-step-00000030-1", root / ".trash-step-00000001-2"]
@@ -489,12 +476,11 @@ def test_a_kill_during_save_leaves_the_old_or_the_new_one(
     store.save(tmp_path, 10, make_state(1), make_extra(1))
     run_child(tmp_path, point, step, 2)
     if point != "save:replacing":  # only there is `clean` needed to bring the old one back
-        assert_same(store.load_latest(tmp_path).state, make_state(survivor))
+        assert_same(store.load(store.steps(tmp_path)[0])[0], make_state(survivor))
     store.clean(tmp_path)
-    loaded = store.load_latest(tmp_path)
-    assert loaded is not None and loaded.skipped == []
-    assert_same(loaded.state, make_state(survivor))
-    assert loaded.extra == make_extra(survivor)
+    state, extra = store.load(store.steps(tmp_path)[0])
+    assert_same(state, make_state(survivor))
+    assert extra == make_extra(survivor)
     assert all(store.intact(p) for p in (tmp_path / "checkpoints").iterdir())
     again = store.save(tmp_path, 20, make_state(2), make_extra(2))
     assert_same(store.load(again)[0], make_state(2))

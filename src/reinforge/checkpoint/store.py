@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Set
+from collections.abc import Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,13 +29,6 @@ from reinforge.core.errors import InputError
 
 _LEFTOVER = re.compile(r"\.(tmp|trash)-step-\d{8,}-\d+")
 _REPLACED = re.compile(r"\.replaced-(step-\d{8,})-\d+")
-
-
-class Loaded(NamedTuple):
-    path: Path
-    state: State
-    extra: dict[str, Any]
-    skipped: list[Path]  # newer checkpoints that were damaged
 
 
 def save(run_dir: Path, step: int, state: State, extra: dict[str, Any]) -> Path:
@@ -195,36 +187,6 @@ def _advice(path: Path) -> str:
             f"The earlier checkpoint {good} is intact: move {path.name} away to continue from it."
         )
     return "There is no earlier intact checkpoint: start a new run in another directory."
-
-
-def load_latest(
-    run_dir: Path,
-    *,
-    allow_fallback: bool = False,
-    notice: Callable[[str], None] = logging.getLogger("reinforge").warning,
-) -> Loaded | None:
-    """The newest checkpoint, or None where there is none.
-
-    A damaged newest one is an error unless a fallback is allowed.
-    """
-    skipped: list[Path] = []
-    for path in steps(run_dir):
-        try:
-            state, extra = load(path)
-        except InputError as error:
-            if not allow_fallback:
-                raise
-            notice(f"skipped the damaged checkpoint {path.name}: {error}")
-            skipped.append(path)
-            continue
-        return Loaded(path, state, extra, skipped)
-    if skipped:
-        raise InputError(
-            f"none of the {len(skipped)} checkpoints is intact.",
-            where=str(Path(run_dir) / "checkpoints"),
-            fix="Start a new run in another directory.",
-        )
-    return None
 
 
 def clean(run_dir: Path) -> list[Path]:
