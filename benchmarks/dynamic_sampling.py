@@ -38,6 +38,7 @@ from reinforge.build.run import train_config  # noqa: E402
 from reinforge.cli.demo import SIZES, TASK  # noqa: E402
 from reinforge.config.load import config_from_dict  # noqa: E402
 from reinforge.data.arithmetic import generate  # noqa: E402
+from reinforge.loops.view import NoView  # noqa: E402
 from reinforge.models.tiny import make_tiny_model  # noqa: E402
 from reinforge.offline.export import export  # noqa: E402
 from reinforge.watch.runs import read_lines  # noqa: E402
@@ -52,15 +53,9 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-class Quiet:
-    """A view that says nothing but messages."""
+class Quiet(NoView):
+    """A view that shows only messages."""
 
-    def start(self, total_steps: int, title: str, first_step: int = 0) -> None: ...
-    def update(self, step: int, metrics: dict[str, float]) -> None: ...
-    def table(self, groups: Any) -> None: ...
-    def doing(self, text: str) -> None: ...
-    def troubles(self, found: Any) -> None: ...
-    def stop(self) -> None: ...
     def message(self, text: str) -> None:
         print(f"  {text}", flush=True)
 

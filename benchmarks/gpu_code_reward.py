@@ -38,6 +38,7 @@ from reinforge.build.run import train_config  # noqa: E402
 from reinforge.build.trainer import Given  # noqa: E402
 from reinforge.config.load import config_from_dict  # noqa: E402
 from reinforge.core.errors import InputError  # noqa: E402
+from reinforge.loops.view import NoView  # noqa: E402
 from reinforge.sandbox.isolation import choose, missing  # noqa: E402
 from reinforge.watch.runs import read_lines  # noqa: E402
 
@@ -373,23 +374,11 @@ def main() -> None:
         )
 
 
-class Quiet:
+class Quiet(NoView):
     """A view that shows only messages."""
-
-    def start(self, total_steps: int, title: str, first_step: int = 0) -> None: ...
-
-    def update(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def table(self, groups: Any) -> None: ...
 
     def message(self, text: str) -> None:
         print(text, flush=True)
-
-    def doing(self, text: str) -> None: ...
-
-    def troubles(self, found: Any) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 if __name__ == "__main__":

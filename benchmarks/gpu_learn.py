@@ -28,6 +28,7 @@ from gpu_step import run_peer
 
 from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
+from reinforge.loops.view import NoView
 from reinforge.watch.runs import read_lines
 
 ANCHOR: dict[str, Any] = {
@@ -184,23 +185,11 @@ def main() -> None:
         args.out.write_text(json.dumps(result, indent=1))
 
 
-class Quiet:
+class Quiet(NoView):
     """A view that shows only messages."""
-
-    def start(self, total_steps: int, title: str, first_step: int = 0) -> None: ...
-
-    def update(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def table(self, groups: Any) -> None: ...
 
     def message(self, text: str) -> None:
         print(text)
-
-    def doing(self, text: str) -> None: ...
-
-    def troubles(self, found: Any) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 if __name__ == "__main__":

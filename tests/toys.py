@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from reinforge.config.train import TrainConfig
-from reinforge.core.sample import Group, Sample
+from reinforge.core.sample import Sample
+from reinforge.loops.view import NoView
 from reinforge.models.causal import CausalModel
 from reinforge.watch.troubles import Trouble
 
@@ -238,7 +239,7 @@ def run(work: Awaitable[T], timeout: float = 30.0) -> T:
     return asyncio.run(limited())
 
 
-class SilentView:
+class SilentView(NoView):
     """A view that remembers what it was told."""
 
     def __init__(self) -> None:
@@ -246,9 +247,6 @@ class SilentView:
         self.activities: list[str] = []
         self.found: list[Trouble] = []  # the troubles that it was told of last
 
-    def start(self, total_steps: int, title: str, first_step: int = 0) -> None: ...
-    def update(self, step: int, metrics: dict[str, float]) -> None: ...
-    def table(self, groups: Iterable[Group]) -> None: ...
     def message(self, text: str) -> None:
         self.messages.append(text)
 
@@ -257,5 +255,3 @@ class SilentView:
 
     def troubles(self, found: Sequence[Trouble]) -> None:
         self.found = list(found)
-
-    def stop(self) -> None: ...
