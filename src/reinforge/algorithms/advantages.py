@@ -250,18 +250,3 @@ ADVANTAGES: dict[str, Advantage] = {
         gae,
     )
 }
-
-READS: dict[str, frozenset[str]] = {
-    "group_relative": frozenset({"scale", "std", "eps"}),
-    "batch_baseline": frozenset({"scale", "std", "eps"}),
-    "leave_one_out": frozenset({"whiten", "std", "eps"}),
-    "return_to_go": frozenset({"gamma", "whiten", "std", "eps"}),
-    "group_whitened": frozenset({"whiten", "std", "eps"}),
-    "greedy_baseline": frozenset(),
-    "optimal_baseline": frozenset(),
-    "maxrl": frozenset({"eps"}),
-    "pass_at_k": frozenset({"k"}),
-    "decoupled": frozenset({"weights", "whiten", "std", "eps"}),
-    "gpg": frozenset(),
-    "gae": frozenset({"gamma", "lam", "lam_critic", "length_alpha", "whiten", "std", "eps"}),
-}  # the fields of AdvantageOptions that change what a function gives

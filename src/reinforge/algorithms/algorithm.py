@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from reinforge.algorithms.advantages import READS, Advantage, Rollouts, Scale
+from reinforge.algorithms.advantages import Advantage, Rollouts, Scale
+from reinforge.algorithms.catalogue import ADVANTAGES
 from reinforge.algorithms.corrections import Correction
 from reinforge.algorithms.kl import KL
 from reinforge.algorithms.loss import Selected, positive_weights
@@ -105,6 +106,8 @@ class Algorithm:
     opponent: float | None = None
     # the data's answer is wanted beside the sampled ones, which are all the opponent's (self-play)
     given: bool = False
+    # share of the answers that are sampled, the others being the data's; None: all are
+    share: float | None = None
 
     @property
     def dynamic_sampling(self) -> bool:
@@ -117,12 +120,13 @@ class Algorithm:
         totals. A function of a user's says that it does in an attribute `components`.
         """
         part = self.options.advantage
-        apart = (
-            "weights" in READS.get(part, ())
-            if isinstance(part, str)
-            else bool(getattr(part, "components", False))
-        )
-        return [name for name, weight in self.options.weights.items() if weight] if apart else []
+        if isinstance(part, str):
+            apart = part in ADVANTAGES and "weights" in ADVANTAGES[part].reads
+        else:
+            apart = bool(getattr(part, "components", False))
+        if not apart:
+            return []
+        return [name for name, weight in self.options.weights.items() if weight]
 
     @property
     def overlong(self) -> Literal["keep", "mask"]:

@@ -1,20 +1,233 @@
-"""Every algorithm as a row: which functions it names, its defaults, its papers.
+"""What every algorithm is, once: its kind, the functions that it is made of, its defaults, papers.
 
-No torch: `reinforge algorithms` only prints it.
+Nothing here imports torch, so that a configuration can be checked, and `reinforge algorithms` can
+print, before anything heavy is loaded. Config, build and plan ask the facts below and never compare
+an algorithm's name. `build.py` turns a row of `TABLE` into functions.
 
-A row of another family has other parts; `table.py` has a builder per family.
+- `Kind`: what the algorithms of one kind have in common: what they train on, which keys they read.
+- `ADVANTAGES`, `SURROGATES`, `SELECTIONS`, ...: the names of the parts and what follows from them.
+- `TABLE`: the algorithms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+# Keys of the section `algorithm`, beside name, group_size and options, which all read.
+
+POLICY_KEYS = frozenset(
+    {
+        "advantage",
+        "surrogate",
+        "selection",
+        "selected",
+        "penalty",
+        "reduce",
+        "scale",
+        "std",
+        "eps",
+        "advantage_clip",
+        "clip",
+        "kl",
+        "entropy",
+        "entropy_target",
+        "entropy_rate",
+        "entropy_max",
+        "nll",
+        "old",
+        "correction",
+        "overlong",
+        "overlong_buffer",
+        "dynamic_sampling",
+        "max_refills",
+        "epochs",
+        "minibatches",
+    }
+)
+PREFERENCE_KEYS = frozenset({"beta", "label_smoothing", "losses", "kl.reference"})
+REDUCE_KEYS = frozenset({"reduce"})
+# how answers are sampled and how often they are trained
+SAMPLING_KEYS = frozenset(
+    {"epochs", "minibatches", "overlong", "overlong_buffer", "dynamic_sampling", "max_refills"}
+)
 
 
 @dataclass(frozen=True)
-class Row:
-    family: str  # "policy_gradient", "supervised", "preference", "reward", "distillation"
+class Kind:
+    """What algorithms of one kind have in common, inside of a family.
+
+    `build.BUILDERS` has a function for each. Config, build and plan ask it.
+    """
+
+    name: str
+    family: str  # policy_gradient, supervised, preference, reward or distillation
+    # keys of the section `algorithm`; "kl.reference": of the section kl this one only
+    reads: frozenset[str] = frozenset()
+    samples: bool = False  # the policy samples what it is trained on
+    wants_rewards: bool = False  # without rewards there is nothing to learn from
+    # compares the answers to one prompt, whatever the advantage: one alone teaches nothing
+    compares: bool = False
+    # how many of the answers to a prompt are sampled from an opponent, not from the policy
+    opponent: Literal["none", "half", "all"] = "none"
+    wants_answers: bool = False  # the data's own answers are trained beside the sampled ones
+
+    @property
+    def online(self) -> bool:
+        """Preferences over answers that are sampled for them: fresh ones only, without a critic."""
+        return self.samples and self.family == "preference"
+
+
+POLICY_GRADIENT = Kind(
+    "policy_gradient", "policy_gradient", POLICY_KEYS, samples=True, wants_rewards=True
+)
+SUPERVISED = Kind("supervised", "supervised", REDUCE_KEYS)
+PAIRED = Kind("paired", "preference", PREFERENCE_KEYS)
+UNPAIRED = Kind("unpaired", "preference", PREFERENCE_KEYS)
+# pairs of the policy's own answers
+ONLINE = Kind(
+    "online",
+    "preference",
+    PREFERENCE_KEYS | SAMPLING_KEYS,
+    samples=True,
+    wants_rewards=True,
+    compares=True,
+)
+# the policy's answers against those of an opponent
+OPPOSED = Kind(
+    "opposed",
+    "preference",
+    PREFERENCE_KEYS | SAMPLING_KEYS,
+    samples=True,
+    wants_rewards=True,
+    compares=True,
+    opponent="half",
+)
+# the data's answers against those of an opponent: which one is better is known
+SELF_PLAY = Kind(
+    "self_play",
+    "preference",
+    PREFERENCE_KEYS | SAMPLING_KEYS,
+    samples=True,
+    opponent="all",
+    wants_answers=True,
+)
+# the likelihood of the best answers that were sampled
+BEST_OF = Kind(
+    "best_of", "preference", REDUCE_KEYS | SAMPLING_KEYS, samples=True, wants_rewards=True
+)
+REWARD_MODEL = Kind("reward_model", "reward")
+DISTILLATION = Kind("distillation", "distillation", REDUCE_KEYS)
+# on the data's answers and the student's own
+MIXED_DISTILLATION = Kind("mixed_distillation", "distillation", POLICY_KEYS, samples=True)
+# a policy gradient towards the teacher
+ON_POLICY_DISTILLATION = Kind("on_policy_distillation", "distillation", POLICY_KEYS, samples=True)
+
+
+# The parts of a policy gradient. `parts/` has the functions, under the same names.
+
+
+@dataclass(frozen=True)
+class AdvantageSpec:
+    """What is known of an advantage without its function."""
+
+    # the fields of `AdvantageOptions` that change what it gives
+    reads: frozenset[str] = frozenset()
+    # streams beside behaviour; "baseline" is no stream but one more, greedy, rollout per prompt
+    needs: frozenset[str] = frozenset()
+    alone: bool = False  # one sample per prompt is enough; others compare those of a prompt
+
+
+@dataclass(frozen=True)
+class SurrogateSpec:
+    """What is known of a surrogate without its function."""
+
+    ratio: bool = True  # corrects for the policy having moved since the answer was sampled
+    against_sampler: bool = False  # `old` should be the policy that sampled: algorithm.old engine
+
+
+@dataclass(frozen=True)
+class SelectionSpec:
+    """What is known of a selection without its function."""
+
+    selected: Literal["keep", "drop", "penalise"]  # what becomes of selected tokens
+    # streams to annotate before, beside behaviour and advantages
+    needs: frozenset[str] = frozenset()
+
+
+def _advantage(*reads: str, needs: str = "", alone: bool = False) -> AdvantageSpec:
+    return AdvantageSpec(frozenset(reads), frozenset({needs} if needs else ()), alone)
+
+
+ADVANTAGES: dict[str, AdvantageSpec] = {
+    "group_relative": _advantage("scale", "std", "eps"),
+    "batch_baseline": _advantage("scale", "std", "eps", alone=True),
+    "leave_one_out": _advantage("whiten", "std", "eps"),
+    "return_to_go": _advantage("gamma", "whiten", "std", "eps", alone=True),
+    "group_whitened": _advantage("whiten", "std", "eps"),
+    "greedy_baseline": _advantage(needs="baseline", alone=True),
+    "optimal_baseline": _advantage(),
+    "maxrl": _advantage("eps"),
+    "pass_at_k": _advantage("k"),
+    "decoupled": _advantage("weights", "whiten", "std", "eps"),
+    "gpg": _advantage(),
+    "gae": _advantage(
+        "gamma",
+        "lam",
+        "lam_critic",
+        "length_alpha",
+        "whiten",
+        "std",
+        "eps",
+        needs="values",
+        alone=True,
+    ),
+}
+SURROGATES: dict[str, SurrogateSpec] = {
+    "ppo_clip": SurrogateSpec(),
+    "reinforce": SurrogateSpec(ratio=False),
+    "gspo": SurrogateSpec(),
+    "gspo_token": SurrogateSpec(),
+    "sequence_clip": SurrogateSpec(),
+    "cispo": SurrogateSpec(),
+    "sapo": SurrogateSpec(),
+    "gmpo": SurrogateSpec(),
+    "vespo": SurrogateSpec(against_sampler=True),
+    "dppo_tv": SurrogateSpec(against_sampler=True),
+    "dppo_kl": SurrogateSpec(against_sampler=True),
+}
+SELECTIONS: dict[str, SelectionSpec] = {
+    "clip_cov": SelectionSpec("drop"),
+    "kl_cov": SelectionSpec("penalise"),
+    "top_entropy": SelectionSpec("keep", frozenset({"entropy"})),
+    "off_policy_mask": SelectionSpec("drop", frozenset({"old"})),
+}
+CORRECTIONS: tuple[str, ...] = ("none", "tis", "mis", "icepop", "seq_tis", "seq_mask")
+REDUCERS: tuple[str, ...] = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
+ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "k3+")
+
+
+def works_alone(advantage: str | None) -> bool:
+    """Whether one sample per prompt is enough for an advantage of ours."""
+    return advantage in ADVANTAGES and ADVANTAGES[advantage].alone
+
+
+def needs_values(advantage: str | None) -> bool:
+    """Whether an advantage of ours reads the values of a critic."""
+    return advantage in ADVANTAGES and "values" in ADVANTAGES[advantage].needs
+
+
+def has_ratio(surrogate: object) -> bool:
+    """Whether a surrogate corrects for old samples. A function of a user's is taken to."""
+    return not isinstance(surrogate, str) or SURROGATES.get(surrogate, SurrogateSpec()).ratio
+
+
+@dataclass(frozen=True)
+class AlgorithmSpec:
+    """A row of `TABLE`: what an algorithm is, as far as that can be said without its functions."""
+
+    kind: Kind
     parts: Mapping[str, str]  # part: name of its function
     paper: str = ""  # arXiv numbers
     # fields of `Options`, where they are not everybody's
@@ -22,8 +235,22 @@ class Row:
     # defaults of settings that go to the parts by name (`algorithm.options`)
     options: Mapping[str, Any] = field(default_factory=dict)
     shaped: bool = False  # has a soft length penalty unless told otherwise
-    # which function of `table.BUILDERS` puts the parts together; default: the family's
-    builder: str = ""
+    # of a teacher's distribution only the best tokens are read, few enough for a disk
+    teacher_fits_disk: bool = False
+
+    @property
+    def family(self) -> str:
+        return self.kind.family
+
+    @property
+    def dynamic_sampling(self) -> bool:
+        """Whether it replaces groups whose rewards are all equal, unless told otherwise."""
+        return bool(self.defaults.get("dynamic_sampling"))
+
+    @property
+    def reference(self) -> Mapping[str, Any] | None:
+        """How its reference moves, unless told otherwise; None: it stays where it is."""
+        return self.defaults.get("reference")
 
 
 def _pg(
@@ -36,16 +263,12 @@ def _pg(
     options: Mapping[str, Any] | None = None,
     shaped: bool = False,
     **defaults: Any,
-) -> Row:
+) -> AlgorithmSpec:
+    """A policy gradient: four parts and perhaps a selection."""
     parts = {"advantage": advantage, "surrogate": surrogate, "correction": "none", "reduce": reduce}
-    return Row(
-        "policy_gradient",
-        parts | ({"selection": selection} if selection else {}),
-        paper,
-        defaults,
-        options or {},
-        shaped,
-    )
+    if selection is not None:
+        parts["selection"] = selection
+    return AlgorithmSpec(POLICY_GRADIENT, parts, paper, defaults, options or {}, shaped)
 
 
 def _pair(
@@ -55,33 +278,37 @@ def _pair(
     losses: Mapping[str, float] | None = None,
     reference: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Row:
+) -> AlgorithmSpec:
     """A loss over pairs of answers; `losses`: several with weights."""
-    defaults: dict[str, Any] = {
-        **({"losses": losses} if losses else {}),
-        **({"reference": reference} if reference else {}),
-    }
-    return Row("preference", {"loss": loss}, paper, defaults, options)
+    defaults: dict[str, Any] = {}
+    if losses is not None:
+        defaults["losses"] = losses
+    if reference is not None:
+        defaults["reference"] = reference
+    return AlgorithmSpec(PAIRED, {"loss": loss}, paper, defaults, options)
 
 
-def _other(family: str, loss: str, paper: str, builder: str = "", **options: Any) -> Row:
-    return Row(family, {"loss": loss}, paper, {}, options, builder=builder)
+def _loss(kind: Kind, loss: str, paper: str, **options: Any) -> AlgorithmSpec:
+    """A loss, and settings of it."""
+    return AlgorithmSpec(kind, {"loss": loss}, paper, options=options)
 
 
-def _online(
-    loss: str, pick: str, paper: str, *, reference: Mapping[str, Any] | None = None, **options: Any
-) -> Row:
+def _sampled(
+    kind: Kind,
+    loss: str,
+    pick: str,
+    paper: str,
+    *,
+    reference: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> AlgorithmSpec:
     """A loss over answers that the policy (or an opponent) samples; `pick` says which of a prompt's
     answers are trained, and how.
     """
-    return Row(
-        "preference",
-        {"loss": loss, "pick": pick},
-        paper,
-        {"reference": reference} if reference else {},
-        options,
-        builder="online",
-    )
+    defaults: dict[str, Any] = {}
+    if reference is not None:
+        defaults["reference"] = reference
+    return AlgorithmSpec(kind, {"loss": loss, "pick": pick}, paper, defaults, options)
 
 
 MPO: dict[str, float] = {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}  # the paper's weights
@@ -95,9 +322,9 @@ GSPO_CLIP: dict[str, Any] = {"clip_low": 3e-4, "clip_high": 4e-4}
 NO_CLIP: dict[str, Any] = {"clip_low": 1.0, "clip_high": 1e9}
 SAMPLER: dict[str, Any] = {"old": "engine"}  # ratios are meant against the policy that sampled
 
-TABLE: dict[str, Row] = {
-    "sft": Row("supervised", {"loss": "nll", "reduce": "token_mean"}),
-    "dft": Row("supervised", {"loss": "dft", "reduce": "token_mean"}, "2508.05629"),
+TABLE: dict[str, AlgorithmSpec] = {
+    "sft": AlgorithmSpec(SUPERVISED, {"loss": "nll", "reduce": "token_mean"}),
+    "dft": AlgorithmSpec(SUPERVISED, {"loss": "dft", "reduce": "token_mean"}, "2508.05629"),
     # group baselines, a clipped ratio per token
     "grpo": _pg("group_relative", "ppo_clip", "sequence_mean", "2402.03300"),
     "dr_grpo": _pg("group_relative", "ppo_clip", "fixed_length", "2503.20783", scale="none"),
@@ -191,68 +418,82 @@ TABLE: dict[str, Row] = {
     "alphapo": _pair("alphapo", "2501.03884"),
     "sft_pair": _pair("sft", "2411.10442"),
     # answers that were judged one by one
-    "kto": _other("preference", "kto", "2402.01306", "unpaired"),
-    "bco": _other("preference", "bco", "2404.04656", "unpaired"),
-    "apo_zero_unpaired": _other("preference", "apo_zero_unpaired", "2408.06266", "unpaired"),
+    "kto": _loss(UNPAIRED, "kto", "2402.01306"),
+    "bco": _loss(UNPAIRED, "bco", "2404.04656"),
+    "apo_zero_unpaired": _loss(UNPAIRED, "apo_zero_unpaired", "2408.06266"),
     # pairs (or the best) of what the policy samples
-    "online_dpo": _online("sigmoid", "best_and_worst", "2402.04792"),
-    "xpo": _online("xpo", "contest", "2405.21046", mixture=1.0),
-    "nash_md": _online("nash_md", "win_rates", "2312.00886", mixture=0.125),
-    "spin": _online("sigmoid", "self_play", "2401.01335", reference=SPIN),
-    "best_of_n": _online("nll", "keep_best", "2112.09332", keep=1, threshold=0.0),
-    "raft": _online("nll", "keep_best", "2304.06767", keep=1, threshold=None),
-    "rejection_sampling": _online("nll", "keep_best", "2308.01825", keep=None, threshold=0.0),
+    "online_dpo": _sampled(ONLINE, "sigmoid", "best_and_worst", "2402.04792"),
+    "xpo": _sampled(OPPOSED, "xpo", "contest", "2405.21046", mixture=1.0),
+    "nash_md": _sampled(OPPOSED, "nash_md", "win_rates", "2312.00886", mixture=0.125),
+    "spin": _sampled(SELF_PLAY, "sigmoid", "self_play", "2401.01335", reference=SPIN),
+    "best_of_n": _sampled(BEST_OF, "nll", "keep_best", "2112.09332", keep=1, threshold=0.0),
+    "raft": _sampled(BEST_OF, "nll", "keep_best", "2304.06767", keep=1, threshold=None),
+    "rejection_sampling": _sampled(
+        BEST_OF, "nll", "keep_best", "2308.01825", keep=None, threshold=0.0
+    ),
     # reward models
-    "bradley_terry": _other("reward", "bradley_terry", "2204.05862"),
-    "margin": _other("reward", "margin", "2307.09288"),
-    "scaled": _other("reward", "scaled", "2410.01257"),
-    "logexp": _other("reward", "logexp", "2204.05862"),
-    "centred": _other("reward", "bradley_terry", "2312.09244", centre=0.01),
-    "regression": _other("reward", "regression", "2310.05344"),
-    "process": _other("reward", "process", "2211.14275"),
+    "bradley_terry": _loss(REWARD_MODEL, "bradley_terry", "2204.05862"),
+    "margin": _loss(REWARD_MODEL, "margin", "2307.09288"),
+    "scaled": _loss(REWARD_MODEL, "scaled", "2410.01257"),
+    "logexp": _loss(REWARD_MODEL, "logexp", "2204.05862"),
+    "centred": _loss(REWARD_MODEL, "bradley_terry", "2312.09244", centre=0.01),
+    "regression": _loss(REWARD_MODEL, "regression", "2310.05344"),
+    "process": _loss(REWARD_MODEL, "process", "2211.14275"),
     # distillation from text, with the teacher's whole distribution
-    "forward_kl": _other("distillation", "forward_kl", "1503.02531"),
-    "reverse_kl": _other("distillation", "reverse_kl", "2306.08543"),
-    "jsd": _other("distillation", "jsd", "2306.13649"),
-    "skew_forward": _other("distillation", "skew_kl", "2402.03898"),
-    "skew_reverse": _other("distillation", "skew_rkl", "2402.03898"),
-    "topk": _other("distillation", "topk_kl", ""),
-    "uld": _other("distillation", "uld", "2402.12030"),
+    "forward_kl": _loss(DISTILLATION, "forward_kl", "1503.02531"),
+    "reverse_kl": _loss(DISTILLATION, "reverse_kl", "2306.08543"),
+    "jsd": _loss(DISTILLATION, "jsd", "2306.13649"),
+    "skew_forward": _loss(DISTILLATION, "skew_kl", "2402.03898"),
+    "skew_reverse": _loss(DISTILLATION, "skew_rkl", "2402.03898"),
+    "topk": AlgorithmSpec(DISTILLATION, {"loss": "topk_kl"}, teacher_fits_disk=True),
+    "uld": _loss(DISTILLATION, "uld", "2402.12030"),
     # and on what the student samples
-    "gkd": _other("distillation", "jsd", "2306.13649", "gkd", share=0.5),
-    "opd": Row(
-        "distillation",
+    "gkd": _loss(MIXED_DISTILLATION, "jsd", "2306.13649", share=0.5),
+    "opd": AlgorithmSpec(
+        ON_POLICY_DISTILLATION,
         _pg("teacher_ratio", "ppo_clip", "token_mean", "").parts,
         "2306.13649",
-        builder="on_policy",
     ),
-    "minillm": Row(
-        "distillation",
+    "minillm": AlgorithmSpec(
+        ON_POLICY_DISTILLATION,
         {**_pg("teacher_returns", "ppo_clip", "token_mean", "").parts, "loss": "reverse_kl"},
         "2306.08543",
-        builder="on_policy",
     ),
 }
+
+
+# A name that is in no row. `plan` and `build` refuse it; until then it counts as a policy gradient.
+UNKNOWN = AlgorithmSpec(POLICY_GRADIENT, {})
+
+
+def spec_of(name: str) -> AlgorithmSpec:
+    """What the algorithm of this name is.
+
+    >>> spec_of("kto").family, spec_of("ppo").kind.samples
+    ('preference', True)
+    """
+    return TABLE.get(name, UNKNOWN)
 
 
 def describe() -> list[dict[str, Any]]:
     """One entry per algorithm: name, family, parts, defaults where they are not
     everybody's, paper.
     """
-    return [
-        {
-            "name": name,
-            "family": row.family,
-            "parts": dict(row.parts),
-            "paper": row.paper,
-            "defaults": {
-                **row.defaults,
-                **row.options,
-                **({"overlong_buffer": "max_new_tokens/5"} if row.shaped else {}),
-            },
-        }
-        for name, row in TABLE.items()
-    ]
+    entries = []
+    for name, spec in TABLE.items():
+        defaults = {**spec.defaults, **spec.options}
+        if spec.shaped:
+            defaults["overlong_buffer"] = "max_new_tokens/5"
+        entries.append(
+            {
+                "name": name,
+                "family": spec.family,
+                "parts": dict(spec.parts),
+                "paper": spec.paper,
+                "defaults": defaults,
+            }
+        )
+    return entries
 
 
 def printed() -> list[dict[str, str]]:

@@ -193,11 +193,11 @@ class DistillationLoss:
             s, t, temperature=temperature, **settings
         )
         self.weight = weight
-        self.scale = temperature**2 if name != "uld" else 1.0
+        self.scale = 1.0 if function is uld else temperature**2
         self.reduce = reduce
         self.temperature = temperature
-        self.k = settings.get("k", 32) if name == "topk_kl" else None
-        self.by_rank = name == "uld"
+        self.k = settings.get("k", 32) if function is topk_kl else None
+        self.by_rank = function is uld
         self.given: Callable[[Tensor, Tensor], Tensor] = lambda s, t: given_topk(
             s, t, temperature=temperature, reverse=settings.get("reverse", False)
         )

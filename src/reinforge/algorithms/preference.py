@@ -39,8 +39,9 @@ class PreferenceRow:
     # a further tensor [P]: see `PairLoss._term`
     takes: Literal["nll", "gap", "explore"] | None = None
     nll: Norm = "token"  # over the chosen tokens of the batch, per answer and token, or per answer
-    # pairs answers by rank in the whole batch: `PairLoss.prepare` must see it before it is cut
-    ranked: bool = False
+    # pairs answers by rank in the whole batch: `PairLoss.prepare` must see it before it is cut.
+    # gaps: the policy's gap of a pair with the reference's; answers: chosen ones with rejected ones
+    ranked: Literal["gaps", "answers"] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -57,8 +58,8 @@ PREFERENCE: dict[str, PreferenceRow] = {
     "nca_pair": PreferenceRow(losses.nca_pair, "2402.05369"),
     "bco_pair": PreferenceRow(losses.bco_pair, "2404.04656"),
     "sppo_hard": PreferenceRow(losses.sppo_hard, "2405.00675"),
-    "aot": PreferenceRow(losses.aot, "2406.05882", ranked=True),
-    "aot_unpaired": PreferenceRow(losses.aot_unpaired, "2406.05882", ranked=True),
+    "aot": PreferenceRow(losses.aot, "2406.05882", ranked="gaps"),
+    "aot_unpaired": PreferenceRow(losses.aot_unpaired, "2406.05882", ranked="answers"),
     "apo_zero": PreferenceRow(losses.apo_zero, "2408.06266"),
     "apo_down": PreferenceRow(losses.apo_down, "2408.06266"),
     "discopop": PreferenceRow(losses.discopop, "2406.08414"),
@@ -174,7 +175,7 @@ class PairLoss:
         )
         (old_w, old_l), (ref_w, ref_l) = sides(old), sides(reference)
         for name in self.ranked:
-            if name == "aot":
+            if self.rows[name].ranked == "gaps":
                 partner_w = partner_l = _by_rank(old_w - old_l, ref_w - ref_l)
             else:
                 partner_w = _by_rank(old_w - ref_w, old_l - ref_l)
@@ -250,7 +251,7 @@ class PairLoss:
         )
         a = policy_w - ref_w
         b = policy_l - ref_l
-        if name == "aot":
+        if row.ranked == "gaps":
             return result(
                 smoothed(beta * (policy_w - policy_l - partner_w), smoothing), beta * a, beta * b
             )

@@ -105,7 +105,7 @@ class Rollouts:
 class AdvantageOptions:
     """The settings of an advantage.
 
-    `READS` in algorithms/advantages.py says which function reads which.
+    `ADVANTAGES` in algorithms/catalogue.py says which function reads which.
     """
 
     scale: Scale = "group"  # divide by the std of the group, of the batch, or not at all

@@ -7,9 +7,9 @@ depend on the order of the rows: where the last place is tied, all of the tied a
 are those of the stream `old`, or else `behaviour`; they are not looked at again in later updates of
 the same batch.
 
-1 = selected. What becomes of the selected is said by SELECTED: `keep` (only they have a surrogate),
-`drop` (they have none) or `penalise` (they get a penalty on top). Whatever is left out still counts
-in denominators.
+1 = selected. What becomes of the selected is said in `catalogue.SELECTIONS`: `keep` (only they have
+a surrogate), `drop` (they have none) or `penalise` (they get a penalty on top). Whatever is left
+out still counts in denominators.
 
 Legend: M trained tokens.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -92,20 +91,6 @@ def off_policy_mask(rollouts: Rollouts, *, drift: float = 0.5) -> Tensor:
 
 SELECTIONS: dict[str, Selection] = {
     f.__name__: f for f in (clip_cov, kl_cov, top_entropy, off_policy_mask)
-}
-
-SELECTED: dict[str, Literal["keep", "drop", "penalise"]] = {  # what becomes of selected tokens
-    "clip_cov": "drop",
-    "kl_cov": "penalise",
-    "top_entropy": "keep",
-    "off_policy_mask": "drop",
-}
-
-NEEDS: dict[str, frozenset[str]] = {  # streams to annotate before, besides behaviour and advantages
-    "clip_cov": frozenset(),
-    "kl_cov": frozenset(),
-    "top_entropy": frozenset({"entropy"}),
-    "off_policy_mask": frozenset({"old"}),
 }
 
 

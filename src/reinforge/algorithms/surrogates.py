@@ -27,7 +27,6 @@ from reinforge.algorithms.ratios import (
 from reinforge.algorithms.sequence import gmpo, gspo, gspo_token, sequence_clip, vespo
 
 __all__ = [
-    "BEHAVIOUR",
     "SURROGATES",
     "Surrogate",
     "cispo",
@@ -225,6 +224,3 @@ SURROGATES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
         dppo_kl,
     )
 }
-
-# `old` should be the policy that sampled: stream behaviour
-BEHAVIOUR: frozenset[str] = frozenset({"dppo_tv", "dppo_kl", "vespo"})

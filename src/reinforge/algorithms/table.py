@@ -12,87 +12,75 @@ from typing import Any
 
 from torch import Tensor
 
-from reinforge.algorithms import families, on_policy
-from reinforge.algorithms.advantages import ADVANTAGES, READS, Advantage, AdvantageOptions, Rollouts
+from reinforge.algorithms import catalogue, families, on_policy
+from reinforge.algorithms.advantages import ADVANTAGES, Advantage, AdvantageOptions, Rollouts
 from reinforge.algorithms.algorithm import Algorithm as Algorithm
 from reinforge.algorithms.algorithm import Options as Options
 from reinforge.algorithms.bind import Binder, name_of, pick, settings_of
 from reinforge.algorithms.blame import OwnSurrogate, blamed
-from reinforge.algorithms.catalogue import TABLE, Row
+from reinforge.algorithms.catalogue import TABLE, AlgorithmSpec, has_ratio
 from reinforge.algorithms.corrections import CORRECTIONS
 from reinforge.algorithms.distillation import DistillationLoss
 from reinforge.algorithms.kl import ESTIMATORS, NOTES, REWARD_NOTES, SCALED_NOTE
 from reinforge.algorithms.loss import PolicyLoss, Selected
 from reinforge.algorithms.reduce import REDUCERS
-from reinforge.algorithms.selections import NEEDS as SELECTION_NEEDS
-from reinforge.algorithms.selections import SELECTED, SELECTIONS
-from reinforge.algorithms.surrogates import BEHAVIOUR, SURROGATES
+from reinforge.algorithms.selections import SELECTIONS
+from reinforge.algorithms.surrogates import SURROGATES
 from reinforge.algorithms.terms import Terms
 from reinforge.core.errors import InputError
-
-# Streams that a part reads beside `behaviour`; "baseline" is no stream but one more, greedy,
-# rollout per prompt. A function of a user's says so in an attribute `needs`.
-NEEDS: dict[str, frozenset[str]] = {
-    "gae": frozenset({"values"}),
-    "greedy_baseline": frozenset({"baseline"}),
-    **SELECTION_NEEDS,
-}
 
 
 def build(name: str, **options: Any) -> Algorithm:
     """The named algorithm with `options` (fields of `Options`; None = the algorithm's own)."""
-    row = pick(TABLE, name, "algorithm.name")
-    given = {k: v for k, v in options.items() if v is not None}
+    spec = pick(TABLE, name, "algorithm.name")
+    given = {key: value for key, value in options.items() if value is not None}
     known = {f.name for f in fields(Options)}
-    o = replace(
-        Options(), **{**{k: v for k, v in row.parts.items() if k in known}, **row.defaults, **given}
-    )
-    # the paper: 4096 of 20480
-    buffer = (
-        o.overlong_buffer
-        if o.overlong_buffer is not None
-        else o.max_new_tokens // 5
-        if row.shaped
-        else 0
-    )
-    o = replace(o, overlong_buffer=buffer)
+    parts = {part: function for part, function in spec.parts.items() if part in known}
+    o = Options(**{**parts, **spec.defaults, **given})
+    if o.overlong_buffer is None:
+        # the paper: 4096 of 20480
+        o = replace(o, overlong_buffer=o.max_new_tokens // 5 if spec.shaped else 0)
     _check(o, given)
-    return BUILDERS[row.builder or row.family](name, row, o, given)
+    return BUILDERS[spec.kind.name](name, spec, o, given)
 
 
-def _policy_gradient(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algorithm:
+def _policy_gradient(
+    name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]
+) -> Algorithm:
     def own(**keys: str) -> dict[str, tuple[Any, str]]:
         """The user's settings under keys of their own: parameter=field of `Options`."""
         return {name: (given.get(key), f"algorithm.{KEYS[key]}") for name, key in keys.items()}
 
     binder = Binder(o.settings)
-    clip = (
-        {"low": row.defaults.get("clip_low"), "high": row.defaults.get("clip_high")}
-        if o.surrogate == row.parts["surrogate"]
-        else {}
-    )
+    defaults = dict(spec.options)
+    if o.surrogate == spec.parts["surrogate"]:
+        for setting, key in (("low", "clip_low"), ("high", "clip_high")):
+            if key in spec.defaults:
+                defaults[setting] = spec.defaults[key]
     surrogate = binder.part(
         SURROGATES,
         o.surrogate,
         "algorithm.surrogate",
         own(low="clip_low", high="clip_high", dual="clip_dual", delta="clip_delta"),
-        {**row.options, **{k: v for k, v in clip.items() if v is not None}},
+        defaults,
     )
     correction = binder.part(
         CORRECTIONS, o.correction, "algorithm.correction.name", own(cap="cap", floor="floor")
     )
     reduce = binder.part(REDUCERS, o.reduce, "algorithm.reduce")
-    selection = (
-        None
-        if o.selection is None
-        else binder.part(
-            SELECTIONS, o.selection, "algorithm.selection", _first(o.selection, binder), row.options
+    selection = None
+    if o.selection is not None:
+        selection = binder.part(
+            SELECTIONS,
+            o.selection,
+            "algorithm.selection",
+            _first(o.selection, binder),
+            spec.options,
         )
-    )
     in_reward = o.kl_placement == "reward"
     estimator = o.kl_estimator or ("k1" if in_reward else "k3")
     kl = binder.part(ESTIMATORS, estimator, "algorithm.kl.estimator", own(clamp="kl_clamp"))
-    advantage = _advantage(o, binder, row)
+    advantage = _advantage(o, binder, spec)
     binder.finish()
 
     bound = settings_of(surrogate)
@@ -117,17 +105,19 @@ def _policy_gradient(name: str, row: Row, o: Options, given: Mapping[str, Any]) 
         terms=terms,
         penalty=o.penalty,
         engine_old=o.old == "engine",
-        selected=o.selected or (SELECTED[o.selection] if isinstance(o.selection, str) else "keep"),
+        selected=o.selected or _selected(o.selection),
         off_policy=o.old == "recompute" or (o.old == "auto" and o.updates > 1),
     )
     needs = loss.needs.union(
-        *(_needs(part) for part in (o.advantage, o.surrogate, o.selection) if part is not None)
+        _needs(o.advantage, catalogue.ADVANTAGES),
+        _needs(o.surrogate, {}),
+        _needs(o.selection, catalogue.SELECTIONS),
     )
     used = in_reward and o.kl_coefficient > 0
     return Algorithm(
         name,
-        row.family,
-        row.paper,
+        spec.family,
+        spec.paper,
         loss,
         o,
         advantage,
@@ -139,31 +129,31 @@ def _policy_gradient(name: str, row: Row, o: Options, given: Mapping[str, Any]) 
     )
 
 
-def _on_policy(name: str, row: Row, o: Options, given: Mapping[str, Any]) -> Algorithm:
+def _on_policy(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]) -> Algorithm:
     """Distillation as a policy gradient. A row with a loss beside its surrogate adds that."""
-    advantage = (
-        on_policy.ADVANTAGES.get(o.advantage, o.advantage)
-        if isinstance(o.advantage, str)
-        else o.advantage
-    )
-    made = _policy_gradient(name, row, replace(o, advantage=advantage), given)
-    if "loss" in row.parts:
-        made = replace(
-            made, loss=on_policy.WithDivergence(made.loss, DistillationLoss(row.parts["loss"]))
-        )
-    return made
+    if isinstance(o.advantage, str):
+        o = replace(o, advantage=on_policy.ADVANTAGES.get(o.advantage, o.advantage))
+    made = _policy_gradient(name, spec, o, given)
+    if "loss" not in spec.parts:
+        return made
+    both = on_policy.WithDivergence(made.loss, DistillationLoss(spec.parts["loss"]))
+    return replace(made, loss=both)
 
 
-BUILDERS: dict[str, Callable[[str, Row, Options, Mapping[str, Any]], Algorithm]] = {
+# by the kind of the algorithm
+BUILDERS: dict[str, Callable[[str, AlgorithmSpec, Options, Mapping[str, Any]], Algorithm]] = {
     "policy_gradient": _policy_gradient,
     "supervised": families.supervised,
-    "preference": families.preference,
+    "paired": families.paired,
     "unpaired": families.unpaired,
     "online": families.online,
-    "reward": families.reward,
+    "opposed": families.online,
+    "self_play": families.online,
+    "best_of": families.online,
+    "reward_model": families.reward_model,
     "distillation": families.distillation,
-    "gkd": families.distillation,
-    "on_policy": _on_policy,
+    "mixed_distillation": families.distillation,
+    "on_policy_distillation": _on_policy,
 }
 
 # The keys of the config behind fields of `Options` that parts take as settings.
@@ -191,27 +181,33 @@ def _first(selection: str | Callable[..., Tensor], binder: Binder) -> dict[str, 
     }
 
 
-def _needs(part: Any) -> frozenset[str]:
-    return (
-        NEEDS.get(part, frozenset())
-        if isinstance(part, str)
-        else frozenset(getattr(part, "needs", ()))
-    )
+def _needs(part: Any, known: Mapping[str, Any]) -> frozenset[str]:
+    """The streams that a part reads. A function of a user's says so in an attribute `needs`."""
+    if isinstance(part, str):
+        return known[part].needs if part in known else frozenset()
+    return frozenset(getattr(part, "needs", ()))
 
 
-def _advantage(o: Options, binder: Binder, row: Row) -> Callable[[Rollouts], dict[str, Tensor]]:
+def _selected(selection: str | Callable[..., Tensor] | None) -> Selected:
+    """What becomes of selected tokens: the selection's own way, or keep for a user's function."""
+    if isinstance(selection, str):
+        return catalogue.SELECTIONS[selection].selected
+    return "keep"
+
+
+def _advantage(
+    o: Options, binder: Binder, spec: AlgorithmSpec
+) -> Callable[[Rollouts], dict[str, Tensor]]:
     """The advantage with its `AdvantageOptions`: settings that it reads, and keyword-only
     parameters of a function of the user's.
     """
     function = binder.part(ADVANTAGES, o.advantage, "algorithm.advantage")
     elsewhere = {"scale", "std", "eps", "clip", "weights"}  # keys of their own
-    reads = (
-        set(READS[o.advantage])
-        if isinstance(o.advantage, str)
-        else {f.name for f in fields(AdvantageOptions)}
-    )
-    names = [f.name for f in fields(AdvantageOptions) if f.name in reads - elsewhere]
-    settings = {**{k: v for k, v in row.options.items() if k in names}, **binder.take(names)}
+    names = [f.name for f in fields(AdvantageOptions) if f.name not in elsewhere]
+    if isinstance(o.advantage, str):
+        names = [name for name in names if name in catalogue.ADVANTAGES[o.advantage].reads]
+    settings = {key: value for key, value in spec.options.items() if key in names}
+    settings |= binder.take(names)
     options = AdvantageOptions(
         scale=o.scale, std=o.std, eps=o.eps, clip=o.advantage_clip, weights=o.weights, **settings
     )
@@ -261,27 +257,26 @@ def _notes(o: Options, selected: Selected) -> tuple[str, ...]:
     notes = []
     if o.kl_coefficient > 0 and isinstance(o.kl_estimator, str):
         notes.append((REWARD_NOTES if o.kl_placement == "reward" else NOTES).get(o.kl_estimator))
-        if (
-            o.kl_placement == "reward"
-            and o.scale != "none"
-            and isinstance(o.advantage, str)
-            and "scale" in READS[o.advantage]
-        ):
+        scaled = isinstance(o.advantage, str) and "scale" in catalogue.ADVANTAGES[o.advantage].reads
+        if o.kl_placement == "reward" and o.scale != "none" and scaled:
             notes.append(SCALED_NOTE.format(scale=o.scale))
     if o.updates == 1 and o.selection is not None and selected == "penalise":
         notes.append(
             "algorithm.selection: the penalty |log p - old| is 0 in the only update of a batch. "
             "Set algorithm.epochs or algorithm.minibatches above 1."
         )
-    if o.surrogate in BEHAVIOUR and o.old != "engine":
+    against_sampler = (
+        isinstance(o.surrogate, str) and catalogue.SURROGATES[o.surrogate].against_sampler
+    )
+    if against_sampler and o.old != "engine":
         notes.append(
             f"algorithm.surrogate {o.surrogate} is meant against the policy that sampled. Set"
             " algorithm.old engine."
         )
-    if o.updates > 1 and o.surrogate == "reinforce":
+    if o.updates > 1 and not has_ratio(o.surrogate):
         notes.append(
-            "algorithm.surrogate reinforce has no ratio: the second update of a batch is off-policy"
-            " and not corrected. Use one update, or ppo_clip."
+            f"algorithm.surrogate {o.surrogate} has no ratio: the second update of a batch is"
+            " off-policy and not corrected. Use one update, or ppo_clip."
         )
     return tuple(note for note in notes if note)
 
@@ -315,7 +310,8 @@ def _check(o: Options, given: Mapping[str, Any]) -> None:
     if (
         "scale" in given
         and isinstance(o.advantage, str)
-        and "scale" not in READS.get(o.advantage, {"scale"})
+        and o.advantage in catalogue.ADVANTAGES
+        and "scale" not in catalogue.ADVANTAGES[o.advantage].reads
     ):
         raise InputError(
             f"the advantage {o.advantage} is not scaled.",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reinforge.algorithms.catalogue import TABLE
 from reinforge.backends.local import LocalBackend
 from reinforge.build.workshop import Workshop
 from reinforge.core.engine import Engine
@@ -27,8 +26,8 @@ def joined(
 ) -> tuple[Rollout, Engine]:
     """The rollout with everybody whose answers count, and the engine that the loop updates."""
     algorithm = shop.algorithm
-    if algorithm.name == "gkd":  # only a share of the answers is sampled, the others are the data's
-        share = float({**TABLE["gkd"].options, **shop.cfg.algorithm.options}["share"])
+    share = algorithm.share
+    if share is not None:
         return (
             DemonstrationRollout(
                 rollout, answers_of(shop, rows) if share < 1 else {}, share, shop.cfg.run.seed

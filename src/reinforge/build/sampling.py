@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from reinforge.algorithms.catalogue import has_ratio
 from reinforge.algorithms.table import Algorithm
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.schema import Config
@@ -78,7 +79,7 @@ def make_source(
         )
         parts["passrates"] = rates
     if sampling.replay is not None:
-        if cfg.algorithm.correction.name == "none" and algorithm.options.surrogate == "reinforce":
+        if cfg.algorithm.correction.name == "none" and not has_ratio(algorithm.options.surrogate):
             raise InputError(
                 f"replayed groups are off-policy, and {algorithm.name} has no ratio.",
                 where="sampling.replay",

@@ -10,22 +10,18 @@ from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.preference import PairLoss
+from reinforge.algorithms.reward import RewardLoss
 from reinforge.data import units as kinds
 from reinforge.data.units import Units
-
-REWARD_UNITS: dict[str, Units] = {
-    "margin": partial(kinds.compared, gap=True),
-    "scaled": partial(kinds.compared, gap=True),
-    "regression": kinds.graded,
-    "process": kinds.steps,
-}
 
 
 def units_of(algorithm: Algorithm) -> Units:
     """What a row of the data becomes for this algorithm."""
     loss: Any = algorithm.loss
-    if algorithm.family == "reward":
-        return REWARD_UNITS.get(algorithm.name, kinds.compared)
+    if isinstance(loss, RewardLoss):
+        if loss.row.per == "pair":
+            return partial(kinds.compared, gap=loss.row.stream == "gap")
+        return kinds.graded if loss.row.per == "answer" else kinds.steps
     if algorithm.family == "preference":
         if not isinstance(loss, PairLoss):
             return kinds.judged

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reinforge.config.families import ONLINE
-
 if TYPE_CHECKING:
     from reinforge.config.schema import Config
 
@@ -48,7 +46,7 @@ def _check_partial(config: Config) -> None:
             "a stop string across a cut would not be seen; leave rollout.stop out",
         ),
         (config.agent is not None, "an agent cannot be cut and go on; leave it out"),
-        (algorithm.name in ONLINE, f"{algorithm.name} trains on fresh answers only; leave it out"),
+        (algorithm.kind.online, f"{algorithm.name} trains on fresh answers only; leave it out"),
     ):
         if wrong:
             raise ValueError(f"rollout.partial: {why}")

@@ -9,23 +9,15 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat
 
-from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
-from reinforge.config.families import (
-    BEST,
-    KEYS,
-    ON_POLICY,
-    ONLINE,
-    ONLINE_KEYS,
-    OPPOSED,
-    ROW_KEYS,
-    family_of,
+from reinforge.algorithms.catalogue import (
+    AlgorithmSpec,
+    Kind,
+    has_ratio,
+    needs_values,
+    spec_of,
+    works_alone,
 )
-
-# What works with one sample per prompt. The others compare the samples of a prompt, and one has
-# nothing to be compared with.
-SINGLE_SAMPLE_ALGORITHMS = ("reinforce", "ppo", "reinforce_pp", "remax", "vapo")
-SINGLE_SAMPLE_ADVANTAGES = ("batch_baseline", "return_to_go", "greedy_baseline", "gae")
-CRITIC_ALGORITHMS = ("ppo", "vapo")  # their advantage is gae
+from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
 
 
 class ClipConfig(Section):
@@ -252,55 +244,62 @@ class AlgorithmConfig(Section):
     minibatches: Count = Field(1, description="Optimizer steps per pass.")
 
     @property
+    def spec(self) -> AlgorithmSpec:
+        """What the catalogue knows of the algorithm."""
+        return spec_of(self.name)
+
+    @property
+    def kind(self) -> Kind:
+        """What it trains on, and which keys it reads."""
+        return self.spec.kind
+
+    @property
     def family(self) -> str:
         """policy_gradient, supervised, preference, reward or distillation."""
-        return family_of(self.name)
+        return self.kind.family
 
     @property
     def rl(self) -> bool:
         """Whether the policy samples what it is trained on."""
-        return self.family == "policy_gradient" or self.name in ON_POLICY + ONLINE
-
-    @property
-    def wants_rewards(self) -> bool:
-        """Whether there is nothing to learn from without rewards."""
-        return self.family == "policy_gradient" or (self.name in ONLINE and self.name != "spin")
+        return self.kind.samples
 
     def foreign_keys(self) -> list[str]:
-        """Keys that were changed and that this family does not read."""
-        changed = [
+        """Keys that were changed and that this kind of algorithm does not read."""
+        shared = {"group_size", "options"}
+        return [
             name
             for name, field in type(self).model_fields.items()
-            if not field.is_required() and getattr(self, name) != field.default
+            if not field.is_required()
+            and getattr(self, name) != field.default
+            and name not in shared
+            and not self._reads(name)
         ]
-        if self.rl and self.name not in ONLINE:
-            return [name for name in changed if name in ROW_KEYS]
-        if "kl" in KEYS[self.family] and self.kl != KLConfig(reference=self.kl.reference):
-            return ["kl"]  # the reference is all that is read of it
-        own = (frozenset({"reduce"}) if self.name in BEST else KEYS[self.family]) | (
-            ONLINE_KEYS if self.name in ONLINE else frozenset()
-        )
-        return [name for name in changed if name not in {"group_size", "options"} | own]
+
+    def _reads(self, key: str) -> bool:
+        if key == "kl" and "kl.reference" in self.kind.reads:
+            return self.kl == KLConfig(reference=self.kl.reference)
+        return key in self.kind.reads
 
     @property
     def compares_samples(self) -> bool:
-        """Whether the advantage compares the samples of a prompt, so that one sample alone teaches
-        nothing.
-        """
+        """Whether the samples of a prompt are compared, so that one alone teaches nothing."""
         if self.family != "policy_gradient":
-            return self.name in ("online_dpo", *OPPOSED)
-        if self.advantage is not None:
-            return ":" not in self.advantage and self.advantage not in SINGLE_SAMPLE_ADVANTAGES
-        return self.name not in SINGLE_SAMPLE_ALGORITHMS
+            return self.kind.compares
+        if ":" in (self.advantage or ""):
+            return False
+        return not works_alone(self.advantage or self.spec.parts.get("advantage"))
 
     @property
     def needs_critic(self) -> bool:
         """Whether the advantage reads values."""
-        return self.advantage == "gae" or (
-            self.advantage is None and self.name in CRITIC_ALGORITHMS
-        )
+        return needs_values(self.advantage or self.spec.parts.get("advantage"))
 
     @property
     def may_have_critic(self) -> bool:
         """A user's own advantage may read them too."""
         return self.needs_critic or (self.rl and ":" in (self.advantage or ""))
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the surrogate corrects for samples that are older than the weights."""
+        return has_ratio(self.surrogate or self.spec.parts.get("surrogate"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reinforge.algorithms.catalogue import TABLE, Row
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
@@ -56,12 +55,12 @@ def warnings(config: Config) -> Iterator[Told]:
     if not config.rollout.staleness:
         return
     algorithm = config.algorithm
-    surrogate = config.algorithm.surrogate or _row(config).parts.get("surrogate")
-    plain = surrogate == "reinforce"
-    if algorithm.correction.name == "none" and (plain or algorithm.old == "recompute"):
+    surrogate = algorithm.surrogate or algorithm.spec.parts.get("surrogate")
+    without_ratio = not algorithm.has_ratio
+    if algorithm.correction.name == "none" and (without_ratio or algorithm.old == "recompute"):
         why = (
-            "the surrogate reinforce has no ratio"
-            if plain
+            f"the surrogate {surrogate} has no ratio"
+            if without_ratio
             else "algorithm.old: recompute leaves out who sampled"
         )
         yield (
@@ -88,7 +87,7 @@ def dynamic(config: Config) -> bool:
     algorithm does.
     """
     asked = config.algorithm.dynamic_sampling
-    return bool(_row(config).defaults.get("dynamic_sampling")) if asked is None else asked
+    return config.algorithm.spec.dynamic_sampling if asked is None else asked
 
 
 def moving(config: Config) -> bool:
@@ -96,11 +95,7 @@ def moving(config: Config) -> bool:
     algorithm does.
     """
     asked = config.algorithm.kl.reference
-    own = _row(config).defaults.get("reference")
-    return (
-        ReferenceConfig(**own) if own and asked == ReferenceConfig() else asked
-    ).kind != "frozen"
-
-
-def _row(config: Config) -> Row:
-    return TABLE.get(config.algorithm.name, Row(config.algorithm.family, {}))
+    own = config.algorithm.spec.reference
+    if own is not None and asked == ReferenceConfig():
+        return ReferenceConfig(**own).kind != "frozen"
+    return asked.kind != "frozen"

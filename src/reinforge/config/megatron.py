@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from reinforge.config.families import REWARD
-
 # others have parameters of the same names and compute something else with them
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -39,7 +37,7 @@ def check_megatron(cfg: Any) -> None:
             "adapter: Megatron's layers train whole weights; leave it out, or set"
             " train.backend=fsdp"
         )
-    if cfg.algorithm.name in REWARD:
+    if cfg.algorithm.family == "reward":
         raise ValueError(
             "algorithm.name: the backend megatron trains causal LMs only; set train.backend=fsdp"
             " for a reward model"

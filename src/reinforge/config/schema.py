@@ -13,7 +13,6 @@ from pydantic import model_validator
 from reinforge.config.ahead import check_ahead
 from reinforge.config.deepspeed import check_deepspeed
 from reinforge.config.engine import check_engine
-from reinforge.config.families import ONLINE, OPPOSED
 from reinforge.config.megatron import check_megatron
 from reinforge.config.parallel import check_parallel
 from reinforge.config.sampling import SamplingConfig
@@ -27,7 +26,7 @@ class Config(Sections):
     def _consistent(self) -> Config:
         rl = self.algorithm.rl
         if (
-            self.algorithm.wants_rewards
+            self.algorithm.kind.wants_rewards
             and not self.rewards
             and self.env is None
             and self.agent is None
@@ -84,9 +83,9 @@ class Config(Sections):
         if precomputed and (
             algorithm.family != "preference"
             or algorithm.kl.reference.kind != "frozen"
-            or algorithm.name in ONLINE
+            or algorithm.kind.online
         ):
-            changing = algorithm.name in ONLINE
+            changing = algorithm.kind.online
             why = (
                 "compares with answers that change with the batch"
                 if changing
@@ -105,7 +104,7 @@ class Config(Sections):
         if (
             self.teacher is not None
             and self.teacher.precompute
-            and (algorithm.name != "topk" or self.teacher.also)
+            and (not algorithm.spec.teacher_fits_disk or self.teacher.also)
         ):
             raise ValueError(
                 "teacher.precompute: a whole distribution per token does not fit a disk; use"
@@ -141,21 +140,21 @@ class Config(Sections):
     def _check_online(self) -> None:
         """Preferences over what is sampled."""
         algorithm = self.algorithm
-        if algorithm.name in OPPOSED and algorithm.group_size % 2:
+        if algorithm.kind.opponent == "half" and algorithm.group_size % 2:
             raise ValueError(
                 f"algorithm.group_size: half of the answers are the opponent's in {algorithm.name};"
                 " use an even number"
             )
-        if algorithm.name in (*OPPOSED, "spin") and self.env is not None:
+        if algorithm.kind.opponent != "none" and self.env is not None:
             raise ValueError(
                 f"env: {algorithm.name} answers prompts with an opponent's words too, in one turn;"
                 " use online_dpo"
             )
-        if algorithm.name in ONLINE and self.sampling.replay is not None:
+        if algorithm.kind.online and self.sampling.replay is not None:
             raise ValueError(
                 f"sampling.replay: {algorithm.name} trains on fresh answers only; remove it"
             )
-        if algorithm.name in ONLINE and self.critic is not None:
+        if algorithm.kind.online and self.critic is not None:
             raise ValueError(f"critic: {algorithm.name} reads no values; remove the section")
 
     def _check_critic(self) -> None:
@@ -198,12 +197,11 @@ class Config(Sections):
                 f"sampling.replay.share: {replay.share} of {self.train.prompts_per_step} prompts is"
                 " less than one group; raise it"
             )
-        if algorithm.correction.name == "none" and (
-            algorithm.surrogate == "reinforce" or algorithm.old == "recompute"
-        ):
+        without_ratio = algorithm.surrogate is not None and not algorithm.has_ratio
+        if algorithm.correction.name == "none" and (without_ratio or algorithm.old == "recompute"):
             why = (
-                "the surrogate reinforce has no ratio"
-                if algorithm.surrogate == "reinforce"
+                f"the surrogate {algorithm.surrogate} has no ratio"
+                if without_ratio
                 else "algorithm.old: recompute leaves behaviour out"
             )
             raise ValueError(

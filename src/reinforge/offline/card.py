@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from reinforge.algorithms.catalogue import TABLE
+from reinforge.algorithms.catalogue import spec_of
 from reinforge.config.schema import Config
 from reinforge.version import __version__
 from reinforge.watch.ending import SUMMARY, ungrouped
@@ -133,7 +133,7 @@ def cited(algorithm: str) -> str:
     >>> cited("grpo")
     ' ([arXiv:2402.03300](https://arxiv.org/abs/2402.03300))'
     """
-    paper = TABLE[algorithm].paper if algorithm in TABLE else ""
+    paper = spec_of(algorithm).paper
     return (
         f" ({ARXIV.sub(lambda m: f'[arXiv:{m[0]}](https://arxiv.org/abs/{m[0]})', paper)})"
         if paper

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.build.trained import checkpoint_of, is_run, load_weights
-from reinforge.config.families import family_of
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
@@ -56,7 +55,7 @@ def export(
     config = config_from_dict(
         json.loads((run / "config.json").read_text()), where=str(run / "config.json")
     )
-    write = _write_scores if family_of(config.algorithm.name) == "reward" else _write_model
+    write = _write_scores if config.algorithm.family == "reward" else _write_model
     form = write(config, run, out, checkpoint, merge)
     text = card(
         run,

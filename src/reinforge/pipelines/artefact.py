@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reinforge.config.families import family_of
+from reinforge.algorithms.catalogue import spec_of
 from reinforge.config.pipeline import FILL, Pipeline, Reference, Stage
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
@@ -122,7 +122,7 @@ def trains_scores(stage: Stage) -> bool:
     """Whether a stage trains a model that gives a score instead of text."""
     return (
         stage.kind == "train"
-        and family_of((stage.settings.get("algorithm") or {}).get("name", "")) == "reward"
+        and spec_of((stage.settings.get("algorithm") or {}).get("name", "")).family == "reward"
     )
 
 

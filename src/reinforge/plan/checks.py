@@ -245,7 +245,7 @@ def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report
                 "checked": len(rows),
             }
         check_lengths(config, kind, rows, lengths, limit, report)
-    if config.algorithm.name == "spin":  # it plays against the data's answers
+    if config.algorithm.kind.wants_answers:
         for row in train:
             _length(renderer, row, texts)
     for name, count in renderer.counts.items():

@@ -64,14 +64,14 @@ def preflight(config: Config) -> Report:
     """Phase 1 of `plan`: everything wrong that the file system and the lists of names can tell, in
     well under a second.
     """
-    from reinforge.algorithms.names import NAMES
+    from reinforge.algorithms.catalogue import TABLE
 
     report = Report(summary=_step_summary(config))
-    if config.algorithm.name not in NAMES:
+    if config.algorithm.name not in TABLE:
         report.refuse(
             "algorithm.name",
             f"there is no algorithm {config.algorithm.name!r}.",
-            _nearest(config.algorithm.name, NAMES),
+            _nearest(config.algorithm.name, TABLE),
         )
     _check_model(config, report)
     for i, item in enumerate(config.data.mixture):
@@ -163,16 +163,16 @@ def _check_agent(config: Config, report: Report) -> None:
 
 def _check_parts(config: Config, report: Report) -> None:
     """The parts of the algorithm: names that there are, or functions that their files define."""
-    from reinforge.algorithms import names
+    from reinforge.algorithms import catalogue
 
     cfg = config.algorithm
     parts = (
-        ("advantage", cfg.advantage, names.ADVANTAGES),
-        ("surrogate", cfg.surrogate, names.SURROGATES),
-        ("selection", cfg.selection, names.SELECTIONS),
-        ("reduce", cfg.reduce, names.REDUCERS),
-        ("correction.name", cfg.correction.name, names.CORRECTIONS),
-        ("kl.estimator", cfg.kl.estimator, names.ESTIMATORS),
+        ("advantage", cfg.advantage, catalogue.ADVANTAGES),
+        ("surrogate", cfg.surrogate, catalogue.SURROGATES),
+        ("selection", cfg.selection, catalogue.SELECTIONS),
+        ("reduce", cfg.reduce, catalogue.REDUCERS),
+        ("correction.name", cfg.correction.name, catalogue.CORRECTIONS),
+        ("kl.estimator", cfg.kl.estimator, catalogue.ESTIMATORS),
     )
     for key, name, known in parts:
         if name and ".py:" in name:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reinforge.algorithms.catalogue import TABLE
+from reinforge.algorithms.catalogue import spec_of
 from reinforge.watch.logs import read_json, read_lines
 from reinforge.watch.runs import flatten, show_run
 from reinforge.watch.troubles import SCORED
@@ -186,8 +186,7 @@ def next_steps(run_dir: Path, run: Mapping[str, Any]) -> list[str]:
 
 def is_reward_model(run: Mapping[str, Any]) -> bool:
     """Whether the run trains scores, not text."""
-    row = TABLE.get(run["config"].get("algorithm.name", ""))
-    return row is not None and row.family == "reward"
+    return spec_of(run["config"].get("algorithm.name", "")).family == "reward"
 
 
 def write_summary(run_dir: Path, values: Mapping[str, Any]) -> None:
