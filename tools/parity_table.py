@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "parity")]
 import preference_parity as parity
 from loss_twins import TWINS
 
-from reinforge.algorithms.catalogue import TABLE, Row
+from reinforge.algorithms.catalogue import TABLE, AlgorithmSpec
 
 FAMILIES = {
     "supervised": "Supervised",
@@ -128,7 +128,7 @@ def cases(name: str) -> list[str]:
     return found
 
 
-def line(name: str, row: Row) -> str:
+def line(name: str, row: AlgorithmSpec) -> str:
     labels = cases(name)
     theirs = bound(max(max(parity.CASES[label]()) for label in labels)) if labels else "not there"
     said = ", ".join(f"`{label.split(': ')[1]}`" for label in labels if "chunked" not in label)

@@ -7,7 +7,7 @@ import re
 import pytest
 from source_tree import ROOT
 
-from reinforge.algorithms import names
+from reinforge.algorithms import catalogue
 from reinforge.config.reference import reference_markdown
 from reinforge.config.schema import Config
 
@@ -16,11 +16,11 @@ KNOWN = set(re.findall(r"^\| `([\w.]+)`", reference_markdown(), re.MULTILINE))
 SECTIONS = "|".join(Config.model_fields)
 OURS = re.compile(rf"^((?:{SECTIONS})(?:\.\w+)+)(?:: (.+))?$")
 LISTS = {
-    "algorithm.name": names.NAMES,
-    "algorithm.reduce": names.REDUCERS,
-    "algorithm.correction.name": names.CORRECTIONS,
-    "algorithm.kl.estimator": names.ESTIMATORS,
-    "algorithm.selection": names.SELECTIONS,
+    "algorithm.name": catalogue.TABLE,
+    "algorithm.reduce": catalogue.REDUCERS,
+    "algorithm.correction.name": catalogue.CORRECTIONS,
+    "algorithm.kl.estimator": catalogue.ESTIMATORS,
+    "algorithm.selection": catalogue.SELECTIONS,
 }
 MEANT = {  # what was wrong or missing once
     "use_vllm": "rollout.engine: vllm",

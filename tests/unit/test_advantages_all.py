@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_advantages import NAN, by_name, rollouts
 
-from reinforge.algorithms.advantages import ADVANTAGES, READS, AdvantageOptions, Rollouts
+from reinforge.algorithms import catalogue
+from reinforge.algorithms.advantages import ADVANTAGES, AdvantageOptions, Rollouts
 
 
 def some_batch(
@@ -184,4 +185,4 @@ def test_reads_says_which_options_count(name: str) -> None:
             )
             if not all(torch.equal(a, b) for a, b in pairs):
                 changed.add(option)
-    assert changed == READS[name] and set(READS) == set(ADVANTAGES)
+    assert changed == catalogue.ADVANTAGES[name].reads

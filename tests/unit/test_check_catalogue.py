@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 
 from reinforge.algorithms.catalogue import TABLE
-from reinforge.config.algorithm import CRITIC_ALGORITHMS
 from reinforge.config.conflicts import conflicts
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
@@ -80,9 +79,3 @@ def test_what_moves_cannot_be_precomputed(make: Callable[..., Config]) -> None:
     ):
         launch(cfg, data=[])
     assert any("train.precompute_reference" in error for error in preflight(cfg).errors)
-
-
-def test_lists_of_names_agree_with_the_catalogue() -> None:
-    assert {name for name, row in TABLE.items() if row.parts.get("advantage") == "gae"} == set(
-        CRITIC_ALGORITHMS
-    )

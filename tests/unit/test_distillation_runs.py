@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from family_runs import WORDS, config, launch
+from reinforge.algorithms.catalogue import TABLE
 from reinforge.build.trainer import Given, build
-from reinforge.config.families import DISTILLATION, ON_POLICY
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row
 from reinforge.models.tiny import make_tiny_model
@@ -22,6 +22,9 @@ from tiny_runs import digest, lines, tensors
 from toys import SilentView, run
 
 pytestmark = pytest.mark.timeout(120)
+TEACHER_FAMILY = {name: spec for name, spec in TABLE.items() if spec.family == "distillation"}
+DISTILLATION = [name for name, spec in TEACHER_FAMILY.items() if not spec.kind.samples]
+ON_POLICY = [name for name, spec in TEACHER_FAMILY.items() if spec.kind.samples]
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"{n} {w}:", "completion": w.upper()} for n, w in enumerate(WORDS)
 ]

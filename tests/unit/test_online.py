@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from family_runs import config
+from reinforge.algorithms.catalogue import BEST_OF, TABLE
 from reinforge.algorithms.online import NashLoss, geometric_mixture
 from reinforge.algorithms.picks import best_and_worst, contest, keep_best, self_play, win_rates
 from reinforge.algorithms.preference import with_stream
@@ -21,7 +22,6 @@ from reinforge.backends.local import LocalBackend
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given, build
 from reinforge.config.adapter import AdapterConfig
-from reinforge.config.families import BEST, ONLINE, OPPOSED
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.engine import Sampling
@@ -253,6 +253,8 @@ def full(model: CausalModel, ids: list[int]) -> torch.Tensor:
 
 # whole runs
 
+ONLINE = [name for name, spec in TABLE.items() if spec.kind.online]
+BEST = [name for name, spec in TABLE.items() if spec.kind is BEST_OF]
 ROWS = [
     {"prompt": f"{i} {case}:", "case": case, "completion": "abcd" if case == "small" else "ABCD"}
     for i in range(16)
@@ -417,7 +419,3 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         setup(blank, tmp_path / "run", name, *overrides)
-
-
-def test_names() -> None:
-    assert {*OPPOSED, *BEST} < set(ONLINE) and len(ONLINE) == 7

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from family_runs import HELD, JUDGED, PAIRS, config, launch, small_model
+from reinforge.algorithms import catalogue
 from reinforge.api import evaluate
 from reinforge.backends.local import LocalBackend
 from reinforge.build.run import train_config
@@ -20,7 +21,6 @@ from reinforge.build.supervised import make_units
 from reinforge.build.trainer import Given, build
 from reinforge.build.workshop import Workshop
 from reinforge.config.data import DataConfig
-from reinforge.config.families import PREFERENCE, UNPAIRED
 from reinforge.core.errors import InputError
 from reinforge.data.chat import Renderer
 from reinforge.data.preference import with_prompt
@@ -39,6 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return small_model(tmp_path_factory.mktemp("small"))
 
 
+PREFERENCE = [n for n, spec in catalogue.TABLE.items() if spec.kind is catalogue.PAIRED]
+UNPAIRED = [n for n, spec in catalogue.TABLE.items() if spec.kind is catalogue.UNPAIRED]
 LN2 = math.log(2)
 FREE = ("simpo", "orpo", "cpo", "alphapo", "sft_pair")
 STEP_0 = {  # where policy is reference, with the default beta 0.1

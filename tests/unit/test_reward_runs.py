@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from family_runs import HELD, PAIRS, config, launch, small_model
+from reinforge.algorithms.catalogue import TABLE
 from reinforge.build.run import train_config
 from reinforge.build.supervised import make_units
 from reinforge.build.trainer import Given, build
 from reinforge.build.workshop import Workshop
-from reinforge.config.families import REWARD
 from reinforge.core.errors import InputError
 from reinforge.evals.rows import calibration_error
 from reinforge.offline.export import export
@@ -55,7 +55,7 @@ def judge(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(Path(cfg.run.dir), folder / "model")
 
 
-@pytest.mark.parametrize("name", REWARD)
+@pytest.mark.parametrize("name", [n for n, spec in TABLE.items() if spec.family == "reward"])
 def test_first_step_and_learning(model: str, tmp_path: Path, name: str) -> None:
     """A head that starts at 0 scores 0: losses are known. Then it learns rows it has not seen."""
     data = DATA.get(name, PAIRS)

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from reinforge.algorithms import catalogue
 from reinforge.algorithms.advantages import Rollouts
 from reinforge.algorithms.selections import (
-    NEEDS,
-    SELECTED,
     SELECTIONS,
     clip_cov,
     kl_cov,
@@ -192,12 +191,15 @@ def test_no_tokens(name: str) -> None:
 
 
 def test_what_becomes_of_the_selected() -> None:
-    assert SELECTED == {
+    assert {name: spec.selected for name, spec in catalogue.SELECTIONS.items()} == {
         "clip_cov": "drop",
         "kl_cov": "penalise",
         "top_entropy": "keep",
         "off_policy_mask": "drop",
     }
-    assert set(NEEDS) == set(SELECTIONS)
+    assert {name: spec.needs for name, spec in catalogue.SELECTIONS.items() if spec.needs} == {
+        "top_entropy": {"entropy"},
+        "off_policy_mask": {"old"},
+    }
     with pytest.raises(AssertionError, match="entropy"):
         top_entropy(rollouts([1], old=[-1.0]))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import reinforge
-from reinforge.algorithms import names
+from reinforge.algorithms import catalogue
 from reinforge.algorithms.advantages import ADVANTAGES
 from reinforge.algorithms.catalogue import TABLE, describe, printed
 from reinforge.algorithms.corrections import CORRECTIONS
@@ -22,14 +22,9 @@ from reinforge.algorithms.kl import ESTIMATORS
 from reinforge.algorithms.reduce import REDUCERS
 from reinforge.algorithms.selections import SELECTIONS
 from reinforge.algorithms.surrogates import SURROGATES
-from reinforge.algorithms.table import build
+from reinforge.algorithms.table import BUILDERS, build
 from reinforge.cli.main import main
-from reinforge.config.algorithm import (
-    SINGLE_SAMPLE_ADVANTAGES,
-    SINGLE_SAMPLE_ALGORITHMS,
-    AlgorithmConfig,
-)
-from reinforge.config.families import FAMILIES, family_of
+from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.schema import Config
 from reinforge.core.backend import Loss
 from reinforge.core.batch import Batch
@@ -108,27 +103,98 @@ SHARED = {
 }
 
 
+KINDS = {  # of what is no policy gradient
+    "supervised": "sft dft",
+    "paired": (
+        "dpo sigmoid cdpo robust hinge ipo exo_pair nca_pair bco_pair sppo_hard aot aot_unpaired"
+        " apo_zero apo_down discopop sigmoid_norm rpo rpo_sq rpo_bwd_kl rpo_fwd_kl tr_dpo wpo"
+        " ld_dpo f_dpo mpo simpo orpo cpo alphapo sft_pair"
+    ),
+    "unpaired": "kto bco apo_zero_unpaired",
+    "online": "online_dpo",
+    "opposed": "xpo nash_md",
+    "self_play": "spin",
+    "best_of": "best_of_n raft rejection_sampling",
+    "reward_model": "bradley_terry margin scaled logexp centred regression process",
+    "distillation": "forward_kl reverse_kl jsd skew_forward skew_reverse topk uld",
+    "mixed_distillation": "gkd",
+    "on_policy_distillation": "opd minillm",
+}
+
+
 def test_the_table_is_complete() -> None:
-    assert [name for name, row in TABLE.items() if row.family == "policy_gradient"] == list(
-        PARTS
-    ) and list(TABLE) == list(names.NAMES)
+    assert [name for name, spec in TABLE.items() if spec.family == "policy_gradient"] == list(PARTS)
     assert {e["name"]: e["paper"] for e in describe() if e["name"] in PARTS} == {
         name: paper for name, (*_, paper) in PARTS.items()
     }
-    assert {e["name"]: e["family"] for e in describe()} == {
-        **{name: family for family, listed in FAMILIES.items() for name in listed},
-        **dict.fromkeys(PARTS, "policy_gradient"),
-    }
-    assert all(family_of(name) == row.family for name, row in TABLE.items())
-    for tuple_, functions in (
-        (names.ADVANTAGES, ADVANTAGES),
-        (names.SURROGATES, SURROGATES),
-        (names.CORRECTIONS, CORRECTIONS),
-        (names.SELECTIONS, SELECTIONS),
-        (names.REDUCERS, REDUCERS),
-        (names.ESTIMATORS, ESTIMATORS),
+    for kind, names in KINDS.items():
+        assert [name for name, spec in TABLE.items() if spec.kind.name == kind] == names.split()
+    listed = [name for names in KINDS.values() for name in names.split()]
+    assert {*listed, *PARTS} == TABLE.keys()
+    assert BUILDERS.keys() == {spec.kind.name for spec in TABLE.values()}
+
+
+def test_the_parts_of_the_catalogue_are_the_functions_there_are() -> None:
+    for named, functions in (
+        (catalogue.ADVANTAGES, ADVANTAGES),
+        (catalogue.SURROGATES, SURROGATES),
+        (catalogue.CORRECTIONS, CORRECTIONS),
+        (catalogue.SELECTIONS, SELECTIONS),
+        (catalogue.REDUCERS, REDUCERS),
+        (catalogue.ESTIMATORS, ESTIMATORS),
     ):
-        assert tuple_ == tuple(functions)
+        assert list(named) == list(functions)
+
+
+def test_every_key_of_the_section_has_a_reader() -> None:
+    """And what kinds say they read exists."""
+    kinds = {spec.kind for spec in TABLE.values()}
+    read = {key.split(".")[0] for kind in kinds for key in kind.reads}
+    assert read | {"name", "group_size", "options"} == set(AlgorithmConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "foreign"),
+    [
+        ("grpo", {"beta": 0.1, "scale": "none", "kl": {"coefficient": 0.1}}, ["beta"]),
+        ("opd", {"losses": {"sigmoid": 1.0}, "clip": {"high": 0.3}}, ["losses"]),
+        (
+            "dpo",
+            {"beta": 0.1, "kl": {"reference": {"kind": "ema"}}, "reduce": "token_mean"},
+            ["reduce"],
+        ),
+        ("kto", {"kl": {"coefficient": 0.1}}, ["kl"]),
+        ("online_dpo", {"beta": 0.1, "epochs": 2, "entropy": 0.1}, ["entropy"]),
+        (
+            "raft",
+            {"reduce": "token_mean", "beta": 0.1, "kl": {"reference": {"kind": "ema"}}},
+            ["beta", "kl"],
+        ),
+        ("sft", {"reduce": "token_mean", "epochs": 2}, ["epochs"]),
+        ("margin", {"reduce": "token_mean"}, ["reduce"]),
+    ],
+)
+def test_keys_that_a_kind_does_not_read(
+    name: str, keys: dict[str, Any], foreign: list[str]
+) -> None:
+    shared = {"group_size": 4, "options": {"x": 1}}
+    assert AlgorithmConfig(name=name, **shared, **keys).foreign_keys() == foreign
+
+
+def test_what_a_name_is_made_of_tells_the_rest() -> None:
+    """Facts that follow from the parts, and a name that nobody knows."""
+    assert {name for name in TABLE if AlgorithmConfig(name=name).needs_critic} == {"ppo", "vapo"}
+    assert {name for name in TABLE if not AlgorithmConfig(name=name).has_ratio} == {
+        "reinforce",
+        "gpg",
+        "rloo",
+        "remax",
+        "opo",
+    }
+    assert {name for name, spec in TABLE.items() if spec.dynamic_sampling} == {"dapo"}
+    assert {name for name, spec in TABLE.items() if spec.reference} == {"tr_dpo", "spin"}
+    unknown = AlgorithmConfig(name="grpoo")
+    assert unknown.family == "policy_gradient" and unknown.rl and unknown.compares_samples
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -240,14 +306,8 @@ def test_notes() -> None:
 
 
 def test_one_sample_per_prompt() -> None:
-    """Refused where the advantage compares samples of a prompt, and only there; the list is in step
-    with the table.
-    """
-    single = {name for name in PARTS if TABLE[name].parts["advantage"] in SINGLE_SAMPLE_ADVANTAGES}
-    assert (
-        single == set(SINGLE_SAMPLE_ALGORITHMS)
-        and {"reinforce", "ppo", "reinforce_pp", "remax"} <= single
-    )
+    """Refused where the advantage compares samples of a prompt, and only there."""
+    single = {"reinforce", "ppo", "reinforce_pp", "remax", "vapo"}
     raw: dict[str, Any] = {
         "model": {"path": "m"},
         "data": {"source": "d.jsonl"},
@@ -286,7 +346,7 @@ def test_advantages_that_work_with_one_sample_do() -> None:
         batch = Batch.pack(samples)
         build("grpo", advantage=name).advantages([batch])
         assert bool(batch.streams["advantages"].abs().max() > 1e-3) == (
-            name in SINGLE_SAMPLE_ADVANTAGES
+            catalogue.ADVANTAGES[name].alone
         ), name
 
 
@@ -320,7 +380,7 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_names_need_no_torch() -> None:
     source = str(Path(reinforge.__file__).parents[1])
     code = (
-        f"import sys; sys.path.insert(0, {source!r}); import reinforge.algorithms.names;"
+        f"import sys; sys.path.insert(0, {source!r}); import reinforge.algorithms.catalogue;"
         " sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -2,5 +2,5 @@
 
 An algorithm is (advantage, surrogate, correction, reduce) and a row of `table.py`.
 
-Nothing is imported here, so that `reinforge.algorithms.names` can be read without torch.
+Nothing is imported here, so that `reinforge.algorithms.catalogue` can be read without torch.
 """

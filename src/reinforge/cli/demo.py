@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from reinforge.algorithms.catalogue import spec_of
 from reinforge.build.run import RunResult, train_config
 from reinforge.config.load import config_from_dict
 from reinforge.core.errors import InputError
@@ -71,7 +72,10 @@ def _config(
             },
             "rollout": {"max_new_tokens": 6},
             "train": train,
-            "eval": {"every": max(1, train["steps"] // 4), "at_start": name == "grpo"},
+            "eval": {
+                "every": max(1, train["steps"] // 4),
+                "at_start": spec_of(algorithm["name"]).kind.samples,
+            },
             "run": {
                 "dir": str(folder / name),
                 "seed": seed,
