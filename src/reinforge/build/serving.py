@@ -6,7 +6,6 @@ from pathlib import Path
 
 from reinforge.build.trained import config_of, is_run, load_weights, open_model
 from reinforge.config.data import DataConfig
-from reinforge.config.families import family_of
 from reinforge.core.errors import InputError
 from reinforge.data.chat import Renderer
 from reinforge.engines.native import NativeEngine
@@ -56,7 +55,7 @@ def load_scorer(source: str, options: ServeOptions) -> Scorer:
             ModelReward(source, where="MODEL").load("auto"), name=name, most=options.max_completions
         )
     config, _ = config_of(Path(source))
-    if family_of(config.algorithm.name) != "reward":
+    if config.algorithm.family != "reward":
         raise InputError(
             f"{source} trained {config.algorithm.name}, not a reward model.",
             where="MODEL",
