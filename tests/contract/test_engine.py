@@ -21,8 +21,6 @@ from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
 from toys import VOCABULARY, ToyTokenizer, make_model, run, tokens_of
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @dataclass
 class Case:

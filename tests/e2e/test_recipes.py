@@ -31,8 +31,6 @@ SMALL = [
 # a random model adds nothing up, and rewards that are all 0 would train nothing
 SIGNAL = "rewards.0.name=tiny_runs:odd"
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def steps(path: Path, model: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     cfg = load_config(

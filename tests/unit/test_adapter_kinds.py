@@ -25,7 +25,6 @@ from reinforge.offline.export import export
 from tiny_runs import digest, lines
 from toys import make_module
 
-pytestmark = pytest.mark.timeout(120)
 BNB = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )

@@ -30,7 +30,6 @@ from reinforge.rollout.group_state import groups_from_state, groups_to_state
 from reinforge.rollout.source import GroupSource, harvest_metrics
 from tiny_runs import EVAL, digest, launch, lines
 
-pytestmark = pytest.mark.timeout(120)
 ROWS = [Row(f"r{i}", f"p{i}") for i in range(64)]
 
 

@@ -13,8 +13,6 @@ from reinforge.algorithms.catalogue import TABLE
 from reinforge.config.schema import Config
 from tiny_runs import launch, lines
 
-pytestmark = pytest.mark.timeout(120)
-
 NAMES = [name for name, row in TABLE.items() if row.family == "policy_gradient"]
 MODIFIERS = {
     "icepop": ("algorithm.correction.name=icepop",),

@@ -24,7 +24,6 @@ from reinforge.models.load import load_model
 from reinforge.models.tiny import make_tiny_model
 from reinforge.rollout.source import GroupSource
 
-pytestmark = pytest.mark.timeout(120)
 ROWS = [{"prompt": f"{i}: "} for i in range(32)]
 SMALL: dict[str, Any] = dict(
     steps=1, group_size=4, prompts_per_step=2, max_new_tokens=4, overrides=["rollout.kv_gib=0.01"]

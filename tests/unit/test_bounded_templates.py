@@ -16,7 +16,6 @@ from reinforge.data import bounded
 from reinforge.data.bounded import Budget, TooMuch, compiled, spending
 from reinforge.data.templates import Template
 
-pytestmark = pytest.mark.timeout(120)
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 

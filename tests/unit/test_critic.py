@@ -31,8 +31,6 @@ from scalars import make_classifier, make_scalar, true_values
 from tiny_runs import DATA, LORA, digest, launch, lines, odd, tensors
 from toys import SilentView, gradients, make_model, make_samples, relative, train_config
 
-pytestmark = pytest.mark.timeout(120)
-
 # the backend with a scalar model
 
 

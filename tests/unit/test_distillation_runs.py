@@ -21,7 +21,6 @@ from reinforge.rollout.players.demonstrations import DemonstrationRollout
 from tiny_runs import digest, lines, tensors
 from toys import SilentView, run
 
-pytestmark = pytest.mark.timeout(120)
 TEACHER_FAMILY = {name: spec for name, spec in TABLE.items() if spec.family == "distillation"}
 DISTILLATION = [name for name, spec in TEACHER_FAMILY.items() if not spec.kind.samples]
 ON_POLICY = [name for name, spec in TEACHER_FAMILY.items() if spec.kind.samples]

@@ -22,7 +22,6 @@ from reinforge.models.attention import Cache
 from reinforge.models.causal import CausalModel
 from toys import ARCHS, EOS, VOCABULARY, make_model, make_module, run, tokens_of, true_logprobs
 
-pytestmark = pytest.mark.timeout(60)
 AROUND_A_BLOCK = (1, 15, 16, 17, 31, 32, 33)
 
 

@@ -31,7 +31,6 @@ from reinforge.engines.served.replica import Setup
 from reinforge.weights.probe import WeightMismatch
 from toys import make_module, run
 
-pytestmark = pytest.mark.timeout(120)
 PROMPT = [5, 9, 33]
 FREE = Sampling(12, ignore_eos=True)
 

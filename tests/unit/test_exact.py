@@ -35,7 +35,6 @@ from reinforge.plan.preflight import preflight
 from tiny_runs import LORA, launch, lines
 from toys import make_module, make_samples, tokens_of, train_config
 
-pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -23,7 +23,6 @@ from reinforge.offline.export import export
 from reinforge.plan.preflight import preflight
 from tiny_runs import LORA, launch, make_config, tensors
 
-pytestmark = pytest.mark.timeout(120)
 IDS = torch.tensor([[5, 17, 40, 41, 9, 100]])
 
 

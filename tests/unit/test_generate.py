@@ -29,8 +29,6 @@ from reinforge.rewards import judge as judging
 from reinforge.rewards.judge import Judge
 from stubs import Stub, stub_server
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def prompts_file(folder: Path, count: int = 5) -> Path:
     path = folder / "p.jsonl"

@@ -25,7 +25,6 @@ from reinforge.rollout.players.single_turn import SingleTurn
 from reinforge.rollout.source import GroupSource, Harvest, harvest_metrics
 from toys import EOS, ToyTokenizer, make_model, run, tokens_of
 
-pytestmark = pytest.mark.timeout(60)
 ROW = Row("r7", "prompt")
 PROMPT = tokens_of(5)
 decode = ToyTokenizer().decode

@@ -27,8 +27,6 @@ from reinforge.models.tiny import make_tiny_model
 from tiny_runs import lines
 from toys import SilentView
 
-pytestmark = pytest.mark.timeout(120)
-
 NAMES = [name for name, row in TABLE.items() if row.family == "policy_gradient"]
 # three seeds: all but remax are past 0.95 after 24 steps
 LETTERS = 4

@@ -29,7 +29,6 @@ from reinforge.envs.tools import Unavailable
 from reinforge.rollout.dialogue.episode import EpisodeLimits
 from turns import Saying, make_episodes, make_renderer
 
-pytestmark = pytest.mark.timeout(120)
 ROW = Row("r0", "What is 2 and 3?", {})
 # in the environment of what these tests start: others may run the same tests
 OURS = secrets.token_hex(8)

@@ -19,7 +19,6 @@ from reinforge.checkpoint import store
 from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
 
-pytestmark = pytest.mark.timeout(120)
 ROWS = [{"prompt": f"{i}: "} for i in range(32)]
 SMALL: dict[str, Any] = dict(
     steps=1, group_size=4, prompts_per_step=2, max_new_tokens=4, overrides=["rollout.kv_gib=0.01"]

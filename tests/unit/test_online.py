@@ -37,9 +37,6 @@ from tiny_runs import digest, lines
 from toys import SilentView, ToyTokenizer, make_module, run, tokens_of
 from toys import train_config as train_section
 
-pytestmark = pytest.mark.timeout(120)
-
-
 # which answers are trained
 
 

@@ -35,7 +35,6 @@ from tiny_runs import DATA, digest, launch, lines, odd
 from toys import SilentView, make_model, make_module
 from turns import Echo, make_episodes, make_renderer
 
-pytestmark = pytest.mark.timeout(120)
 ROWS = [Row(f"r{i}", f"p{i}") for i in range(64)]
 
 

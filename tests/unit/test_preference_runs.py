@@ -31,8 +31,6 @@ from reinforge.rewards.model import ModelReward
 from tiny_runs import digest, lines, tensors
 from toys import SilentView
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -17,7 +17,6 @@ from reinforge.engines.native.blocks import BlockPool, block_keys
 from reinforge.engines.native.decoder import bucket
 from toys import ARCHS, make_model, make_module, run, tokens_of, true_logprobs
 
-pytestmark = pytest.mark.timeout(60)
 PARAMS = Sampling(12, 0.9, ignore_eos=True)
 
 

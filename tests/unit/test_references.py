@@ -33,8 +33,6 @@ from split_backends import load
 from tiny_runs import DATA, EVAL, LORA, digest, launch, lines, odd, tensors
 from toys import SilentView, make_module, make_samples, parameters, train_config
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def one_weight(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, MasterAdamW]:
     module = nn.Linear(1, 1, bias=False).to(dtype)

@@ -17,8 +17,6 @@ from reinforge.rewards.math import decided
 from reinforge.rollout.scoring import RewardScorer
 from toys import run
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def short(value: Any) -> str:
     return repr(value)[:40]

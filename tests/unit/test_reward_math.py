@@ -31,7 +31,6 @@ from reinforge.rewards.outcome import Outcome
 from toys import run
 
 pytest.importorskip("math_verify")
-pytestmark = pytest.mark.timeout(120)
 QUESTION = "What is 2+2?"
 
 

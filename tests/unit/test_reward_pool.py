@@ -33,7 +33,6 @@ from reinforge.rollout.scoring import RewardScorer
 from reinforge.rollout.source import Harvest, harvest_metrics
 from toys import run
 
-pytestmark = pytest.mark.timeout(120)
 TIMEOUT = 0.25
 OBEY = "hostile_rewards:obey"
 

@@ -24,7 +24,6 @@ from reinforge.rewards.model import ModelReward
 from tiny_runs import digest, lines, make_config
 from toys import SilentView
 
-pytestmark = pytest.mark.timeout(120)
 GRADED: list[dict[str, Any]] = [
     {"prompt": row["prompt"], "completion": row[side], "score": 1.0 if side == "chosen" else -1.0}
     for row in PAIRS

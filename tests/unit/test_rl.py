@@ -27,8 +27,6 @@ from reinforge.loops.troubles import UNSCORED, what_is_bad, why_bad
 from tiny_runs import DATA, LORA, digest, launch, lines, tensors
 from toys import SilentView
 
-pytestmark = pytest.mark.timeout(120)
-
 # step 0
 
 

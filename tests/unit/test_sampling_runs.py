@@ -25,7 +25,6 @@ from reinforge.rewards.builtin import FUNCTIONS
 from tiny_runs import DATA, digest, launch, lines, odd, tensors
 from toys import SilentView
 
-pytestmark = pytest.mark.timeout(120)
 ROWS = [{**row, "level": i % 8} for i, row in enumerate(DATA)]
 REPLAY = {"size": 6, "share": 0.5, "max_staleness": 3, "max_uses": 2}
 TEACHABLE = {

@@ -23,7 +23,6 @@ from reinforge.serve.requests import CompletionRequest
 from reinforge.serve.service import Service
 from serving import make_chat_model, served_model, until
 
-pytestmark = pytest.mark.timeout(120)
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is 1+1?"}]
 
 

@@ -17,7 +17,6 @@ from attack_lists import web
 from reinforge.serve.http import Limits
 from serving import make_chat_model, served_model
 
-pytestmark = pytest.mark.timeout(120)
 HONEST = b'{"prompt": "hi", "max_tokens": 2}'
 
 

@@ -26,7 +26,6 @@ from reinforge.serve.connections import HEADER_BYTES, Limits, Sparse
 from reinforge.serve.http import server_of
 from serving import until
 
-pytestmark = pytest.mark.timeout(60)
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: "
 PATIENT = 600.0  # longer than any test
 LARGE = bytes(range(256)) * 32768  # 8 MiB: much more than a system keeps between two sockets

@@ -20,8 +20,6 @@ from reinforge.serve.options import ServeOptions, listen
 from scalars import make_classifier
 from serving import TEMPLATE, serving
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def post(url: str, body: dict[str, Any]) -> tuple[int, Any]:
     try:

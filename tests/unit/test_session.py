@@ -25,8 +25,6 @@ from reinforge.loops.rl import RLTrainer
 from tiny_runs import DATA, EVAL, LORA, digest, launch, lines, odd
 from toys import SilentView
 
-pytestmark = pytest.mark.timeout(120)
-
 # resume
 
 

@@ -36,7 +36,6 @@ from reinforge.rollout.source import GroupSource, Harvest, harvest_metrics, has_
 from tiny_runs import DATA, lines
 from toys import SilentView, run
 
-pytestmark = pytest.mark.timeout(60)
 ROWS = [Row(f"r{i}", f"p{i}") for i in range(10)]
 
 

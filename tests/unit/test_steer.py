@@ -16,8 +16,6 @@ from reinforge.data.sources import fill, rows_from, train_and_eval_rows
 from tiny_runs import digest, lines
 from toys import SilentView
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -18,7 +18,6 @@ from reinforge.data.mixture import MixtureCursor
 from tiny_runs import digest, lines
 from toys import SilentView
 
-pytestmark = pytest.mark.timeout(120)
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"{n} {w}:", "completion": w.upper()} for n, w in enumerate(WORDS)
 ]

@@ -23,7 +23,6 @@ from reinforge.watch.troubles import ENOUGH, Health, Trouble
 from tiny_runs import DATA, EVAL, launch, lines, odd
 from toys import SilentView
 
-pytestmark = pytest.mark.timeout(120)
 FINE = {
     "train/skipped": 0.0,
     "train/grad_norm": 0.5,
