@@ -45,7 +45,7 @@ lint: env-test ## ruff and mypy only
 format: env-test ## let ruff rewrite the files
 	@$(PY) -m ruff check --fix-only -q . ; $(PY) -m ruff format .
 
-reference: env ## write docs/reference/config.md from the schema, and the tables of docs/algorithms/index.md
+reference: env ## write docs/reference/ from the schema and the rules, and the tables of docs/algorithms/index.md
 	@$(PY) tools/gen_reference.py
 	@$(PY) tools/gen_algorithms.py
 

@@ -1,6 +1,7 @@
-"""Writes docs/reference/config.md from the configuration schema.
+"""Writes docs/reference/config.md from the configuration schema, and compatibility.md beside it
+from the tables that refuse a configuration.
 
-A test checks that the committed page is this one.
+A test checks that the committed pages are these.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from reinforge.config.reference import reference_markdown  # noqa: E402
+from reinforge.config.rules.page import compatibility_markdown  # noqa: E402
+
+PAGES = {"config.md": reference_markdown, "compatibility.md": compatibility_markdown}
 
 if __name__ == "__main__":
-    page = ROOT / "docs" / "reference" / "config.md"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(reference_markdown().rstrip("\n") + "\n", encoding="utf-8")
-    print(f"wrote {page.relative_to(ROOT)}")
+    folder = ROOT / "docs" / "reference"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, markdown in PAGES.items():
+        page = folder / name
+        page.write_text(markdown().rstrip("\n") + "\n", encoding="utf-8")
+        print(f"wrote {page.relative_to(ROOT)}")

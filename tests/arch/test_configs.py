@@ -5,6 +5,7 @@ documentation.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from source_tree import ROOT
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.pipeline import Pipeline, Stage, load_any
 from reinforge.config.reference import reference_markdown
+from reinforge.config.rules.page import compatibility_markdown
 from reinforge.config.schema import Config
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -101,8 +103,12 @@ def test_snippet_loads(text: str, tmp_path: Path) -> None:
         assert isinstance(config_from_dict(around(parse(text, "snippet")[0])), Config)
 
 
-def test_the_reference_page_is_fresh() -> None:
-    page = ROOT / "docs" / "reference" / "config.md"
-    assert page.read_text(encoding="utf-8") == reference_markdown().rstrip("\n") + "\n", (
+@pytest.mark.parametrize(
+    ("name", "markdown"),
+    [("config.md", reference_markdown), ("compatibility.md", compatibility_markdown)],
+)
+def test_the_reference_pages_are_fresh(name: str, markdown: Callable[[], str]) -> None:
+    page = ROOT / "docs" / "reference" / name
+    assert page.read_text(encoding="utf-8") == markdown().rstrip("\n") + "\n", (
         "run `make reference`"
     )

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from reinforge.config.engine import EngineConfig, missing
+from reinforge.config.engine import EngineConfig
 from reinforge.config.load import config_from_dict
+from reinforge.config.rules.machine import missing
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.engines.served.make import make_served

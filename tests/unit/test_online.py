@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from reinforge.config.families import BEST, ONLINE, OPPOSED
 
 from family_runs import config
 from reinforge.algorithms.catalogue import BEST_OF, TABLE

@@ -36,13 +36,7 @@ def joined(
         )
     if algorithm.opponent is None:
         return rollout, shop.engine
-    if not isinstance(backend, LocalBackend):
-        raise InputError(
-            f"{algorithm.name} samples from its reference, which here is cut over several"
-            " processes.",
-            where="train.backend",
-            fix="Use the local backend, or online_dpo.",
-        )
+    assert isinstance(backend, LocalBackend), "the rules of the config refuse an opponent elsewhere"
     assert isinstance(rollout, SingleTurn) and backend.reference is not None
     cfg = shop.cfg.rollout
     opponent = NativeEngine(

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from reinforge.algorithms.catalogue import has_ratio
 from reinforge.algorithms.table import Algorithm
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.schema import Config
@@ -79,15 +78,6 @@ def make_source(
         )
         parts["passrates"] = rates
     if sampling.replay is not None:
-        if cfg.algorithm.correction.name == "none" and not has_ratio(algorithm.options.surrogate):
-            raise InputError(
-                f"replayed groups are off-policy, and {algorithm.name} has no ratio.",
-                where="sampling.replay",
-                fix=(
-                    "Set algorithm.correction.name, e.g. to tis, or choose a surrogate with a ratio"
-                    " (ppo_clip)."
-                ),
-            )
         r = sampling.replay
         replay = Replay(
             rows, size=r.size, share=r.share, max_staleness=r.max_staleness, max_uses=r.max_uses

@@ -30,7 +30,6 @@ from reinforge.build.sharded import (
 )
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.algorithm import ReferenceConfig
-from reinforge.config.conflicts import refuse_conflicts
 from reinforge.config.data import DataConfig
 from reinforge.config.schema import Config
 from reinforge.core.engine import Engine
@@ -403,7 +402,6 @@ class Workshop:
 
 def open_shop(cfg: Config, given: Given, view: ViewLike) -> Workshop:
     """The workshop of a run: here, or with its models in actors of Ray."""
-    refuse_conflicts(cfg)
     if cfg.cluster.kind == "local":
         return Workshop(cfg, given, view)
     from reinforge.build.remote import RemoteWorkshop

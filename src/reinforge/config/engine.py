@@ -5,18 +5,11 @@ The native engine needs none of it.
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from reinforge.config.base import Count, Fraction, NonNegative, Positive, Section
-
-if TYPE_CHECKING:
-    from reinforge.config.schema import Config
 
 
 class EngineConfig(Section):
@@ -119,56 +112,3 @@ class EngineConfig(Section):
                 " each"
             )
         return self
-
-
-def check_engine(cfg: Config) -> None:
-    """What the section asks of the others."""
-    kind = cfg.rollout.engine
-    engine = cfg.engine
-    if kind == "native":
-        if engine != EngineConfig():
-            raise ValueError(
-                "engine: the native engine has no server; remove the section, or set rollout.engine"
-                " to vllm or sglang"
-            )
-        return
-    if cfg.model.exact:
-        raise ValueError(
-            f"model.exact: {kind} computes log-probs in its own way; set rollout.engine=native, or"
-            " leave it out"
-        )
-    if kind == "sglang" and engine.channel == "ipc":
-        raise ValueError("engine.channel: sglang reads weights from files here; use memory or disk")
-    if engine.address and engine.channel == "ipc":
-        raise ValueError(
-            "engine.channel: handles of GPU memory are for servers that we start; use memory or"
-            " disk"
-        )
-
-
-def missing(cfg: Config) -> Iterator[tuple[str, str, str]]:
-    """(where, what, fix) of what a server needs and this machine does not have."""
-    kind = cfg.rollout.engine
-    engine = cfg.engine
-    if kind == "native":
-        return
-    if engine.key_env is not None and not os.environ.get(engine.key_env):
-        yield (
-            "engine.key_env",
-            f"the environment variable {engine.key_env} is not set.",
-            "Set it to the key of the server.",
-        )
-    if engine.address:
-        return
-    if engine.python is None and find_spec(kind) is None:
-        yield (
-            "engine.python",
-            f"this Python has no {kind}.",
-            f"Name one that has it, e.g. engine.python=.venv-{kind}/bin/python.",
-        )
-    if engine.python is not None and shutil.which(engine.python) is None:
-        yield (
-            "engine.python",
-            f"no such program: {engine.python}",
-            f"Give the path of a Python that has {kind}.",
-        )

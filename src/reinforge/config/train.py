@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
 from reinforge.config.deepspeed import DeepSpeedConfig
-from reinforge.config.parallel import check_ranks
 
 BackendName = Literal["local", "fsdp", "deepspeed", "megatron"]
 
@@ -151,5 +150,14 @@ class TrainConfig(Section):
     def _duration(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
-        check_ranks(self)
+        return self
+
+    @model_validator(mode="after")
+    def _groups_of_ranks(self) -> TrainConfig:
+        together = self.sequence_parallel * self.tensor_parallel
+        if self.ranks is not None and self.ranks % together:
+            raise ValueError(
+                f"ranks: {self.ranks} cannot be dealt into groups of {together} (sequence_parallel"
+                f" x tensor_parallel must divide it); set a multiple of {together}"
+            )
         return self

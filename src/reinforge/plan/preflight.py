@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reinforge.config import conflicts as check_catalogue
-from reinforge.config import deepspeed, engine, megatron
+from reinforge.config import megatron
+from reinforge.config.rules.check import doubts
+from reinforge.config.rules.machine import missing
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.loops.changes import check_changes
@@ -84,14 +85,11 @@ def preflight(config: Config) -> Report:
     _check_env(config, report)
     _check_agent(config, report)
     _check_parts(config, report)
-    _check_exact(config, report)
     _check_cut(config, report)
-    for told in check_catalogue.conflicts(config):
-        report.refuse(*told)
-    for told in check_catalogue.warnings(config):
-        report.warn(*told)
-    for told in (*engine.missing(config), *deepspeed.missing(config), *megatron.missing(config)):
-        report.refuse(*told)
+    for doubt in doubts(config):
+        report.warn(doubt.key, f"{doubt.why}.", f"{doubt.fix[0].upper()}{doubt.fix[1:]}.")
+    for absent in missing(config):
+        report.refuse(*absent)
     _check_run_dir(config, report)
     if config.eval.every and not (config.data.eval.size or config.data.eval.source):
         report.refuse(
@@ -100,24 +98,6 @@ def preflight(config: Config) -> Report:
             "Set data.eval.size or data.eval.source, or eval.every=0.",
         )
     return report
-
-
-def _check_exact(config: Config, report: Report) -> None:
-    """What `model.exact` makes pointless."""
-    if not config.model.exact:
-        return
-    if config.algorithm.correction.name != "none" and config.sampling.replay is None:
-        report.warn(
-            "algorithm.correction.name",
-            "model.exact leaves no mismatch: every weight will be 1.",
-            "Leave one of them out.",
-        )
-    if config.algorithm.old == "recompute":
-        report.warn(
-            "algorithm.old",
-            "model.exact: the pass will find what sampling reported, to the bit.",
-            "Use engine: it costs nothing.",
-        )
 
 
 def _check_cut(config: Config, report: Report) -> None:

@@ -1,0 +1,315 @@
+"""Which kind of algorithm reads which settings: a key that nobody reads is refused, because it
+would be ignored in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reinforge.config.rules.facts import moving, opposed, samples, uncorrected
+from reinforge.config.rules.table import YES, Cell, Column, Feature, No, Problem, Rule, Table
+from reinforge.config.sampling import SamplingConfig
+from reinforge.config.sections import Sections
+
+
+def _cells(
+    *,
+    policy: Cell = YES,
+    supervised: Cell = YES,
+    preference: Cell = YES,
+    online: Cell = YES,
+    reward: Cell = YES,
+    distillation: Cell = YES,
+    on_policy: Cell = YES,
+) -> dict[str, Cell]:
+    return {
+        "policy gradient": policy,
+        "supervised": supervised,
+        "preference": preference,
+        "online preference": online,
+        "reward model": reward,
+        "distillation": distillation,
+        "on-policy distillation": on_policy,
+    }
+
+
+def _where_sampled(no: No, *, online: Cell = YES) -> dict[str, Cell]:
+    """For algorithms whose policy samples what it is trained on."""
+    return _cells(supervised=no, preference=no, online=online, reward=no, distillation=no)
+
+
+def _column(name: str, family: str, *, sampled: bool, setting: str) -> Column:
+    return Column(
+        name,
+        setting,
+        lambda c: c.algorithm.family == family and samples(c) == sampled,
+    )
+
+
+SAMPLES_NOTHING = No(
+    "{algorithm} samples nothing",
+    "a curriculum by column or length is all that it can have",
+    key="sampling",
+)
+NO_VALUES = No("{algorithm} reads no values", "remove the section")
+NOT_IMITATED = No("{algorithm} imitates nobody", "remove the section")
+NO_NOISE = No("noise is for supervised fine-tuning, not for {algorithm}", "remove it")
+WHICH_TOKENS = No(
+    "{algorithm} needs to know which tokens are the answer", "use assistant or completion"
+)
+FRESH_ADAPTER = No(
+    "a reward model is trained with a fresh lora, rslora or dora, or whole",
+    "use one of them, or leave the adapter out",
+)
+NO_FROZEN_REFERENCE = No("{algorithm} has no frozen reference", "remove it")
+
+FEATURES = (
+    Feature(
+        "Rewards",
+        "rewards",
+        lambda c: bool(c.rewards),
+        _cells(reward=No("a reward model generates nothing", "remove the section")),
+    ),
+    Feature(
+        "An agent",
+        "agent",
+        lambda c: c.agent is not None,
+        _where_sampled(No("{algorithm} samples nothing", "remove it")),
+    ),
+    Feature(
+        "A teacher",
+        "teacher",
+        lambda c: c.teacher is not None,
+        _cells(
+            policy=NOT_IMITATED,
+            supervised=NOT_IMITATED,
+            preference=NOT_IMITATED,
+            online=NOT_IMITATED,
+            reward=NOT_IMITATED,
+        ),
+    ),
+    Feature(
+        "Log-probs of the reference computed once",
+        "train.precompute_reference",
+        lambda c: c.train.precompute_reference,
+        _cells(
+            policy=NO_FROZEN_REFERENCE,
+            supervised=NO_FROZEN_REFERENCE,
+            online=No("{algorithm} compares with answers that change with the batch", "remove it"),
+            reward=NO_FROZEN_REFERENCE,
+            distillation=NO_FROZEN_REFERENCE,
+            on_policy=NO_FROZEN_REFERENCE,
+        ),
+    ),
+    Feature(
+        "Noise on embeddings (NEFTune)",
+        "train.neftune",
+        lambda c: c.train.neftune is not None,
+        _cells(
+            policy=NO_NOISE,
+            preference=NO_NOISE,
+            online=NO_NOISE,
+            reward=NO_NOISE,
+            distillation=NO_NOISE,
+            on_policy=NO_NOISE,
+        ),
+    ),
+    Feature(
+        "Load-balancing loss of a mixture of experts",
+        "train.router_aux_loss",
+        lambda c: bool(c.train.router_aux_loss),
+        _cells(reward=No("a reward model has no load-balancing loss", "remove it")),
+    ),
+    Feature(
+        "Loss on all tokens of a row",
+        "data.loss_on",
+        lambda c: c.data.loss_on == "all",
+        _cells(preference=WHICH_TOKENS, online=WHICH_TOKENS, reward=WHICH_TOKENS),
+    ),
+    Feature(
+        "QLoRA (base in 4 bits)",
+        "adapter.kind",
+        lambda c: c.adapter is not None and c.adapter.kind == "qlora",
+        _cells(reward=FRESH_ADAPTER),
+    ),
+    Feature(
+        "A saved adapter to continue from",
+        "adapter.path",
+        lambda c: c.adapter is not None and bool(c.adapter.path),
+        _cells(reward=FRESH_ADAPTER),
+    ),
+    Feature(
+        "Replay of old groups",
+        "sampling.replay",
+        lambda c: c.sampling.replay is not None,
+        _where_sampled(
+            SAMPLES_NOTHING,
+            online=No("{algorithm} trains on fresh answers only", "remove it"),
+        ),
+    ),
+    Feature(
+        "Pass rates, preferred prompts, over-provision",
+        "sampling",
+        lambda c: (
+            c.sampling.tracks
+            or c.sampling
+            != SamplingConfig(curriculum=c.sampling.curriculum, replay=c.sampling.replay)
+        ),
+        _where_sampled(SAMPLES_NOTHING),
+    ),
+    Feature(
+        "A critic",
+        "critic",
+        lambda c: c.critic is not None,
+        _where_sampled(NO_VALUES, online=NO_VALUES),
+    ),
+)
+
+
+def _one_sample_teaches_nothing(config: Sections) -> bool:
+    algorithm = config.algorithm
+    return samples(config) and algorithm.group_size == 1 and algorithm.compares_samples
+
+
+RULES = (
+    Rule(
+        "rewards",
+        lambda c: (
+            c.algorithm.kind.wants_rewards and not c.rewards and c.env is None and c.agent is None
+        ),
+        "{algorithm} needs at least one reward, an environment (env) or an agent",
+        "add one",
+    ),
+    Rule(
+        "agent", lambda c: c.agent is not None and c.env is not None, "not beside env", "remove one"
+    ),
+    Rule(
+        "rollout",
+        lambda c: samples(c) and bool(c.rollout.top_p < 1 or c.rollout.top_k or c.rollout.min_p),
+        "top_p, top_k and min_p change the sampling distribution and would bias the policy"
+        " gradient",
+        "set them under eval, or remove them",
+    ),
+    Rule(
+        "algorithm.group_size",
+        lambda c: _one_sample_teaches_nothing(c) and c.algorithm.family == "policy_gradient",
+        "a group of 1 has no spread, every advantage would be 0",
+        "use at least 2",
+    ),
+    Rule(
+        "algorithm.group_size",
+        lambda c: _one_sample_teaches_nothing(c) and c.algorithm.family != "policy_gradient",
+        "a group of 1 has no spread, there is nothing to compare",
+        "use at least 2",
+    ),
+    Rule(
+        "algorithm.group_size",
+        lambda c: c.algorithm.kind.opponent == "half" and c.algorithm.group_size % 2 == 1,
+        "half of the answers are the opponent's in {algorithm}",
+        "use an even number",
+    ),
+    Rule(
+        "env",
+        lambda c: opposed(c) and c.env is not None,
+        "{algorithm} answers prompts with an opponent's words too, in one turn",
+        "use online_dpo",
+    ),
+    Rule(
+        "train.precompute_reference",
+        lambda c: c.train.precompute_reference and c.algorithm.family == "preference" and moving(c),
+        "{algorithm} has no frozen reference",
+        "remove it",
+    ),
+    Rule(
+        "teacher",
+        lambda c: c.teacher is None and c.algorithm.family == "distillation",
+        "{algorithm} needs one",
+        "write e.g. `teacher: {path: org/name}`",
+    ),
+    Rule(
+        "teacher.precompute",
+        lambda c: (
+            c.teacher is not None
+            and c.teacher.precompute
+            and (not c.algorithm.spec.teacher_fits_disk or bool(c.teacher.also))
+        ),
+        "a whole distribution per token does not fit a disk",
+        "use algorithm topk with one teacher",
+    ),
+    Rule(
+        "sampling.replay.share",
+        lambda c: (
+            samples(c)
+            and c.sampling.replay is not None
+            and c.sampling.replay.share * c.train.prompts_per_step < 1
+        ),
+        "{share} of {prompts} prompts is less than one group",
+        "raise it",
+    ),
+    Rule(
+        "sampling.replay",
+        lambda c: c.sampling.replay is not None and uncorrected(c) and not c.algorithm.has_ratio,
+        "replayed groups are off-policy and the surrogate {surrogate} has no ratio",
+        "set algorithm.correction.name, e.g. to tis",
+    ),
+    Rule(
+        "sampling.replay",
+        lambda c: c.sampling.replay is not None and uncorrected(c) and c.algorithm.has_ratio,
+        "replayed groups are off-policy and algorithm.old: recompute leaves behaviour out",
+        "set algorithm.correction.name, e.g. to tis",
+    ),
+    Rule(
+        "critic",
+        lambda c: c.critic is None and c.algorithm.needs_critic,
+        "{advantage} needs the values of a critic",
+        "add `critic: {}` for one that starts from the policy's checkpoint",
+    ),
+    Rule(
+        "critic",
+        lambda c: (
+            c.critic is not None
+            and samples(c)
+            and not c.algorithm.kind.online
+            and not c.algorithm.may_have_critic
+        ),
+        "{algorithm} with this advantage reads no values",
+        "remove the section, or set algorithm.advantage: gae",
+    ),
+    Rule(
+        "critic.warmup",
+        lambda c: (
+            c.critic is not None and c.train.steps is not None and c.critic.warmup >= c.train.steps
+        ),
+        "{warmup} of {steps} steps leave none to train the policy",
+        "lower it",
+    ),
+)
+
+ALGORITHMS = Table(
+    "Algorithms",
+    "What the kinds of algorithms read. Keys of the section `algorithm` that an algorithm does not"
+    " read are refused too.",
+    (
+        _column("policy gradient", "policy_gradient", sampled=True, setting="e.g. grpo, dapo, ppo"),
+        _column("supervised", "supervised", sampled=False, setting="e.g. sft"),
+        _column("preference", "preference", sampled=False, setting="e.g. dpo, kto"),
+        _column("online preference", "preference", sampled=True, setting="e.g. online_dpo, spin"),
+        _column("reward model", "reward", sampled=False, setting="e.g. bradley_terry"),
+        _column("distillation", "distillation", sampled=False, setting="e.g. forward_kl"),
+        _column("on-policy distillation", "distillation", sampled=True, setting="e.g. gkd, opd"),
+    ),
+    FEATURES,
+    RULES,
+)
+
+
+def unread_keys(config: Sections) -> Iterator[Problem]:
+    """Keys of the section `algorithm` that the algorithm does not read."""
+    algorithm = config.algorithm
+    for key in algorithm.foreign_keys():
+        fix = "remove it"
+        if key == "beta":
+            fix += "; the KL to a reference is algorithm.kl.coefficient"
+        yield Problem(
+            f"algorithm.{key}", f"{algorithm.name} ({algorithm.family}) does not read it", fix
+        )

@@ -1,0 +1,161 @@
+"""What rollouts that are ahead of training leave possible: `rollout.staleness` and
+`rollout.partial`.
+"""
+
+from __future__ import annotations
+
+from reinforge.config.rules.facts import dynamic, samples, uncorrected
+from reinforge.config.rules.table import YES, Cell, Column, Feature, No, Rule, Table
+from reinforge.config.sections import Sections
+
+STALENESS = "rollout.staleness"
+PARTIAL = "rollout.partial"
+
+
+def _not_ahead(why: str, fix: str) -> dict[str, Cell]:
+    """Only on-policy."""
+    return {
+        "on-policy": YES,
+        "staleness": No(why, fix, key=STALENESS),
+        "partial": No(why, fix, key=PARTIAL),
+    }
+
+
+def _not_partial(why: str, fix: str) -> dict[str, Cell]:
+    """Only where a group that is begun is also finished."""
+    return {"on-policy": YES, "staleness": YES, "partial": No(why, fix, key=PARTIAL)}
+
+
+def _tokens_untold() -> dict[str, Cell]:
+    return _not_partial(
+        "this engine does not tell tokens as they come, so what is cut would be lost",
+        "use the native engine in the trainer's process, or leave it out",
+    )
+
+
+def _depends_on_rewards(config: Sections) -> bool:
+    """Whether what is generated next cannot be known ahead."""
+    early = config.rollout.staleness > 0 and not config.rollout.partial
+    return early and (dynamic(config) or config.sampling.over_provision > 1)
+
+
+FEATURES = (
+    Feature(
+        "An algorithm that samples nothing",
+        "algorithm.name",
+        lambda c: not samples(c),
+        _not_ahead("{algorithm} samples nothing", "remove it"),
+    ),
+    Feature(
+        "Replay of old groups",
+        "sampling.replay",
+        lambda c: c.sampling.replay is not None,
+        _not_ahead(
+            "not beside sampling.replay, which has a bound of its own", "leave one of them out"
+        ),
+    ),
+    Feature(
+        "Rewards centred or scaled by a running mean",
+        "rewards.N.center, rewards.N.scale",
+        lambda c: any(r.center is not None or r.scale is not None for r in c.rewards),
+        _not_ahead(
+            "a reward that is centred or scaled by a running mean needs all earlier steps",
+            "leave one of them out",
+        ),
+    ),
+    Feature(
+        "Stop strings",
+        "rollout.stop",
+        lambda c: bool(c.rollout.stop),
+        _not_partial("a stop string across a cut would not be seen", "leave rollout.stop out"),
+    ),
+    Feature(
+        "An agent",
+        "agent",
+        lambda c: c.agent is not None,
+        _not_partial("an agent cannot be cut and go on", "leave it out"),
+    ),
+    Feature(
+        "Preferences over sampled answers",
+        "algorithm.name",
+        lambda c: c.algorithm.kind.online,
+        _not_partial("{algorithm} trains on fresh answers only", "leave it out"),
+    ),
+    Feature(
+        "Dynamic sampling",
+        "algorithm.dynamic_sampling",
+        dynamic,
+        _not_partial(
+            "{algorithm} has dynamic sampling, which replaces groups by their rewards",
+            "set algorithm.dynamic_sampling=false, or leave rollout.partial out",
+        ),
+    ),
+    Feature(
+        "vLLM or SGLang",
+        "rollout.engine",
+        lambda c: c.rollout.engine != "native",
+        _tokens_untold(),
+    ),
+    Feature(
+        "Every rank generates", "rollout.all_ranks", lambda c: c.rollout.all_ranks, _tokens_untold()
+    ),
+    Feature("Actors of Ray", "cluster.kind", lambda c: c.cluster.kind == "ray", _tokens_untold()),
+)
+
+RULES = (
+    Rule(
+        PARTIAL,
+        lambda c: c.rollout.partial and not c.rollout.staleness,
+        "what goes on in the next step is one step old",
+        "set rollout.staleness to at least 1",
+    ),
+    Rule(
+        PARTIAL,
+        lambda c: c.rollout.partial and c.sampling.over_provision <= 1,
+        "nothing would be left over",
+        "set sampling.over_provision, e.g. to 1.25",
+    ),
+)
+
+ASYNCHRONY = Table(
+    "Asynchrony",
+    "How far rollouts may be ahead of training: not at all, whole groups by some steps, or groups"
+    " that a step cuts and the next one goes on with.",
+    (
+        Column("on-policy", "`rollout.staleness: 0`", lambda c: not c.rollout.staleness),
+        Column("staleness", "`rollout.staleness: 1` or more", lambda c: c.rollout.staleness > 0),
+        Column("partial", "`rollout.partial: true`", lambda c: c.rollout.partial),
+    ),
+    FEATURES,
+    RULES,
+)
+
+# what works and may not be meant; `plan` warns of it
+DOUBTS = (
+    Rule(
+        STALENESS,
+        lambda c: c.rollout.staleness > 0 and uncorrected(c) and not c.algorithm.has_ratio,
+        "samples are up to {staleness} steps old, and the surrogate {surrogate} has no ratio: the"
+        " gradient is that of another policy",
+        "set algorithm.correction.name, e.g. to tis, or rollout.staleness=0",
+    ),
+    Rule(
+        STALENESS,
+        lambda c: c.rollout.staleness > 0 and uncorrected(c) and c.algorithm.has_ratio,
+        "samples are up to {staleness} steps old, and algorithm.old: recompute leaves out who"
+        " sampled: the gradient is that of another policy",
+        "set algorithm.correction.name, e.g. to tis, or rollout.staleness=0",
+    ),
+    Rule(
+        "algorithm.dynamic_sampling",
+        lambda c: _depends_on_rewards(c) and dynamic(c),
+        "what is generated next depends on rewards: staleness then hides nothing",
+        "leave one of them out",
+    ),
+    Rule(
+        "sampling.over_provision",
+        lambda c: _depends_on_rewards(c) and not dynamic(c),
+        "what is generated next depends on who is first: staleness then hides nothing",
+        "leave one of them out",
+    ),
+)

@@ -1,0 +1,278 @@
+"""Which backend trains what: `train.backend`, and `cluster.kind: ray` around any of them."""
+
+from __future__ import annotations
+
+from reinforge.config.deepspeed import DeepSpeedConfig
+from reinforge.config.rules.facts import moving, opposed
+from reinforge.config.rules.table import YES, Cell, Column, Feature, No, Rule, Table, Yes
+from reinforge.config.sections import Sections
+
+
+def _cells(
+    *, local: Cell, fsdp: Cell, deepspeed: Cell, megatron: Cell, ray: Cell = YES
+) -> dict[str, Cell]:
+    return {"local": local, "fsdp": fsdp, "deepspeed": deepspeed, "megatron": megatron, "ray": ray}
+
+
+def _only_fsdp(*, megatron: bool = False) -> dict[str, Cell]:
+    others = "fsdp or megatron" if megatron else "fsdp"
+    no = No("{backend} does not know it", f"set train.backend={others}, or leave it out")
+    return _cells(local=no, fsdp=YES, deepspeed=no, megatron=YES if megatron else no)
+
+
+def _offloads_optimizer(config: Sections) -> bool:
+    critic = config.critic.optimizer if config.critic is not None else None
+    return config.train.optimizer.offload or (critic is not None and critic.offload)
+
+
+CAUSAL_ONLY = "the backend megatron trains causal LMs only"
+ONE_PROCESS = No("it is proved for one process", "set train.backend=local, or leave it out")
+FOUR_BITS = No("a base in 4 bits is for one process", "set train.backend=local, or use lora")
+WHOLE_WEIGHTS = No(
+    "Megatron's layers train whole weights",
+    "leave it out, or set train.backend=fsdp",
+    key="adapter",
+)
+UNKNOWN_TO_MEGATRON = No(
+    "the backend megatron does not know it", "leave it out, or set train.backend=fsdp"
+)
+FROZEN_ONLY = No(
+    "this reference follows the weights, and {backend} has a frozen one only",
+    "set train.backend=fsdp or local",
+)
+REFERENCE_IN_PARTS = No(
+    "{algorithm} samples from its reference, which here is cut over several processes",
+    "use the local backend, or online_dpo",
+)
+WHOLE_TENSORS = No("{backend} writes whole tensors", "leave it out")
+FOR_RANKS = No(
+    "it is for the native engine on the ranks of train.backend fsdp, deepspeed or megatron",
+    "leave it out",
+)
+ONLY_DEEPSPEED = No(
+    "only the backend deepspeed reads it", "set train.backend=deepspeed, or remove it"
+)
+
+FEATURES = (
+    Feature(
+        "Several ranks",
+        "train.ranks",
+        lambda c: (c.train.ranks or 1) > 1,
+        _cells(
+            local=No(
+                "the backend local is one process",
+                "set train.backend=fsdp, deepspeed or megatron for {ranks}, or leave ranks out"
+                " (train.ranks=null)",
+            ),
+            fsdp=YES,
+            deepspeed=YES,
+            megatron=YES,
+        ),
+    ),
+    Feature(
+        "Sequence parallel",
+        "train.sequence_parallel",
+        lambda c: c.train.sequence_parallel > 1,
+        _only_fsdp(),
+    ),
+    Feature(
+        "Tensor parallel",
+        "train.tensor_parallel",
+        lambda c: c.train.tensor_parallel > 1,
+        _only_fsdp(megatron=True),
+    ),
+    Feature(
+        "Weights in host memory",
+        "train.offload_weights",
+        lambda c: c.train.offload_weights,
+        _only_fsdp(),
+    ),
+    Feature(
+        "ZeRO stages",
+        "train.deepspeed",
+        lambda c: c.train.deepspeed != DeepSpeedConfig(),
+        _cells(local=ONLY_DEEPSPEED, fsdp=ONLY_DEEPSPEED, deepspeed=YES, megatron=ONLY_DEEPSPEED),
+    ),
+    Feature(
+        "Bit-identical log-probs",
+        "model.exact",
+        lambda c: c.model.exact,
+        _cells(local=YES, fsdp=ONE_PROCESS, deepspeed=ONE_PROCESS, megatron=ONE_PROCESS),
+    ),
+    Feature(
+        "Compiled layers",
+        "model.compile",
+        lambda c: c.model.compile,
+        _cells(
+            local=YES,
+            fsdp=YES,
+            deepspeed=No(
+                "DeepSpeed's hooks are in the way of a compiler",
+                "set it to false, or train.backend=fsdp",
+            ),
+            megatron=No(
+                "Megatron's layers are not compiled", "set it to false, or train.backend=fsdp"
+            ),
+        ),
+    ),
+    Feature(
+        "LoRA, rsLoRA, DoRA",
+        "adapter",
+        lambda c: c.adapter is not None,
+        _cells(local=YES, fsdp=YES, deepspeed=YES, megatron=WHOLE_WEIGHTS),
+    ),
+    Feature(
+        "QLoRA (base in 4 bits)",
+        "adapter.kind",
+        lambda c: c.adapter is not None and c.adapter.kind == "qlora",
+        _cells(local=YES, fsdp=FOUR_BITS, deepspeed=FOUR_BITS, megatron=WHOLE_WEIGHTS),
+    ),
+    Feature(
+        "Reward models",
+        "algorithm.name",
+        lambda c: c.algorithm.family == "reward",
+        _cells(
+            local=YES,
+            fsdp=YES,
+            deepspeed=YES,
+            megatron=No(CAUSAL_ONLY, "set train.backend=fsdp for a reward model"),
+        ),
+    ),
+    Feature(
+        "A critic",
+        "critic",
+        lambda c: c.critic is not None,
+        _cells(
+            local=YES,
+            fsdp=YES,
+            deepspeed=YES,
+            megatron=No(
+                CAUSAL_ONLY,
+                "set train.backend=fsdp, or use an algorithm without a critic",
+            ),
+        ),
+    ),
+    Feature(
+        "A teacher",
+        "teacher",
+        lambda c: c.teacher is not None,
+        _cells(
+            local=YES,
+            fsdp=YES,
+            deepspeed=YES,
+            megatron=No("distillation was not tried with Megatron", "set train.backend=fsdp"),
+        ),
+    ),
+    Feature(
+        "Moving average of the weights",
+        "train.ema",
+        lambda c: c.train.ema is not None,
+        _cells(
+            local=YES,
+            fsdp=YES,
+            deepspeed=No(
+                "DeepSpeed keeps no average of its cut weights",
+                "leave it out, or set train.backend=fsdp",
+            ),
+            megatron=UNKNOWN_TO_MEGATRON,
+        ),
+    ),
+    Feature(
+        "Noise on embeddings (NEFTune)",
+        "train.neftune",
+        lambda c: c.train.neftune is not None,
+        _cells(local=YES, fsdp=YES, deepspeed=YES, megatron=UNKNOWN_TO_MEGATRON),
+    ),
+    Feature(
+        "Optimizer in host memory",
+        "train.optimizer.offload",
+        _offloads_optimizer,
+        _cells(
+            local=YES,
+            fsdp=YES,
+            deepspeed=No(
+                "DeepSpeed has a key of its own for it",
+                "set train.deepspeed.offload_optimizer=cpu instead",
+            ),
+            megatron=No(
+                "the backend megatron does not know it",
+                "set train.backend=fsdp and train.offload_weights",
+            ),
+        ),
+    ),
+    Feature(
+        "A reference that moves",
+        "algorithm.kl.reference",
+        moving,
+        _cells(local=YES, fsdp=YES, deepspeed=FROZEN_ONLY, megatron=FROZEN_ONLY),
+    ),
+    Feature(
+        "An opponent (self-play)",
+        "train.backend",
+        opposed,
+        _cells(
+            local=YES,
+            fsdp=REFERENCE_IN_PARTS,
+            deepspeed=REFERENCE_IN_PARTS,
+            megatron=REFERENCE_IN_PARTS,
+            ray=No(
+                "{algorithm} samples from its reference, which is in an actor here",
+                "set cluster.kind=local, or use online_dpo",
+                key="cluster.kind",
+            ),
+        ),
+    ),
+    Feature(
+        "Log-probs of the reference computed once",
+        "train.precompute_reference",
+        lambda c: c.train.precompute_reference,
+        _cells(local=YES, fsdp=YES, deepspeed=YES, megatron=YES),
+    ),
+    Feature(
+        "Every rank generates",
+        "rollout.all_ranks",
+        lambda c: c.rollout.all_ranks,
+        _cells(local=FOR_RANKS, fsdp=YES, deepspeed=YES, megatron=YES, ray=FOR_RANKS),
+    ),
+    Feature(
+        "Checkpoints in parts, one a rank",
+        "run.checkpoint.sharded",
+        lambda c: c.run.checkpoint.sharded is True,
+        _cells(
+            local=WHOLE_TENSORS,
+            fsdp=YES,
+            deepspeed=WHOLE_TENSORS,
+            megatron=WHOLE_TENSORS,
+            ray=Yes("It does not apply: states travel whole to the controller, which writes them."),
+        ),
+    ),
+)
+
+RULES = (
+    Rule(
+        "train.tensor_parallel",
+        lambda c: c.train.tensor_parallel > 1 and c.adapter is not None,
+        "the matrices of an adapter are not cut",
+        "set it to 1, or train all weights",
+    ),
+    Rule(
+        "train.sequence_parallel",
+        lambda c: c.train.sequence_parallel > 1 and c.teacher is not None,
+        "a teacher's distributions are not split over ranks",
+        "set it to 1",
+    ),
+)
+
+BACKENDS = Table(
+    "Backends",
+    "Who trains: `train.backend`, and whether the workers are actors of Ray.",
+    (
+        Column("local", "`train.backend: local`", lambda c: c.train.backend == "local"),
+        Column("fsdp", "`train.backend: fsdp`", lambda c: c.train.backend == "fsdp"),
+        Column("deepspeed", "`train.backend: deepspeed`", lambda c: c.train.backend == "deepspeed"),
+        Column("megatron", "`train.backend: megatron`", lambda c: c.train.backend == "megatron"),
+        Column("ray", "`cluster.kind: ray`, with any of them", lambda c: c.cluster.kind == "ray"),
+    ),
+    FEATURES,
+    RULES,
+)

@@ -1,0 +1,69 @@
+"""What a configuration needs and this machine does not have: packages, programs, directories.
+
+`reinforge plan` reports it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from reinforge.config import megatron
+from reinforge.config.rules.table import Problem
+from reinforge.config.sections import Sections
+
+
+def missing(config: Sections) -> Iterator[Problem]:
+    yield from _engine(config)
+    yield from _deepspeed(config)
+    if config.train.backend == "megatron" and not megatron.installed():
+        yield Problem(
+            "train.backend",
+            "megatron-core is not installed.",
+            "pip install 'reinforge[megatron]'",
+        )
+
+
+def _engine(config: Sections) -> Iterator[Problem]:
+    kind = config.rollout.engine
+    engine = config.engine
+    if kind == "native":
+        return
+    if engine.key_env is not None and not os.environ.get(engine.key_env):
+        yield Problem(
+            "engine.key_env",
+            f"the environment variable {engine.key_env} is not set.",
+            "Set it to the key of the server.",
+        )
+    if engine.address:
+        return
+    if engine.python is None and find_spec(kind) is None:
+        yield Problem(
+            "engine.python",
+            f"this Python has no {kind}.",
+            f"Name one that has it, e.g. engine.python=.venv-{kind}/bin/python.",
+        )
+    if engine.python is not None and shutil.which(engine.python) is None:
+        yield Problem(
+            "engine.python",
+            f"no such program: {engine.python}",
+            f"Give the path of a Python that has {kind}.",
+        )
+
+
+def _deepspeed(config: Sections) -> Iterator[Problem]:
+    if config.train.backend != "deepspeed":
+        return
+    if find_spec("deepspeed") is None:
+        yield Problem(
+            "train.backend", "DeepSpeed is not installed.", "pip install 'reinforge[deepspeed]'"
+        )
+    path = config.train.deepspeed.nvme_path
+    if path is not None and not os.path.isdir(path):
+        yield Problem(
+            "train.deepspeed.nvme_path",
+            f"there is no directory {path}.",
+            "Make it on a fast local disk, on every machine of the run.",
+        )
