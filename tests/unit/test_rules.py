@@ -1,0 +1,289 @@
+"""The compatibility tables: every pair is decided, and a configuration is refused, with the key,
+exactly where its cell says no.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from reinforge.config.load import apply_override, config_from_dict
+from reinforge.config.rules import asynchrony, engines
+from reinforge.config.rules.check import TABLES, doubts, problems
+from reinforge.config.rules.page import compatibility_markdown
+from reinforge.config.rules.table import Column, Feature, No, Rule, Table
+from reinforge.config.sections import Sections
+from reinforge.core.errors import InputError
+
+Overrides = tuple[str, ...]
+
+TEACHER = "teacher={path: org/teacher}"
+VLLM = "rollout.engine=vllm"
+AGENT = "agent={name: 'module:play'}"
+PARTIAL = ("rollout.staleness=1", "rollout.partial=true", "sampling.over_provision=2.0")
+NO_REWARDS = "rewards=[]"
+
+# how each column is chosen
+COLUMNS: dict[str, Overrides] = {
+    "local": ("train.backend=local",),
+    "fsdp": ("train.backend=fsdp",),
+    "deepspeed": ("train.backend=deepspeed",),
+    "megatron": ("train.backend=megatron",),
+    "ray": ("cluster.kind=ray",),
+    "native": ("rollout.engine=native",),
+    "vllm": (VLLM,),
+    "sglang": ("rollout.engine=sglang",),
+    "running servers": (VLLM, "engine.address=['http://127.0.0.1:8000']"),
+    "on-policy": (),
+    "staleness": ("rollout.staleness=1",),
+    "partial": PARTIAL,
+    "policy gradient": ("algorithm.name=grpo",),
+    "supervised": ("algorithm.name=sft", NO_REWARDS),
+    "preference": ("algorithm.name=dpo", NO_REWARDS),
+    "online preference": ("algorithm.name=online_dpo",),
+    "reward model": ("algorithm.name=bradley_terry", NO_REWARDS),
+    "distillation": ("algorithm.name=forward_kl", NO_REWARDS, TEACHER),
+    "on-policy distillation": ("algorithm.name=gkd", NO_REWARDS, TEACHER),
+}
+
+# How each feature is asked for. Where a feature needs another backend or engine too, the column
+# `ray` says how it is asked for there.
+FEATURES: dict[str, dict[str, Overrides]] = {
+    "Backends": {
+        "Several ranks": ("train.ranks=2",),
+        "Sequence parallel": ("train.sequence_parallel=2",),
+        "Tensor parallel": ("train.tensor_parallel=2",),
+        "Weights in host memory": ("train.offload_weights=true",),
+        "ZeRO stages": ("train.deepspeed.stage=3",),
+        "Bit-identical log-probs": ("model.exact=true",),
+        "Compiled layers": ("model.compile=true",),
+        "LoRA, rsLoRA, DoRA": ("adapter={kind: lora}",),
+        "QLoRA (base in 4 bits)": ("adapter={kind: qlora}",),
+        "Reward models": ("algorithm.name=bradley_terry", NO_REWARDS),
+        "A critic": ("algorithm.name=ppo", "critic={}"),
+        "A teacher": ("algorithm.name=forward_kl", NO_REWARDS, TEACHER),
+        "Moving average of the weights": ("train.ema=0.9",),
+        "Noise on embeddings (NEFTune)": ("algorithm.name=sft", NO_REWARDS, "train.neftune=5.0"),
+        "Optimizer in host memory": ("train.optimizer.offload=true",),
+        "A reference that moves": ("algorithm.kl.reference.kind=ema",),
+        "An opponent (self-play)": ("algorithm.name=xpo",),
+        "Log-probs of the reference computed once": (
+            "algorithm.name=dpo",
+            NO_REWARDS,
+            "train.precompute_reference=true",
+        ),
+        "Every rank generates": ("rollout.all_ranks=true",),
+        "Checkpoints in parts, one a rank": ("run.checkpoint.sharded=true",),
+    },
+    "Engines": {
+        "The section `engine`": ("engine.memory=0.5",),
+        "Bit-identical log-probs": ("model.exact=true",),
+        "Weights by handles of GPU memory (ipc)": ("engine.channel=ipc",),
+        "Every rank generates": ("train.backend=fsdp", "rollout.all_ranks=true"),
+    },
+    "Asynchrony": {
+        "An algorithm that samples nothing": ("algorithm.name=sft", NO_REWARDS),
+        "Replay of old groups": ("sampling.replay={}",),
+        "Rewards centred or scaled by a running mean": ("rewards.0.center=running",),
+        "Stop strings": ("rollout.stop=[x]",),
+        "An agent": (AGENT,),
+        "Preferences over sampled answers": ("algorithm.name=online_dpo",),
+        "Dynamic sampling": ("algorithm.dynamic_sampling=true",),
+        "vLLM or SGLang": (VLLM,),
+        "Every rank generates": ("train.backend=fsdp", "rollout.all_ranks=true"),
+        "Actors of Ray": ("cluster.kind=ray",),
+    },
+    "Algorithms": {
+        "Rewards": ("rewards=[{name: exact_number}]",),
+        "An agent": (AGENT,),
+        "A teacher": (TEACHER,),
+        "Log-probs of the reference computed once": ("train.precompute_reference=true",),
+        "Noise on embeddings (NEFTune)": ("train.neftune=5.0",),
+        "Load-balancing loss of a mixture of experts": ("train.router_aux_loss=0.01",),
+        "Loss on all tokens of a row": ("data.loss_on=all",),
+        "QLoRA (base in 4 bits)": ("adapter={kind: qlora}",),
+        "A saved adapter to continue from": ("adapter={path: saved}",),
+        "Replay of old groups": ("sampling.replay={}",),
+        "Pass rates, preferred prompts, over-provision": ("sampling.prefer=teachable",),
+        "A critic": ("critic={}", "algorithm.advantage='mine.py:mine'"),
+    },
+}
+# features that only one backend has, in actors of Ray
+BESIDE_RAY: dict[str, str] = {
+    "Several ranks": "train.backend=fsdp",
+    "Sequence parallel": "train.backend=fsdp",
+    "Tensor parallel": "train.backend=fsdp",
+    "Weights in host memory": "train.backend=fsdp",
+    "ZeRO stages": "train.backend=deepspeed",
+    "Every rank generates": "train.backend=fsdp",
+    "Checkpoints in parts, one a rank": "train.backend=fsdp",
+}
+
+# a configuration that breaks each rule, in the order of the tables
+BROKEN: dict[str, list[Overrides]] = {
+    "Backends": [
+        ("train.backend=fsdp", "train.tensor_parallel=2", "adapter={kind: lora}"),
+        (
+            "train.backend=fsdp",
+            "train.sequence_parallel=2",
+            "algorithm.name=forward_kl",
+            NO_REWARDS,
+            TEACHER,
+        ),
+    ],
+    "Engines": [],
+    "Asynchrony": [
+        ("rollout.partial=true", "sampling.over_provision=2.0"),
+        ("rollout.partial=true", "rollout.staleness=1"),
+    ],
+    "Algorithms": [
+        (NO_REWARDS,),
+        (AGENT, "env={name: single}"),
+        ("rollout.top_p=0.9",),
+        ("algorithm.group_size=1",),
+        ("algorithm.name=online_dpo", "algorithm.group_size=1"),
+        ("algorithm.name=xpo", "algorithm.group_size=3"),
+        ("algorithm.name=xpo", "env={name: single}"),
+        ("algorithm.name=tr_dpo", NO_REWARDS, "train.precompute_reference=true"),
+        ("algorithm.name=forward_kl", NO_REWARDS),
+        ("algorithm.name=jsd", NO_REWARDS, "teacher={path: org/teacher, precompute: true}"),
+        ("sampling.replay={share: 0.1}", "train.prompts_per_step=4"),
+        ("algorithm.name=rloo", "sampling.replay={}"),
+        ("algorithm.old=recompute", "sampling.replay={}"),
+        ("algorithm.name=ppo",),
+        ("critic={}",),
+        ("algorithm.name=ppo", "critic={warmup: 3}", "train.steps=3"),
+    ],
+}
+DOUBTFUL: list[Overrides] = [
+    ("model.exact=true", "algorithm.correction.name=tis"),
+    ("model.exact=true", "algorithm.old=recompute"),
+    ("algorithm.name=rloo", "rollout.staleness=2"),
+    ("algorithm.old=recompute", "rollout.staleness=2"),
+    ("algorithm.dynamic_sampling=true", "rollout.staleness=1"),
+    ("sampling.over_provision=2.0", "rollout.staleness=1"),
+]
+
+
+def plain(*overrides: str) -> dict[str, Any]:
+    """A small valid configuration, changed."""
+    data: dict[str, Any] = {
+        "model": {"path": "org/name"},
+        "algorithm": {"name": "grpo", "group_size": 4},
+        "data": {"source": "rows.jsonl"},
+        "rewards": [{"name": "exact_number"}],
+        "train": {"steps": 8},
+        "run": {"dir": "runs/one"},
+    }
+    for override in overrides:
+        apply_override(data, override)
+    return data
+
+
+def sections(*overrides: str) -> Sections:
+    """The same without the rules."""
+    return Sections.model_validate(plain(*overrides))
+
+
+def pairs() -> Iterator[tuple[Table, Feature, Column]]:
+    for table in TABLES:
+        for feature in table.features:
+            for column in table.columns:
+                yield table, feature, column
+
+
+def asked_for(table: Table, feature: Feature, column: Column) -> Overrides:
+    """The configuration of a pair. Whoever is asked for comes last."""
+    wanted = FEATURES[table.title][feature.name]
+    if column.name == "ray" and feature.name in BESIDE_RAY:
+        wanted = (*wanted, BESIDE_RAY[feature.name])
+    if table.title == "Algorithms" and wanted == (TEACHER,):
+        wanted = ()  # the columns that have one need it anyway
+        if isinstance(feature.cells[column.name], No):
+            wanted = (TEACHER,)
+    return (*COLUMNS[column.name], *wanted)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
+def test_every_pair_is_decided(table: Table) -> None:
+    names = [column.name for column in table.columns]
+    assert len(set(names)) == len(names)
+    for feature in table.features:
+        assert list(feature.cells) == names, feature.name
+    assert [feature.name for feature in table.features] == list(FEATURES[table.title])
+    assert len(table.rules) == len(BROKEN[table.title])
+
+
+@pytest.mark.parametrize(
+    ("table", "feature", "column"),
+    [
+        pytest.param(*pair, id=f"{pair[0].title}, {pair[1].name}, {pair[2].name}")
+        for pair in pairs()
+    ],
+)
+def test_a_pair_is_refused_where_its_cell_says_so(
+    table: Table, feature: Feature, column: Column
+) -> None:
+    overrides = asked_for(table, feature, column)
+    config = sections(*overrides)
+    assert feature.used(config) and column.chosen(config)
+    cell = feature.cells[column.name]
+    if isinstance(cell, No):
+        key = cell.key or feature.key
+        assert key in [problem.key for problem in table.problems(config)]
+        with pytest.raises(InputError) as refused:
+            config_from_dict(plain(*overrides))
+        first = next(iter(problems(config)))
+        assert f"{first.key}: {first.why}; {first.fix}" in str(refused.value)
+    else:
+        config_from_dict(plain(*overrides))
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
+def test_a_feature_that_is_not_asked_for_is_not_found(table: Table) -> None:
+    """A plain configuration uses none of them, but for the rewards that it has."""
+    config = sections()
+    used = [feature.name for feature in table.features if feature.used(config)]
+    assert used == (["Rewards"] if table.title == "Algorithms" else [])
+    assert list(problems(config)) == [] == list(doubts(config))
+
+
+@pytest.mark.parametrize(
+    ("rule", "overrides"),
+    [
+        pytest.param(rule, overrides, id=f"{rule.key}, {rule.why}")
+        for table in TABLES
+        for rule, overrides in zip(table.rules, BROKEN[table.title], strict=True)
+    ],
+)
+def test_a_broken_rule_is_told_with_its_key(rule: Rule, overrides: Overrides) -> None:
+    assert rule.broken(sections(*overrides)) and not rule.broken(sections())
+    with pytest.raises(InputError, match=rule.key):
+        config_from_dict(plain(*overrides))
+
+
+def test_what_may_not_be_meant_is_accepted_and_told() -> None:
+    rules = [*engines.DOUBTS, *asynchrony.DOUBTS]
+    for rule, overrides in zip(rules, DOUBTFUL, strict=True):
+        config = config_from_dict(plain(*overrides))
+        assert rule.broken(config), rule.why
+        assert rule.key in [doubt.key for doubt in doubts(config)]
+
+
+def test_no_text_keeps_a_place_that_nobody_fills() -> None:
+    for table in TABLES:
+        for overrides in BROKEN[table.title]:
+            for problem in problems(sections(*overrides)):
+                assert "{algorithm}" not in str(problem) and "None" not in str(problem)
+    page = compatibility_markdown()
+    for word in ("{algorithm}", "{backend}", "{engine}", "{surrogate}", "{ranks}", "{share}"):
+        assert word not in page
+
+
+def test_the_rules_import_no_torch() -> None:
+    code = "import reinforge.config.rules.page, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
