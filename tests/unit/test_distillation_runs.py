@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from reinforge.config.families import DISTILLATION, ON_POLICY
 
 from family_runs import WORDS, config, launch
 from reinforge.algorithms.catalogue import TABLE

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from reinforge.config.families import BEST, ONLINE, OPPOSED
 
 from family_runs import config
 from reinforge.algorithms.catalogue import BEST_OF, TABLE

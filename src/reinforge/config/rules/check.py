@@ -17,10 +17,10 @@ TABLES = (BACKENDS, ENGINES, ASYNCHRONY, ALGORITHMS)
 
 def problems(config: Sections) -> Iterator[Problem]:
     """Why the sections do not go together. `Config` refuses with the first of them."""
-    yield from unread_keys(config)
-    yield from ALGORITHMS.problems(config)
     yield from BACKENDS.problems(config)
     yield from ENGINES.problems(config)
+    yield from unread_keys(config)
+    yield from ALGORITHMS.problems(config)
     yield from ASYNCHRONY.problems(config)
 
 
