@@ -163,6 +163,8 @@ class Algorithm:
             found["selected"] = self.selection(
                 replace(rollouts, streams={**rollouts.streams, **found})
             )
+        if rollouts.token_rewards is not None:
+            found["token_rewards"] = rollouts.token_rewards
         if self.terms.nll > 0:
             found["positive"] = positive_weights(rollouts.rewards, rollouts.sequence)
         for name, values in found.items():

@@ -32,6 +32,7 @@ from reinforge.algorithms.bind import pick
 from reinforge.algorithms.reduce import Reduce, token_mean
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.trace import traced
 
 
 def _log_softmax(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -207,12 +208,21 @@ class DistillationLoss:
         parts = self.weight * self.scale * tokens.divergence
         if self.weight != 1:
             parts = parts - (1 - self.weight) * tokens.logprobs
-        loss = (self.reduce(tokens, totals) * parts).sum()
+        weights = self.reduce(tokens, totals)
+        weighted = weights * parts
+        loss = weighted.sum()
         watched = {"divergence": tokens.divergence, "nll": -tokens.logprobs}
-        return loss, {"distillation/loss": loss.detach()} | {
+        metrics = {"distillation/loss": loss.detach()} | {
             f"distillation/{name}": value.detach().sum() / max(totals.tokens, 1)
             for name, value in watched.items()
         }
+        shown = {
+            "logprob": tokens.logprobs,
+            "weight": weights,
+            "divergence": tokens.divergence,
+            "loss": weighted,
+        }
+        return loss, metrics | traced(tokens, totals, shown)
 
 
 def opd_reward(student: Tensor, teacher: Tensor, *, clip: float | None = None) -> Tensor:

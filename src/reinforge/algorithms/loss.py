@@ -22,6 +22,7 @@ from reinforge.algorithms.surrogates import Surrogate, safe_ratio
 from reinforge.algorithms.terms import Terms
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.trace import traced
 
 Selected = Literal["keep", "drop", "penalise"]
 
@@ -117,7 +118,9 @@ class PolicyLoss:
             parts = weights * parts
             importance = weights * importance
         parts = parts + self._terms(tokens, importance, averages)
-        loss = (self.reduce(tokens, totals) * parts).sum()
+        share = self.reduce(tokens, totals)
+        weighted = share * parts
+        loss = weighted.sum()
 
         done = {name: value.detach().sum() / totals.seen for name, value in averages.items()}
         done["policy/loss"] = loss.detach()
@@ -125,7 +128,11 @@ class PolicyLoss:
             done["policy/ratio/max"] = averages["policy/ratio"].detach().max()
         if "behaviour" in streams:
             done |= mismatch(now if self.engine_old else old, streams["behaviour"], totals.seen)
-        return loss, done
+        shown = {"logprob": now, "weight": share, "loss": weighted}
+        for name in ("ratio", "clip_fraction", "kl"):
+            if f"policy/{name}" in averages:
+                shown[name] = averages[f"policy/{name}"]
+        return loss, done | traced(tokens, totals, shown)
 
     def _select(self, parts: Tensor, selected: Tensor, distance: Tensor) -> Tensor:
         if self.selected == "penalise":
@@ -179,8 +186,12 @@ class NLLLoss:
         self.needs: frozenset[str] = frozenset()
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = -(self.reduce(tokens, totals) * tokens.logprobs).sum()
+        weights = self.reduce(tokens, totals)
+        weighted = weights * tokens.logprobs
+        loss = -weighted.sum()
+        shown = {"logprob": tokens.logprobs, "weight": weights, "loss": -weighted}
         return loss, {
             "sft/loss": loss.detach(),
             "sft/nll": -tokens.logprobs.detach().sum() / max(totals.tokens, 1),
+            **traced(tokens, totals, shown),
         }

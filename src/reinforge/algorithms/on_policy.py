@@ -14,6 +14,7 @@ from reinforge.algorithms.distillation import DistillationLoss, minillm_returns,
 from reinforge.algorithms.rollouts import AdvantageOptions, Rollouts
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.trace import LOSS
 
 
 def _students(rollouts: Rollouts) -> Tensor:
@@ -84,4 +85,7 @@ class WithDivergence:
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         policy, metrics = self.policy(tokens, totals)
         divergence, more = self.distillation(tokens, totals)
-        return policy + divergence, {**metrics, **more}
+        both = {**metrics, **more}
+        if LOSS in both:
+            both[LOSS] = metrics[LOSS] + more[LOSS]
+        return policy + divergence, both

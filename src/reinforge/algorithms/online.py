@@ -14,6 +14,7 @@ from reinforge.algorithms.preference_losses import Result, sigmoid
 from reinforge.algorithms.rows import constant, sums
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.trace import traced
 
 
 def xpo(
@@ -91,4 +92,10 @@ class NashLoss:
         return loss, {
             "preference/loss": loss.detach(),
             **{f"nash/{k}": v.sum() / max(1, totals.sequences) for k, v in watched.items()},
+            **traced(
+                tokens,
+                totals,
+                {"logprob": tokens.logprobs},
+                {"loss": parts / max(1, totals.sequences)},
+            ),
         }

@@ -24,6 +24,7 @@ from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
+from reinforge.core.trace import traced
 
 Norm = Literal["token", "sequence", "sum"]
 GIVEN = {"nll", "gap", "explore"}  # tensors that the loss makes itself
@@ -199,6 +200,7 @@ class PairLoss:
         weight_P = self._wpo_weights(tokens) if self.wpo else None
 
         loss = policy.sum() * 0.0
+        seen: dict[str, Tensor] = {}  # [S] each, for people
         metrics: dict[str, Tensor] = {}
         for name, row in self.rows.items():
             scale = 1 / lengths.to(policy.dtype) if row.averaged else torch.ones_like(policy)
@@ -209,6 +211,12 @@ class PairLoss:
             part = part if weight_P is None else weight_P * part
             term = part.sum() / pairs
             loss = loss + self.weights[name] * term
+            if totals.traced:
+                # each side is shown with half of its pair's loss
+                half = self.weights[name] * part.detach().repeat_interleave(2) / (2 * pairs)
+                seen["loss"] = seen.get("loss", 0.0) + half
+                implicit = torch.stack((watched["chosen"], watched["rejected"]), 1).flatten()
+                seen.setdefault("implicit_reward", implicit)  # that of the first term
             if len(self.rows) > 1:
                 metrics[f"preference/{name}"] = term.detach()
             for key, value in watched.items():
@@ -217,7 +225,8 @@ class PairLoss:
             metrics[f"logps/{side}"] = value.sum() / pairs
         if weight_P is not None:
             metrics["preference/wpo_weight"] = weight_P.sum() / pairs
-        return loss, {"preference/loss": loss.detach(), **metrics}
+        shown = traced(tokens, totals, {"logprob": tokens.logprobs}, seen)
+        return loss, {"preference/loss": loss.detach(), **metrics, **shown}
 
     def _term(
         self,

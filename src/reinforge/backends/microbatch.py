@@ -19,6 +19,7 @@ from reinforge.backends.teachers import Teachers, divergence_to
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.sample import Stop
+from reinforge.core.trace import numbered
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
@@ -101,20 +102,22 @@ def annotate_nothing(batch: Batch, needs: frozenset[str]) -> None:
 def combine(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     """Metrics of micro-batches: sums, except names ending in /max and /min.
 
-    One transfer from the device, in float64: moments are subtracted from each other later.
+    One transfer from the device, in float64: moments are subtracted from each other later. The
+    elements of a vector (core/trace.py) are metrics of their own.
     """
-    names = sorted({name for part in parts for name in part})
-    columns = []
-    for name in names:
+    names: list[str] = []
+    columns: list[Tensor] = []
+    for name in sorted({name for part in parts for name in part}):
         values = torch.stack([part[name].detach().double() for part in parts if name in part])
-        columns.append(
-            values.max()
-            if name.endswith("/max")
-            else values.min()
-            if name.endswith("/min")
-            else values.sum()
-        )
-    return dict(zip(names, torch.stack(columns).tolist(), strict=True)) if names else {}
+        if name.endswith("/max"):
+            column = values.amax(0)
+        elif name.endswith("/min"):
+            column = values.amin(0)
+        else:
+            column = values.sum(0)
+        names += [numbered(name, i) for i in range(len(column))] if column.ndim else [name]
+        columns.append(column.reshape(-1))
+    return dict(zip(names, torch.cat(columns).tolist(), strict=True)) if names else {}
 
 
 def facts_of(model: PackedModel, *, offload: bool = False) -> Facts:

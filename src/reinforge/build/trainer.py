@@ -26,6 +26,7 @@ from reinforge.loops.evaluator import Evaluator
 from reinforge.loops.rl import RLTrainer
 from reinforge.loops.run import Run
 from reinforge.loops.supervised import SupervisedTrainer
+from reinforge.loops.trace import Tracer
 from reinforge.loops.view import ViewLike
 from reinforge.rewards.running import Running
 from reinforge.rollout.journal import Journal
@@ -107,6 +108,14 @@ def build_rl(cfg: Config, view: ViewLike, given: Given, attempt: Attempt) -> RLT
         critic=critic,
         running=running,
         skip_idle=cfg.train.skip_idle,
+        tracer=Tracer(
+            shop.algorithm,
+            shop.weights,
+            every=cfg.run.log.samples_every,
+            samples=cfg.run.log.samples,
+            groups=cfg.run.log.groups,
+            tokens=cfg.run.log.tokens,
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from reinforge.cli.show import print_mapping, print_table, print_text
+from reinforge.core.errors import InputError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -165,6 +166,47 @@ def compare(
                 ],
                 empty=f"{title}: no difference",
             )
+
+
+@app.command()
+def why(
+    run: RunDir,
+    step: Annotated[int, typer.Option(help="The step to look at.")],
+    group: Annotated[
+        str | None, typer.Option(help="One of its groups: number, name, or id of the row.")
+    ] = None,
+    sample: Annotated[
+        str | None, typer.Option(help="One sample of the group: number, or uid.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how rewards became advantages became loss in a step.
+
+    Without --group: one line per group, the most informative first. The numbers are those that
+    were trained with; run.log.samples_every says which steps have them.
+
+    [bold]Examples[/bold]
+
+      reinforge runs why runs/chain-sum --step 11
+
+      reinforge runs why runs/chain-sum --step 11 --group 0
+    """
+    from reinforge.cli.why import print_group, print_overview, print_sample
+    from reinforge.watch.why import explain_group, find_group, find_sample, overview, read_step
+
+    if sample is not None and group is None:
+        raise InputError("--sample is one of a group.", where="--group", fix="Say which group.")
+    record = read_step(run, step)
+    if group is None:
+        told = {name: value for name, value in record.items() if name != "groups"}
+        _json({**told, "groups": overview(record)}) if as_json else print_overview(record)
+        return
+    one = find_group(record, group)
+    if sample is not None:
+        found = find_sample(one, sample)
+        _json(found) if as_json else print_sample(record, found)
+        return
+    _json(explain_group(record, one)) if as_json else print_group(record, one)
 
 
 @app.command()

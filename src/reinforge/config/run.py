@@ -33,6 +33,20 @@ class LogConfig(Section):
         10, description="Steps between tables of prompts, completions and rewards; 0 = never."
     )
     samples: Count = Field(4, description="Rows in such a table.")
+    groups: Natural = Field(
+        8,
+        description=(
+            "Groups whose numbers, from rewards to advantages to loss, are recorded in these steps"
+            " for `reinforge runs why`; 0 = none."
+        ),
+    )
+    tokens: Literal["summary", "all"] = Field(
+        "summary",
+        description=(
+            "Of the tokens of these groups: means and extremes per answer, or all of them, each"
+            " with its advantage, log-probs and ratio."
+        ),
+    )
     sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         [], description="Besides metrics.jsonl, which is always written."
     )

@@ -219,6 +219,7 @@ class Totals:
     # of `tokens`: those of rows that are not computed because they have no gradient; metrics are
     # means over the others
     left_out: int = 0
+    traced: int = 0  # slots of samples that people want to look at: core/trace.py
 
     @property
     def seen(self) -> int:

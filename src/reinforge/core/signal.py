@@ -12,6 +12,18 @@ from collections.abc import Sequence
 import torch
 
 from reinforge.core.batch import Batch, pack
+from reinforge.core.sample import Sample, Stop
+
+
+def why_masked(sample: Sample, overlong: str) -> str | None:
+    """Why nothing of a sample may be trained: unscored, error, or overlong (cut off by the token
+    limit under `overlong: mask`). None where it may.
+    """
+    if sample.reward is None:
+        return "unscored"
+    if sample.stop is Stop.ERROR:
+        return "error"
+    return "overlong" if overlong == "mask" and sample.stop is Stop.LENGTH else None
 
 
 def active_samples(batches: Sequence[Batch]) -> list[torch.Tensor]:

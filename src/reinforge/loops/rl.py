@@ -22,11 +22,12 @@ from reinforge.core.backend import Backend, Metrics
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Engine, GenerationStats
 from reinforge.core.errors import Terminated
-from reinforge.core.sample import Group, Sample, Stop
-from reinforge.core.signal import signal_share, with_signal
+from reinforge.core.sample import Group, Sample
+from reinforge.core.signal import signal_share, why_masked, with_signal
 from reinforge.core.threads import in_thread
 from reinforge.loops.critic import Critic
 from reinforge.loops.run import Run
+from reinforge.loops.trace import StepTrace, Tracer
 from reinforge.rewards.running import Running
 from reinforge.rollout.buffer import RolloutBuffer
 from reinforge.rollout.source import GroupSource, harvest_metrics
@@ -55,6 +56,7 @@ class RLTrainer:
     critic: Critic | None = None
     running: Running = field(default_factory=lambda: Running({}))  # statistics of rewards
     skip_idle: bool = True  # rows without gradient are not computed
+    tracer: Tracer | None = None  # records for people what steps did
 
     async def train(self) -> None:
         try:
@@ -90,8 +92,11 @@ class RLTrainer:
                     needs -= {"values"}
                 await self._aside(self.backend.annotate, batches, needs)
                 measured = self.algorithm.advantages(batches)
+                trace = None
+                if self.tracer is not None:
+                    trace = self.tracer.begin(run.step, harvest, minibatches)
             with run.phase("train"):
-                metrics = await self._aside(self._update, minibatches) | measured
+                metrics = await self._aside(self._update, minibatches, trace) | measured
                 if not self._waits():
                     metrics |= self.algorithm.adapt(metrics)
             await self.engine.update(self.backend.weights(), self._version())
@@ -103,7 +108,8 @@ class RLTrainer:
             self.running.observe(
                 s for g in [*harvest.groups, *harvest.discarded] for s in g.episodes
             )
-            await run.end_step(metrics, harvest.groups)
+            record = None if trace is None else trace.record(metrics)
+            await run.end_step(metrics, harvest.groups, record)
 
     async def _aside(self, work: Callable[..., Any], *given: Any) -> Any:
         """Where an engine elsewhere generates meanwhile, in a thread: its answers are heard, and
@@ -158,12 +164,14 @@ class RLTrainer:
             if part
         ]
 
-    def _update(self, minibatches: list[list[Batch]]) -> Metrics:
+    def _update(self, minibatches: list[list[Batch]], trace: StepTrace | None = None) -> Metrics:
+        """`trace` is told what the first update of every sample did."""
         results: list[Metrics] = []
-        for _ in range(self.epochs):
+        for epoch in range(self.epochs):
             for minibatch in minibatches:
                 totals = Totals.of(minibatch, self.max_new_tokens)
-                metrics = {} if self._waits() else self._policy_step(minibatch, totals)
+                told = trace if epoch == 0 else None
+                metrics = {} if self._waits() else self._policy_step(minibatch, totals, told)
                 if self.critic is not None:
                     metrics |= self.critic.update(minibatch, totals)
                 results.append(metrics)
@@ -174,11 +182,17 @@ class RLTrainer:
         """Whether only the critic is trained in this step."""
         return self.critic is not None and self.critic.warming(self.run.step)
 
-    def _policy_step(self, minibatch: list[Batch], totals: Totals) -> Metrics:
+    def _policy_step(
+        self, minibatch: list[Batch], totals: Totals, trace: StepTrace | None = None
+    ) -> Metrics:
         if self.skip_idle and self.algorithm.idle:
             minibatch = with_signal(minibatch, self.backend.budget, share=self.backend.share)
             totals = replace(totals, left_out=totals.tokens - sum(b.n_trained for b in minibatch))
+        if trace is not None:
+            totals = replace(totals, traced=trace.slots)
         metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
+        if trace is not None:
+            trace.heard(metrics, totals)
         metrics["tokens/processed"] = sum(b.n_tokens for b in minibatch)
         self.run.counters["updates"] = self.run.counters.get("updates", 0) + 1
         return {**value.finish(corrections.finish(metrics)), **self.backend.step()}
@@ -212,13 +226,9 @@ def trainable(sample: Sample, overlong: str) -> Sample:
     """The sample with nothing to train where it must not be: unscored, failed, or truncated under
     `overlong: mask`. It keeps its place in the group, so statistics still count it.
     """
-    if (
-        sample.reward is None
-        or sample.stop is Stop.ERROR
-        or (overlong == "mask" and sample.stop is Stop.LENGTH)
-    ):
-        return sample.with_(trained=torch.zeros_like(sample.trained))
-    return sample
+    if why_masked(sample, overlong) is None:
+        return sample
+    return sample.with_(trained=torch.zeros_like(sample.trained))
 
 
 def average(results: Iterable[Metrics]) -> Metrics:

@@ -241,8 +241,16 @@ class Run:
                 raise self.terminated() from None
             raise
 
-    async def end_step(self, metrics: Metrics, groups: Sequence[Group] = ()) -> None:
-        """Counts the step, logs it, and does what is due at its boundary."""
+    async def end_step(
+        self,
+        metrics: Metrics,
+        groups: Sequence[Group] = (),
+        trace: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Counts the step, logs it, and does what is due at its boundary.
+
+        `trace`: what the step did with its groups, where that is recorded (loops/trace.py).
+        """
         self.step += 1
         crash_point("step:end")
         timing = self.phases.take()
@@ -253,7 +261,7 @@ class Run:
         self.recorder.log(self.step, metrics)
         self.health.observe(self.step, metrics)
         self.view.update(self.step, self.last)
-        self._show_samples(groups)
+        self._show_samples(groups, trace)
         self._judge(metrics, groups)
         self.seconds += seconds - timing.get("time/eval", 0.0) - timing.get("time/checkpoint", 0.0)
         if self._out_of_time() and self.going():
@@ -286,10 +294,13 @@ class Run:
         """
         return {"sandbox/uncontained": 1.0} if self.uncontained else {}
 
-    def _show_samples(self, groups: Sequence[Group]) -> None:
+    def _show_samples(self, groups: Sequence[Group], trace: Mapping[str, Any] | None) -> None:
         log = self.cfg.run.log
+        if trace:
+            self.recorder.groups(self.step, trace)
         if groups and log.samples_every and (self.step - 1) % log.samples_every == 0:
-            self.recorder.samples(self.step, groups, log.samples)
+            training = trace["samples"] if trace else None
+            self.recorder.samples(self.step, groups, log.samples, training=training)
             self.view.table(groups[: log.samples])
 
     def _out_of_time(self) -> bool:

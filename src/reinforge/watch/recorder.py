@@ -1,6 +1,7 @@
-"""The run's own record: metrics.jsonl, events.jsonl, samples.jsonl, config.json, versions.json.
+"""The run's own record: metrics.jsonl, events.jsonl, samples.jsonl, groups.jsonl, config.json,
+versions.json.
 
-A checkpoint stores the byte offsets of the three logs. A resumed run cuts them back to there, so
+A checkpoint stores the byte offsets of the logs. A resumed run cuts them back to there, so
 that a step that is done again is not in the log twice.
 """
 
@@ -35,7 +36,7 @@ SINK_SAMPLES = 64  # of the last ones that were logged
 # at INFO and DEBUG: nobody sees them who did not ask for them
 EVENTS = logging.getLogger("reinforge.events")
 METRICS = logging.getLogger("reinforge.metrics")
-LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl")
+LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "groups.jsonl")
 PACKAGES = (
     "torch",
     "transformers",
@@ -172,10 +173,27 @@ class Recorder:
         """
         self._append("events.jsonl", _event(kind, fields, self.run_dir))
 
+    def groups(self, step: int, record: Mapping[str, Any]) -> None:
+        """What a training step did with its groups: a line that `watch/why.py` reads.
+
+        The record is that of loops/trace.py; its samples are for `samples`.
+        """
+        told = {name: value for name, value in record.items() if name != "samples"}
+        self._append("groups.jsonl", _finite({"step": step, **told}))
+
     def samples(
-        self, step: int, groups: Iterable[Group], limit: int, *, evaluation: bool = False
+        self,
+        step: int,
+        groups: Iterable[Group],
+        limit: int,
+        *,
+        evaluation: bool = False,
+        training: Mapping[str, Any] | None = None,
     ) -> None:
-        """A few samples for people, with all their turns where there are several."""
+        """A few samples for people, with all their turns where there are several.
+
+        `training`: what the step did with a sample, by its uid.
+        """
         for group, sample, text in pick(groups, limit):
             messages = group.transcripts.get(sample.episode)
             record = {
@@ -191,6 +209,8 @@ class Recorder:
                 **({"eval": True} if evaluation else {}),
                 **({"turns": turns_of(messages)} if messages else {}),
             }
+            if training and sample.uid in training:
+                record["training"] = training[sample.uid]
             self._append("samples.jsonl", _finite(record))
 
     def offsets(self) -> dict[str, int]:

@@ -1,0 +1,101 @@
+"""What an algorithm does, for people: the names of its parts, the settings that decide, and
+equations in one line, as the parts' docstrings have them.
+
+The training loop records it beside the numbers of a step (loops/trace.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reinforge.algorithms.advantages import ADVANTAGES
+from reinforge.algorithms.algorithm import Algorithm
+from reinforge.algorithms.bind import name_of
+from reinforge.algorithms.catalogue import TABLE
+from reinforge.algorithms.online import nash_md
+from reinforge.algorithms.picks import PICKS
+from reinforge.algorithms.preference import PREFERENCE
+from reinforge.algorithms.reduce import REDUCERS
+from reinforge.algorithms.surrogates import SURROGATES
+
+WIDTH = 200  # characters of an equation
+
+
+def explained(algorithm: Algorithm) -> dict[str, Any]:
+    """Plain values: {"name", "parts", "equations", "settings"}."""
+    row = TABLE[algorithm.name]
+    o = algorithm.options
+    found: dict[str, Any] = {"name": algorithm.name, "paper": algorithm.paper}
+    if algorithm.advantage is None:
+        parts: dict[str, Any] = dict(row.parts)
+        settings = {"beta": o.beta, "overlong": o.overlong, **row.options, **o.settings}
+    else:
+        parts = {"advantage": o.advantage, "surrogate": o.surrogate, "reduce": o.reduce}
+        settings = {
+            "scale": o.scale,
+            "std": o.std,
+            "eps": o.eps,
+            "advantage_clip": o.advantage_clip,
+            "clip_low": o.clip_low,
+            "clip_high": o.clip_high,
+            "kl_coefficient": algorithm.terms.kl,
+            "kl_placement": o.kl_placement if algorithm.terms.kl else None,
+            "entropy": algorithm.terms.entropy,
+            "correction": o.correction,
+            "selection": o.selection,
+            "overlong": o.overlong,
+            "dynamic_sampling": o.dynamic_sampling,
+            **row.options,
+            **o.settings,
+        }
+    found["parts"] = {name: _name(part) for name, part in parts.items()}
+    found["equations"] = {
+        name: text for name, part in parts.items() if (text := equation(_function(name, part)))
+    }
+    found["settings"] = {
+        name: _plain(value) for name, value in settings.items() if value not in (None, {})
+    }
+    return found
+
+
+def _name(part: Any) -> str:
+    return part if isinstance(part, str) else name_of(part)
+
+
+def _plain(value: Any) -> Any:
+    return _name(value) if callable(value) else value
+
+
+def _function(kind: str, part: Any) -> Callable[..., Any] | None:
+    if not isinstance(part, str):
+        return part if callable(part) else None
+    choices: dict[str, Mapping[str, Callable[..., Any]]] = {
+        "advantage": ADVANTAGES,
+        "surrogate": SURROGATES,
+        "reduce": REDUCERS,
+        "pick": PICKS,
+        "loss": {
+            **{name: pair.function for name, pair in PREFERENCE.items()},
+            nash_md.__name__: nash_md,
+        },
+    }
+    return choices.get(kind, {}).get(part)
+
+
+def equation(function: Callable[..., Any] | None) -> str:
+    """The first sentence of a docstring; where that ends in a colon, with what stands under it.
+
+    >>> def f(): "A = r - mean (Somebody, eq. 3). And more."
+    >>> equation(f)
+    'A = r - mean (Somebody, eq. 3)'
+    """
+    text = "" if function is None else inspect.getdoc(function) or ""
+    paragraphs = text.split("\n\n")
+    said = " ".join(paragraphs[0].split())
+    if said.endswith(":") and len(paragraphs) > 1:
+        lines = [line.strip() for line in paragraphs[1].splitlines()]
+        return f"{said} {'; '.join(lines)}"[:WIDTH]
+    return re.split(r"\.\s+(?=\D)", said)[0].rstrip(".")[:WIDTH]

@@ -1,0 +1,91 @@
+"""What a loss did with single samples, so that people can look at it afterwards.
+
+Samples that are traced have a slot each, numbered from 1; the stream `trace` says for every trained
+token whose slot it counts in, and 0 is nobody's. A loss that meets the stream hands out one number
+per slot beside its metrics (`traced`). They travel as metrics do, in the same transfer, through
+every backend; the training loop takes them out again (`take_traced`).
+
+Legend: M trained tokens and S sequences of the micro-batch, K slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from reinforge.core.backend import Metrics, TrainedTokens
+from reinforge.core.batch import Totals
+
+STREAM = "trace"
+PREFIX = "trace/"
+TOKENS = "tokens"  # how many tokens of a slot the loss has seen
+EXTREMES = ("ratio",)  # numbers of which the least and the largest are kept beside the sum
+LOSS = PREFIX + "loss"
+
+
+def traced(
+    tokens: TrainedTokens,
+    totals: Totals,
+    of_tokens: Mapping[str, Tensor],
+    of_rows: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """[K] each: the sums of `of_tokens` [M] over the tokens of every slot, and of `of_rows` [S],
+    which count at the last token of their row. Nothing where nothing is traced.
+    """
+    if not totals.traced:
+        return {}
+    slot_M = tokens.streams[STREAM].long()
+    found = {TOKENS: _sums(torch.ones_like(tokens.logprobs), slot_M, totals.traced)}
+    for name, values in of_tokens.items():
+        found[name] = _sums(values, slot_M, totals.traced)
+        if name in EXTREMES:
+            found[f"{name}/max"] = _extremes(values, slot_M, totals.traced, "amax")
+            found[f"{name}/min"] = _extremes(values, slot_M, totals.traced, "amin")
+    if of_rows:
+        lengths = tokens.lengths
+        slot_S = slot_M[(lengths.cumsum(0) - 1).clamp(min=0)]
+        slot_S = torch.where(lengths > 0, slot_S, 0)
+        for name, values in of_rows.items():
+            found[name] = _sums(values, slot_S, totals.traced)
+    return {PREFIX + name: values for name, values in found.items()}
+
+
+def _sums(values: Tensor, slot: Tensor, slots: int) -> Tensor:
+    """In float64 by a sorted scatter, so that it is the same in every run."""
+    wide = values.detach().double()
+    return wide.new_zeros(slots + 1).index_put((slot,), wide, accumulate=True)[1:]
+
+
+def _extremes(values: Tensor, slot: Tensor, slots: int, which: str) -> Tensor:
+    """Of a slot without a token: infinity, which loses against any number."""
+    wide = values.detach().double()
+    nothing = -torch.inf if which == "amax" else torch.inf
+    return wide.new_full((slots + 1,), nothing).scatter_reduce(0, slot, wide, which)[1:]
+
+
+def numbered(name: str, slot: int) -> str:
+    """The name of one slot's number. How metrics are combined stands at the end of a name.
+
+    >>> numbered("trace/ratio/max", 3)
+    'trace/3/ratio/max'
+    """
+    head, _, rest = name.partition("/")
+    return f"{head}/{slot}/{rest}"
+
+
+def take_traced(metrics: Metrics) -> dict[int, Metrics]:
+    """Takes the numbers of the slots out of the metrics: {slot, from 1: {name: number}}.
+
+    Slots that the loss has not seen are left out.
+
+    >>> metrics = {"policy/loss": 0.5, "trace/0/tokens": 2.0, "trace/0/ratio/max": 1.5}
+    >>> take_traced(metrics | {"trace/1/tokens": 0.0}), metrics
+    ({1: {'tokens': 2.0, 'ratio/max': 1.5}}, {'policy/loss': 0.5})
+    """
+    found: dict[int, Metrics] = {}
+    for name in [name for name in metrics if name.startswith(PREFIX)]:
+        _, place, rest = name.split("/", 2)
+        found.setdefault(int(place) + 1, {})[rest] = metrics.pop(name)
+    return {slot: numbers for slot, numbers in found.items() if numbers[TOKENS]}
