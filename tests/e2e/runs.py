@@ -304,12 +304,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @dataclass
 class Evidence:
     """What two runs must share to have trained alike: the digest of the last checkpoint, every
-    metric of every step, every sample.
+    metric of every step, every sample, what every recorded step did with its groups.
     """
 
     digest: str
     metrics: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
 
 
 def evidence(run_dir: Path) -> Evidence:
@@ -323,7 +324,12 @@ def evidence(run_dir: Path) -> Evidence:
         }
         for line in lines(run_dir / "metrics.jsonl")
     ]
-    return Evidence(digest_run(run_dir), metrics, lines(run_dir / "samples.jsonl"))
+    return Evidence(
+        digest_run(run_dir),
+        metrics,
+        samples=lines(run_dir / "samples.jsonl"),
+        groups=lines(run_dir / "groups.jsonl"),
+    )
 
 
 def trained_steps(run_dir: Path) -> list[int]:
@@ -349,7 +355,7 @@ def differences(run_dir: Path, expected: Evidence, steps: int) -> list[str]:
         out.append(f"digest {found.digest[:12]} instead of {expected.digest[:12]}")
     if trained_steps(run_dir) != list(range(1, steps + 1)):
         out.append(f"steps in metrics.jsonl: {trained_steps(run_dir)}")
-    for name in ("metrics", "samples"):
+    for name in ("metrics", "samples", "groups"):
         ours = getattr(found, name)
         theirs = getattr(expected, name)
         if ours != theirs:

@@ -192,7 +192,7 @@ def test_a_reward_is_not_asked_twice(tiny: Path, tmp_path: Path) -> None:
         data={"eval": {"size": 0}},
         eval={"every": 0},
     )
-    run = Whole(config, 6, runs.Evidence("", [], []), 0.0)
+    run = Whole(config, 6, runs.Evidence("", [], [], []), 0.0)
     crash(run, tmp_path, "step:end@4")  # steps 3 and 4 are done again
     before = runs.lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in before] == [1, 2, 3]
@@ -229,7 +229,8 @@ def test_a_finished_run_does_nothing(sft: Whole, tmp_path: Path) -> None:
     before = {
         p: p.stat().st_mtime_ns
         for p in (tmp_path / "run").rglob("*")
-        if p.suffix == ".safetensors" or p.name in ("metrics.jsonl", "samples.jsonl")
+        if p.suffix == ".safetensors"
+        or p.name in ("metrics.jsonl", "samples.jsonl", "groups.jsonl")
     }
     assert len(before) >= 5
     said = finish(sft, tmp_path)
