@@ -15,9 +15,9 @@ from reinforge.algorithms.corrections import tis
 from reinforge.algorithms.loss import NLLLoss, PolicyLoss
 from reinforge.algorithms.reduce import REDUCERS
 from reinforge.algorithms.surrogates import ppo_clip
-from reinforge.backends.distributed.driver import FsdpBackend
 from reinforge.backends.distributed.ranks import Ranks
-from reinforge.backends.fsdp.worker import ShardBackend
+from reinforge.backends.fsdp.backend import FsdpBackend
+from reinforge.backends.fsdp.worker import FsdpWorker
 from reinforge.backends.local import LocalBackend
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.backend import State
@@ -125,12 +125,12 @@ def identical(a: State, b: State) -> bool:
     )
 
 
-def summed(shard: ShardBackend) -> dict[str, torch.Tensor]:
+def summed(shard: FsdpWorker) -> dict[str, torch.Tensor]:
     """Run by all ranks: the whole gradient."""
     return {name: shard._whole(name, piece).clone() for name, piece in shard.optimizer.sums.items()}
 
 
-def norm(shard: ShardBackend) -> float:
+def norm(shard: FsdpWorker) -> float:
     return float(shard.optimizer.gradient_norm())
 
 

@@ -17,8 +17,8 @@ import runs
 import torch
 
 from reinforge.algorithms.loss import NLLLoss
-from reinforge.backends.distributed.driver import FsdpBackend
 from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.checkpoint import store
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import StoppedByPolicy

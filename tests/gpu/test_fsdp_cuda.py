@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.backends.distributed.driver import FsdpBackend
 from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.checkpoint import store
 from reinforge.cluster.ranked import RankedEngine
 from reinforge.core.batch import Totals, pack
@@ -65,11 +65,11 @@ def test_weights_in_host_memory_train_alike(one: Ranks, tmp_path: Path, kind: st
     exact = kind != "bfloat16"
     for a, b in zip(first, second, strict=True):
         assert b == pytest.approx(a, rel=1e-3 if exact else 0.1, abs=1e-5 if exact else 0.05)
-    pieces = moved.shard.optimizer.parameters
+    pieces = moved.worker.optimizer.parameters
     assert all(
         p.device.type == "cpu"
         for name, p in pieces.items()
-        if name not in moved.shard.optimizer.whole
+        if name not in moved.worker.optimizer.whole
     )
     saved = [
         dict(store.load(store.save(tmp_path / name, 1, b.state(), {}))[0].tensors)

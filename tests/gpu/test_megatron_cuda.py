@@ -13,7 +13,7 @@ import torch
 
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.megatron.worker import MegatronBackend
+from reinforge.backends.megatron.backend import MegatronBackend
 from split_backends import LENGTHS, frozen, load, policy_loss, update
 from toys import make_samples, relative, train_config
 

@@ -17,7 +17,7 @@ if find_spec("deepspeed") is None:
     pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
 
 from reinforge.algorithms.loss import NLLLoss
-from reinforge.backends.deepspeed.worker import DeepSpeedBackend
+from reinforge.backends.deepspeed.backend import DeepSpeedBackend
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError

@@ -17,9 +17,10 @@ if find_spec("deepspeed") is None:
 
 from reinforge.algorithms.loss import NLLLoss
 from reinforge.algorithms.value import ValueLoss
-from reinforge.backends.deepspeed.worker import DeepSpeedBackend, ZeroShard
-from reinforge.backends.distributed.driver import FsdpBackend
+from reinforge.backends.deepspeed.backend import DeepSpeedBackend
+from reinforge.backends.deepspeed.worker import DeepSpeedWorker
 from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.local import LocalBackend
 from reinforge.core.backend import Backend, State
 from reinforge.core.batch import Batch, Totals, pack
@@ -334,7 +335,7 @@ def test_a_critic_in_float32(ranks: Ranks, stage: int) -> None:
     zero.close()
 
 
-def first_moments(shard: ZeroShard) -> float:
+def first_moments(shard: DeepSpeedWorker) -> float:
     return float(shard.optimizer.moment("value_head.weight", "exp_avg").abs().sum())
 
 

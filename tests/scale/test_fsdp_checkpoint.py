@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.backends.distributed.driver import FsdpBackend
 from reinforge.backends.distributed.ranks import Ranks
-from reinforge.backends.fsdp.worker import ShardBackend
+from reinforge.backends.fsdp.backend import FsdpBackend
+from reinforge.backends.fsdp.worker import FsdpWorker
 from reinforge.build.trained import open_model
 from reinforge.checkpoint import store
 from reinforge.checkpoint.stored import Stored
@@ -72,7 +72,7 @@ def test_pieces_are_the_same_checkpoint(
     launch(whole)
     gathers: list[Any] = []
     # rank 0 never asks for it
-    monkeypatch.setattr(ShardBackend, "gathered", lambda *a: gathers.append(a))
+    monkeypatch.setattr(FsdpWorker, "gathered", lambda *a: gathers.append(a))
     launch(pieces)
     assert not gathers and digest(pieces) == digest(whole)
     files = sorted(p.name for p in newest(pieces).iterdir())
@@ -189,10 +189,10 @@ def test_automatic_above_a_size(ranks: Ranks, make: Any, monkeypatch: Any) -> No
         not (newest(small) / "pieces-r00001.json").exists()
         and lines(small)[0]["train/loss"] == lines(cfg)[0]["train/loss"]
     )
-    assert digest(small) == digest(cfg) and FsdpBackend.in_pieces
+    assert digest(small) == digest(cfg) and FsdpWorker.writes_pieces
 
 
-class Dying(ShardBackend):
+class Dying(FsdpWorker):
     """Rank 1 is killed in the middle of a save, half of its files written."""
 
     def write_pieces(self, part: str, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
@@ -203,7 +203,7 @@ class Dying(ShardBackend):
 
 
 class Doomed(FsdpBackend):
-    side = Dying
+    kind = Dying
 
 
 def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(ranks: Ranks, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ if find_spec("megatron") is None:
     pytest.skip("pip install 'reinforge[megatron]'", allow_module_level=True)
 
 from reinforge.algorithms.loss import NLLLoss
-from reinforge.backends.distributed.driver import FsdpBackend
 from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.megatron.worker import MegatronBackend
+from reinforge.backends.megatron.backend import MegatronBackend
 from reinforge.core.backend import Backend, State
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError

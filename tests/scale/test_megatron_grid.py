@@ -17,7 +17,8 @@ if find_spec("megatron") is None:
 
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.megatron.worker import MegatronBackend, MegatronShard
+from reinforge.backends.megatron.backend import MegatronBackend
+from reinforge.backends.megatron.worker import MegatronWorker
 from split_backends import LENGTHS, load, policy_loss, update
 from toys import make_samples, relative, train_config
 
@@ -70,7 +71,7 @@ def test_copies_stay_equal_where_ranks_round_apart(ranks: Ranks) -> None:
     cut.close()
 
 
-def jittery(shard: MegatronShard) -> None:
+def jittery(shard: MegatronWorker) -> None:
     reduce = shard.optimizer.reduce
 
     def noisy() -> None:
@@ -82,7 +83,7 @@ def jittery(shard: MegatronShard) -> None:
     shard.optimizer.reduce = noisy  # type: ignore[method-assign]
 
 
-def copies(shard: MegatronShard) -> dict[str, torch.Tensor]:
+def copies(shard: MegatronWorker) -> dict[str, torch.Tensor]:
     """What every rank has whole."""
     return {
         name: p.detach().clone()

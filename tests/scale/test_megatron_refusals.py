@@ -15,7 +15,7 @@ if find_spec("megatron") is None:
 
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.megatron.model import MegatronModel, check_architecture
-from reinforge.backends.megatron.worker import MegatronShard
+from reinforge.backends.megatron.worker import MegatronWorker
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
 from split_backends import load
@@ -67,6 +67,6 @@ def test_layers_that_compute_something_else_are_found() -> None:
 @pytest.mark.parametrize("kind", ["critic", "head"])
 def test_other_heads_are_refused(kind: str) -> None:
     with pytest.raises(InputError, match="causal LMs"):
-        MegatronShard(
+        MegatronWorker(
             SimpleNamespace(), partial(load, kind), train_config(backend="megatron"), {}, False
         )

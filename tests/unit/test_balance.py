@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from reinforge.algorithms.loss import NLLLoss
-from reinforge.backends.distributed.driver import FsdpBackend
 from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.local import LocalBackend
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.load import config_from_dict

@@ -13,8 +13,9 @@ import torch
 
 from reinforge.algorithms.loss import NLLLoss
 from reinforge.algorithms.value import ValueLoss
-from reinforge.backends.distributed.driver import FsdpBackend, deal, even
+from reinforge.backends.distributed.deal import deal, even
 from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.local import LocalBackend
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.core.backend import Backend, State
@@ -218,7 +219,7 @@ def test_a_bad_gradient_on_one_rank_leaves_all_untouched(ranks: Ranks) -> None:
 
 def test_a_critic_and_its_whole_head(ranks: Ranks) -> None:
     local, sharded = both(ranks, "critic", reference=False, learning_rate=1e-2)
-    assert sharded.shard.optimizer.whole == {"score.weight"}
+    assert sharded.worker.optimizer.whole == {"score.weight"}
     samples = make_samples(LENGTHS)
     loss = ValueLoss(0.2)
     for _ in range(3):

@@ -23,21 +23,21 @@ from reinforge.models.load import load_model, load_scalar, pick_device, pick_dty
 from reinforge.models.packed import PackedModel
 
 if TYPE_CHECKING:
-    from reinforge.backends.distributed.driver import FsdpBackend
+    from reinforge.backends.distributed.driver import DistributedBackend
     from reinforge.backends.local import LocalBackend
 
-AnyBackend: TypeAlias = "LocalBackend | FsdpBackend"
+AnyBackend: TypeAlias = "LocalBackend | DistributedBackend"
 ON_RANKS = {  # imported by the run that trains on ranks: torch's own modules for that take a second
-    "fsdp": "reinforge.backends.distributed.driver:FsdpBackend",
-    "deepspeed": "reinforge.backends.deepspeed.worker:DeepSpeedBackend",
-    "megatron": "reinforge.backends.megatron.worker:MegatronBackend",
+    "fsdp": "reinforge.backends.fsdp.backend:FsdpBackend",
+    "deepspeed": "reinforge.backends.deepspeed.backend:DeepSpeedBackend",
+    "megatron": "reinforge.backends.megatron.backend:MegatronBackend",
 }
 
 
-def on_ranks(name: str) -> type[FsdpBackend]:
+def on_ranks(name: str) -> type[DistributedBackend]:
     """The backend of `train.backend`, one of those on ranks."""
     module, _, kind = ON_RANKS[name].partition(":")
-    found: type[FsdpBackend] = getattr(import_module(module), kind)
+    found: type[DistributedBackend] = getattr(import_module(module), kind)
     return found
 
 

@@ -5,8 +5,8 @@ What it is there (one process, FSDP2, DeepSpeed) nobody here needs to know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reinforge.backends.distributed.follower import Follower
 from reinforge.backends.memory_model import Facts
 from reinforge.cluster.crew import Crew
 from reinforge.core.backend import Loss, Metrics, Part, State
@@ -114,40 +115,19 @@ class RemoteBackend:
         )
         _, self.budget, self.steps = self.crew.apply(self.name, _run, "load", own, views=True)
 
-    def close(self) -> None:
-        """The actor ends with the cluster."""
+    def swap_part(self, part: str, into: bool) -> None:
+        self.crew.apply(self.name, _swap, part, into)
 
-
-class Follower:
-    """What follows the weights (an average, a moving reference), as a part of the run."""
-
-    def __init__(self, backend: RemoteBackend, name: str):
-        self.backend = backend
-        self.name = name
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Inside, the model computes with the average."""
-        self.backend.crew.apply(self.backend.name, _swap, self.name, True)
-        try:
-            yield
-        finally:
-            self.backend.crew.apply(self.backend.name, _swap, self.name, False)
-
-    def state(self) -> State:
-        state: State = self.backend.crew.apply(
-            self.backend.name, _part_state, self.name, views=True
-        )
+    def part_state(self, part: str) -> State:
+        state: State = self.crew.apply(self.name, _part_state, part, views=True)
         return state
 
-    def load(self, state: State) -> None:
-        self.backend.crew.apply(
-            self.backend.name,
-            _part_load,
-            self.name,
-            State(dict(state.tensors), state.meta),
-            views=True,
-        )
+    def load_part(self, part: str, state: State) -> None:
+        own = State(dict(state.tensors), state.meta)
+        self.crew.apply(self.name, _part_load, part, own, views=True)
+
+    def close(self) -> None:
+        """The actor ends with the cluster."""
 
 
 class Teachers:

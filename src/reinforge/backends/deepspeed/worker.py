@@ -1,6 +1,4 @@
-"""Several processes around DeepSpeed's ZeRO: each rank's part of every pass, and rank 0's side of
-it, which is that of FSDP.
-"""
+"""Several processes around DeepSpeed's ZeRO: each rank's part of every pass."""
 
 from __future__ import annotations
 
@@ -15,9 +13,8 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.deepspeed.model import Frozen, Zero, whole_state
-from reinforge.backends.distributed.driver import FsdpBackend
 from reinforge.backends.distributed.ranks import Member
-from reinforge.backends.distributed.worker import DealtBackend
+from reinforge.backends.distributed.worker import RankWorker
 from reinforge.backends.memory_model import (
     CPU_BUDGET,
     KEEP,
@@ -39,8 +36,8 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
 
-class ZeroShard(DealtBackend):
-    """One rank's part.
+class DeepSpeedWorker(RankWorker):
+    """One rank's part of a model in DeepSpeed's ZeRO. `DeepSpeedBackend` makes it on every rank.
 
     `make` loads the model, whole and on the host. Methods are run by all ranks at once.
     """
@@ -208,20 +205,3 @@ class ZeroShard(DealtBackend):
         self.steps = meta["steps"]
         if self.cfg.tokens_per_microbatch in ("auto", meta.get("budget_asked")):
             self.budget = meta["budget"]
-
-
-class DeepSpeedBackend(FsdpBackend):
-    """Rank 0's side: packs are dealt out and states gathered as with FSDP; every rank gets whole
-    tensors and cuts them itself.
-    """
-
-    side = ZeroShard
-    in_pieces = False
-
-    def _pieces(self, name: str, tensor: Tensor) -> list[Tensor]:
-        return [tensor] * self.ranks.size
-
-    def close(self) -> None:
-        if self.ranks.broken is None:
-            self._call("close")
-        super().close()

@@ -1,6 +1,5 @@
-"""Several processes, weights cut into as many pieces (FSDP2).
-
-This is rank 0's side: it deals the packs of a batch out and adds up.
+"""A backend on several processes, seen from rank 0: it deals the packs of a batch out to the
+workers and adds up what they found.
 
 The gradient is that of a single process within rounding: losses are divided by `Totals`, counted
 over the whole batch before it was dealt.
@@ -8,17 +7,18 @@ over the whole batch before it was dealt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from reinforge.backends.distributed.deal import deal, even
+from reinforge.backends.distributed.follower import Follower
 from reinforge.backends.distributed.layout import Grid
 from reinforge.backends.distributed.ranks import Ranks
-from reinforge.backends.fsdp.worker import ShardBackend, parameter_of
+from reinforge.backends.distributed.worker import RankWorker, parameter_of
 from reinforge.backends.local import refuse_other_model
 from reinforge.backends.memory_model import Facts
 from reinforge.backends.microbatch import annotate_nothing, combine
@@ -26,7 +26,7 @@ from reinforge.backends.oom import fitted
 from reinforge.checkpoint.stored import Stored, within
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, Part, State
-from reinforge.core.batch import Batch, Totals, cut, rejoin
+from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.weights import Weights
 from reinforge.models.packed import PackedModel
 
@@ -34,16 +34,17 @@ BUCKET = 256 << 20  # bytes of a state that are sent at once
 GATHERED = 16 << 30  # bytes of a state that rank 0 takes into its memory
 
 
-class FsdpBackend:
-    """`make` loads the model: on every rank, whole and on the host.
+class DistributedBackend:
+    """What the loops train with where `train.backend` is on ranks; `kind` says what every rank
+    holds, and is all that FSDP, DeepSpeed and Megatron differ in.
 
-    `full` is the model that rank 0 generates with; its module gets the weights when they are asked
-    for. `sharded`: checkpoints are written by the ranks, each its own part; None: where they are
-    large. `settings` are those of `LocalBackend`.
+    `make` loads the model: on every rank, whole and on the host. `full` is the model that rank 0
+    generates with; its module gets the weights when they are asked for. `sharded`: checkpoints are
+    written by the ranks, each its own part; None: where they are large. `settings` are those of
+    `LocalBackend`.
     """
 
-    side: Callable[..., Any] = ShardBackend  # what a rank holds
-    in_pieces = True  # whether ranks can write and read their own part of a checkpoint
+    kind: ClassVar[type[RankWorker]]
 
     def __init__(
         self,
@@ -60,35 +61,37 @@ class FsdpBackend:
         self.cfg = cfg
         self.full = full
         self.grid = Grid.of(cfg, ranks.size)
-        self.id = ranks.make(self.side, [(make, cfg, settings, compiled)] * ranks.size)
-        self.shard: ShardBackend = ranks.own.objects[self.id]
+        self.id = ranks.make(self.kind, [(make, cfg, settings, compiled)] * ranks.size)
+        self.worker: RankWorker = ranks.own.objects[self.id]
         self._call("limit", min(self._call("__getattribute__", "budget")))
-        self.budget = self.shard.budget
-        self.share = self.shard.share
-        self.model = self.shard.model
-        self.teachers = self.shard.teachers
-        self.reference = Follower(self, "reference") if self.shard.reference is not None else None
-        self.ema = Follower(self, "ema") if self.shard.ema is not None else None
-        self.sharded = self.in_pieces and (
+        self.budget = self.worker.budget
+        self.share = self.worker.share
+        self.model = self.worker.model
+        self.teachers = self.worker.teachers
+        self.reference = Follower(self, "reference") if self.worker.reference is not None else None
+        self.ema = Follower(self, "ema") if self.worker.ema is not None else None
+        self.sharded = self.kind.writes_pieces and (
             sharded if sharded is not None else self._state_bytes() > GATHERED
         )
         self._stale = True  # whether `full` may have other weights
 
     @property
     def steps(self) -> int:
-        return self.shard.steps
+        return self.worker.steps
 
     def facts(self) -> Facts:
-        return self.shard.facts()
+        return self.worker.facts()
 
     def parts(self) -> dict[str, Part]:
-        moving = self.shard.reference is not None and self.shard.reference.moving
+        moving = self.worker.reference is not None and self.worker.reference.moving
         found = {"reference": self.reference if moving else None, "ema": self.ema}
         return {name: part for name, part in found.items() if part is not None}
 
     def close(self) -> None:
         """Frees what the ranks hold of this model."""
-        self.ranks.drop(self.id)
+        if self.ranks.usable:
+            self._call("close")
+            self.ranks.drop(self.id)
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """The same on every rank."""
@@ -163,7 +166,7 @@ class FsdpBackend:
         assert self.full is not None, "this backend was made without a module to generate with"
         if self._stale:
             own = dict(self.full.module.named_parameters())
-            targets = {name: own[name] for name in self.shard.shapes}
+            targets = {name: own[name] for name in self.worker.shapes}
             self.ranks.call(self.id, "publish", [(targets,), *[(None,)] * (self.ranks.size - 1)])
             self._stale = False
         return Weights("shared", module=self.full.module)
@@ -172,16 +175,16 @@ class FsdpBackend:
         """Whole tensors, as the state of one process is: a run continues with any number of ranks,
         or with none.
         """
-        return self.state_of("")
+        return self.part_state("")
 
-    def state_of(self, part: str) -> State:
-        """Of the backend, or of what follows its weights.
+    def part_state(self, part: str) -> State:
+        """Of the backend (""), or of what follows its weights.
 
         What ranks write themselves stays with them.
         """
         if self.sharded:
-            meta = (getattr(self.shard, part) if part else self.shard).state().meta
-            return State(meta=meta, pieces={"": OnRanks(self, part)})
+            meta = self.worker.part(part).state().meta
+            return State(meta=meta, pieces={"": PiecesOnRanks(self, part)})
         state: State = self._call("gathered", part)[0]
         return state
 
@@ -190,24 +193,28 @@ class FsdpBackend:
         two moments.
         """
         sizes = (
-            (self.shard.shapes[name].numel(), dtype.itemsize)
-            for name, dtype in self.shard.stored.items()
+            (self.worker.shapes[name].numel(), dtype.itemsize)
+            for name, dtype in self.worker.stored.items()
         )
         return sum(n * (size + (4 if size < 4 else 0) + 8) for n, size in sizes)
 
     def load(self, state: State) -> None:
-        refuse_other_model(within(state.tensors, "model/"), self.shard.shapes)
-        self.send(state)
-        self.budget = self.shard.budget
+        refuse_other_model(within(state.tensors, "model/"), self.worker.shapes)
+        self.load_part("", state)
+        self.budget = self.worker.budget
 
-    def send(self, state: State, part: str = "") -> None:
+    def swap_part(self, part: str, into: bool) -> None:
+        self._stale = True
+        self._call("swap", part, into)
+
+    def load_part(self, part: str, state: State) -> None:
         """Gives every rank its pieces, a bucket at a time, and lets it load them.
 
         What is in pieces on disk, the ranks read themselves.
         """
         self._stale = True
         keys = [key for key in state.tensors if part or key.startswith(("model/", "optimizer/"))]
-        if self.in_pieces and isinstance(state.tensors, Stored):
+        if self.kind.writes_pieces and isinstance(state.tensors, Stored):
             self._call("read_pieces", part, state.tensors, keys, state.meta)
             return
         bucket: list[dict[str, Tensor]] = [{} for _ in range(self.ranks.size)]
@@ -215,7 +222,9 @@ class FsdpBackend:
         for key in keys:
             tensor = state.tensors[key]
             room -= tensor.numel() * tensor.element_size()
-            for pieces, piece in zip(bucket, self._pieces(parameter_of(key), tensor), strict=True):
+            for pieces, piece in zip(
+                bucket, self.worker.cut(parameter_of(key), tensor), strict=True
+            ):
                 pieces[key] = piece.clone()
             if room <= 0:
                 self.ranks.call(self.id, "receive", [(pieces,) for pieces in bucket])
@@ -224,101 +233,17 @@ class FsdpBackend:
         self.ranks.call(self.id, "receive", [(pieces,) for pieces in bucket])
         self._call("load_received", part, state.meta)
 
-    def _pieces(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """A tensor as the ranks hold it."""
-        if tensor.ndim == 0 or name in self.shard.optimizer.whole:
-            return [tensor] * self.ranks.size
-        return [
-            self.grid.piece(tensor, rank, self.shard.split.get(name))
-            for rank in range(self.ranks.size)
-        ]
 
-
-class OnRanks:
-    """The tensors of a state as the ranks hold them.
+class PiecesOnRanks:
+    """The tensors of a state as the ranks hold them: what a checkpoint asks to be written.
 
     They write them into a checkpoint at the same time, each its own files.
     """
 
-    def __init__(self, backend: FsdpBackend, part: str):
+    def __init__(self, backend: DistributedBackend, part: str):
         self.backend = backend
         self.part = part
 
     def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
         written = self.backend._call("write_pieces", self.part, folder, prefix)
         return {name: entry for files in written for name, entry in files.items()}
-
-
-class Follower:
-    """What follows the weights on every rank (an average, a moving reference), as a part of the
-    run.
-    """
-
-    def __init__(self, backend: FsdpBackend, name: str):
-        self.backend = backend
-        self.name = name
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Inside, the model computes with the average. See `Average.swapped`."""
-        self._swap(True)
-        try:
-            yield
-        finally:
-            self._swap(False)
-
-    def _swap(self, into: bool) -> None:
-        self.backend._stale = True
-        self.backend._call("swap", self.name, into)
-
-    def state(self) -> State:
-        return self.backend.state_of(self.name)
-
-    def load(self, state: State) -> None:
-        self.backend.send(state, self.name)
-
-
-def deal(sizes: Sequence[int], ranks: int) -> list[list[tuple[int, bool]]]:
-    """For each rank the packs it computes, in order, and whether they count.
-
-    All ranks get equally many: who would get none computes the smallest one for nothing. Ranks work
-    in step, so packs of like size go side by side, the larger to whoever has done less.
-
-    >>> deal([10, 30, 20], 2)
-    [[(1, True), (0, True)], [(2, True), (0, False)]]
-    """
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    hands: list[list[tuple[int, bool]]] = [[] for _ in range(ranks)]
-    done = [0] * ranks
-    for a in range(0, len(order), ranks):
-        free = sorted(range(ranks), key=lambda rank: (done[rank], rank))
-        for place, rank in enumerate(free):
-            i = order[a + place] if a + place < len(order) else order[-1]
-            hands[rank].append((i, a + place < len(order)))
-            done[rank] += sizes[i]
-    return hands
-
-
-def even(cuts: Sequence[Sequence[Batch]], ranks: int, unit: int = 1) -> list[list[Batch]]:
-    """The parts of every batch, the largest cut in two until the ranks can share them equally, or
-    until nothing can be cut.
-    """
-    parts = [list(own) for own in cuts]
-    wanted = -(-sum(map(len, parts)) // ranks) * ranks
-    whole: set[int] = set()  # ids of packs that are one unit
-    while sum(map(len, parts)) < wanted:
-        able = [
-            (i, j) for i, own in enumerate(parts) for j, p in enumerate(own) if id(p) not in whole
-        ]
-        if not able:
-            break
-        i, j = max(able, key=lambda place: parts[place[0]][place[1]].n_tokens)
-        pack = parts[i][j]
-        # near the middle, as units allow
-        tries = (cut(pack, -(-pack.n_tokens * eighths // 8), unit=unit) for eighths in (4, 5, 6, 7))
-        halves = next((found for found in tries if len(found) == 2), None)
-        if halves is None:
-            whole.add(id(pack))
-        else:
-            parts[i][j : j + 1] = halves
-    return parts

@@ -202,8 +202,13 @@ class Ranks:
         """
         return self._all("call", target, method, args if args is not None else [()] * self.size)
 
+    @property
+    def usable(self) -> bool:
+        """Whether they can be asked: nothing is broken, and they are still open."""
+        return self.broken is None and not self._ended.is_set()
+
     def drop(self, target: int) -> None:
-        if self.broken is None and not self._ended.is_set():
+        if self.usable:
             self._all("drop", target, None, [()] * self.size)
 
     def _all(self, kind: str, target: int, name: Any, args: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -1,11 +1,12 @@
-"""What the rank side of every backend on several processes does with the packs that it was dealt,
-whoever cuts the weights.
+"""A rank's side of every backend on several processes: what it does with the packs that it was
+dealt, whoever cuts the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,18 +16,31 @@ from reinforge.backends.distributed.ranks import Member
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.microbatch import combine
 from reinforge.backends.oom import memory_errors
-from reinforge.core.backend import Loss, Metrics
+from reinforge.checkpoint.stored import Stored
+from reinforge.core.backend import Loss, Metrics, Part, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
 
 Dealt = Sequence[tuple[Batch, bool]]  # packs of one rank, and whether they count
 
 
-class DealtBackend(LocalBackend):
-    """Who cuts the weights says how one pack is run, and annotated, where that differs."""
+class RankWorker(LocalBackend):
+    """One rank's part of a backend. `DistributedBackend` makes one on every rank, and calls its
+    methods on all of them at once.
+
+    A kind says how weights are cut, how one pack is run and annotated where that differs, and how
+    whole tensors are put together and taken apart. It is made of (member, make, cfg, settings,
+    compiled): `make` loads the model, whole and on the host; `settings` are those of
+    `LocalBackend`; `compiled`: its layers are to be compiled.
+    """
 
     member: Member
     saves: ClassVar[str]  # a setting with which less memory is needed
+    writes_pieces: ClassVar[bool] = (
+        False  # whether it writes and reads its own files of checkpoints
+    )
+    stored: Mapping[str, torch.dtype]  # of each trained parameter, the precision in checkpoints
+    shapes: Mapping[str, torch.Size]  # of each trained parameter, when it is whole
 
     @torch.no_grad()
     def annotate_packs(
@@ -89,3 +103,60 @@ class DealtBackend(LocalBackend):
                     f"{self.saves}. The newest checkpoint is intact."
                 ),
             ) from error
+
+    # ---- whole tensors ----
+
+    def part(self, name: str) -> Part:
+        """This rank's side of the backend itself (""), or of what follows its weights."""
+        return self.parts()[name] if name else self
+
+    def gathered(self, part: str = "") -> State | None:
+        """The whole state of a part in the host memory of rank 0; None on the others."""
+        raise NotImplementedError
+
+    def publish(self, targets: Mapping[str, Tensor] | None) -> None:
+        """Puts the trained weights into `targets` on rank 0, one at a time."""
+        raise NotImplementedError
+
+    def cut(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """What each rank is sent of a tensor of the parameter `name`. Here: all of it, and every
+        rank keeps its piece.
+        """
+        return [tensor] * self.member.size
+
+    def receive(self, tensors: dict[str, Tensor]) -> None:
+        """Some of the tensors of a state, as `cut` made them."""
+        raise NotImplementedError
+
+    def load_received(self, part: str, meta: dict[str, Any]) -> None:
+        """Loads what was received."""
+        raise NotImplementedError
+
+    def swap(self, part: str, into: bool) -> None:
+        """Whether the model computes with an average of its weights."""
+        raise NotImplementedError
+
+    def write_pieces(self, part: str, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+        """Writes what this rank holds of a state into a checkpoint (`writes_pieces`)."""
+        raise NotImplementedError
+
+    def read_pieces(
+        self, part: str, there: Stored, keys: Sequence[str], meta: dict[str, Any]
+    ) -> None:
+        """Loads this rank's part of a state from a checkpoint's files (`writes_pieces`)."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Frees what does not go with the object."""
+
+
+def parameter_of(key: str) -> str:
+    """The parameter that a tensor of a state belongs to.
+
+    >>> parameter_of("model/a.weight"), parameter_of("a.weight")
+    ('a.weight', 'a.weight')
+    >>> parameter_of("optimizer/a.weight/exp_avg")
+    'a.weight'
+    """
+    parts = key.split("/")
+    return parts[0] if len(parts) == 1 else parts[1]

@@ -22,8 +22,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from reinforge.backends.distributed.layout import Grid
 from reinforge.backends.distributed.ranks import Member
-from reinforge.backends.distributed.worker import Dealt, DealtBackend
-from reinforge.backends.fsdp.model import ShardedAdamW, ShardedReference, shard
+from reinforge.backends.distributed.worker import Dealt, RankWorker, parameter_of
+from reinforge.backends.fsdp.model import shard
+from reinforge.backends.fsdp.optimizer import ShardedAdamW
+from reinforge.backends.fsdp.reference import ShardedReference
 from reinforge.backends.fsdp.tensor_parallel import Plan
 from reinforge.backends.memory_model import KEEP, Facts, budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import CPU_BUDGET
@@ -39,14 +41,15 @@ from reinforge.models.packed import PackedModel
 from reinforge.models.sequence import Slices, check_heads
 
 
-class ShardBackend(DealtBackend):
-    """One rank's part of a backend.
+class FsdpWorker(RankWorker):
+    """One rank's part of a model that FSDP2 cut. `FsdpBackend` makes it on every rank.
 
     `make` loads the model, whole and on the host; `compiled`: its layers are compiled once it is
     cut.
     """
 
     saves = "more ranks, or model.gradient_checkpointing=true"
+    writes_pieces = True
     optimizer: ShardedAdamW
 
     def __init__(
@@ -217,7 +220,7 @@ class ShardBackend(DealtBackend):
         """The whole state of the backend, or of a part that follows the weights, in the host memory
         of rank 0.
         """
-        local = getattr(self, part).state() if part else self.state()
+        local = self.part(part).state()
         out: dict[str, Tensor] = {}
         for key, piece in local.tensors.items():
             whole = self._whole(parameter_of(key), piece)
@@ -244,7 +247,7 @@ class ShardBackend(DealtBackend):
         """Writes what this rank holds of the state into a checkpoint; what several ranks have is
         written by one.
         """
-        local = getattr(self, part).state() if part else self.state()
+        local = self.part(part).state()
         own = {}
         shapes = {}
         boxes = {}
@@ -281,18 +284,25 @@ class ShardBackend(DealtBackend):
         self._inbox = {key: there.part(key, self._box(key, there.shape(key))) for key in keys}
         self.load_received(part, meta)
 
+    def cut(self, name: str, tensor: Tensor) -> list[Tensor]:
+        size = self.member.size
+        if tensor.ndim == 0 or name in self.optimizer.whole:
+            return [tensor] * size
+        return [self.grid.piece(tensor, rank, self.split.get(name)) for rank in range(size)]
+
     def receive(self, pieces: dict[str, Tensor]) -> None:
         self._inbox.update(pieces)
 
     def load_received(self, part: str, meta: dict[str, Any]) -> None:
         state = State(self._inbox, meta)
         self._inbox = {}
-        (getattr(self, part) if part else self).load(state)
+        self.part(part).load(state)
 
     def swap(self, part: str, into: bool) -> None:
         """Whether the model computes with an average of its weights."""
         if into:
-            self._swapped.enter_context(getattr(self, part).swapped())
+            assert part == "ema" and self.ema is not None, f"{part} is no average of the weights"
+            self._swapped.enter_context(self.ema.swapped())
         else:
             self._swapped.close()
 
@@ -311,15 +321,3 @@ def _joined(piece: Tensor, mesh: DeviceMesh, dim: int, shape: Sequence[int]) -> 
     return DTensor.from_local(
         piece, mesh, [Shard(dim)], run_check=False, shape=size, stride=stride
     ).full_tensor()
-
-
-def parameter_of(key: str) -> str:
-    """The parameter that a tensor of a state belongs to.
-
-    >>> parameter_of("model/a.weight"), parameter_of("a.weight")
-    ('a.weight', 'a.weight')
-    >>> parameter_of("optimizer/a.weight/exp_avg")
-    'a.weight'
-    """
-    parts = key.split("/")
-    return parts[0] if len(parts) == 1 else parts[1]

@@ -1,5 +1,4 @@
-"""Several processes around Megatron's layers: each rank's part of every pass, and rank 0's side of
-it, which is that of FSDP.
+"""Several processes around Megatron's layers: each rank's part of every pass.
 
 Ranks of a tensor group work on the same packs. Groups work on packs of their own, and add their
 gradients up once per optimizer step; each has masters and moments of everything its ranks hold.
@@ -16,65 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reinforge.backends.distributed.driver import FsdpBackend
 from reinforge.backends.distributed.layout import Grid
 from reinforge.backends.distributed.ranks import Member
-from reinforge.backends.distributed.worker import DealtBackend
+from reinforge.backends.distributed.worker import RankWorker
 from reinforge.backends.megatron.model import MegatronModel, Place
-from reinforge.backends.optimizer import MasterAdamW
+from reinforge.backends.megatron.optimizer import GroupAdamW
 from reinforge.backends.reference import FrozenReference, Reference
 from reinforge.config.algorithm import ReferenceConfig
-from reinforge.config.train import OptimizerConfig, TrainConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Metrics, State
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
 
-class GroupAdamW(MasterAdamW):
-    """What one rank holds.
-
-    The gradient is added up over ranks before the step, and its norm is that of the whole model.
-    """
-
-    def __init__(self, model: MegatronModel, cfg: OptimizerConfig):
-        super().__init__(model.module, cfg)
-        self.group = model.group
-        self.copies = model.copies
-        self.cut = model.cut_over_group
-        self.summed = model.summed_over_group
-
-    def reduce(self) -> None:
-        """Once per optimizer step.
-
-        Ranks have gradients of the same parameters: each computes something in every pass.
-        """
-        for name, master in self.masters.items():
-            if master.grad is None:
-                continue
-            if name not in self.cut:
-                dist.all_reduce(master.grad, group=self.group)
-                # each rank has all of it, but for rounding, which must not drive the copies apart
-                if name not in self.summed:
-                    master.grad /= self.group.size()
-            dist.all_reduce(master.grad, group=self.copies)
-
-    def gradient_norm(self) -> Tensor:
-        grads = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
-        if not grads:
-            return torch.zeros(())
-        squares = {name: grad.float().pow(2).sum() for name, grad in grads.items()}
-        pieces = torch.stack([s for name, s in squares.items() if name in self.cut])
-        dist.all_reduce(total := pieces.sum(), group=self.group)
-        return (
-            torch.stack([total, *(s for name, s in squares.items() if name not in self.cut)])
-            .sum()
-            .sqrt()
-        )
-
-
-class MegatronShard(DealtBackend):
-    """One rank's part.
+class MegatronWorker(RankWorker):
+    """One rank's part of a model in Megatron's layers. `MegatronBackend` makes it on every rank.
 
     `make` loads the model, whole and on the host. Methods are run by all ranks at once.
     """
@@ -199,15 +155,3 @@ def loaded_again(make: Callable[[], PackedModel]) -> CausalModel:
     model = make()
     assert isinstance(model, CausalModel)
     return model
-
-
-class MegatronBackend(FsdpBackend):
-    """Rank 0's side: packs are dealt out and states gathered as with FSDP; every rank gets whole
-    tensors and cuts them itself.
-    """
-
-    side = MegatronShard
-    in_pieces = False
-
-    def _pieces(self, name: str, tensor: Tensor) -> list[Tensor]:
-        return [tensor] * self.ranks.size

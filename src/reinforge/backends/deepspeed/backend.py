@@ -1,0 +1,12 @@
+"""The backend `train.backend: deepspeed`, seen from rank 0."""
+
+from __future__ import annotations
+
+from reinforge.backends.deepspeed.worker import DeepSpeedWorker
+from reinforge.backends.distributed.driver import DistributedBackend
+
+
+class DeepSpeedBackend(DistributedBackend):
+    """DeepSpeed's ZeRO: optimizer, gradients and (stage 3) weights cut over the ranks."""
+
+    kind = DeepSpeedWorker

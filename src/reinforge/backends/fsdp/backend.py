@@ -1,0 +1,12 @@
+"""The backend `train.backend: fsdp`, seen from rank 0."""
+
+from __future__ import annotations
+
+from reinforge.backends.distributed.driver import DistributedBackend
+from reinforge.backends.fsdp.worker import FsdpWorker
+
+
+class FsdpBackend(DistributedBackend):
+    """torch's FSDP2: weights cut into as many pieces as there are ranks."""
+
+    kind = FsdpWorker

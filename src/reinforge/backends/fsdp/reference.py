@@ -1,0 +1,61 @@
+"""The reference of a model in pieces, which is cut as the model is."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import (
+    FSDPModule,
+)
+from torch.distributed.tensor import DTensor
+
+from reinforge.backends.fsdp.optimizer import ShardedAdamW
+from reinforge.backends.reference import Reference
+from reinforge.config.algorithm import ReferenceConfig
+from reinforge.core.batch import Batch
+from reinforge.models.causal import CausalModel
+
+
+class ShardedReference(Reference):
+    """The copy is cut as the model is; it was made before that.
+
+    `root` is that of the copy, or without one the policy's own.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        optimizer: ShardedAdamW,
+        cfg: ReferenceConfig,
+        copied: CausalModel | None,
+        root: FSDPModule,
+    ):
+        self.root = root
+        self._made = copied
+        super().__init__(model, optimizer, cfg)
+
+    def _copied(self) -> CausalModel:
+        assert self._made is not None
+        return self._made
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        """[M].
+
+        What is swapped in is there before weights are gathered, and what was gathered is dropped
+        before it is swapped out.
+        """
+        with self.active() as model:
+            found: Tensor = self.root(partial(model.logprobs, batch, temperature=temperature))[0]
+            self.root.reshard()
+        return found
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        if self.copy is None or self.average is None:
+            return
+        for name, p in self.copy.module.named_parameters():
+            if name in self.average.values and isinstance(p, DTensor):
+                p._local_tensor.copy_(self.average.values[name])
