@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from reinforge.core.engine import Capabilities, Completion, Sampling
+from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
@@ -28,9 +28,8 @@ class FakeEngine:
     token repeats its last id.
     """
 
-    capabilities = Capabilities(
-        logprobs=True, adapters=False, abort=True, exact=False, scoring=True
-    )
+    stats = None
+    measured: Mapping[str, float] = {}
 
     def __init__(
         self,
@@ -108,3 +107,6 @@ class FakeEngine:
 
     def load(self, state: dict[str, int]) -> None:
         assert not state, f"a fake engine has no state, got {state}"
+
+    def close(self) -> None:
+        """Nothing was started."""

@@ -334,8 +334,6 @@ def test_survives_its_event_loop(case: Case) -> None:
 def test_score_speaks_about_each_given_token(case: Case) -> None:
     async def work() -> None:
         engine = case.make()
-        if not engine.capabilities.scoring:
-            pytest.skip("does not score")
         done = (await engine.generate(PROMPT, FREE, key=8))[0]
         scores = await engine.score(PROMPT + done.tokens)
         assert (

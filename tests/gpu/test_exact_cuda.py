@@ -268,7 +268,7 @@ def test_engine_and_trainer_agree_to_the_bit(kind: str, dtype: torch.dtype) -> N
     model = make(kind, dtype)
     prove(model)
     engine = NativeEngine(model, stop_tokens=[3], kv_gib=0.1)
-    assert engine.capabilities.exact and engine.decoder.graphs
+    assert model.exact and engine.decoder.graphs
     for n, lengths in ((4, (1, 15, 16, 17, 60, 130)), (1, (130,)), (9, (70, 5))):
         samples = rollouts(engine, 0.8, n, lengths)
         for budget in (1, 300, 100_000):

@@ -75,7 +75,6 @@ class Spy:
 
     def __init__(self, engine: NativeEngine):
         self.engine = engine
-        self.capabilities = engine.capabilities
         self.seen = []
 
     async def generate(self, tokens: Any, params: Sampling, *, key: int, n: int = 1) -> Any:

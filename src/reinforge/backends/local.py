@@ -78,6 +78,10 @@ class LocalBackend:
         )
         self.ema = Average(self.optimizer, cfg.ema) if cfg.ema is not None else None
 
+    @property
+    def devices(self) -> int:
+        return 1
+
     def facts(self) -> Facts:
         """For predictions of memory and time."""
         return facts_of(self.model, offload=self.cfg.optimizer.offload)

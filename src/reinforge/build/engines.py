@@ -59,15 +59,6 @@ def make_engine(
     )
 
 
-def close_servers(engine: Engine | None) -> None:
-    """Ends the servers of an engine that has some, now rather than when nobody remembers them."""
-    from reinforge.engines.served.engine import ServedEngine
-
-    own = getattr(engine, "first", engine)
-    if isinstance(own, ServedEngine):
-        own.close()
-
-
 @contextmanager
 def room_for_engine(cfg: Config) -> Iterator[None]:
     """Inside, the share of the GPU that a colocated server will hold all the time is taken: whoever

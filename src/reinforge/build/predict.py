@@ -153,13 +153,6 @@ def _gib(parts: dict[str, int]) -> dict[str, float]:
     }
 
 
-def devices_of(backend: AnyBackend) -> int:
-    """How many train: ranks of this run, actors of a crew, or one."""
-    ranks = getattr(backend, "ranks", None)
-    crew = getattr(backend, "crew", None)
-    return ranks.size if ranks is not None else len(crew.actors) if crew is not None else 1
-
-
 def predict_run(
     cfg: Config, backend: AnyBackend, lengths: Sequence[int], needs: frozenset[str]
 ) -> dict[str, Any]:
@@ -175,7 +168,7 @@ def predict_run(
         (sum(lengths) / max(1, len(lengths)), max(lengths, default=1)),
         budget=backend.budget,
         needs=needs,
-        devices=devices_of(backend),
+        devices=backend.devices,
     )
 
 

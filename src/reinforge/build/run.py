@@ -59,8 +59,8 @@ def train_config(
 
 def _execute(config: Config, given: Given, view: ViewLike, attempt: Attempt) -> Run:
     """The run that the config describes, to its end."""
-    from reinforge.build.engines import close_servers
     from reinforge.build.trainer import build
+    from reinforge.loops.rl import RLTrainer
 
     trainer = build(config, view, given, attempt)
     run = trainer.run
@@ -74,5 +74,6 @@ def _execute(config: Config, given: Given, view: ViewLike, attempt: Attempt) -> 
     try:
         run_sync(go(), run.terminate)
     finally:
-        close_servers(getattr(trainer, "engine", None))
+        if isinstance(trainer, RLTrainer):
+            trainer.engine.close()
     return run

@@ -65,6 +65,10 @@ class RemoteBackend:
         facts: Facts = self.crew.call(self.name, "facts")
         return facts
 
+    @property
+    def devices(self) -> int:
+        return len(self.crew.actors)
+
     def facts(self) -> Facts:
         return self._facts
 
@@ -191,7 +195,8 @@ def _part_load(backend: Any, name: str, state: State) -> None:
 
 def _swap(backend: Any, name: str, into: bool) -> None:
     if into:
-        _swapping[id(backend), name] = context = getattr(backend, name).swapped()
+        assert name == "ema", f"{name} is no average of the weights"
+        _swapping[id(backend), name] = context = backend.ema.swapped()
         context.__enter__()
     else:
         _swapping.pop((id(backend), name)).__exit__(None, None, None)

@@ -11,17 +11,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from torch import Tensor
 
 from reinforge.cluster.backend import RemoteBackend, RemoteWeights
 from reinforge.cluster.crew import Crew, Lost
 from reinforge.cluster.desk import Answered, Desk, Request
 from reinforge.cluster.group import Cluster
-from reinforge.core.engine import Capabilities, Completion, Engine, Sampling
+from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.weights import Weights
 
 DESK = "desk"
@@ -66,6 +64,9 @@ class RemoteEngine:
     the cluster, and may be lost without the run being lost.
     """
 
+    stats = None  # the actors do not tell
+    measured: Mapping[str, float] = {}
+
     def __init__(
         self,
         cluster: Cluster,
@@ -86,7 +87,6 @@ class RemoteEngine:
         self._published: tuple[Any, str, int] | None = None  # references, fingerprint, version
         self._state: dict[str, int] | None = None
         self.seats = [Seat(self._open(i)) for i in range(len(self._crews))]
-        self.capabilities: Capabilities = self.seats[0].crew.apply(name, _capabilities)
 
     def _open(self, i: int) -> Crew:
         crew = self._crews[i]()
@@ -102,10 +102,6 @@ class RemoteEngine:
         found: list[Completion] = await self._ask(
             "generate", (list(tokens), params), {"key": key, "n": n}
         )
-        return found
-
-    async def score(self, tokens: Sequence[int]) -> Tensor:
-        found: Tensor = await self._ask("score", (list(tokens),), {})
         return found
 
     async def _ask(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -268,6 +264,9 @@ class RemoteEngine:
         for seat in self.seats:
             seat.crew.call(self.name, "load", self._state)
 
+    def close(self) -> None:
+        """The actors end with the cluster."""
+
 
 # ---- in the actor ----
 
@@ -285,7 +284,3 @@ class SharedDesk(Desk):
 
 def _desk(objects: dict[str, Any], name: str) -> Desk:
     return SharedDesk(objects[name], objects)
-
-
-def _capabilities(engine: Engine) -> Capabilities:
-    return engine.capabilities

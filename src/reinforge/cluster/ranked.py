@@ -9,14 +9,13 @@ request, so it does not matter which rank answers it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from reinforge.backends.distributed.ranks import Member, Ranks
 from reinforge.core.engine import Completion, GenerationStats, Sampling
@@ -107,10 +106,11 @@ class _Request:
 class RankedEngine:
     """An `Engine`. `own` is rank 0's; `make` is what the other ranks call for theirs."""
 
+    measured: Mapping[str, float] = {}
+
     def __init__(self, ranks: Ranks, own: NativeEngine, make: Callable[[], NativeEngine]):
         self.ranks = ranks
         self.own = own
-        self.capabilities = own.capabilities
         self.id = ranks.make(Seat, [(lambda: own,), *[(make,)] * (ranks.size - 1)])
         self.stats = GenerationStats()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
@@ -198,9 +198,6 @@ class RankedEngine:
             self._thread, self.ranks.call, self.id, method, args
         )
 
-    async def score(self, tokens: Sequence[int]) -> Tensor:
-        return await self.own.score(tokens)
-
     async def update(self, weights: Weights, version: int) -> None:
         assert weights.module is self.own.model.module, "rank 0 generates with another module"
         await self._call("update", [(version,)] * self.ranks.size)
@@ -216,6 +213,9 @@ class RankedEngine:
 
     def load(self, state: dict[str, int]) -> None:
         self.ranks.call(self.id, "load", [(state,)] * self.ranks.size)
+
+    def close(self) -> None:
+        """The engines end with the ranks."""
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:

@@ -119,10 +119,26 @@ class Part(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
+    """What the loops train a policy, a critic or a reward model with. `build/` makes it."""
+
     # packed tokens per micro-batch. The gradient does not depend on it but its rounding does, so it
     # is part of the state
     budget: int
     share: bool  # whether packs compute the prompt of a group once (`Batch.pack`)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done, skipped and empty ones included."""
+        ...
+
+    @property
+    def devices(self) -> int:
+        """How many train: one, the ranks of this run, or the actors of a cluster."""
+        ...
+
+    def parts(self) -> dict[str, Part]:
+        """What must survive a resume beside the state: what follows the weights."""
+        ...
 
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
         """Fills streams without gradient: old, reference, values (and the bootstrap of truncated

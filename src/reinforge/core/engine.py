@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
-
-from torch import Tensor
 
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
@@ -42,18 +40,29 @@ class Completion:
     stop: Stop
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    logprobs: bool = True
-    adapters: bool = False
-    abort: bool = True
-    exact: bool = False  # bit-identical to the trainer's forward
-    scoring: bool = False
+@dataclass(slots=True)
+class GenerationStats:
+    """What an engine did since it was made: how often it ran, and what that cost."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
 
 
 @runtime_checkable
 class Engine(Protocol):
-    capabilities: Capabilities
+    """What rollouts and evaluations generate with. `build/` makes it, the loops update it."""
+
+    @property
+    def stats(self) -> GenerationStats | None:
+        """What it did so far; None: it does not count."""
+        ...
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Metrics of the newest update, where it measures any."""
+        ...
 
     async def generate(
         self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
@@ -63,10 +72,6 @@ class Engine(Protocol):
         Sample i is drawn from the random stream (key, i): the same key gives the same draws
         whatever else runs. Cancelling the task frees what it held.
         """
-        ...
-
-    async def score(self, tokens: Sequence[int]) -> Tensor:
-        """[T] float32 log-probs at temperature 1 of each given token; 0 at position 0."""
         ...
 
     async def update(self, weights: Weights, version: int) -> None:
@@ -87,12 +92,6 @@ class Engine(Protocol):
 
     def load(self, state: dict[str, int]) -> None: ...
 
-
-@dataclass(slots=True)
-class GenerationStats:
-    """What an engine did since it was made: how often it ran, and what that cost."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    seconds: float = 0.0
+    def close(self) -> None:
+        """Ends what it started (servers), now rather than with the process."""
+        ...

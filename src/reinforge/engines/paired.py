@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-
-from torch import Tensor
+from collections.abc import Mapping, Sequence
 
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.weights import Weights
@@ -19,23 +17,21 @@ class Both:
     Who wants the second's answers asks it itself.
     """
 
+    stats = None  # what the two did is not added up
+
     def __init__(self, first: Engine, second: Engine):
         self.first = first
         self.second = second
-        self.capabilities = first.capabilities
 
     @property
-    def measured(self) -> dict[str, float]:
-        """Of the newest update, where the first one measures it."""
-        return getattr(self.first, "measured", {})
+    def measured(self) -> Mapping[str, float]:
+        """Of the first one's newest update."""
+        return self.first.measured
 
     async def generate(
         self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
     ) -> list[Completion]:
         return await self.first.generate(tokens, params, key=key, n=n)
-
-    async def score(self, tokens: Sequence[int]) -> Tensor:
-        return await self.first.score(tokens)
 
     async def update(self, weights: Weights, version: int) -> None:
         await asyncio.gather(
@@ -65,3 +61,7 @@ class Both:
                 if name.startswith(PREFIX)
             }
         )
+
+    def close(self) -> None:
+        self.first.close()
+        self.second.close()

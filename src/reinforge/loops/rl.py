@@ -20,7 +20,7 @@ from reinforge.algorithms import corrections, value
 from reinforge.algorithms.table import Algorithm
 from reinforge.core.backend import Backend, Metrics
 from reinforge.core.batch import Batch, Totals, pack
-from reinforge.core.engine import Engine, GenerationStats
+from reinforge.core.engine import Engine
 from reinforge.core.errors import Terminated
 from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import signal_share, why_masked, with_signal
@@ -101,7 +101,7 @@ class RLTrainer:
                     metrics |= self.algorithm.adapt(metrics)
             await self.engine.update(self.backend.weights(), self._version())
             metrics |= harvest_metrics(harvest, self.reward_weights, self.source.components)
-            metrics |= getattr(self.engine, "measured", {})
+            metrics |= self.engine.measured
             metrics |= self._count(batches, metrics)
             if busy:
                 metrics["efficiency/engine_seconds"] = busy
@@ -136,7 +136,7 @@ class RLTrainer:
 
     def _engine_seconds(self) -> float:
         """What the engine has worked so far, where it counts that."""
-        stats: GenerationStats | None = getattr(self.engine, "stats", None)
+        stats = self.engine.stats
         return 0.0 if stats is None else stats.seconds
 
     def _version(self) -> int:

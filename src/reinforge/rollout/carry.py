@@ -10,11 +10,9 @@ answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from torch import Tensor
 
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
@@ -72,9 +70,11 @@ RequestsByGroup = dict[str, dict[int, ResumableRequest]]  # by group, then by th
 class ResumableEngine:
     """An `Engine`. The inner one must tell tokens as they come (`on_tokens`)."""
 
+    stats = None  # what came of a request that was cut is not counted twice
+    measured: Mapping[str, float] = {}
+
     def __init__(self, engine: Any):
         self.engine = engine
-        self.capabilities = engine.capabilities
         self.kept: RequestsByGroup = {}
 
     async def generate(
@@ -138,9 +138,6 @@ class ResumableEngine:
 
     # ---- the rest of the contract ----
 
-    async def score(self, tokens: Sequence[int]) -> Tensor:
-        return await self.engine.score(tokens)
-
     async def update(self, weights: Weights, version: int) -> None:
         await self.engine.update(weights, version)
 
@@ -155,6 +152,9 @@ class ResumableEngine:
 
     def load(self, state: dict[str, int]) -> None:
         self.engine.load(state)
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 def _left(params: Sampling, piece: PartialCompletion) -> Sampling:

@@ -79,6 +79,10 @@ class DistributedBackend:
     def steps(self) -> int:
         return self.worker.steps
 
+    @property
+    def devices(self) -> int:
+        return self.ranks.size
+
     def facts(self) -> Facts:
         return self.worker.facts()
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from reinforge.core.batch import Batch
-from reinforge.core.engine import Capabilities, Completion, GenerationStats, Sampling
+from reinforge.core.engine import Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample, Stop
 from reinforge.core.seeds import seed_of
@@ -44,9 +44,9 @@ OTHER_ENGINE = "Use another engine, another model, or an algorithm that learns f
 
 
 class NativeEngine:
-    capabilities = Capabilities(
-        logprobs=True, adapters=False, abort=True, exact=False, scoring=True
-    )
+    """The trainer's own module generates, in this process."""
+
+    measured: Mapping[str, float] = {}
 
     def __init__(
         self,
@@ -75,7 +75,6 @@ class NativeEngine:
             join(model.module)
         self.version = 0
         self.stats = GenerationStats()
-        self.capabilities = replace(NativeEngine.capabilities, exact=model.exact)
         self.shapes = _cache_shapes(model)
         self.blocks = self._pool_size(kv_gib, longest)
         self.pool = BlockPool(self.blocks, BLOCK)
@@ -193,7 +192,11 @@ class NativeEngine:
                 )
             )
 
+    def close(self) -> None:
+        """Nothing was started."""
+
     async def score(self, tokens: Sequence[int]) -> Tensor:
+        """[T] float32 log-probs at temperature 1 of each given token; 0 at position 0."""
         sample = Sample.from_tokens("score", list(tokens), [True] * len(tokens))
         batch = Batch.pack([sample]).to(self.model.device)
         out = torch.zeros(len(tokens))

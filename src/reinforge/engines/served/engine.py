@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from reinforge.core.engine import Capabilities, Completion, GenerationStats, Sampling
+from reinforge.core.engine import Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
@@ -88,10 +88,6 @@ class Here:
 
 
 class ServedEngine:
-    capabilities = Capabilities(
-        logprobs=True, adapters=False, abort=True, exact=False, scoring=True
-    )
-
     def __init__(self, setup: Setup, dialect: Dialect, score: Scorer | None = None):
         """Starts the servers; they are waited for when they are needed.
 
@@ -173,6 +169,7 @@ class ServedEngine:
             self.stats.seconds += time.monotonic() - self._since
 
     async def score(self, tokens: Sequence[int]) -> Tensor:
+        """[T] float32 log-probs at temperature 1 of each given token; 0 at position 0."""
         problem: Exception | None = None
         for _ in range(RESENDS):
             replica = await self._free()
