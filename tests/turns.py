@@ -17,7 +17,8 @@ from reinforge.core.sample import Row
 from reinforge.data.chat import Renderer
 from reinforge.envs.calls import talk_of
 from reinforge.models.tiny import tiny_tokenizer
-from reinforge.rollout.dialogue.episode import EnvPlayer, EpisodeLimits
+from reinforge.rollout.dialogue.env_player import EnvPlayer
+from reinforge.rollout.dialogue.episode import EpisodeLimits
 from reinforge.rollout.dialogue.episodes import EpisodeRollout
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.scoring import RewardScorer

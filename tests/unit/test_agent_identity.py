@@ -17,6 +17,7 @@ import pytest
 
 from reinforge.build.agents import AgentEndpoint
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row
 from reinforge.data.chat import Renderer
 from reinforge.envs.calls import talk_of
@@ -93,7 +94,7 @@ def through_agent(engine: Spoken, renderer: Renderer, agent: Any, new_tokens: in
             Sampling(new_tokens),
             n=1,
             component="agent",
-        )(ROW, "g")
+        )(ROW, RolloutContext("g"))
     )
 
 
@@ -109,7 +110,11 @@ def test_both_ask_the_model_with_the_same_ids(
         recipe.TOOLS[:] = [tool.schema]
     mine = Spoken(renderer, lines)
     theirs = Spoken(renderer, lines)
-    played = run(make_episodes(mine, renderer, lambda row: CalculatorEnv(), limits=ROOM)(ROW, "g"))
+    played = run(
+        make_episodes(mine, renderer, lambda row: CalculatorEnv(), limits=ROOM)(
+            ROW, RolloutContext("g")
+        )
+    )
     heard = through_agent(theirs, renderer, recipe.agent, 200)
     assert len(mine.said) == len(theirs.said) == len(lines)
     for turn, (a, b) in enumerate(zip(mine.said, theirs.said, strict=True)):

@@ -26,6 +26,7 @@ from reinforge.config.data import DataConfig
 from reinforge.config.load import load_config
 from reinforge.config.model import ModelConfig
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Stop
 from reinforge.data.chat import Renderer
@@ -38,7 +39,8 @@ from reinforge.envs.programs import Address, as_program, outcome_of
 from reinforge.models.load import load_model
 from reinforge.rollout.dialogue.agent_session import AgentModel, AgentSession
 from reinforge.rollout.dialogue.agents import AgentPlayer
-from reinforge.rollout.dialogue.episode import EnvPlayer, EpisodeLimits
+from reinforge.rollout.dialogue.env_player import EnvPlayer
+from reinforge.rollout.dialogue.episode import EpisodeLimits
 from reinforge.rollout.dialogue.episodes import EpisodeRollout
 from reinforge.rollout.dialogue.lockstep import Lockstep
 from reinforge.rollout.journal import Journal
@@ -120,7 +122,7 @@ def episodes(
 
 def play(rollout: EpisodeRollout, row: Row = ROW, group: str = "g") -> Group:
     async def go() -> Group:
-        return await rollout(row, group)
+        return await rollout(row, RolloutContext(group))
 
     return asyncio.run(go())
 
@@ -453,7 +455,7 @@ def test_keys_open_one_episode_each_and_only_while_it_runs(engine: NativeEngine)
 
     async def go() -> Group:
         rollout = episodes(engine, agent, n=3)
-        group = await rollout(ROW, "g")
+        group = await rollout(ROW, RolloutContext("g"))
         await asyncio.to_thread(late)
         return group
 

@@ -19,12 +19,12 @@ from reinforge.build.workshop import averaged
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.data.cursor import Cursor
 from reinforge.loops.rl import RLTrainer
 from reinforge.plan.preflight import preflight
-from reinforge.rollout import pace
 from reinforge.rollout.buffer import RolloutBuffer
 from reinforge.rollout.group_state import groups_from_state, groups_to_state
 from reinforge.rollout.source import GroupSource, harvest_metrics
@@ -44,14 +44,15 @@ class World:
         self.lag = 0  # an engine that missed updates
         self.ticks = 1
 
-    async def __call__(self, row: Row, name: str) -> Group:
+    async def __call__(self, row: Row, context: RolloutContext) -> Group:
+        name = context.group
         for _ in range(self.ticks):
             await asyncio.sleep(0)
         version = torch.tensor(
             [-1, self.version - self.lag, self.version - self.lag], dtype=torch.int32
         )
         self.generated.append(name)
-        pace.generated()
+        context.generated()
         await self.scores.wait()
         self.scored.append(name)
         samples = [

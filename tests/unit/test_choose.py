@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from fake_engine import FakeEngine
+from harvests import harvest_of
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
@@ -215,7 +216,7 @@ def bandit(
     spent: Counter[float] = Counter()
     signal = 0
     for step in range(steps):
-        harvest = run(source.harvest(step))
+        harvest = run(harvest_of(source, step))
         spent.update(g.row.columns["p"] for g in harvest.groups)
         signal += sum(map(has_signal, harvest.groups))
     return spent, signal, harvest_metrics(harvest, {})

@@ -13,6 +13,7 @@ import torch
 from family_runs import WORDS, config, launch
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.build.trainer import Given, build
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row
 from reinforge.models.tiny import make_tiny_model
@@ -209,7 +210,8 @@ def test_gkd_mixes_and_resumes_exactly(models: dict[str, str], tmp_path: Path) -
     )
     asked: list[str] = []
 
-    async def sampled(row: Row, group: str) -> Group:
+    async def sampled(row: Row, context: RolloutContext) -> Group:
+        group = context.group
         asked.append(group)
         return Group(row, [])
 
@@ -217,7 +219,7 @@ def test_gkd_mixes_and_resumes_exactly(models: dict[str, str], tmp_path: Path) -
     assert isinstance(rollout, DemonstrationRollout) and rollout.share == 0.5
     rollout.rollout = sampled
     row = trainer.source.rows[0]
-    groups = [run(rollout(row, f"g{i}")) for i in range(200)]
+    groups = [run(rollout(row, RolloutContext(f"g{i}"))) for i in range(200)]
     assert 80 < len(asked) < 120
     given = next(g for g in groups if g.samples)
     assert (

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from reinforge.core.engine import Completion, Engine, Sampling
-from reinforge.core.env import Action, Call, Observation, Step
+from reinforge.core.env import Action, Call, Observation, RolloutContext, Step
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row, Stop
 from reinforge.envs.adapters.chance import Chance
@@ -22,7 +22,8 @@ from reinforge.envs.adapters.endpoint import Turnstile, run
 from reinforge.envs.adapters.opponents import moves_in, opponent_of
 from reinforge.envs.build import Mixture, entry_of
 from reinforge.envs.calls.talk import Talk
-from reinforge.rollout.dialogue.episode import EnvPlayer, EpisodeLimits
+from reinforge.rollout.dialogue.env_player import EnvPlayer
+from reinforge.rollout.dialogue.episode import EpisodeLimits
 
 
 def action(text: str = "", **more: Any) -> Action:
@@ -196,7 +197,7 @@ def test_tinker_class_speaks_tokens(tmp_path: Path) -> None:
         EpisodeLimits(100, 5),
         seed=0,
     )
-    episode = asyncio.run(player.play(Row("0", "x"), "g", "g#0", Sampling(8, 1.0)))
+    episode = asyncio.run(player.play(Row("0", "x"), RolloutContext("g"), "g#0", Sampling(8, 1.0)))
     assert episode.failed is None and episode.turns == 3
     assert [t.tokens for t in episode.tracks] == [[10, 11, 1, 2, 7, 7, 3], [5, 6, 4]]
     assert [[v >= 0 for v in t.versions] for t in episode.tracks] == [

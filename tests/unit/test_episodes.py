@@ -18,7 +18,7 @@ from reinforge.algorithms.table import build
 from reinforge.backends.local import LocalBackend
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Sampling
-from reinforge.core.env import Action, Observation, Step
+from reinforge.core.env import Action, Observation, RolloutContext, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Stop
 from reinforge.core.seeds import seed_of
@@ -68,7 +68,7 @@ def test_five_turns_with_tools_are_the_engines_ids_byte_for_byte() -> None:
     renderer = make_renderer()
     engine = Saying(renderer, CALLS)
     episodes = make_episodes(engine, renderer, lambda row: ToolEnv(["calculator"]))
-    group = run(episodes(ROW, "g"))
+    group = run(episodes(ROW, RolloutContext("g")))
     [sample] = group.samples
     tokens = sample.tokens.tolist()
     trained = sample.trained.tolist()
@@ -130,7 +130,9 @@ def test_a_last_turn_that_looks_different_is_no_rewriting() -> None:
     """
     renderer = make_renderer(UNDECIDED)
     group = run(
-        make_episodes(Saying(renderer, ["a", "b", "c"]), renderer, lambda row: Echo(3))(ROW, "g")
+        make_episodes(Saying(renderer, ["a", "b", "c"]), renderer, lambda row: Echo(3))(
+            ROW, RolloutContext("g")
+        )
     )
     text = renderer.tokenizer.decode(group.samples[0].tokens.tolist())
     assert (
@@ -148,7 +150,7 @@ def test_a_turn_may_end_where_the_next_begins() -> None:
     start = int(renderer.tokenizer.convert_tokens_to_ids("<|im_start|>"))
     engine = Saying(renderer, [[*spelled(renderer, "hi", end=False), start]])
     engine.stop_tokens = frozenset({start})
-    group = run(make_episodes(engine, renderer, lambda row: Echo(2))(ROW, "g"))
+    group = run(make_episodes(engine, renderer, lambda row: Echo(2))(ROW, RolloutContext("g")))
     text = renderer.tokenizer.decode(group.samples[0].tokens.tolist())
     assert (
         text == "<|im_start|>user\nWhat is 12*34?<|im_start|>assistant\nhi<|im_start|>user\ngo"
@@ -181,7 +183,11 @@ def test_a_missing_end_of_turn_is_added_and_not_trained(last: str) -> None:
 def test_draws_depend_on_seed_purpose_sample_and_turn_alone() -> None:
     renderer = make_renderer()
     engine = Saying(renderer, ["x"])
-    run(make_episodes(engine, renderer, lambda row: Echo(2), n=3, seed=7)(ROW, "5:r"))
+    run(
+        make_episodes(engine, renderer, lambda row: Echo(2), n=3, seed=7)(
+            ROW, RolloutContext("5:r")
+        )
+    )
     keys = {key for _, _, key, _ in engine.requests}
     assert keys == {seed_of(7, "sample", f"5:r#{i}", t) for i in range(3) for t in range(2)}
 
@@ -239,8 +245,8 @@ def test_one_turn_is_the_single_turn_rollout() -> None:
         n=2,
         scorer=RewardScorer([make_reward()], weights={"env": 1.0}),
     )
-    one = run(single(ROW, "g"))
-    other = run(many(ROW, "g"))
+    one = run(single(ROW, RolloutContext("g")))
+    other = run(many(ROW, RolloutContext("g")))
     for a, b in zip(one.samples, other.samples, strict=True):
         assert (
             torch.equal(a.tokens, b.tokens)
@@ -289,7 +295,7 @@ def test_limits_end_an_episode_as_truncated() -> None:
             renderer,
             lambda row: Echo(99, [0.5] * 99),
             limits=EpisodeLimits(4000, 3),
-        )(ROW, "g")
+        )(ROW, RolloutContext("g"))
     )
     assert (
         turns.samples[0].stop is Stop.LENGTH
@@ -302,7 +308,7 @@ def test_limits_end_an_episode_as_truncated() -> None:
             renderer,
             lambda row: Echo(99),
             limits=EpisodeLimits(150, 99),
-        )(ROW, "g")
+        )(ROW, RolloutContext("g"))
     )
     assert (
         full.samples[0].stop is Stop.LENGTH
@@ -312,7 +318,7 @@ def test_limits_end_an_episode_as_truncated() -> None:
     none = run(
         make_episodes(
             Saying(renderer, ["x"]), renderer, lambda row: Echo(2), limits=EpisodeLimits(10, 9)
-        )(ROW, "g")
+        )(ROW, RolloutContext("g"))
     )
     assert (
         none.samples[0].stop is Stop.ERROR
@@ -333,7 +339,9 @@ def test_an_environment_that_ran_into_its_own_limit_says_so(truncated: bool) -> 
 
     renderer = make_renderer()
     [sample] = run(
-        make_episodes(Saying(renderer, ["x"]), renderer, lambda row: Limited())(ROW, "g")
+        make_episodes(Saying(renderer, ["x"]), renderer, lambda row: Limited())(
+            ROW, RolloutContext("g")
+        )
     ).samples
     assert sample.stop is (Stop.LENGTH if truncated else Stop.ENVIRONMENT) and sample.reward == 1.0
 
@@ -345,7 +353,7 @@ def test_a_template_that_rewrites_history_makes_new_rows() -> None:
     renderer = make_renderer(FORGETFUL)
     engine = Saying(renderer, ["<think>hm</think>one", "<think>well</think>two", "three"])
     episodes = make_episodes(engine, renderer, lambda row: Echo(3, [None, None, 1.0]), n=2)
-    group = run(episodes(ROW, "g"))
+    group = run(episodes(ROW, RolloutContext("g")))
     assert [s.uid for s in group.samples] == ["g#0", "g#0.1", "g#0.2", "g#1", "g#1.1", "g#1.2"]
     assert [s.episode for s in group.samples] == ["g#0"] * 3 + ["g#1"] * 3 and len(
         group.episodes
@@ -376,7 +384,7 @@ def forked(rewards: list[float]) -> tuple[list[Group], list[Group]]:
                         renderer,
                         lambda row, given=given: Echo(2, [None, next(given)]),
                         n=len(rewards),
-                    )(ROW, "g")
+                    )(ROW, RolloutContext("g"))
                 )
             ]
         )
@@ -423,7 +431,11 @@ def test_behaviour_is_the_training_forward_over_many_turns() -> None:
     """The native engine's log-probs of every turn are those of one forward over the whole row."""
     renderer = make_renderer()
     _, engine = native(renderer)
-    group = run(make_episodes(engine, renderer, lambda row: Echo(4), n=3, new_tokens=6)(ROW, "g"))
+    group = run(
+        make_episodes(engine, renderer, lambda row: Echo(4), n=3, new_tokens=6)(
+            ROW, RolloutContext("g")
+        )
+    )
     module = make_module(
         "llama", vocab_size=len(renderer.tokenizer), max_position_embeddings=512, spread=1.0
     )
@@ -444,7 +456,11 @@ def test_no_gradient_comes_from_what_the_environment_said() -> None:
     """
     renderer = make_renderer()
     model, engine = native(renderer)
-    group = run(make_episodes(engine, renderer, lambda row: Echo(3), n=2, new_tokens=5)(ROW, "g"))
+    group = run(
+        make_episodes(engine, renderer, lambda row: Echo(3), n=2, new_tokens=5)(
+            ROW, RolloutContext("g")
+        )
+    )
     samples = [
         s.with_(streams={"advantages": torch.where(s.trained, 1.0 + i, 0.0)})
         for i, s in enumerate(group.samples)
@@ -503,7 +519,7 @@ def test_an_environment_that_misbehaves_leaves_the_episode_unscored(
         limits=EpisodeLimits(4000, 8, turn_seconds=0.2),
         tell=told.append,
     )
-    group = run(episodes(ROW, "g"))
+    group = run(episodes(ROW, RolloutContext("g")))
     assert (
         [s.reward for s in group.samples] == [None, 1.0, 1.0]
         and group.samples[0].stop is Stop.ERROR
@@ -529,7 +545,7 @@ def test_raise_stops_the_run() -> None:
                 renderer,
                 lambda row: Misbehaving("raises"),
                 on_error="raise",
-            )(ROW, "g")
+            )(ROW, RolloutContext("g"))
         )
 
 
@@ -549,7 +565,7 @@ def test_an_episode_has_a_deadline_of_its_own() -> None:
             renderer,
             lambda row: Slow(50),
             limits=EpisodeLimits(4000, 99, 5.0, 0.35),
-        )(ROW, "g")
+        )(ROW, RolloutContext("g"))
     )
     assert (
         group.samples[0].reward is None
@@ -563,7 +579,9 @@ def test_code_that_blocks_runs_beside_the_loop_and_is_left_behind() -> None:
     renderer = make_renderer()
     start = time.monotonic()
     group = run(
-        make_episodes(Saying(renderer, ["x"]), renderer, lambda row: Blocking(0.3), n=8)(ROW, "g")
+        make_episodes(Saying(renderer, ["x"]), renderer, lambda row: Blocking(0.3), n=8)(
+            ROW, RolloutContext("g")
+        )
     )
     assert [s.reward for s in group.samples] == [1.0] * 8 and time.monotonic() - start < 2.0, (
         "one after the other would take 2.4 s"
@@ -574,7 +592,7 @@ def test_code_that_blocks_runs_beside_the_loop_and_is_left_behind() -> None:
             renderer,
             lambda row: Blocking(30),
             limits=EpisodeLimits(4000, 8, 0.2),
-        )(ROW, "g")
+        )(ROW, RolloutContext("g"))
     )
     assert late.samples[0].reward is None and late.metrics["env/timeouts"] == 1.0
 
@@ -597,7 +615,9 @@ def test_backpressure_bounds_what_runs_at_once() -> None:
     )
 
     async def many() -> list[Group]:
-        return list(await asyncio.gather(*(episodes(ROW, f"g{i}") for i in range(10))))
+        return list(
+            await asyncio.gather(*(episodes(ROW, RolloutContext(f"g{i}")) for i in range(10)))
+        )
 
     groups = run(many(), 60)
     assert sum(len(g.samples) for g in groups) == 300 and running == [
@@ -622,7 +642,7 @@ def test_a_timeout_is_journalled_and_a_redone_step_reads_it(tmp_path: Path) -> N
                 n=2,
                 limits=EpisodeLimits(4000, 8, 0.2),
                 journal=journal,
-            )(ROW, "g")
+            )(ROW, RolloutContext("g"))
         )
 
     slow = iter([True, False])
@@ -644,7 +664,7 @@ def test_a_timeout_is_journalled_and_a_redone_step_reads_it(tmp_path: Path) -> N
             n=2,
             limits=EpisodeLimits(4000, 8, 0.2),
             journal=Journal(path),
-        )(ROW, "g")
+        )(ROW, RolloutContext("g"))
     )
     assert [s.reward for s in other.samples] == [
         0.0,
@@ -677,7 +697,7 @@ def test_answers_from_outside_are_journalled(tmp_path: Path) -> None:
         return run(
             make_episodes(
                 Saying(renderer, lines), renderer, lambda row: Outside(3), n=2, journal=journal
-            )(ROW, "g")
+            )(ROW, RolloutContext("g"))
         )
 
     Outside.asked = 0
@@ -716,7 +736,7 @@ def test_compare_sees_all_episodes_of_a_prompt_and_is_journalled(tmp_path: Path)
             scorer=RewardScorer([], weights={"env": 1.0, "compare": 2.0}, journal=journal),
             journal=journal,
         )
-        group = run(episodes(ROW, "g"))
+        group = run(episodes(ROW, RolloutContext("g")))
         assert [s.reward for s in group.samples] == [0.5, 2.5, 0.5] and group.samples[
             1
         ].rewards == {"env": 0.5, "compare": 1.0}

@@ -13,6 +13,7 @@ import torch
 from fake_engine import FakeEngine
 from reinforge.backends.local import LocalBackend
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.evals.heldout import HeldOut, heldout_loss
 from reinforge.evals.statistics import pass_at_k, wilson
@@ -30,7 +31,8 @@ from toys import (
 
 
 def held_out(rewards: Sequence[Sequence[float | None]], **kw: float) -> HeldOut:
-    async def rollout(row: Row, name: str) -> Group:
+    async def rollout(row: Row, context: RolloutContext) -> Group:
+        name = context.group
         values = rewards[int(row.id)]
         return Group(
             row,

@@ -15,6 +15,7 @@ from reinforge.build.run import train_config
 from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
+from reinforge.core.env import RolloutContext
 from reinforge.core.faults import EPISODE, Fault, fault_events, fault_metrics
 from reinforge.core.sample import Group, Row
 from reinforge.envs.shipped import Python
@@ -45,7 +46,9 @@ def episode_faults(
 ) -> Group:
     renderer = make_renderer(template) if template else make_renderer()
     group: Group = run(
-        make_episodes(Saying(renderer, lines or ["hm"]), renderer, make, limits=limits)(ROW, "g")
+        make_episodes(Saying(renderer, lines or ["hm"]), renderer, make, limits=limits)(
+            ROW, RolloutContext("g")
+        )
     )
     return group
 
@@ -110,25 +113,21 @@ def test_rewards_tell_what_went_wrong_and_a_redone_step_counts_the_same(tmp_path
             journal=Journal(tmp_path / "journal.jsonl"),
         )
         run(scorer.score([ROW] * 4, "g", [[1]] * 4, ["a"] * 4))
-        assert (
-            scorer.faults("g")
-            == {
-                "reward_timeout": 1,
-                "reward_crash": 2,
-                "sandbox_failure": 3,
-                "uncontained": 4,
-            }
-            and scorer.faults("g") == {}
+        faults, why = scorer.faults("g")
+        assert faults == {
+            "reward_timeout": 1,
+            "reward_crash": 2,
+            "sandbox_failure": 3,
+            "uncontained": 4,
+        }
+        assert scorer.faults("g") == ({}, {}), "told once"
+        assert why.get("reward_crash") == ("reward odd, row r0" if attempt == 0 else None), (
+            "nobody was asked again"
         )
-        assert scorer.why("g").get("reward_crash") == (
-            "reward odd, row r0" if attempt == 0 else None
-        ), "nobody was asked again"
     tolerant = RewardScorer([FunctionReward("bad", raises)], on_error="unscored")
     run(tolerant.score([ROW] * 2, "g", [[1], [2]], ["a", "b"]))
-    assert (
-        tolerant.faults("g") == {Fault.REWARD_ERROR: 2}
-        and "KeyError: 'gone'" in tolerant.why("g")[Fault.REWARD_ERROR]
-    )
+    faults, why = tolerant.faults("g")
+    assert faults == {Fault.REWARD_ERROR: 2} and "KeyError: 'gone'" in why[Fault.REWARD_ERROR]
     joined = Outcome.joined(
         [Outcome([1.0], timeouts=1, sandbox=2), Outcome([None], crashes=3, unsafe=4)]
     )

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from harvests import harvest_of
 from reinforge.algorithms.advantages import AdvantageOptions, Rollouts, greedy_baseline
 from reinforge.core.batch import Batch
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
@@ -67,7 +69,11 @@ def test_the_baseline_is_the_reward_of_the_greedy_completion(kind: str) -> None:
     # greedy: the key does not matter
     [best] = run(engine.generate(PROMPT, Sampling(6, temperature=0.0), key=12345, n=1))
     group, plain = (
-        run(rollout(engine, greedy=greedy, weight=2.0, shape=lambda n: -n / 10)(ROW, "0:r7"))
+        run(
+            rollout(engine, greedy=greedy, weight=2.0, shape=lambda n: -n / 10)(
+                ROW, RolloutContext("0:r7")
+            )
+        )
         for greedy in (True, False)
     )
     want = 2 * codes([decode(best.tokens)])[0] - len(best.tokens) / 10
@@ -88,7 +94,7 @@ def test_the_baseline_is_the_reward_of_the_greedy_completion(kind: str) -> None:
 
 def test_it_is_asked_for_as_the_samples_are_and_greedily() -> None:
     engine = FakeEngine(decode=decode)
-    run(rollout(engine)(ROW, "g"))
+    run(rollout(engine)(ROW, RolloutContext("g")))
     assert engine.requests == [
         (PROMPT, Sampling(6), seed_of(0, "sample", "g"), 3),
         (PROMPT, Sampling(6, 0.0), seed_of(0, "baseline", "g"), 1),
@@ -97,7 +103,7 @@ def test_it_is_asked_for_as_the_samples_are_and_greedily() -> None:
 
 def test_books_balance() -> None:
     source = GroupSource([Row(f"r{i}", "p") for i in range(4)], Cursor(4, 0, False), rollout(), 2)
-    harvest = run(source.harvest())
+    harvest = run(harvest_of(source))
     trained = sum(s.n_trained for g in harvest.groups for s in g.samples)
     assert (
         harvest.sampled_tokens
@@ -121,7 +127,7 @@ def test_scores_are_journalled_apart_from_those_of_the_samples(tmp_path: Path) -
     def once() -> tuple[float | None, float | None]:
         engine = FakeEngine(lambda prompt, i: [9, EOS], stop_tokens=[EOS], decode=decode)
         sample = run(
-            rollout(engine, moody, n=1, journal=Journal(tmp_path / "j"))(ROW, "g")
+            rollout(engine, moody, n=1, journal=Journal(tmp_path / "j"))(ROW, RolloutContext("g"))
         ).samples[0]
         return sample.reward, sample.baseline
 
@@ -133,7 +139,9 @@ def test_an_unscored_greedy_completion_gives_no_baseline() -> None:
     def only_samples(completions: list[str]) -> list[float | None]:
         return [None] if len(completions) == 1 else [1.0] * len(completions)
 
-    assert [s.baseline for s in run(rollout(reward=only_samples)(ROW, "g")).samples] == [None] * 3
+    assert [
+        s.baseline for s in run(rollout(reward=only_samples)(ROW, RolloutContext("g"))).samples
+    ] == [None] * 3
 
 
 @pytest.mark.parametrize("fails", [1, 3])
@@ -156,11 +164,11 @@ def test_a_failure_or_a_cut_leaves_nothing_running(fails: int) -> None:
         return [0.0] * len(completions)
 
     with pytest.raises(InputError, match="reward mine raised ZeroDivisionError: oh"):
-        run(rollout(engine, boom)(ROW, "g"))
+        run(rollout(engine, boom)(ROW, RolloutContext("g")))
     assert engine.running == 0
 
     async def cut() -> None:
-        task = asyncio.ensure_future(rollout(engine)(ROW, "g"))
+        task = asyncio.ensure_future(rollout(engine)(ROW, RolloutContext("g")))
         while engine.running < 4:
             await asyncio.sleep(0)
         task.cancel()

@@ -20,7 +20,7 @@ pytest.importorskip("mcp")
 
 from reinforge.build.envs import mixture_of
 from reinforge.config.env import EnvConfig
-from reinforge.core.env import Action, Call
+from reinforge.core.env import Action, Call, RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.envs.mcp import MARK, server_of
@@ -280,11 +280,11 @@ def test_a_crash_is_an_unscored_episode_and_the_next_finds_the_server_up(folder:
 
     async def go() -> None:
         rollout = episodes("crashes")
-        crashed = await rollout(ROW, "g0")
+        crashed = await rollout(ROW, RolloutContext("g0"))
         assert crashed.samples[0].reward is None and crashed.metrics["env/failed"] == 1.0
         assert "plain.py ended while crashes ran" in rollout.errors[0]
         for name, answer in (("counted", "1 of "), ("broken", "error: ")):
-            played = await episodes(name)(ROW, f"g-{name}")
+            played = await episodes(name)(ROW, RolloutContext(f"g-{name}"))
             assert played.metrics["env/failed"] == 0.0 and played.metrics["env/calls"] == 1.0
             [messages] = played.transcripts.values()
             [result] = [m["content"] for m in messages if m["role"] == "tool"]

@@ -13,22 +13,23 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.build.sampling import carrying
+from harvests import harvest_of
+from reinforge.build.sampling import resumable_requests
 from reinforge.build.trainer import Given, build
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError, Terminated
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
 from reinforge.data.cursor import Cursor
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.resumable import ResumableRequests, requests_from_json, requests_to_json
 from reinforge.loops.rl import RLTrainer
 from reinforge.models.causal import CausalModel
-from reinforge.rollout import pace
-from reinforge.rollout.carry import ResumableEngine, requests_from_json, requests_to_json
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.partial import PartialSource
 from tiny_runs import DATA, digest, launch, lines, odd
@@ -47,7 +48,7 @@ def engine() -> NativeEngine:
 
 
 async def cut_after(
-    carry: ResumableEngine,
+    requests: ResumableRequests,
     tokens: int,
     *,
     group: str = "g",
@@ -57,13 +58,11 @@ async def cut_after(
 ) -> list[Any] | None:
     """Generates for a group until so many tokens are there, then cuts it. None: it was cut."""
     task = asyncio.ensure_future(
-        pace.followed(
-            carry.generate(list(prompt), Sampling(length, ignore_eos=True), key=11, n=n),
-            lambda: None,
-            group,
+        requests.engine_of(group).generate(
+            list(prompt), Sampling(length, ignore_eos=True), key=11, n=n
         )
     )
-    while not task.done() and carry.tokens() < tokens:
+    while not task.done() and requests.tokens() < tokens:
         await asyncio.sleep(0)
     if task.done():
         return task.result()
@@ -83,12 +82,12 @@ def test_each_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled
     engine: NativeEngine,
 ) -> None:
     async def go() -> None:
-        carry = ResumableEngine(engine)
+        requests = ResumableRequests(engine)
         module = engine.model.module
         await engine.update(Weights("shared", module=module), 3)
-        assert await cut_after(carry, 12) is None
-        [asked] = carry.kept["g"].values()
-        before = [p.copy() for p in asked.pieces]
+        assert await cut_after(requests, 12) is None
+        [request] = requests.kept["g"].values()
+        before = [p.copy() for p in request.completions]
         assert all(
             6 <= len(p.tokens) < 24 and p.stop is None and set(p.versions) == {3} for p in before
         )
@@ -97,7 +96,7 @@ def test_each_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled
         }
         shaken(engine, 0)
         await engine.update(Weights("shared", module=module), 4)
-        done = await cut_after(carry, 10**9)
+        done = await cut_after(requests, 10**9)
         assert done is not None and len(done) == 2
         scores[4] = [await engine.score([5, 6, 7, *c.tokens]) for c in done]
         for i, (completion, prefix) in enumerate(zip(done, before, strict=True)):
@@ -123,19 +122,18 @@ def test_what_is_whole_is_not_generated_again_and_another_prompt_is_another_requ
     engine: NativeEngine,
 ) -> None:
     async def go() -> None:
-        carry = ResumableEngine(engine)
-        done = await cut_after(carry, 10**9)
+        requests = ResumableRequests(engine)
+        done = await cut_after(requests, 10**9)
         sampled = engine.stats.generated_tokens
         assert (
-            await cut_after(carry, 10**9) == done and engine.stats.generated_tokens == sampled == 48
+            await cut_after(requests, 10**9) == done
+            and engine.stats.generated_tokens == sampled == 48
         )
-        other = await cut_after(carry, 10**9, prompt=(5, 6, 8))
+        other = await cut_after(requests, 10**9, prompt=(5, 6, 8))
         assert other != done and engine.stats.generated_tokens == 96
-        carry.forget(["g"])
-        assert carry.tokens() == 0
-        # outside of any group nothing is kept
-        alone = await carry.generate([5, 6, 7], Sampling(4), key=1)
-        assert len(alone) == 1 and carry.kept == {}
+        requests.forget(["g"])
+        assert requests.tokens() == 0
+        assert requests.kept == {}
 
     asyncio.run(go())
 
@@ -144,7 +142,7 @@ def test_siblings_that_were_cut_together_go_on_with_draws_of_their_own(
     engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def go() -> None:
-        carry = ResumableEngine(engine)
+        requests = ResumableRequests(engine)
         generate = engine.generate
         keys: list[int] = []
 
@@ -153,12 +151,12 @@ def test_siblings_that_were_cut_together_go_on_with_draws_of_their_own(
             return await generate(*given, key=key, **named)
 
         monkeypatch.setattr(engine, "generate", listening)
-        assert await cut_after(carry, 12) is None
-        [asked] = carry.kept["g"].values()
-        assert {len(p.tokens) for p in asked.pieces} == {6}, (
+        assert await cut_after(requests, 12) is None
+        [request] = requests.kept["g"].values()
+        assert {len(p.tokens) for p in request.completions} == {6}, (
             "cut at one moment, so nothing but their places tells them apart"
         )
-        assert await cut_after(carry, 10**9) is not None
+        assert await cut_after(requests, 10**9) is not None
         # the request of both, then one for the rest of each
         assert len(keys) == len(set(keys)) == 3
 
@@ -167,11 +165,11 @@ def test_siblings_that_were_cut_together_go_on_with_draws_of_their_own(
 
 def test_going_on_from_a_saved_state_is_the_same(engine: NativeEngine) -> None:
     async def go() -> None:
-        carry = ResumableEngine(engine)
-        assert await cut_after(carry, 12) is None
-        other = ResumableEngine(engine)
-        other.kept = requests_from_json(json.loads(json.dumps(requests_to_json(carry.kept))))
-        assert await cut_after(carry, 10**9) == await cut_after(other, 10**9)
+        requests = ResumableRequests(engine)
+        assert await cut_after(requests, 12) is None
+        other = ResumableRequests(engine)
+        other.kept = requests_from_json(json.loads(json.dumps(requests_to_json(requests.kept))))
+        assert await cut_after(requests, 10**9) == await cut_after(other, 10**9)
 
     asyncio.run(go())
 
@@ -193,37 +191,38 @@ def test_an_episode_that_was_cut_goes_on_in_the_turn_it_was_in() -> None:
     answers = ["go on"]
 
     async def go() -> None:
-        carry = ResumableEngine(engine)
+        requests = ResumableRequests(engine)
         episodes = make_episodes(
-            carry, renderer, lambda row: Echo(4, answer=answers[0]), n=2, new_tokens=12
+            engine, renderer, lambda row: Echo(4, answer=answers[0]), n=2, new_tokens=12
         )
-        task = asyncio.ensure_future(
-            pace.followed(episodes(Row("r", "hello"), "g"), lambda: None, "g")
-        )
+        context = RolloutContext("g", engine=requests.engine_of("g"))
+        task = asyncio.ensure_future(episodes(Row("r", "hello"), context))
         while not any(
-            len(asked.pieces[0].tokens) in range(3, 12)
-            and asked.pieces[0].stop is None
-            and len(carry.kept["g"]) >= 4
-            for asked in carry.kept.get("g", {}).values()
+            len(request.completions[0].tokens) in range(3, 12)
+            and request.completions[0].stop is None
+            and len(requests.kept["g"]) >= 4
+            for request in requests.kept.get("g", {}).values()
         ):
             await asyncio.sleep(0)
             assert not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        kept = carry.copied()["g"]
-        before = sum(len(a.pieces[0].tokens) for a in kept.values())
-        whole = [a.pieces[0].tokens for a in kept.values() if a.pieces[0].stop is not None]
+        kept = requests.copied()["g"]
+        before = sum(len(a.completions[0].tokens) for a in kept.values())
+        whole = [
+            a.completions[0].tokens for a in kept.values() if a.completions[0].stop is not None
+        ]
         begun = [
-            a.pieces[0].tokens
+            a.completions[0].tokens
             for a in kept.values()
-            if a.pieces[0].stop is None and a.pieces[0].tokens
+            if a.completions[0].stop is None and a.completions[0].tokens
         ]
         assert whole and begun
-        saved = carry.copied()
+        saved = requests.copied()
         shaken(engine, 0)
         await engine.update(Weights("shared", module=module), 5)
         sampled = engine.stats.generated_tokens
-        group = await pace.followed(episodes(Row("r", "hello"), "g"), lambda: None, "g")
+        group = await episodes(Row("r", "hello"), context)
         trained = [s.tokens[s.trained].tolist() for s in group.samples]
         # nothing is sampled twice
         assert engine.stats.generated_tokens - sampled == sum(map(len, trained)) - before
@@ -235,11 +234,12 @@ def test_an_episode_that_was_cut_goes_on_in_the_turn_it_was_in() -> None:
             versions = s.versions[s.trained].tolist()
             assert versions == sorted(versions) and set(versions) == {0, 5} and s.reward == 0.0
         # an environment that changes its mind: only first turns can be as they were
-        carry.kept, answers[0] = saved, "something else"
-        other = await pace.followed(episodes(Row("r", "hello"), "g"), lambda: None, "g")
+        requests.kept = saved
+        answers[0] = "something else"
+        other = await episodes(Row("r", "hello"), context)
         for s in other.samples:
             first = next(
-                a.pieces[0].tokens
+                a.completions[0].tokens
                 for key, a in kept.items()
                 if key == seed_of(0, "sample", s.uid, 0)
             )
@@ -255,8 +255,8 @@ def test_an_episode_that_was_cut_goes_on_in_the_turn_it_was_in() -> None:
 
 
 class Slow:
-    """Groups take `ticks(row)` ticks of the engine's time; a carry that counts what was done before
-    a cut.
+    """Groups take `ticks(row)` ticks of the engine's time; requests that count what was done
+    before a cut.
     """
 
     def __init__(self, ticks: Callable[[int], int]):
@@ -265,13 +265,14 @@ class Slow:
         self.version = 0
         self.kept: dict[str, Any] = {}
 
-    async def __call__(self, row: Row, name: str) -> Group:
+    async def __call__(self, row: Row, context: RolloutContext) -> Group:
+        name = context.group
         sampled = self.done.setdefault(name, [])
         for _ in range(self.ticks(int(row.id[1:])) - len(sampled)):
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             sampled.append(self.version)
-        pace.generated()
+        context.generated()
         for _ in range(5):
             await asyncio.sleep(0)
         versions = torch.tensor([-1, *sampled], dtype=torch.int32)
@@ -283,6 +284,9 @@ class Slow:
             for i in (0, 1)
         ]
         return Group(row, samples, ["", ""])
+
+    def engine_of(self, group: str) -> None:
+        """The ticks are its engine."""
 
     def copied(self) -> dict[str, Any]:
         return {}
@@ -303,7 +307,7 @@ def source_of(
         Cursor(64, 0, False),
         world,
         4,
-        carry=world,
+        requests=world,
         staleness=staleness,
         over_provision=over_provision,
         **kw,
@@ -320,7 +324,7 @@ def test_nothing_is_lost_twice_or_too_old() -> None:
         ages = []
         for step in range(12):
             world.version = step
-            harvest = await source.harvest(step, step)
+            harvest = await harvest_of(source, step, step)
             assert len(harvest.groups) >= 4
             trained += [g.samples[0].group for g in harvest.groups]
             for g in harvest.groups:
@@ -332,9 +336,9 @@ def test_nothing_is_lost_twice_or_too_old() -> None:
                 )
                 ages.append(step - versions[0])
             assert harvest.oldest is not None and step - harvest.oldest <= staleness
-            assert harvest.report["rollout/carried"] == len(source.carried) <= 2
+            assert harvest.report["rollout/carried"] == len(source.unfinished) <= 2
         begun = {f"{i}:r{i}" for i in range(source.cursor.taken)}
-        under_way = {f"{c.choice.position}:r{c.choice.row}" for c in source.carried}
+        under_way = {f"{c.choice.position}:r{c.choice.row}" for c in source.unfinished}
         assert (
             len(trained) == len(set(trained))
             and set(trained) | under_way == begun
@@ -350,28 +354,28 @@ def test_a_cut_step_leaves_everything_as_it_was(tmp_path: Path) -> None:
     async def go() -> None:
         world = Slow(lambda i: 40 if i % 3 == 1 else 4)
         source = source_of(world, journal=Journal(tmp_path / "journal"))
-        await source.harvest(0, 0)
-        carried = list(source.carried)
+        await harvest_of(source, 0, 0)
+        carried = list(source.unfinished)
         taken = source.cursor.taken
         assert len(carried) == 2
-        task = asyncio.ensure_future(source.harvest(1, 1))
+        task = asyncio.ensure_future(harvest_of(source, 1, 1))
         for _ in range(6):
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert source.carried == carried and source.cursor.taken == taken
+        assert source.unfinished == carried and source.cursor.taken == taken
         state = source.state()
-        first = [g.samples[0].group for g in (await source.harvest(1, 1)).groups]
+        first = [g.samples[0].group for g in (await harvest_of(source, 1, 1)).groups]
         again = source_of(
             Slow(lambda i: 1 if i % 3 == 1 else 4), journal=Journal(tmp_path / "journal")
         )  # another clock: others would be first
         again.load(State({}, {**state.meta, "kept": {}}))
-        again.carry = world  # type: ignore[assignment]
+        again.requests = world  # type: ignore[assignment]
         world.done.update({name: [] for name in first})
         again.cursor.take(taken)
         # the journal knows who was taken
-        assert [g.samples[0].group for g in (await again.harvest(1, 1)).groups] == first
+        assert [g.samples[0].group for g in (await harvest_of(again, 1, 1)).groups] == first
 
     asyncio.run(go())
 
@@ -470,9 +474,9 @@ def test_a_run_that_is_stopped_while_it_generates_goes_on_exactly(
 
     def counting(self: NativeEngine) -> None:
         if run.step == 2 and not before:
-            before.append(source.carry.tokens())
+            before.append(source.requests.tokens())
         round_(self)
-        if run.step == 2 and source.carry.tokens() >= before[0] + 12:
+        if run.step == 2 and source.requests.tokens() >= before[0] + 12:
             run.terminate()
 
     async def go() -> None:
@@ -525,5 +529,5 @@ def test_an_engine_that_does_not_tell_tokens_is_refused(make: Callable[..., Conf
         async def generate(self, tokens: Any, params: Any, *, key: int, n: int = 1) -> None: ...
 
     with pytest.raises(InputError, match=r"rollout\.partial.*tokens as they come"):
-        carrying(make("x", "grpo", *PARTIAL), Whole(), None)  # type: ignore[arg-type]
-    assert carrying(make("x", "grpo"), Whole(), None) is None  # type: ignore[arg-type]
+        resumable_requests(make("x", "grpo", *PARTIAL), Whole())  # type: ignore[arg-type]
+    assert resumable_requests(make("x", "grpo"), Whole()) is None  # type: ignore[arg-type]

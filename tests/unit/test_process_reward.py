@@ -19,6 +19,7 @@ from reinforge.config.load import config_from_dict
 from reinforge.config.model import ModelConfig
 from reinforge.config.rewards import RewardConfig
 from reinforge.core.engine import Completion, Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Stop
 from reinforge.models.load import load_model
@@ -114,7 +115,7 @@ def test_rewards_stand_at_the_ends_of_steps(models: tuple[str, str]) -> None:
             seed=0,
             purpose=purpose,
         )  # type: ignore[arg-type]
-        return asyncio.run(rollout(Row("r", "go: "), "g"))
+        return asyncio.run(rollout(Row("r", "go: "), RolloutContext("g")))
 
     scorer: Any = rewards[0].function
     verdicts = scorer.verdicts(["go: "] * 4, TEXTS)

@@ -11,7 +11,8 @@ import torch
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
-from reinforge.rollout.rows.replay import Replay, informative, oldest_version
+from reinforge.rollout.rows.replay import Replay, informative
+from reinforge.rollout.staleness import oldest_version
 
 ROWS = [Row(f"r{i}", f"p{i}") for i in range(20)]
 

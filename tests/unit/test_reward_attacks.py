@@ -108,4 +108,6 @@ def test_a_completion_that_makes_a_reward_fail_gets_nothing_for_it(role: str, ve
     scorer = RewardScorer(rewards, on_error="unscored")
     scores = run(scorer.score([Row("r", "?")], "g", [[1]], [verb]))
     components, reward = scorer.total({name: values[0] for name, values in scores.items()}, 1)
-    assert reward is None and components["obey"] is None and sum(scorer.faults("g").values()) == 1
+    assert (
+        reward is None and components["obey"] is None and sum(scorer.faults("g")[0].values()) == 1
+    )

@@ -20,6 +20,7 @@ import hostile_rewards
 from fake_engine import FakeEngine
 from reinforge.config.rewards import RewardConfig
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row
 from reinforge.rewards.build import build_rewards
@@ -456,7 +457,7 @@ def test_a_redone_step_reads_what_the_clock_decided(tmp_path: Path) -> None:
         scorer = RewardScorer([reward], journal=Journal(tmp_path / "journal.jsonl"))
         scores = run(scorer.score([Row("r", "p")] * 3, "0:r", [[1], [2], [3]], texts))
         totals = [scorer.total({"obey": score}, 5) for score in scores["obey"]]
-        found.append((totals, scorer.faults("0:r"), scorer.faults("0:r")))
+        found.append((totals, scorer.faults("0:r")[0], scorer.faults("0:r")[0]))
     lost: Any = ({"obey": None}, None)
     assert (
         found[0]
@@ -496,7 +497,7 @@ def test_generation_goes_on_while_a_slow_reward_sleeps() -> None:
             n=2,
             seed=0,
         )
-        group = await rollout(Row(str(i), "p"), f"0:{i}")
+        group = await rollout(Row(str(i), "p"), RolloutContext(f"0:{i}"))
         order.append(str(i))
         assert [s.reward for s in group.samples] == [9.0 if i == 0 else 4.0] * 2
 

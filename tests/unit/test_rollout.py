@@ -13,14 +13,17 @@ import pytest
 import torch
 
 from fake_engine import FakeEngine
+from harvests import harvest_of
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
+from reinforge.core.seeds import tokens_hash
 from reinforge.data.cursor import Cursor
 from reinforge.engines.native import NativeEngine
 from reinforge.loops.rl import trainable
 from reinforge.rewards.function import FunctionReward
-from reinforge.rollout.journal import Journal, tokens_hash
+from reinforge.rollout.journal import Journal
 from reinforge.rollout.players.single_turn import SingleTurn
 from reinforge.rollout.source import GroupSource, Harvest, harvest_metrics, has_signal
 from toys import EOS, ToyTokenizer, make_model, run, tokens_of
@@ -74,7 +77,7 @@ def test_trained_ids_are_the_sampled_ids(kind: str) -> None:
         return given[-1][1]
 
     engine.generate = watched
-    group = run(make_rollout(engine, n=4, limit=9)(ROW, "0:r7"))
+    group = run(make_rollout(engine, n=4, limit=9)(ROW, RolloutContext("0:r7")))
     prompt, completions = given[0]
     assert prompt == PROMPT
     for i, (sample, done) in enumerate(zip(group.samples, completions, strict=True)):
@@ -102,7 +105,7 @@ def test_draws_depend_on_run_group_and_purpose_only() -> None:
     """The same group again gives the same samples; another seed, group or purpose gives others
     (34).
     """
-    texts = lambda rollout, group: run(rollout(ROW, group)).texts  # noqa: E731
+    texts = lambda rollout, group: run(rollout(ROW, RolloutContext(group))).texts  # noqa: E731
     want = texts(make_rollout(), "0:r7")
     assert texts(make_rollout(), "0:r7") == want
     other = make_rollout()
@@ -120,12 +123,12 @@ def test_finished_or_truncated_is_what_the_engine_says() -> None:
     """
     scripts = {0: [9, EOS], 1: [9, 9, 9, EOS], 2: [9, 9, 9, 9], 3: [EOS]}
     engine = FakeEngine(lambda prompt, i: scripts[i], stop_tokens=[EOS], decode=decode)
-    group = run(make_rollout(engine, limit=4)(ROW, "g"))
+    group = run(make_rollout(engine, limit=4)(ROW, RolloutContext("g")))
     assert [s.stop for s in group.samples] == [Stop.EOS, Stop.EOS, Stop.LENGTH, Stop.EOS]
     assert [s.n_trained for s in group.samples] == [2, 4, 4, 1]  # the EOS is trained
     ignoring = make_rollout(FakeEngine(lambda prompt, i: [9, EOS, 9, EOS], decode=decode), limit=4)
     # ends in eos by accident, and is still cut
-    assert [s.stop for s in run(ignoring(ROW, "g")).samples] == [Stop.LENGTH] * 4
+    assert [s.stop for s in run(ignoring(ROW, RolloutContext("g"))).samples] == [Stop.LENGTH] * 4
     metrics = harvest_metrics(Harvest([group]), {"mine": 1.0})
     assert (
         metrics["response/truncated"] == 0.25
@@ -140,7 +143,7 @@ def test_shape_is_added_to_what_is_scored_only() -> None:
         lambda completions: [1.0, None, 1.0, 1.0],
         shape=lambda n: -n / 10,
     )
-    samples = run(rollout(ROW, "g")).samples
+    samples = run(rollout(ROW, RolloutContext("g"))).samples
     assert [s.reward for s in samples] == [
         pytest.approx(0.4),
         None,
@@ -157,7 +160,7 @@ def test_weights_and_components() -> None:
         FunctionReward("a", lambda completions: [1.0, 0.0], 2.0),
         FunctionReward("b", lambda completions: [1.0, None], -0.5),
     ]
-    samples = run(make_rollout(reward=rewards, n=2)(ROW, "g")).samples  # type: ignore[arg-type]
+    samples = run(make_rollout(reward=rewards, n=2)(ROW, RolloutContext("g"))).samples  # type: ignore[arg-type]
     assert [s.rewards for s in samples] == [{"a": 1.0, "b": 1.0}, {"a": 0.0, "b": None}] and [
         s.reward for s in samples
     ] == [1.5, 0.0]
@@ -180,9 +183,9 @@ FAULTS: dict[str, Callable[..., Any]] = {
 def test_a_reward_that_fails(fault: str) -> None:
     """Stops with the row's name, or leaves the samples unscored: not 0, not trained, counted."""
     with pytest.raises(InputError, match=r"reward mine"):
-        run(make_rollout(reward=FAULTS[fault])(ROW, "g"))
+        run(make_rollout(reward=FAULTS[fault])(ROW, RolloutContext("g")))
     rollout = make_rollout(reward=FAULTS[fault], on_error="unscored")
-    group = run(rollout(ROW, "g"))
+    group = run(rollout(ROW, RolloutContext("g")))
     assert [s.reward for s in group.samples] == [None] * 4 and [
         s.rewards for s in group.samples
     ] == [{"mine": None}] * 4
@@ -202,7 +205,7 @@ def test_a_raised_error_names_the_row_and_the_cause() -> None:
     with pytest.raises(
         InputError, match=r"row r7: reward mine raised ZeroDivisionError: oh.*on_reward_error"
     ) as caught:
-        run(make_rollout(reward=boom)(ROW, "g"))
+        run(make_rollout(reward=boom)(ROW, RolloutContext("g")))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -228,7 +231,7 @@ def test_an_empty_completion_is_never_trained() -> None:
 
             return [Completion([], [], [], Stop.LENGTH)] * n
 
-    sample = run(make_rollout(Silent())(ROW, "g")).samples[0]
+    sample = run(make_rollout(Silent())(ROW, RolloutContext("g"))).samples[0]
     assert sample.stop is Stop.ERROR and sample.n_trained == 0
 
 
@@ -243,8 +246,10 @@ def test_a_redone_step_uses_the_recorded_scores(tmp_path: Path) -> None:
         return [float(len(calls)), None, 0.1, 0.2]
 
     path = tmp_path / "journal.jsonl"
-    first = run(make_rollout(reward=moody, journal=Journal(path))(ROW, "g"))
-    again = run(make_rollout(reward=moody, journal=Journal(path))(ROW, "g"))  # another process
+    first = run(make_rollout(reward=moody, journal=Journal(path))(ROW, RolloutContext("g")))
+    again = run(
+        make_rollout(reward=moody, journal=Journal(path))(ROW, RolloutContext("g"))
+    )  # another process
     assert [s.reward for s in first.samples] == [s.reward for s in again.samples] == [
         1.0,
         None,
@@ -252,16 +257,20 @@ def test_a_redone_step_uses_the_recorded_scores(tmp_path: Path) -> None:
         0.2,
     ] and len(calls) == 1
     # another group was never asked about
-    other = run(make_rollout(reward=moody, journal=Journal(path))(ROW, "h"))
+    other = run(make_rollout(reward=moody, journal=Journal(path))(ROW, RolloutContext("h")))
     assert other.samples[0].reward == 2.0
     # other tokens: the score is not theirs
-    longer = run(make_rollout(reward=moody, journal=Journal(path), limit=7)(ROW, "g"))
+    longer = run(
+        make_rollout(reward=moody, journal=Journal(path), limit=7)(ROW, RolloutContext("g"))
+    )
     assert longer.samples[0].reward == 3.0
     journal = Journal(path)
     journal.clear()
     assert (
         not path.exists()
-        and run(make_rollout(reward=moody, journal=Journal(path))(ROW, "g")).samples[0].reward
+        and run(make_rollout(reward=moody, journal=Journal(path))(ROW, RolloutContext("g")))
+        .samples[0]
+        .reward
         == 4.0
     )
 
@@ -271,10 +280,14 @@ def test_a_tolerated_failure_is_recorded_too(tmp_path: Path) -> None:
     had.
     """
     path = tmp_path / "j"
-    run(make_rollout(reward=boom, journal=Journal(path), on_error="unscored")(ROW, "g"))
-    assert [s.reward for s in run(make_rollout(journal=Journal(path))(ROW, "g")).samples] == [
-        None
-    ] * 4
+    run(
+        make_rollout(reward=boom, journal=Journal(path), on_error="unscored")(
+            ROW, RolloutContext("g")
+        )
+    )
+    assert [
+        s.reward for s in run(make_rollout(journal=Journal(path))(ROW, RolloutContext("g"))).samples
+    ] == [None] * 4
 
 
 def test_pure_rewards_are_not_journalled_and_cut_lines_are_skipped(tmp_path: Path) -> None:
@@ -282,7 +295,7 @@ def test_pure_rewards_are_not_journalled_and_cut_lines_are_skipped(tmp_path: Pat
     run(
         make_rollout(
             reward=[FunctionReward("mine", length_reward, pure=True)], journal=Journal(path)
-        )(ROW, "g")
+        )(ROW, RolloutContext("g"))
     )  # type: ignore[arg-type]
     assert not path.exists()
     Journal(path).write("a", "1", {"x": [0.1 + 0.2, None]})
@@ -325,7 +338,8 @@ def group_of(row: Row, name: str, rewards: Sequence[float | None]) -> Group:
 def scripted(
     rewards: Callable[[Row], Sequence[float | None]], seen: list[str]
 ) -> Callable[[Row, str], Any]:
-    async def rollout(row: Row, name: str) -> Group:
+    async def rollout(row: Row, context: RolloutContext) -> Group:
+        name = context.group
         seen.append(name)
         await asyncio.sleep(0)
         return group_of(row, name, rewards(row))
@@ -339,7 +353,7 @@ ROWS = [Row(f"r{i}", f"p{i}") for i in range(10)]
 def test_groups_come_in_the_cursors_order_with_names_of_their_own() -> None:
     seen: list[str] = []
     source = GroupSource(ROWS, Cursor(10, 0, False), scripted(lambda row: [0, 1], seen), 4)
-    names = [[g.samples[0].group for g in run(source.harvest()).groups] for _ in range(3)]
+    names = [[g.samples[0].group for g in run(harvest_of(source)).groups] for _ in range(3)]
     assert names == [
         ["0:r0", "1:r1", "2:r2", "3:r3"],
         ["4:r4", "5:r5", "6:r6", "7:r7"],
@@ -359,7 +373,7 @@ def test_dynamic_sampling_refills() -> None:
         dynamic=True,
         max_refills=5,
     )
-    harvest = run(source.harvest())
+    harvest = run(harvest_of(source))
     assert [g.row.id for g in harvest.groups] == ["r1", "r3", "r5"] and [
         g.row.id for g in harvest.discarded
     ] == ["r0", "r2", "r4"]
@@ -385,7 +399,7 @@ def test_dynamic_sampling_is_capped(cap: int) -> None:
         dynamic=True,
         max_refills=cap,
     )
-    harvest = run(source.harvest())
+    harvest = run(harvest_of(source))
     assert (
         harvest.groups == []
         and len(harvest.discarded) == len(seen) == 2 * (1 + cap)
@@ -395,7 +409,7 @@ def test_dynamic_sampling_is_capped(cap: int) -> None:
 
 def test_without_dynamic_sampling_groups_stay() -> None:
     source = GroupSource(ROWS, Cursor(10, 0, False), scripted(lambda row: [1, 1], []), 3)
-    assert len(run(source.harvest()).groups) == 3
+    assert len(run(harvest_of(source)).groups) == 3
 
 
 def test_signal() -> None:
@@ -427,7 +441,7 @@ def test_a_cut_harvest_gives_its_rows_back() -> None:
 
     async def work() -> None:
         source.cursor.take(2)
-        task = asyncio.ensure_future(source.harvest())
+        task = asyncio.ensure_future(harvest_of(source))
         while source.cursor.taken < 8:
             await asyncio.sleep(0)
         while not engine.running:
@@ -460,7 +474,7 @@ def test_one_failing_row_ends_the_round_and_cancels_the_rest() -> None:
     )
     source = GroupSource(rows, Cursor(4, 0, False), rollout, 4)
     with pytest.raises(InputError, match="row r1: reward f raised ValueError: bad row"):
-        run(source.harvest())
+        run(harvest_of(source))
     assert source.cursor.taken == 0 and engine.running == 0
 
 

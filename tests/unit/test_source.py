@@ -15,6 +15,7 @@ import torch
 
 import odd_reward
 from fake_engine import FakeEngine
+from harvests import harvest_of
 from reinforge.algorithms.table import build
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given
@@ -22,6 +23,7 @@ from reinforge.config.schema import Config
 from reinforge.core.backend import State
 from reinforge.core.batch import Batch
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.data.cursor import Cursor
 from reinforge.rewards.function import FunctionReward
@@ -58,7 +60,8 @@ class Clock:
         self.started: list[str] = []
         self.cancelled: list[str] = []
 
-    async def __call__(self, row: Row, name: str) -> Group:
+    async def __call__(self, row: Row, context: RolloutContext) -> Group:
+        name = context.group
         self.started.append(name)
         i = int(row.id[1:])
         try:
@@ -81,7 +84,7 @@ def test_the_first_complete_groups_are_taken_in_the_order_of_submission() -> Non
     """Six are submitted for four; rows 1 and 4 are slowest and are cancelled."""
     clock = Clock(lambda i: [3, 9, 2, 1, 8, 4][i])
     source = GroupSource(ROWS, Cursor(10, 0, False), clock, 4, over_provision=1.5)
-    harvest = run(source.harvest())
+    harvest = run(harvest_of(source))
     assert (
         taken(harvest) == ["r0", "r2", "r3", "r5"]
         and clock.cancelled == ["1:r1", "4:r4"]
@@ -97,7 +100,7 @@ def test_groups_without_signal_do_not_count_as_first() -> None:
     source = GroupSource(
         ROWS, Cursor(10, 0, False), clock, 3, dynamic=True, max_refills=2, over_provision=2.0
     )
-    harvest = run(source.harvest())
+    harvest = run(harvest_of(source))
     assert (
         taken(harvest) == ["r1", "r3", "r4"]
         and [g.row.id for g in harvest.discarded] == ["r0", "r2"]
@@ -203,7 +206,7 @@ def test_a_row_that_is_solved_retires_although_dynamic_sampling_discards_its_gro
         passrates=rates,
     )
     for step in range(9):
-        run(source.harvest(step, step))
+        run(harvest_of(source, step, step))
     assert cursor.epoch >= 2 and rates.status(0) == "solved" and int(rates.attempts[0]) == 2
     assert [name for name in clock.started if name.endswith(":r0")] == ["0:r0"]
 
@@ -214,7 +217,7 @@ def test_a_refill_round_is_over_provisioned_too() -> None:
         ROWS, Cursor(10, 0, False), clock, 2, dynamic=True, max_refills=2, over_provision=2.0
     )
     # round 1: 0..3, of which 3 teaches; round 2: 4 and 5 for one more
-    harvest = run(source.harvest())
+    harvest = run(harvest_of(source))
     assert (
         taken(harvest) == ["r3", "r4"]
         and harvest.rounds == 2
@@ -237,7 +240,7 @@ def test_a_redone_step_takes_the_journalled_groups_whatever_is_first_now(
 
     def harvest(clock: Clock, journal: Journal) -> Any:
         return run(
-            GroupSource(ROWS, Cursor(10, 0, False), clock, 3, journal=journal, **kw).harvest()
+            harvest_of(GroupSource(ROWS, Cursor(10, 0, False), clock, 3, journal=journal, **kw))
         )
 
     first = harvest(Clock(lambda i: 1 + i, flat), Journal(path))
@@ -270,9 +273,11 @@ def test_a_choice_of_other_groups_is_not_used(tmp_path: Path) -> None:
 def test_without_spare_prompts_nothing_is_journalled(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     harvest = run(
-        GroupSource(
-            ROWS, Cursor(10, 0, False), Clock(lambda i: 5 - i), 4, journal=Journal(path)
-        ).harvest()
+        harvest_of(
+            GroupSource(
+                ROWS, Cursor(10, 0, False), Clock(lambda i: 5 - i), 4, journal=Journal(path)
+            )
+        )
     )
     assert (
         taken(harvest) == ["r0", "r1", "r2", "r3"]
@@ -319,8 +324,8 @@ def test_replayed_groups_take_the_place_of_fresh_ones() -> None:
         4,
         replay=Replay(ROWS, size=4, share=0.25, max_staleness=4, max_uses=1),
     )
-    first = run(source.harvest(0, 0))
-    second = run(source.harvest(1, 1))
+    first = run(harvest_of(source, 0, 0))
+    second = run(harvest_of(source, 1, 1))
     assert (
         taken(first) == ["r0", "r1", "r2", "r3"]
         and first.replayed == []
@@ -437,7 +442,7 @@ def test_every_boundary_resumes_exactly_even_after_a_harvest_that_was_cut() -> N
         for step in range(steps):
             saved.append(snapshot(parts))
             engine.version = step
-            whole.append(described(await source.harvest(step, step)))
+            whole.append(described(await harvest_of(source, step, step)))
         assert (
             any(w[4]["replay/groups"] for w in whole)
             and any(w[4]["sampling/skipped"] for w in whole)
@@ -449,7 +454,7 @@ def test_every_boundary_resumes_exactly_even_after_a_harvest_that_was_cut() -> N
             source, parts, engine = workshop()
             for name, part in parts.items():
                 part.load(saved[start][name])
-            task = asyncio.ensure_future(source.harvest(start, start))
+            task = asyncio.ensure_future(harvest_of(source, start, start))
             for _ in range(start + 2):
                 await asyncio.sleep(0)
             task.cancel()
@@ -458,6 +463,6 @@ def test_every_boundary_resumes_exactly_even_after_a_harvest_that_was_cut() -> N
             assert same(snapshot(parts), saved[start]) and engine.running == 0
             for step in range(start, min(start + 3, steps)):
                 engine.version = step
-                assert described(await source.harvest(step, step)) == whole[step]
+                assert described(await harvest_of(source, step, step)) == whole[step]
 
     run(go())

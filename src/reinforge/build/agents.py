@@ -22,12 +22,12 @@ from reinforge.config.agent import AgentConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.envs.calls import talk_of
+from reinforge.envs.calls.reader import ModelAnswer
 from reinforge.envs.programs import Address, Program, as_program
 from reinforge.rewards.build import load_function
 from reinforge.rollout.dialogue.agent_session import (
     AgentModel,
     AgentSession,
-    ModelAnswer,
     RequestRefused,
     SamplingRequest,
 )

@@ -18,7 +18,8 @@ from reinforge.envs.build import Mixture, entry_of
 from reinforge.envs.calls import talk_of
 from reinforge.envs.names import BUILTIN
 from reinforge.rewards.build import load_function
-from reinforge.rollout.dialogue.episode import EnvPlayer, EpisodeLimits
+from reinforge.rollout.dialogue.env_player import EnvPlayer
+from reinforge.rollout.dialogue.episode import EpisodeLimits
 from reinforge.rollout.dialogue.episodes import COMPARE, ENV, EpisodeRollout
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.players.single_turn import SingleTurn

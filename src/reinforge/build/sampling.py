@@ -17,8 +17,8 @@ from reinforge.core.env import Rollout
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.cursor import Cursor
+from reinforge.engines.resumable import ResumableRequests
 from reinforge.rollout.buffer import RolloutBuffer
-from reinforge.rollout.carry import ResumableEngine
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.partial import PartialSource
 from reinforge.rollout.rows.curriculum import (
@@ -57,12 +57,12 @@ def make_source(
     journal: Journal,
     best: float,
     lengths: Sequence[int] = (),
-    carry: ResumableEngine | None = None,
+    requests: ResumableRequests | None = None,
 ) -> tuple[GroupSource, dict[str, Part]]:
     """The source, and those of its parts that belong in a checkpoint.
 
-    `best` is the largest possible total reward, `lengths` are of the rows. With `carry`, which the
-    rollout generates with, a source that carries over what a step does not wait for.
+    `best` is the largest possible total reward, `lengths` are of the rows. With `requests`
+    a source of partial rollouts: what a step does not wait for goes on in the next one.
     """
     sampling = cfg.sampling
     parts = dict[str, Part]()
@@ -90,17 +90,17 @@ def make_source(
         "passrates": rates,
         "components": algorithm.compared,
     }
-    if carry is not None:
-        carried = PartialSource(
+    if requests is not None:
+        partial = PartialSource(
             rows,
             cursor,
             rollout,
             cfg.train.prompts_per_step,
             **shared,
-            carry=carry,
+            requests=requests,
             staleness=cfg.rollout.staleness,
         )
-        return carried, {**parts, "partial": carried}
+        return partial, {**parts, "partial": partial}
     source = GroupSource(
         rows,
         cursor,
@@ -114,10 +114,8 @@ def make_source(
     return source, parts
 
 
-def carrying(cfg: Config, engine: Engine, rollout: Any) -> ResumableEngine | None:
-    """With `rollout.partial`, the engine that remembers, in place of the one that the rollout (or
-    its player) generates with.
-    """
+def resumable_requests(cfg: Config, engine: Engine) -> ResumableRequests | None:
+    """With `rollout.partial`, the requests of groups that a step does not wait for."""
     if not cfg.rollout.partial:
         return None
     if "on_tokens" not in inspect.signature(engine.generate).parameters:
@@ -126,9 +124,7 @@ def carrying(cfg: Config, engine: Engine, rollout: Any) -> ResumableEngine | Non
             where="rollout.partial",
             fix="Use the native engine in the trainer's process, or leave it out.",
         )
-    carry = ResumableEngine(engine)
-    getattr(rollout, "player", rollout).engine = carry
-    return carry
+    return ResumableRequests(engine)
 
 
 def make_buffer(

@@ -12,7 +12,7 @@ from reinforge.build.critic import make_critic
 from reinforge.build.envs import response_tokens, training_rollout
 from reinforge.build.online import joined
 from reinforge.build.predict import predict_run
-from reinforge.build.sampling import carrying, make_buffer, make_source
+from reinforge.build.sampling import make_buffer, make_source, resumable_requests
 from reinforge.build.supervised import build_supervised
 from reinforge.build.teacher import make_teachers
 from reinforge.build.workshop import Given as Given
@@ -58,10 +58,10 @@ def build_rl(cfg: Config, view: ViewLike, given: Given, attempt: Attempt) -> RLT
     rollout = training_rollout(shop, encoded, journal)
     running = rollout.scorer.running = Running.of(shop.rewards)
     everybody, engine = joined(shop, rows, rollout, backend)
-    carry = carrying(cfg, shop.engine, rollout)
+    requests = resumable_requests(cfg, shop.engine)
     lengths = [len(encoded[row.id]) for row in rows]
     source, parts = make_source(
-        cfg, shop.algorithm, rows, cursor, everybody, journal, shop.best, lengths, carry
+        cfg, shop.algorithm, rows, cursor, everybody, journal, shop.best, lengths, requests
     )
     buffer, begun = make_buffer(cfg, source, steps)
     parts |= begun

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from reinforge.core.row import Row, Stop
 
 if TYPE_CHECKING:
+    from reinforge.core.engine import Engine
     from reinforge.core.sample import Group
 
 Message = dict[str, Any]
@@ -83,5 +84,28 @@ class Env(Protocol):
 
 
 MakeEnv = Callable[[Row], Env]  # a fresh environment for one episode of this row
-# (row, group id) -> the group of samples it became
-Rollout = Callable[[Row, str], Awaitable["Group"]]
+
+
+def _nobody_waits() -> None:
+    """Nobody has to know when a group has all its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutContext:
+    """What a rollout is told beside its row.
+
+    A group source makes one for each group that it submits, an evaluation one for each row. The
+    rollout hands it on to what generates for it.
+    """
+
+    group: str  # the name of the group: its draws depend on it, and no two groups of a run share it
+    # to be called when the group has all its tokens and only its scores are missing: from then on
+    # the GPU can do something else. A rollout that never calls it counts as generating to its end
+    generated: Callable[[], None] = _nobody_waits
+    # generate with this one instead of the rollout's own: it remembers what it sampled for a group
+    # that was cut
+    engine: Engine | None = None
+
+
+# a row becomes a group of samples
+Rollout = Callable[[Row, RolloutContext], Awaitable["Group"]]

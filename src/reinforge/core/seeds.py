@@ -5,6 +5,8 @@ what a crash loses.
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence
 
 
 def seed_of(*parts: object) -> int:
@@ -17,3 +19,8 @@ def seed_of(*parts: object) -> int:
     """
     text = "\x1f".join(f"{type(p).__name__}:{p}" for p in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def tokens_hash(completions: Sequence[Sequence[int]]) -> str:
+    """A name for these exact ids: what was answered to them is answered to no others."""
+    return hashlib.sha256(json.dumps([list(c) for c in completions]).encode()).hexdigest()[:32]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from reinforge.core.backend import Backend
 from reinforge.core.batch import pack
-from reinforge.core.env import Rollout
+from reinforge.core.env import Rollout, RolloutContext
 from reinforge.core.faults import fault_metrics
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.evals.statistics import pass_at_k, wilson
@@ -33,7 +33,10 @@ class HeldOut:
 
     async def __call__(self) -> dict[str, float]:
         groups = await asyncio.gather(
-            *(self.rollout(row, f"eval:{i}:{row.id}") for i, row in enumerate(self.rows))
+            *(
+                self.rollout(row, RolloutContext(f"eval:{i}:{row.id}"))
+                for i, row in enumerate(self.rows)
+            )
         )
         if self.on_groups is not None:
             self.on_groups(list(groups))

@@ -35,8 +35,8 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
     from reinforge.data.dialogue import Dialogue
     from reinforge.envs.calls import talk_of
     from reinforge.models.load import context_length, load_tokenizer
+    from reinforge.rollout.dialogue.env_player import opening
     from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
-    from reinforge.rollout.dialogue.episode import opening
 
     mixture = mixture_of(config.env, config.run.seed)
     renderer = Renderer(load_tokenizer(config.model), config.data)

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from reinforge.core.backend import State
 from reinforge.core.sample import Group
 from reinforge.rollout.group_state import groups_from_state, groups_to_state
-from reinforge.rollout.rows.replay import oldest_version
 from reinforge.rollout.source import GroupSource, Harvest
+from reinforge.rollout.staleness import StalenessPolicy, split_stale
 
 KINDS = ("groups", "discarded")
 
@@ -61,7 +61,7 @@ class RolloutBuffer:
         `drain`: nothing is being generated when `advance` returns, as always with bound 0.
         """
         self.source = source
-        self.staleness = staleness
+        self.staleness = StalenessPolicy(staleness)
         self.last = last
         self.drain = drain or staleness == 0
         self.begun: deque[BufferEntry] = deque()
@@ -71,7 +71,7 @@ class RolloutBuffer:
         """Begins what this step may begin."""
         self._drop_stale(step)
         ahead = step + len(self.begun)
-        while ahead <= step + self.staleness and (
+        while ahead <= step + self.staleness.bound and (
             ahead == step or self.last is None or ahead < self.last
         ):
             await self._begin(ahead, step, version)
@@ -89,7 +89,7 @@ class RolloutBuffer:
             try:
                 entry.harvest = await asyncio.shield(entry.task)
             except asyncio.CancelledError:
-                if self.staleness == 0:
+                if self.staleness.bound == 0:
                     await self._cut(entry)
                 raise
         self.begun.popleft()
@@ -144,7 +144,7 @@ class RolloutBuffer:
         """A run that goes on with a smaller bound has harvests that are too old; it begins those
         steps again with other rows.
         """
-        if any(entry.step - entry.made > self.staleness for entry in self.begun):
+        if not all(self.staleness.allows(entry.step, entry.made) for entry in self.begun):
             self._stale += [
                 g
                 for entry in self.begun
@@ -160,12 +160,11 @@ class RolloutBuffer:
         harvest = entry.harvest
         assert harvest is not None
         oldest = entry.version if harvest.oldest is None else harvest.oldest
-        late = [g for g in harvest.groups if 0 <= oldest_version(g) < oldest]
+        harvest.groups, late = split_stale(harvest.groups, oldest)
         if late or self._stale:
             harvest.stale = [*self._stale, *late]
-            harvest.groups = [g for g in harvest.groups if g not in late]
             self._stale = []
-        if self.staleness:
+        if self.staleness.bound:
             harvest.report["rollout/staleness"] = float(entry.step - entry.made)
         return harvest
 

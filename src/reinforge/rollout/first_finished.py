@@ -32,3 +32,15 @@ async def first_finished(works: Sequence[Awaitable[T]], enough: Callable[[int, T
         for task in left:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_finished(works: Sequence[Awaitable[T]]) -> list[T]:
+    """The results of all of `works`, in their order. A failure of one cancels the others."""
+    done: dict[int, T] = {}
+
+    def keep(place: int, result: T) -> bool:
+        done[place] = result
+        return False
+
+    await first_finished(works, keep)
+    return [done[place] for place in range(len(works))]

@@ -8,17 +8,12 @@ choice to the groups it was made among, an environment's answers to the actions 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Scores = dict[str, list[float | None]]
-
-
-def tokens_hash(completions: Sequence[Sequence[int]]) -> str:
-    return hashlib.sha256(json.dumps([list(c) for c in completions]).encode()).hexdigest()[:32]
 
 
 class Journal:

@@ -2,9 +2,9 @@
 the next step from their tokens so far.
 
 More prompts are under way than a step trains. When `prompts` groups have all their tokens, the
-others are cut: their tokens stay (carry.py), and the next step resubmits them first, with its own
-weights. A group that was begun `staleness` steps ago is waited for, so nothing is older than that
-when it is trained. Nothing is thrown away and nothing is trained twice.
+others are cut: their tokens stay (engines/resumable.py), and the next step resubmits them first,
+with its own weights. A group that was begun `staleness` steps ago is waited for, so nothing is
+older than that when it is trained. Nothing is thrown away and nothing is trained twice.
 
 Whether a group is generated, not whether it is scored, decides: without environments that is a
 function of the step, like everything that the engine does. Which groups were taken is journalled
@@ -21,54 +21,63 @@ from functools import partial
 from typing import Any
 
 from reinforge.core.backend import State
+from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group
-from reinforge.rollout.carry import ResumableEngine, requests_from_json, requests_to_json
-from reinforge.rollout.pace import followed
+from reinforge.engines.resumable import (
+    ResumableRequests,
+    requests_from_json,
+    requests_to_json,
+)
+from reinforge.rollout.pacing import paced
 from reinforge.rollout.rows.sampler import RowChoice
 from reinforge.rollout.source import GroupSource, Harvest
+from reinforge.rollout.staleness import StalenessPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedGroup:
+    """A group that a step did not wait for: the next one resubmits it."""
+
     choice: RowChoice
     made: int  # the step it was begun in
     version: int  # the weights it was begun with
 
 
 class PartialSource(GroupSource):
-    """A `Source` whose rollouts generate with `carry`.
+    """A `GroupSource` whose rollouts generate with the engines of `requests`, so that what is cut
+    goes on later.
 
     A part of the run: a checkpoint holds what is under way.
     """
 
-    def __init__(self, *given: Any, carry: ResumableEngine, staleness: int, **named: Any):
+    def __init__(self, *given: Any, requests: ResumableRequests, staleness: int, **named: Any):
         super().__init__(*given, **named)
         assert staleness > 0 and not self.dynamic and self.replay is None
-        self.carry = carry
-        self.staleness = staleness
-        self.carried: list[UnfinishedGroup] = []
+        self.requests = requests
+        self.staleness = StalenessPolicy(staleness)
+        self.unfinished: list[UnfinishedGroup] = []
 
     async def gather(
         self, step: int, version: int, generated: Callable[[], None] = lambda: None
     ) -> Harvest:
-        before = (list(self.carried), self.carry.copied())
+        before = (list(self.unfinished), self.requests.copied())
         try:
             return await self._gather(step, version, generated)
         except BaseException:
             # a step that was cut is done again from its start
-            self.carried, self.carry.kept = before
+            self.unfinished, self.requests.kept = before
             raise
 
     async def _gather(self, step: int, version: int, generated: Callable[[], None]) -> Harvest:
         first = self.cursor.taken
         wanted = math.ceil(self.prompts * self.over_provision - 1e-9)
-        fresh = self.chooser.take(max(0, wanted - len(self.carried)), step)
+        fresh = self.chooser.take(max(0, wanted - len(self.unfinished)), step)
         walked = self.cursor.taken - first
-        entries = [*self.carried, *(UnfinishedGroup(choice, step, version) for choice in fresh)]
+        entries = [*self.unfinished, *(UnfinishedGroup(choice, step, version) for choice in fresh)]
         names = [f"{e.choice.position}:{self.rows[e.choice.row].id}" for e in entries]
-        due = {i for i, e in enumerate(entries) if step - e.made >= self.staleness}
+        due = {i for i, e in enumerate(entries) if self.staleness.due(step, e.made)}
         recorded = self.journal.find_choice(names)
-        tasks, taken = await self._race(
+        tasks, taken = await self._first_generated(
             entries,
             names,
             due if recorded is None else {names.index(n) for n in recorded},
@@ -76,19 +85,19 @@ class PartialSource(GroupSource):
         )
         if recorded is None:
             self.journal.write_choice(names, [names[i] for i in taken])
-        self.carried = [e for i, e in enumerate(entries) if i not in taken]
+        self.unfinished = [e for i, e in enumerate(entries) if i not in taken]
         generated()
         try:
             groups = list(await asyncio.gather(*(tasks[i] for i in taken)))
         finally:
             for i in taken:
                 tasks[i].cancel()
-        self.carry.forget(names[i] for i in taken)
+        self.requests.forget(names[i] for i in taken)
         ages = [step - entries[i].made for i in taken]
         result = Harvest(groups, oldest=min(entries[i].version for i in taken))
         result.report = {
-            "rollout/carried": float(len(self.carried)),
-            "rollout/carried_tokens": float(self.carry.tokens()),
+            "rollout/carried": float(len(self.unfinished)),
+            "rollout/carried_tokens": float(self.requests.tokens()),
             "rollout/staleness": sum(ages) / len(ages),
             "rollout/staleness/max": float(max(ages)),
         }
@@ -99,7 +108,7 @@ class PartialSource(GroupSource):
             }
         return result
 
-    async def _race(
+    async def _first_generated(
         self,
         entries: Sequence[UnfinishedGroup],
         names: Sequence[str],
@@ -130,7 +139,8 @@ class PartialSource(GroupSource):
                 enough.set()
 
         for i, (entry, name) in enumerate(zip(entries, names, strict=True)):
-            work = followed(self.rollout(self.rows[entry.choice.row], name), partial(told, i), name)
+            context = RolloutContext(name, partial(told, i), self.requests.engine_of(name))
+            work = paced(self.rollout, self.rows[entry.choice.row], context)
             tasks.append(asyncio.ensure_future(work))
         waits = asyncio.ensure_future(enough.wait())
         try:
@@ -157,12 +167,12 @@ class PartialSource(GroupSource):
     # ---- a Part ----
 
     def state(self) -> State:
-        carried = [[e.choice.position, e.choice.row, e.made, e.version] for e in self.carried]
-        return State({}, {"carried": carried, "kept": requests_to_json(self.carry.kept)})
+        carried = [[e.choice.position, e.choice.row, e.made, e.version] for e in self.unfinished]
+        return State({}, {"carried": carried, "kept": requests_to_json(self.requests.kept)})
 
     def load(self, state: State) -> None:
-        self.carried = [
+        self.unfinished = [
             UnfinishedGroup(RowChoice(position, row), made, version)
             for position, row, made, version in state.meta["carried"]
         ]
-        self.carry.kept = requests_from_json(state.meta["kept"])
+        self.requests.kept = requests_from_json(state.meta["kept"])

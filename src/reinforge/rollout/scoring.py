@@ -5,15 +5,18 @@ components up.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from reinforge.core.errors import InputError
 from reinforge.core.faults import Fault
 from reinforge.core.sample import Row
+from reinforge.core.seeds import tokens_hash
 from reinforge.rewards.combine import combined, gates_of
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.running import Running
-from reinforge.rollout.journal import Journal, Scores, tokens_hash
+from reinforge.rollout.baseline import greedy_name
+from reinforge.rollout.journal import Journal, Scores
 
 Components = dict[str, float | None]
 FAULTS = {
@@ -25,9 +28,10 @@ FAULTS = {
 
 
 class RewardScorer:
-    """`weights`: of components that come from elsewhere (an environment), beside those of the
-    rewards. `on_error` is `raise`, or `unscored`: a reward that fails leaves None and a line in
-    `errors`.
+    """The rewards of a run, asked together. Every rollout has one and shows it its texts.
+
+    `weights`: of components that come from elsewhere (an environment), beside those of the rewards.
+    `on_error` is `raise`, or `unscored`: a reward that fails leaves None and a line in `errors`.
     """
 
     def __init__(
@@ -97,7 +101,8 @@ class RewardScorer:
                 asked[reward.name] = scores[reward.name]
         self.journal.write(group, bound, asked, faults)
         if faults:
-            self._faults[group], self._why[group] = faults, why
+            self._faults[group] = faults
+            self._why[group] = why
         return scores
 
     def by_step(self) -> bool:
@@ -119,13 +124,14 @@ class RewardScorer:
                     own += [(end, reward.weight * value) for end, value in steps]
         return found
 
-    def faults(self, group: str) -> dict[str, int]:
-        """What went wrong with a group's scores, by kind. To be asked once."""
-        return self._faults.pop(group, {})
-
-    def why(self, group: str) -> dict[str, str]:
-        """What was said about the first fault of each kind. To be asked once."""
-        return self._why.pop(group, {})
+    def faults(self, group: str) -> tuple[dict[str, int], dict[str, str]]:
+        """What went wrong with the scores of a group and of its greedy baseline: how often by kind,
+        and what was said about the first of each kind. To be asked once.
+        """
+        greedy = greedy_name(group)
+        counts = Counter(self._faults.pop(group, {})) + Counter(self._faults.pop(greedy, {}))
+        why = {**self._why.pop(greedy, {}), **self._why.pop(group, {})}
+        return dict(counts), why
 
     def total(
         self, components: Mapping[str, float | None], length: int

@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from reinforge.core.env import Rollout
+from reinforge.core.env import Rollout, RolloutContext
 from reinforge.core.faults import fault_metrics
 from reinforge.core.sample import Group, Row, Stop
 from reinforge.data.cursor import Cursor
 from reinforge.rollout.first_finished import first_finished
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.pace import followed
+from reinforge.rollout.pacing import paced
 from reinforge.rollout.rows.pass_rates import PassRates
 from reinforge.rollout.rows.replay import Replay, ReplayEntry
 from reinforge.rollout.rows.sampler import RowChoice, RowSampler
@@ -112,20 +112,11 @@ class GroupSource:
         self.replay = replay
         self.components = components
 
-    async def harvest(self, step: int = 0, version: int = 0) -> Harvest:
-        """The groups of step number `step`, sampled with the weights of `version`."""
-        before = self.cursor.state()
-        try:
-            result = await self.gather(step, version)
-        except BaseException:
-            self.cursor.load(before)  # a step that was cut is done again from its start
-            raise
-        return self.commit(result, step, version)
-
     async def gather(
         self, step: int, version: int, generated: Callable[[], None] = lambda: None
     ) -> Harvest:
-        """The same without the consequences: nothing but the cursor has moved until `commit`.
+        """The groups of step number `step`, sampled with the weights of `version`, without the
+        consequences: nothing but the cursor has moved until `commit`.
 
         Rows are chosen before the first await. `generated` is called as soon as only scores are
         missing; where scores decide what is generated next, at the end.
@@ -198,7 +189,7 @@ class GroupSource:
 
         await first_finished(
             [
-                followed(self.rollout(row, name), told, name)
+                paced(self.rollout, row, RolloutContext(name, told))
                 for row, name in zip(rows, names, strict=True)
             ],
             enough,

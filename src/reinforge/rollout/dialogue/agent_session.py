@@ -17,15 +17,14 @@ from typing import Any
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.env import Action, Call, Message, Observation
 from reinforge.core.sample import Row, Stop
-from reinforge.core.seeds import seed_of
+from reinforge.core.seeds import seed_of, tokens_hash
 from reinforge.data.chat import Renderer
 from reinforge.data.dialogue import Dialogue
-from reinforge.envs.calls.base import Parsed
+from reinforge.envs.calls.reader import AnswerReader, ModelAnswer
 from reinforge.envs.calls.talk import Talk
 from reinforge.rollout.dialogue.episode import EpisodeLimits
 from reinforge.rollout.dialogue.lockstep import Lockstep
 from reinforge.rollout.dialogue.recording import Recording, Turn
-from reinforge.rollout.journal import tokens_hash
 
 
 class RequestRefused(Exception):
@@ -49,18 +48,6 @@ class SamplingRequest:
     temperature: float | None = None
     stop_strings: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ModelAnswer:
-    """An answer as the agent hears it."""
-
-    completion: Completion
-    text: str  # of the answer, its tool calls included
-    content: str  # without them
-    calls: Sequence[Call] = ()
-    errors: Sequence[str] = ()  # calls that could not be read; they stay in the content
-    thinking: str = ""  # what the model wrote in another channel; the agent does not hear it
 
 
 @dataclass
@@ -93,6 +80,7 @@ class AgentSession:
         self.uid = uid
         self.sampling = sampling
         self.where = f"row {row.id}"
+        self.reader = AnswerReader(model.renderer, model.talk)
         self.recording = Recording()
         # calls, malformed tool calls, overridden temperatures
         self.counts: Counter[str] = Counter()
@@ -259,49 +247,22 @@ class AgentSession:
     # ---- answers ----
 
     def _read(self, completion: Completion, asked: SamplingRequest, tools: bool) -> ModelAnswer:
-        text = self._visible(completion, asked)
-        talk = self.model.talk
-        parsed = talk.read(self._spelled(completion)) if talk.reads else Parsed(text)
-        text = text if parsed.thinking is None else parsed.content
-        thinking = parsed.thinking or ""
-        if not tools or parsed.errors or not parsed.calls:
-            return ModelAnswer(
-                completion, text, text, errors=parsed.errors if tools else (), thinking=thinking
-            )
-        name = tokens_hash([completion.tokens])
-        calls = [
-            replace(c, id=c.id or f"{seed_of(self.uid, name, k) % 16**9:09x}")
-            for k, c in enumerate(parsed.calls)
-        ]
-        return ModelAnswer(completion, text, parsed.content, calls, thinking=thinking)
+        """Calls count where there are tools and all of them could be read."""
+
+        def call_id(k: int) -> str:
+            name = tokens_hash([completion.tokens])
+            return f"{seed_of(self.uid, name, k) % 16**9:09x}"
+
+        stops = (*asked.stop_strings, *self.sampling.stop_strings)
+        answer = self.reader.read(completion, call_id=call_id, stop_strings=stops)
+        if tools and answer.calls and not answer.errors:
+            return answer
+        errors = answer.errors if tools else ()
+        return replace(answer, content=answer.text, calls=(), errors=errors)
 
     def _visible(self, completion: Completion, asked: SamplingRequest) -> str:
-        """The text up to a stop string."""
-        text = self.model.renderer.decode(completion.tokens)
-        return text[
-            : min(
-                (
-                    at
-                    for s in (*asked.stop_strings, *self.sampling.stop_strings)
-                    if (at := text.find(s)) >= 0
-                ),
-                default=len(text),
-            )
-        ]
-
-    def _spelled(self, completion: Completion) -> str:
-        """With control tokens, which some formats write calls with, but without the one that ended
-        it.
-        """
-        tokens = completion.tokens
-        renderer = self.model.renderer
-        ended = completion.stop is Stop.EOS and tokens[-1] in renderer.template.special_ids
-        kept = tokens[:-1] if ended else tokens
-        return str(
-            renderer.tokenizer.decode(
-                kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        stops = (*asked.stop_strings, *self.sampling.stop_strings)
+        return self.reader.visible(completion, stops)
 
     async def _generate(self, prompt: list[int], asked: SamplingRequest) -> list[Completion]:
         model = self.model

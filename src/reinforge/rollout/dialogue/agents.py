@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Stop
 from reinforge.core.seeds import seed_of
@@ -52,9 +53,11 @@ class AgentPlayer:
     def renderer(self) -> Renderer:
         return self.model.renderer
 
-    async def play(self, row: Row, group: str, uid: str, sampling: Sampling) -> Episode:
+    async def play(
+        self, row: Row, context: RolloutContext, uid: str, sampling: Sampling
+    ) -> Episode:
         given = {
-            "seed": seed_of(self.model.seed, self.model.purpose, group, "agent"),
+            "seed": seed_of(self.model.seed, self.model.purpose, context.group, "agent"),
             **row.columns,
             "id": row.id,
             "prompt": row.prompt,

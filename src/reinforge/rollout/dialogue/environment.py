@@ -16,8 +16,8 @@ from typing import Any
 
 from reinforge.core.env import Action, Env, MakeEnv, Observation, Step
 from reinforge.core.sample import Row
+from reinforge.core.seeds import tokens_hash
 from reinforge.core.threads import in_thread
-from reinforge.rollout.journal import tokens_hash
 
 
 class EpisodeFailure(Exception):

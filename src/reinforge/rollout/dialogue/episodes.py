@@ -8,20 +8,23 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.faults import EPISODE, Fault
 from reinforge.core.sample import Group, Row, Sample
+from reinforge.core.seeds import tokens_hash
 from reinforge.core.threads import in_thread
-from reinforge.rollout import pace
+from reinforge.rollout.baseline import greedy_name, greedy_sampling, with_baseline
 from reinforge.rollout.dialogue.agents import AgentPlayer
-from reinforge.rollout.dialogue.episode import EnvPlayer, Episode, TokenTrack
-from reinforge.rollout.first_finished import first_finished
-from reinforge.rollout.journal import Scores, tokens_hash
+from reinforge.rollout.dialogue.env_player import EnvPlayer
+from reinforge.rollout.dialogue.episode import Episode
+from reinforge.rollout.first_finished import all_finished
+from reinforge.rollout.journal import Scores
 from reinforge.rollout.scoring import Components, RewardScorer
+from reinforge.rollout.track import TokenTrack
 
 # names of reward components
 ENV = "env"
@@ -31,9 +34,10 @@ Compare = Callable[[Row, Sequence[Episode]], Any]  # -> one number or None per e
 
 
 class EpisodeRollout:
-    """A `Rollout`: (row, group id) -> Group. Every episode is one sample, or several rows of one
-    episode where the chat template rewrites history. `concurrent` bounds the episodes that run at
-    the same time.
+    """A `Rollout`: the player plays n episodes of a row. Group sources and evaluations call it.
+
+    Every episode is one sample, or several rows of one episode where the chat template rewrites
+    history. `concurrent` bounds the episodes that run at the same time.
 
     The reward of an episode is the environment's last reward (component `env`, weight
     `scorer.weights["env"]`) plus the rewards of the config on the final text; they may ask for the
@@ -69,29 +73,22 @@ class EpisodeRollout:
         self.errors: list[str] = []  # why episodes failed, for the log
         self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
-    async def __call__(self, row: Row, group: str) -> Group:
-        done: dict[int, Episode] = {}
-
-        def keep(place: int, episode: Episode) -> bool:
-            done[place] = episode
-            return False
-
-        works = [self._play(row, group, f"{group}#{i}", self.sampling) for i in range(self.n)]
+    async def __call__(self, row: Row, context: RolloutContext) -> Group:
+        group = context.group
+        works = [self._play(row, context, f"{group}#{i}", self.sampling) for i in range(self.n)]
         if self.greedy_baseline:
-            works.append(
-                self._play(row, group, f"{group}#greedy", replace(self.sampling, temperature=0.0))
-            )
-        await first_finished(works, keep)
-        pace.generated()
-        episodes = [done[i] for i in range(self.n)]
+            sampling = greedy_sampling(self.sampling)
+            works.append(self._play(row, context, greedy_name(group), sampling))
+        played = await all_finished(works)
+        context.generated()
+        episodes = played[: self.n]
         samples, texts = await self._group(row, group, episodes)
         extra = 0
-        if self.greedy_baseline:
-            greedy = await self._group(row, f"{group}#greedy", [done[self.n]])
-            extra = len(done[self.n].sampled)
-            baseline = greedy[0][0].reward
-            samples = [s.with_(baseline=baseline) for s in samples]
-        faults, why = self._faults(group, [*done.values()])
+        for greedy in played[self.n :]:
+            [baseline, *_], _ = await self._group(row, greedy_name(group), [greedy])
+            extra = len(greedy.sampled)
+            samples = with_baseline(samples, baseline.reward)
+        faults, why = self._faults(group, played)
         return Group(
             row,
             samples,
@@ -103,9 +100,11 @@ class EpisodeRollout:
             why=why,
         )
 
-    async def _play(self, row: Row, group: str, uid: str, sampling: Sampling) -> Episode:
+    async def _play(
+        self, row: Row, context: RolloutContext, uid: str, sampling: Sampling
+    ) -> Episode:
         async with self._room():
-            episode = await self.player.play(row, group, uid, sampling)
+            episode = await self.player.play(row, context, uid, sampling)
         self.counts["episodes"] += 1
         self.counts["rewritten"] += max(0, len(episode.tracks) - 1)
         if episode.failed is not None:
@@ -146,9 +145,9 @@ class EpisodeRollout:
                 samples.append(
                     track.sample(
                         uid,
-                        group,
-                        episode.uid,
-                        weight,
+                        group=group,
+                        episode=episode.uid,
+                        reward_weight=weight,
                         rewards=components,
                         reward=reward,
                         stop=episode.stop,
@@ -222,8 +221,8 @@ class EpisodeRollout:
 
         Rows beyond the first are an agent's own doing.
         """
-        counts = Counter(self.scorer.faults(group)) + Counter(self.scorer.faults(f"{group}#greedy"))
-        why = {**self.scorer.why(f"{group}#greedy"), **self.scorer.why(group)}
+        found, why = self.scorer.faults(group)
+        counts = Counter(found)
         for e in episodes:
             if e.failed is not None:
                 kind = EPISODE[e.failed.kind]

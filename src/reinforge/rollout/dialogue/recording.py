@@ -17,7 +17,7 @@ from reinforge.core.engine import Completion
 from reinforge.core.env import Message
 from reinforge.core.sample import Stop
 from reinforge.data.dialogue import Dialogue
-from reinforge.rollout.dialogue.episode import TokenTrack
+from reinforge.rollout.track import TokenTrack
 
 
 @dataclass(eq=False)

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from reinforge.algorithms.picks import OPPONENT
 from reinforge.algorithms.preference import with_stream
-from reinforge.core.engine import Completion, Engine
+from reinforge.core.engine import Engine
+from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.core.seeds import seed_of
-from reinforge.rollout import pace
-from reinforge.rollout.first_finished import first_finished
+from reinforge.rollout.first_finished import all_finished
 from reinforge.rollout.players.single_turn import SingleTurn
 
 
@@ -33,31 +33,30 @@ class OpponentRollout:
         self.opponent = opponent
         self.answers = answers
 
-    async def __call__(self, row: Row, group: str) -> Group:
+    async def __call__(self, row: Row, context: RolloutContext) -> Group:
         single = self.single
+        group = context.group
         prompt = single.encode(row)
         own = 0 if self.answers is not None else single.n // 2
-        works = [(single.engine, single.purpose, own), (self.opponent, "opponent", single.n - own)]
-        done: dict[int, list[Completion]] = {}
-
-        def keep(place: int, completions: list[Completion]) -> bool:
-            done[place] = completions
-            return False  # both are wanted
-
-        asked = [
-            (engine, seed_of(single.seed, purpose, group), n) for engine, purpose, n in works if n
+        players = [
+            (context.engine or single.engine, single.purpose, own),
+            (self.opponent, "opponent", single.n - own),
         ]
-        await first_finished(
-            [engine.generate(prompt, single.sampling, key=key, n=n) for engine, key, n in asked],
-            keep,
+        answers = await all_finished(
+            [
+                engine.generate(
+                    prompt, single.sampling, key=seed_of(single.seed, purpose, group), n=n
+                )
+                for engine, purpose, n in players
+                if n
+            ]
         )
-        pace.generated()
-        completions = [c for place in sorted(done) for c in done[place]]
+        context.generated()
+        completions = [completion for part in answers for completion in part]
         made = await single.scored(row, group, prompt, completions)
         samples = [with_stream(s, OPPONENT, float(i >= own)) for i, s in enumerate(made.samples)]
-        return replace(
-            made, samples=samples, given=None if self.answers is None else self._given(row, group)
-        )
+        given = None if self.answers is None else self._given(row, group)
+        return replace(made, samples=samples, given=given)
 
     def _given(self, row: Row, group: str) -> Sample:
         """The data's answer as an answer of this group: the prompt is shared with the others."""

@@ -6,30 +6,38 @@ The trained ids are the sampled ids; text is only for rewards.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from reinforge.core.arrays import floats, ints
 from reinforge.core.engine import Completion, Engine, Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.running import Running
-from reinforge.rollout import pace
-from reinforge.rollout.first_finished import first_finished
+from reinforge.rollout.baseline import greedy_name, greedy_sampling, with_baseline
+from reinforge.rollout.first_finished import all_finished
 from reinforge.rollout.journal import Journal, Scores
+from reinforge.rollout.pacing import Countdown
 from reinforge.rollout.scoring import RewardScorer
+from reinforge.rollout.track import TokenTrack
 
-Scored = tuple[list[Completion], list[str], Scores]  # completions, their texts and scores
+
+@dataclass(frozen=True, slots=True)
+class ScoredAnswers:
+    """Completions of one prompt, their texts and scores."""
+
+    completions: list[Completion]
+    texts: list[str]
+    scores: Scores
 
 
 class SingleTurn:
-    """A `Rollout`: (row, group id) -> Group. Draws depend on (seed, purpose, group id) and nothing
-    else.
+    """A `Rollout`: the policy answers a prompt n times. Group sources and evaluations call it.
+
+    Draws depend on (seed, purpose, name of the group) and nothing else.
     """
 
     def __init__(
@@ -68,98 +76,107 @@ class SingleTurn:
         """Rewards that failed and were tolerated, for the log."""
         return self.scorer.errors
 
-    async def __call__(self, row: Row, group: str) -> Group:
+    async def __call__(self, row: Row, context: RolloutContext) -> Group:
         prompt = self.encode(row)
-        drawn = self._complete(
-            row, group, prompt, self.sampling, seed_of(self.seed, self.purpose, group), self.n
-        )
-        if not self.greedy_baseline:
-            completions, texts, scores = await drawn
-            return Group(
-                row,
-                self._samples(row, group, prompt, completions, texts, scores),
-                texts,
-                faults=self.scorer.faults(group),
-                why=self.scorer.why(group),
-            )
-        pace.expect(2)
-        greedy = self._complete(
+        if self.greedy_baseline:
+            return await self._against_greedy(row, context, prompt)
+        answers = await self._sampled(row, context, prompt)
+        return self._group(row, context.group, prompt, answers)
+
+    async def _against_greedy(self, row: Row, context: RolloutContext, prompt: list[int]) -> Group:
+        group = context.group
+        context = replace(context, generated=Countdown(2, context.generated))
+        greedy = self._answer(
             row,
-            f"{group}#greedy",
+            context,
             prompt,
-            replace(self.sampling, temperature=0.0),
-            seed_of(self.seed, "baseline", group),
-            1,
+            name=greedy_name(group),
+            sampling=greedy_sampling(self.sampling),
+            key=seed_of(self.seed, "baseline", group),
+            n=1,
         )
-        done: dict[int, Scored] = {}
-
-        def keep(place: int, scored: Scored) -> bool:
-            done[place] = scored
-            return False  # both are wanted
-
         # at once: the engine batches them, and a failure of one cancels the other
-        await first_finished([drawn, greedy], keep)
-        (completions, texts, scores), ([likeliest], _, its_scores) = done[0], done[1]
-        baseline = self._total(likeliest, its_scores, 0)[1]
-        samples = [
-            s.with_(baseline=baseline)
-            for s in self._samples(row, group, prompt, completions, texts, scores)
-        ]
-        faults = Counter(self.scorer.faults(group)) + Counter(self.scorer.faults(f"{group}#greedy"))
-        why = {**self.scorer.why(f"{group}#greedy"), **self.scorer.why(group)}
-        return Group(
-            row, samples, texts, extra_tokens=len(likeliest.tokens), faults=faults, why=why
+        answers, baseline = await all_finished([self._sampled(row, context, prompt), greedy])
+        [likeliest] = baseline.completions
+        _, reward = self._total(likeliest, baseline.scores, 0)
+        made = self._group(row, group, prompt, answers)
+        return replace(
+            made,
+            samples=with_baseline(made.samples, reward),
+            extra_tokens=len(likeliest.tokens),
+        )
+
+    async def _sampled(self, row: Row, context: RolloutContext, prompt: list[int]) -> ScoredAnswers:
+        key = seed_of(self.seed, self.purpose, context.group)
+        return await self._answer(
+            row,
+            context,
+            prompt,
+            name=context.group,
+            sampling=self.sampling,
+            key=key,
+            n=self.n,
         )
 
     async def scored(
         self, row: Row, group: str, prompt: list[int], completions: list[Completion]
     ) -> Group:
         """The group that these completions are, whoever wrote them."""
-        texts = [self.decode(c.tokens) for c in completions]
-        scores = await self.scorer.score(
-            [row] * len(texts), group, [c.tokens for c in completions], texts
-        )
-        return Group(
-            row,
-            self._samples(row, group, prompt, completions, texts, scores),
-            texts,
-            faults=self.scorer.faults(group),
-            why=self.scorer.why(group),
-        )
+        return self._group(row, group, prompt, await self._score(row, group, completions))
 
-    async def _complete(
-        self, row: Row, name: str, prompt: list[int], sampling: Sampling, key: int, n: int
-    ) -> Scored:
-        completions = await self.engine.generate(prompt, sampling, key=key, n=n)
-        pace.generated()
-        texts = [self.decode(c.tokens) for c in completions]
-        return (
-            completions,
-            texts,
-            await self.scorer.score(
-                [row] * len(texts), name, [c.tokens for c in completions], texts
-            ),
-        )
-
-    def _samples(
+    async def _answer(
         self,
         row: Row,
-        group: str,
+        context: RolloutContext,
         prompt: list[int],
-        completions: list[Completion],
-        texts: list[str],
-        scores: Scores,
+        *,
+        name: str,
+        sampling: Sampling,
+        key: int,
+        n: int,
+    ) -> ScoredAnswers:
+        engine = context.engine or self.engine
+        completions = await engine.generate(prompt, sampling, key=key, n=n)
+        context.generated()
+        return await self._score(row, name, completions)
+
+    async def _score(self, row: Row, name: str, completions: list[Completion]) -> ScoredAnswers:
+        texts = [self.decode(c.tokens) for c in completions]
+        tokens = [c.tokens for c in completions]
+        scores = await self.scorer.score([row] * len(texts), name, tokens, texts)
+        return ScoredAnswers(completions, texts, scores)
+
+    def _group(self, row: Row, group: str, prompt: list[int], answers: ScoredAnswers) -> Group:
+        samples = self._samples(row, group, prompt, answers)
+        faults, why = self.scorer.faults(group)
+        return Group(row, samples, answers.texts, faults=faults, why=why)
+
+    def _samples(
+        self, row: Row, group: str, prompt: list[int], answers: ScoredAnswers
     ) -> list[Sample]:
-        samples = [
-            _sample(f"{group}#{i}", group, prompt, c, *self._total(c, scores, i))
-            for i, c in enumerate(completions)
-        ]
+        samples = []
+        for i, completion in enumerate(answers.completions):
+            track = TokenTrack()
+            track.give(prompt)
+            track.take(completion)
+            components, reward = self._total(completion, answers.scores, i)
+            uid = f"{group}#{i}"
+            samples.append(
+                track.sample(
+                    uid,
+                    group=group,
+                    episode=uid,
+                    rewards=components,
+                    reward=reward,
+                    stop=completion.stop if completion.tokens else Stop.ERROR,
+                )
+            )
         if not self.by_step:
             return samples
-        steps = self.scorer.steps([row] * len(texts), texts)
+        steps = self.scorer.steps([row] * len(samples), answers.texts)
         return [
             self._with_steps(*each, len(prompt))
-            for each in zip(samples, completions, steps, strict=True)
+            for each in zip(samples, answers.completions, steps, strict=True)
         ]
 
     def _with_steps(
@@ -185,32 +202,3 @@ class SingleTurn:
         return self.scorer.total(
             {name: values[i] for name, values in scores.items()}, len(completion.tokens)
         )
-
-
-def _sample(
-    uid: str,
-    group: str,
-    prompt: list[int],
-    completion: Completion,
-    components: dict[str, float | None],
-    reward: float | None,
-) -> Sample:
-    before = len(prompt)
-    length = len(prompt) + len(completion.tokens)
-    logprobs = torch.zeros(length)
-    versions = torch.full((length,), -1, dtype=torch.int32)
-    logprobs[before:] = floats(completion.logprobs)
-    versions[before:] = ints(completion.versions)
-    trained: Any = torch.arange(length) >= before
-    return Sample(
-        uid=uid,
-        group=group,
-        episode=uid,
-        tokens=ints(prompt + completion.tokens),
-        trained=trained,
-        logprobs=logprobs,
-        versions=versions,
-        rewards=components,
-        reward=reward,
-        stop=completion.stop if completion.tokens else Stop.ERROR,
-    )

@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from reinforge.core.backend import State
 from reinforge.core.sample import Group, Row
 from reinforge.rollout.group_state import groups_from_state, groups_to_state
+from reinforge.rollout.staleness import StalenessPolicy, oldest_version
 
 
 @dataclass(slots=True)
 class ReplayEntry:
+    """A group in the replay buffer."""
+
     group: Group
     version: int  # the oldest weights that sampled any of it
     score: float
@@ -40,13 +43,9 @@ def informative(group: Group) -> float:
     return sum((r - mean) ** 2 for r in rewards) / len(rewards)
 
 
-def oldest_version(group: Group) -> int:
-    sampled = [int(s.versions[s.trained].min()) for s in group.samples if s.n_trained]
-    return min(sampled, default=-1)
-
-
 class Replay:
-    """The `size` most informative groups, and which of them the next step trains on again.
+    """The replay buffer: the `size` most informative groups, and which of them the next step trains
+    on again. The group source asks it.
 
     `pick` changes nothing; `commit` is called once a step is complete.
     """
@@ -57,13 +56,13 @@ class Replay:
         self.rows: Mapping[str, Row] = {row.id: row for row in rows}
         self.size = size
         self.share = share
-        self.max_staleness = max_staleness
+        self.staleness = StalenessPolicy(max_staleness)
         self.max_uses = max_uses
         self.kept: list[ReplayEntry] = []  # best first: by score, then by age
 
     def pick(self, prompts: int, version: int) -> list[ReplayEntry]:
         """At most share x prompts groups that are fresh enough, the most informative first."""
-        usable = [k for k in self.kept if version - k.version <= self.max_staleness]
+        usable = [k for k in self.kept if self.staleness.allows(version, k.version)]
         return usable[: math.floor(self.share * prompts + 1e-9)]
 
     def commit(self, used: Sequence[ReplayEntry], fresh: Iterable[Group], version: int) -> None:
@@ -73,7 +72,7 @@ class Replay:
         alive = [
             k
             for k in self.kept
-            if k.uses < self.max_uses and version - k.version <= self.max_staleness
+            if k.uses < self.max_uses and self.staleness.allows(version, k.version)
         ]
         # the sort is stable: of equal score, the newest first
         everything = [k for k in arrived if k.score > 0] + alive
