@@ -141,7 +141,7 @@ def test_an_answer_that_is_cut_is_cut_in_both(recipe: ModuleType) -> None:
     theirs = Spoken(renderer, [call("12*34"), "408"])
     played = run(
         make_episodes(mine, renderer, lambda row: CalculatorEnv(), limits=ROOM, new_tokens=7)(
-            ROW, "g"
+            ROW, RolloutContext("g")
         )
     )
     heard = through_agent(theirs, renderer, recipe.agent, 7)

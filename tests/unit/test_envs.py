@@ -20,7 +20,7 @@ from reinforge.config.data import DataConfig
 from reinforge.config.env import EnvConfig
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
-from reinforge.core.env import Action, Observation, Step
+from reinforge.core.env import Action, Observation, RolloutContext, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.sources import train_and_eval_rows
@@ -114,7 +114,9 @@ def test_bisection_wins_through_the_whole_rollout() -> None:
         limits=EpisodeLimits(4000, 4),
     )
     for number in range(1, 16):
-        group = run(episodes(Row(str(number), "Guess.", {"number": number}), f"g{number}"))
+        group = run(
+            episodes(Row(str(number), "Guess.", {"number": number}), RolloutContext(f"g{number}"))
+        )
         assert group.samples[0].reward == 1.0 and group.metrics["env/found"] == 1.0
 
 

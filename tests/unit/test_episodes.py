@@ -167,7 +167,7 @@ def test_a_missing_end_of_turn_is_added_and_not_trained(last: str) -> None:
     engine = Saying(renderer, [line, "x"])
     group = run(
         make_episodes(engine, renderer, lambda row: Echo(2), new_tokens=6 if last == "cut" else 50)(
-            ROW, "g"
+            ROW, RolloutContext("g")
         )
     )
     tokens = group.samples[0].tokens.tolist()
@@ -208,7 +208,7 @@ def test_chance_in_the_environment_is_shared_by_a_group() -> None:
     renderer = make_renderer()
     episodes = make_episodes(Saying(renderer, ["x"]), renderer, lambda row: Drawing(2), n=3)
     for name in ("a", "b", "a"):
-        run(episodes(ROW, name))
+        run(episodes(ROW, RolloutContext(name)))
     assert len(set(seeds)) == 2 and seeds[:3] == [seeds[0]] * 3 and seeds[6:] == seeds[:3]
     assert len(set(chances)) == 12 and chances[12:] == chances[:6]
 
@@ -268,7 +268,7 @@ def test_rewards_of_turns_are_at_their_last_tokens() -> None:
     scorer = RewardScorer([], weights={"env": 2.0})
     group = run(
         make_episodes(engine, renderer, lambda row: Echo(3, [0.25, None, 1.0]), scorer=scorer)(
-            ROW, "g"
+            ROW, RolloutContext("g")
         )
     )
     [sample] = group.samples
@@ -748,7 +748,7 @@ def test_the_greedy_episode_is_the_baseline() -> None:
     engine = Saying(renderer, ["x"])
     group = run(
         make_episodes(engine, renderer, lambda row: Echo(1, [0.75]), n=2, greedy_baseline=True)(
-            ROW, "g"
+            ROW, RolloutContext("g")
         )
     )
     assert (
