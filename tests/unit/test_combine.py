@@ -10,6 +10,7 @@ import pytest
 from fake_engine import FakeEngine
 from reinforge.config.rewards import RewardConfig
 from reinforge.core.engine import Sampling
+from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards, describe_rewards
@@ -185,7 +186,7 @@ def test_the_config_reaches_the_samples() -> None:
     engine = FakeEngine()
     samples = run(
         SingleTurn(engine, lambda row: [5], engine.decode, rewards, Sampling(2), n=2, seed=0)(
-            Row("r", "p"), "g"
+            Row("r", "p"), RolloutContext("g")
         )
     ).samples
     assert [s.rewards for s in samples] == [
