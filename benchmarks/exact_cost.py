@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from gpu_step import GROUP, PROMPT, SHAPES, random_model, rollouts, to_samples
 
-from reinforge.algorithms.table import build
+from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from reinforge.algorithms.table import build
+from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.train import TrainConfig

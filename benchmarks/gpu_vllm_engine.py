@@ -40,7 +40,7 @@ from gpu_step import (
     to_samples,
 )
 
-from reinforge.algorithms.table import build
+from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.build.engines import trainer_score
 from reinforge.config.engine import EngineConfig

@@ -21,8 +21,8 @@ OTHER_THINGS = {
     ("check/rewards.py", "process"),
     ("plan/hub.py", "process"),
     ("plan/preflight.py", "process"),
-    ("algorithms/picks.py", "sigmoid"),  # how wins are counted
-    ("algorithms/preference.py", "reverse_kl"),  # the divergence of DPO
+    ("algorithms/pairing.py", "sigmoid"),  # how wins are counted
+    ("algorithms/losses/preference.py", "reverse_kl"),  # the divergence of DPO
     ("models/exact_functions.py", "sigmoid"),  # a function of torch
     ("offline/labels.py", "margin"),  # a column of data
     ("cli/main.py", "sft"),  # a command

@@ -10,7 +10,7 @@ import pytest
 import torch
 from source_tree import ROOT, modules
 
-from reinforge.algorithms.advantages import AdvantageOptions, Rollouts
+from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.loss import NLLLoss, PolicyLoss
-from reinforge.algorithms.reduce import REDUCERS
-from reinforge.algorithms.surrogates import ppo_clip
+from reinforge.algorithms.losses.policy import PolicyLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
+from reinforge.algorithms.parts.reduce import REDUCERS
+from reinforge.algorithms.parts.surrogates import ppo_clip
 from reinforge.backends.local import LocalBackend
 from reinforge.core.backend import Backend
 from reinforge.core.batch import Batch, Totals, pack

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from reinforge.algorithms.table import build
+from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import needs
-from reinforge.algorithms.table import build
+from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack

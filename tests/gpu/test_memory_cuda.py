@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from reinforge.algorithms.loss import NLLLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends import memory_model
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.memory_model import GIB

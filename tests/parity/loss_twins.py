@@ -17,7 +17,7 @@ import torch
 from preference_parity import INPUTS, PAIRED, TRL, over_packs
 from torch import Tensor
 
-from reinforge.algorithms.table import build
+from reinforge.algorithms.build import build
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.sample import Sample

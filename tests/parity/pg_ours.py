@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.advantages import ADVANTAGES, AdvantageOptions, Rollouts
-from reinforge.algorithms.corrections import CORRECTIONS
-from reinforge.algorithms.kl import ESTIMATORS, k1
-from reinforge.algorithms.loss import PolicyLoss
-from reinforge.algorithms.reduce import REDUCERS
-from reinforge.algorithms.table import build
-from reinforge.algorithms.value import ValueLoss
+from reinforge.algorithms.build import build
+from reinforge.algorithms.losses.policy import PolicyLoss
+from reinforge.algorithms.losses.value import ValueLoss
+from reinforge.algorithms.parts.advantages import ADVANTAGES, AdvantageOptions, Rollouts
+from reinforge.algorithms.parts.corrections import CORRECTIONS
+from reinforge.algorithms.parts.kl import ESTIMATORS, k1
+from reinforge.algorithms.parts.reduce import REDUCERS
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
 

@@ -38,15 +38,15 @@ from pg_ours import (
 )
 from torch import Tensor
 
-from reinforge.algorithms.advantages import ADVANTAGES, AdvantageOptions
-from reinforge.algorithms.kl import k3
-from reinforge.algorithms.moments import whiten
-from reinforge.algorithms.ratios import safe_ratio, sequence_log_ratio
-from reinforge.algorithms.selections import clip_cov
-from reinforge.algorithms.shaping import overlong_penalty
-from reinforge.algorithms.surrogates import ppo_clip
-from reinforge.algorithms.table import build
-from reinforge.algorithms.terms import adaptive_entropy, adaptive_kl
+from reinforge.algorithms.build import build
+from reinforge.algorithms.parts.advantages import ADVANTAGES, AdvantageOptions
+from reinforge.algorithms.parts.kl import k3
+from reinforge.algorithms.parts.ratios import safe_ratio, sequence_log_ratio
+from reinforge.algorithms.parts.selections import clip_cov
+from reinforge.algorithms.parts.shaping import overlong_penalty
+from reinforge.algorithms.parts.statistics import whiten
+from reinforge.algorithms.parts.surrogates import ppo_clip
+from reinforge.algorithms.parts.terms import adaptive_entropy, adaptive_kl
 from reinforge.rewards.combine import total
 
 LIMITS = {"float64": 1e-9, "float32": 1e-5}  # of the largest number of theirs

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforge.algorithms import distillation
-from reinforge.algorithms.loss import NLLLoss
-from reinforge.algorithms.preference import PairLoss
-from reinforge.algorithms.reward import RewardLoss
-from reinforge.algorithms.supervised import DFTLoss
-from reinforge.algorithms.unpaired import UnpairedLoss
+from reinforge.algorithms.losses import distillation
+from reinforge.algorithms.losses.preference import PairLoss
+from reinforge.algorithms.losses.reward_model import RewardLoss
+from reinforge.algorithms.losses.supervised import DFTLoss, NLLLoss
+from reinforge.algorithms.losses.unpaired import UnpairedLoss
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.sample import Sample

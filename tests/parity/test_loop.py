@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.table import Algorithm, build
+from reinforge.algorithms.algorithm import Algorithm
+from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import TrainedTokens

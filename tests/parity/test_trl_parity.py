@@ -26,9 +26,9 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.advantages import AdvantageOptions, Rollouts, group_relative
-from reinforge.algorithms.loss import PolicyLoss
-from reinforge.algorithms.table import build
+from reinforge.algorithms.build import build
+from reinforge.algorithms.losses.policy import PolicyLoss
+from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts, group_relative
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 

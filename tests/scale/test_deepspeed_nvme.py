@@ -16,7 +16,7 @@ import pytest
 if find_spec("deepspeed") is None:
     pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
 
-from reinforge.algorithms.loss import NLLLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.deepspeed.backend import DeepSpeedBackend
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.core.batch import Totals, pack

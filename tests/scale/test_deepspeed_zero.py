@@ -15,8 +15,8 @@ import torch
 if find_spec("deepspeed") is None:
     pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
 
-from reinforge.algorithms.loss import NLLLoss
-from reinforge.algorithms.value import ValueLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
+from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.backends.deepspeed.backend import DeepSpeedBackend
 from reinforge.backends.deepspeed.worker import DeepSpeedWorker
 from reinforge.backends.distributed.ranks import Ranks

@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 import torch
 
-from reinforge.algorithms.loss import NLLLoss
-from reinforge.algorithms.surrogates import gspo
-from reinforge.algorithms.value import ValueLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
+from reinforge.algorithms.losses.value import ValueLoss
+from reinforge.algorithms.parts.surrogates import gspo
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.core.batch import Batch, Totals, pack
 from split_backends import LENGTHS, both, load, one_pass, policy_loss, summed

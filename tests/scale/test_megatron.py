@@ -15,7 +15,7 @@ import torch
 if find_spec("megatron") is None:
     pytest.skip("pip install 'reinforge[megatron]'", allow_module_level=True)
 
-from reinforge.algorithms.loss import NLLLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.local import LocalBackend

@@ -23,7 +23,7 @@ import ray_here
 import yaml
 from ray_here import FAST, Hurting, need_ray, plain
 
-from reinforge.algorithms.loss import NLLLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.checkpoint import store
 from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Completion, Sampling

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from reinforge.algorithms.loss import NLLLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.local import LocalBackend
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.batch import Batch, Totals, pack

@@ -10,8 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforge.algorithms.advantages import ADVANTAGES, AdvantageOptions, Rollouts, group_relative
-from reinforge.algorithms.shaping import overlong_penalty
+from reinforge.algorithms.parts.advantages import (
+    ADVANTAGES,
+    AdvantageOptions,
+    Rollouts,
+    group_relative,
+)
+from reinforge.algorithms.parts.shaping import overlong_penalty
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample, Stop

@@ -10,7 +10,7 @@ import torch
 from test_advantages import NAN, by_name, rollouts
 
 from reinforge.algorithms import catalogue
-from reinforge.algorithms.advantages import ADVANTAGES, AdvantageOptions, Rollouts
+from reinforge.algorithms.parts.advantages import ADVANTAGES, AdvantageOptions, Rollouts
 
 
 def some_batch(

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.loss import NLLLoss, PolicyLoss
-from reinforge.algorithms.preference import PairLoss
-from reinforge.algorithms.reduce import token_mean
-from reinforge.algorithms.surrogates import ppo_clip
+from reinforge.algorithms.losses.policy import PolicyLoss
+from reinforge.algorithms.losses.preference import PairLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
+from reinforge.algorithms.parts.reduce import token_mean
+from reinforge.algorithms.parts.surrogates import ppo_clip
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.microbatch import auto_budget, combine, trained_tokens
 from reinforge.checkpoint import store

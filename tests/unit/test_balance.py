@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.loss import NLLLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.local import LocalBackend

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.bind import settings_of
-from reinforge.algorithms.loss import PolicyLoss
-from reinforge.algorithms.table import Algorithm, build
+from reinforge.algorithms.algorithm import Algorithm
+from reinforge.algorithms.build import build
+from reinforge.algorithms.losses.policy import PolicyLoss
+from reinforge.algorithms.settings import settings_of
 from reinforge.build.algorithm import algorithm_of
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.schema import Config

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 
-from reinforge.algorithms.loss import NLLLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.local import LocalBackend
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reinforge.algorithms.corrections import (
+from reinforge.algorithms.parts.corrections import (
     CORRECTIONS,
     finish,
     icepop,

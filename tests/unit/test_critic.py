@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.value import ValueLoss
+from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.backends.local import LocalBackend
 from reinforge.build.run import train_config as run_config
 from reinforge.build.trainer import Given
@@ -307,10 +307,10 @@ def test_a_shared_critic_moves_the_trunk() -> None:
     """The value loss reaches the policy's trunk: with advantages of 0 its gradient is that of the
     value loss alone, times the coefficient.
     """
-    from reinforge.algorithms.loss import PolicyLoss
-    from reinforge.algorithms.reduce import token_mean
-    from reinforge.algorithms.surrogates import ppo_clip
-    from reinforge.algorithms.value import WithValues
+    from reinforge.algorithms.losses.policy import PolicyLoss
+    from reinforge.algorithms.losses.value import WithValues
+    from reinforge.algorithms.parts.reduce import token_mean
+    from reinforge.algorithms.parts.surrogates import ppo_clip
 
     found = []
     for coefficient in (0.5, 1.0):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.rollouts import Rollouts
-from reinforge.algorithms.table import build
+from reinforge.algorithms.build import build
+from reinforge.algorithms.parts.rollouts import Rollouts
 from reinforge.backends.local import LocalBackend
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Sampling

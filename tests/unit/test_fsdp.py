@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.algorithms.loss import NLLLoss
-from reinforge.algorithms.value import ValueLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
+from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.backends.distributed.deal import deal, even
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend

@@ -12,7 +12,7 @@ import pytest
 
 from fake_engine import FakeEngine
 from harvests import harvest_of
-from reinforge.algorithms.advantages import AdvantageOptions, Rollouts, greedy_baseline
+from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts, greedy_baseline
 from reinforge.core.batch import Batch
 from reinforge.core.engine import Sampling
 from reinforge.core.env import RolloutContext

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.kl import ESTIMATORS, k1, k2, k3, k3_plus
-from reinforge.algorithms.table import build
-from reinforge.algorithms.terms import Terms, adaptive_entropy, adaptive_kl
+from reinforge.algorithms.build import build
+from reinforge.algorithms.parts.kl import ESTIMATORS, k1, k2, k3, k3_plus
+from reinforge.algorithms.parts.terms import Terms, adaptive_entropy, adaptive_kl
 from reinforge.core.backend import State
 from reinforge.core.batch import Batch
 from reinforge.core.sample import Sample

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from reinforge.algorithms.advantages import AdvantageOptions, Rollouts, group_relative
 from reinforge.algorithms.catalogue import TABLE
-from reinforge.algorithms.surrogates import ppo_clip
+from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts, group_relative
+from reinforge.algorithms.parts.surrogates import ppo_clip
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict

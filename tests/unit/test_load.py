@@ -131,7 +131,7 @@ def test_stop_tokens_come_from_everywhere() -> None:
 
 def test_gradient_checkpointing_with_an_adapter(tiny_dir: str) -> None:
     """Frozen embeddings would cut the graph: the adapter must still get its gradient."""
-    from reinforge.algorithms.loss import NLLLoss
+    from reinforge.algorithms.losses.supervised import NLLLoss
     from reinforge.backends.local import LocalBackend
     from reinforge.core.batch import Totals, pack
     from toys import gradients, make_samples, relative, train_config

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from family_runs import config
+from reinforge.algorithms.build import build as build_algorithm
 from reinforge.algorithms.catalogue import BEST_OF, TABLE
-from reinforge.algorithms.online import NashLoss, geometric_mixture
-from reinforge.algorithms.picks import best_and_worst, contest, keep_best, self_play, win_rates
-from reinforge.algorithms.preference import with_stream
-from reinforge.algorithms.table import build as build_algorithm
+from reinforge.algorithms.losses.nash import NashLoss, geometric_mixture
+from reinforge.algorithms.losses.rows import with_stream
+from reinforge.algorithms.pairing import best_and_worst, contest, keep_best, self_play, win_rates
 from reinforge.backends.local import LocalBackend
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given, build

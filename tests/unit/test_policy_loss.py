@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from reinforge.algorithms.algorithm import Algorithm
+from reinforge.algorithms.build import build
 from reinforge.algorithms.catalogue import TABLE
-from reinforge.algorithms.corrections import mis, tis
-from reinforge.algorithms.kl import k2, k3
-from reinforge.algorithms.loss import NLLLoss, PolicyLoss, positive_weights
-from reinforge.algorithms.reduce import REDUCERS, sequence_mean, sequence_sum, token_mean
-from reinforge.algorithms.surrogates import ppo_clip
-from reinforge.algorithms.table import Algorithm, build
-from reinforge.algorithms.terms import Terms
+from reinforge.algorithms.losses.policy import PolicyLoss, positive_weights
+from reinforge.algorithms.losses.supervised import NLLLoss
+from reinforge.algorithms.parts.corrections import mis, tis
+from reinforge.algorithms.parts.kl import k2, k3
+from reinforge.algorithms.parts.reduce import REDUCERS, sequence_mean, sequence_sum, token_mean
+from reinforge.algorithms.parts.surrogates import ppo_clip
+from reinforge.algorithms.parts.terms import Terms
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.sample import Sample
@@ -103,8 +105,7 @@ def full_loss(reduce: str = "token_mean", **kw) -> PolicyLoss:
     options = {
         "correction": partial(tis, cap=1.2),
         "kl": k3,
-        "kl_coefficient": 0.1,
-        "entropy_coefficient": 0.01,
+        "terms": Terms(kl=0.1, entropy=0.01),
         "off_policy": True,
     }
     return PolicyLoss(partial(ppo_clip, low=0.2, high=0.28), REDUCERS[reduce], **{**options, **kw})
@@ -221,7 +222,7 @@ def test_before_the_first_update_everything_is_neutral() -> None:
         for r in random_rows([3, 4])
     ]
     total, gradient, metrics = run(
-        PolicyLoss(ppo_clip, token_mean, kl_coefficient=0.5, correction=mis), rows, [[0], [1]]
+        PolicyLoss(ppo_clip, token_mean, terms=Terms(kl=0.5), correction=mis), rows, [[0], [1]]
     )
     advantages = torch.cat([r["advantages"] for r in rows])
     assert torch.allclose(
@@ -248,7 +249,7 @@ def test_a_dropped_token_has_no_gradient() -> None:
         }
     ]
     _, gradient, metrics = run(
-        PolicyLoss(ppo_clip, sequence_sum, correction=partial(mis, cap=2.0), kl_coefficient=0.1),
+        PolicyLoss(ppo_clip, sequence_sum, correction=partial(mis, cap=2.0), terms=Terms(kl=0.1)),
         rows,
         [[0]],
     )
@@ -277,7 +278,7 @@ def test_off_policy_kl_is_weighted_by_the_ratio() -> None:
             ppo_clip,
             lambda tokens, totals: old.exp(),
             kl=k2,
-            kl_coefficient=1.0,
+            terms=Terms(kl=1.0),
             kl_importance=importance,
         )
         value, _ = loss(TrainedTokens(policy, None, one, one, one, streams), Totals(5, 5, 1, {}))
@@ -380,9 +381,8 @@ def test_what_becomes_of_selected_tokens(use: str, loss: float, gradient: list[f
         selected=use,
         penalty=0.5,
         kl=k2,
-        kl_coefficient=0.1,
+        terms=Terms(kl=0.1, entropy=0.2),
         kl_importance=False,
-        entropy_coefficient=0.2,
     )
     total, _, metrics = run(with_terms, rows, [[0]])
     assert total == pytest.approx((loss + 0.1 * 0.125 - 0.2 * 2.0) / 2) and metrics[

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pairs import LENGTHS, assert_cut_does_not_matter, rows, run, slope
-from reinforge.algorithms import preference_losses as losses
-from reinforge.algorithms.online import geometric_mixture, nash_md
-from reinforge.algorithms.preference import PREFERENCE, PairLoss
+from reinforge.algorithms.losses import preference_terms as losses
+from reinforge.algorithms.losses.nash import geometric_mixture, nash_md
+from reinforge.algorithms.losses.preference import PREFERENCE, PairLoss
 from reinforge.backends.local import LocalBackend
 from reinforge.core.backend import Loss, Prepares
 from reinforge.core.batch import Totals, pack

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reinforge.algorithms.reduce import REDUCERS
+from reinforge.algorithms.parts.reduce import REDUCERS
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.sample import Sample

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from reinforge.algorithms.loss import NLLLoss
+from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.ema import Average
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.optimizer import MasterAdamW

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforge.algorithms.advantages import AdvantageOptions, Rollouts
-from reinforge.algorithms.returns import gae, return_to_go
+from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts
+from reinforge.algorithms.parts.returns import gae, return_to_go
 from reinforge.core.errors import InputError
 
 NAN = float("nan")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pairs import LENGTHS, assert_cut_does_not_matter, rows, run, slope
-from reinforge.algorithms.reward import (
+from reinforge.algorithms.losses.reward_model import (
     REWARD,
     RewardLoss,
     bradley_terry,
@@ -20,9 +20,8 @@ from reinforge.algorithms.reward import (
     process,
     regression,
     scaled,
-    step_scores,
 )
-from reinforge.algorithms.rows import last, places
+from reinforge.algorithms.losses.rows import last, places
 from reinforge.core.errors import InputError
 
 W = [1.2, -0.4, 0.5]
@@ -154,13 +153,3 @@ def test_rows_helpers() -> None:
     assert last(torch.arange(6.0), lengths).tolist() == [1, 0, 4, 5, 0]
     assert places(sequence, lengths).tolist() == [0, 1, 0, 1, 2, 0]
     assert last(torch.zeros(0), torch.tensor([0, 0])).tolist() == [0, 0]
-
-
-def test_step_scores() -> None:
-    values = f64([0.0, 2.0, -1.0])
-    sequence = torch.tensor([0, 0, 1])
-    assert step_scores(values, sequence, 2).tolist() == pytest.approx([0.5, s(-1)])
-    assert step_scores(values, sequence, 2, "product").tolist() == pytest.approx(
-        [0.5 * s(2), s(-1)]
-    )
-    assert step_scores(values, sequence, 2, "last").tolist() == pytest.approx([s(2), s(-1)])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reinforge.algorithms import catalogue
-from reinforge.algorithms.advantages import Rollouts
-from reinforge.algorithms.selections import (
+from reinforge.algorithms.parts.advantages import Rollouts
+from reinforge.algorithms.parts.selections import (
     SELECTIONS,
     clip_cov,
     kl_cov,

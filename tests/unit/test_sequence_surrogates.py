@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reinforge.algorithms.ratios import per_sequence
-from reinforge.algorithms.sequence import gmpo, gspo, gspo_token, sequence_clip, vespo
-from reinforge.algorithms.surrogates import (
+from reinforge.algorithms.parts.ratios import per_sequence
+from reinforge.algorithms.parts.sequence import gmpo, gspo, gspo_token, sequence_clip, vespo
+from reinforge.algorithms.parts.surrogates import (
     SURROGATES,
     cispo,
     dppo_kl,

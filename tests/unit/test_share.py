@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from reinforge.algorithms.table import build
+from reinforge.algorithms.build import build
 from reinforge.backends.microbatch import trained_tokens
 from reinforge.core.backend import Loss
 from reinforge.core.batch import Batch, Totals, pack

@@ -16,7 +16,7 @@ import torch
 import odd_reward
 from fake_engine import FakeEngine
 from harvests import harvest_of
-from reinforge.algorithms.table import build
+from reinforge.algorithms.build import build
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given
 from reinforge.config.schema import Config

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforge.algorithms.surrogates import (
+from reinforge.algorithms.parts.surrogates import (
     SURROGATES,
     cispo,
     dppo_kl,

@@ -15,14 +15,14 @@ import torch
 
 import reinforge
 from reinforge.algorithms import catalogue
-from reinforge.algorithms.advantages import ADVANTAGES
+from reinforge.algorithms.build import BUILDERS, build
 from reinforge.algorithms.catalogue import TABLE, describe, printed
-from reinforge.algorithms.corrections import CORRECTIONS
-from reinforge.algorithms.kl import ESTIMATORS
-from reinforge.algorithms.reduce import REDUCERS
-from reinforge.algorithms.selections import SELECTIONS
-from reinforge.algorithms.surrogates import SURROGATES
-from reinforge.algorithms.table import BUILDERS, build
+from reinforge.algorithms.parts.advantages import ADVANTAGES
+from reinforge.algorithms.parts.corrections import CORRECTIONS
+from reinforge.algorithms.parts.kl import ESTIMATORS
+from reinforge.algorithms.parts.reduce import REDUCERS
+from reinforge.algorithms.parts.selections import SELECTIONS
+from reinforge.algorithms.parts.surrogates import SURROGATES
 from reinforge.cli.main import main
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.schema import Config

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pairs import LENGTHS, assert_cut_does_not_matter, rows, run, slope
-from reinforge.algorithms.preference import with_stream
-from reinforge.algorithms.unpaired import (
+from reinforge.algorithms.losses.rows import with_stream
+from reinforge.algorithms.losses.unpaired import (
     UNPAIRED,
     UnpairedLoss,
     apo_zero_unpaired,

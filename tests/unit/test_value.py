@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from reinforge.algorithms.loss import PolicyLoss
-from reinforge.algorithms.reduce import token_mean
-from reinforge.algorithms.surrogates import ppo_clip
-from reinforge.algorithms.value import ValueLoss, WithValues, finish
+from reinforge.algorithms.losses.policy import PolicyLoss
+from reinforge.algorithms.losses.value import ValueLoss, WithValues, finish
+from reinforge.algorithms.parts.reduce import token_mean
+from reinforge.algorithms.parts.surrogates import ppo_clip
 from reinforge.backends.microbatch import combine
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals

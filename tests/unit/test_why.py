@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from reinforge.algorithms import advantages
+from reinforge.algorithms.parts import advantages
 from reinforge.build.run import train_config
 from reinforge.build.trainer import Given
 from reinforge.cli.main import app

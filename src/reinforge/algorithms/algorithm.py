@@ -1,6 +1,6 @@
 """What an algorithm is to a training loop, and everything that can be set about one.
 
-`table.py` builds it.
+`build.py` builds it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from reinforge.algorithms.advantages import Advantage, Rollouts, Scale
 from reinforge.algorithms.catalogue import ADVANTAGES
-from reinforge.algorithms.corrections import Correction
-from reinforge.algorithms.kl import KL
-from reinforge.algorithms.loss import Selected, positive_weights
-from reinforge.algorithms.reduce import Reduce
-from reinforge.algorithms.surrogates import Surrogate
-from reinforge.algorithms.terms import Terms
+from reinforge.algorithms.losses.policy import Selected, positive_weights
+from reinforge.algorithms.parts.advantages import Advantage
+from reinforge.algorithms.parts.corrections import Correction
+from reinforge.algorithms.parts.kl import KL
+from reinforge.algorithms.parts.reduce import Reduce
+from reinforge.algorithms.parts.rollouts import Rollouts, Scale
+from reinforge.algorithms.parts.surrogates import Surrogate
+from reinforge.algorithms.parts.terms import Terms
 from reinforge.core.backend import Loss, Metrics, State
 from reinforge.core.batch import Batch
 from reinforge.core.sample import Group, Sample

@@ -11,15 +11,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reinforge.algorithms.advantages import ADVANTAGES
 from reinforge.algorithms.algorithm import Algorithm
-from reinforge.algorithms.bind import name_of
 from reinforge.algorithms.catalogue import TABLE
-from reinforge.algorithms.online import nash_md
-from reinforge.algorithms.picks import PICKS
-from reinforge.algorithms.preference import PREFERENCE
-from reinforge.algorithms.reduce import REDUCERS
-from reinforge.algorithms.surrogates import SURROGATES
+from reinforge.algorithms.losses.nash import nash_md
+from reinforge.algorithms.losses.preference import PREFERENCE
+from reinforge.algorithms.pairing import PICKS
+from reinforge.algorithms.parts.advantages import ADVANTAGES
+from reinforge.algorithms.parts.reduce import REDUCERS
+from reinforge.algorithms.parts.surrogates import SURROGATES
+from reinforge.algorithms.settings import name_of
 
 WIDTH = 200  # characters of an equation
 

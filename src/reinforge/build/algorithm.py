@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reinforge.algorithms.table import Algorithm
-from reinforge.algorithms.table import build as build_algorithm
+from reinforge.algorithms.algorithm import Algorithm
+from reinforge.algorithms.build import build as build_algorithm
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.rewards.build import load_function
 

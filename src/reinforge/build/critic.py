@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
-from reinforge.algorithms.value import ValueLoss, WithValues
+from reinforge.algorithms.losses.value import ValueLoss, WithValues
 from reinforge.backends.local import LocalBackend
 from reinforge.build.sharded import AnyBackend, compiles, hosted, in_pieces, on_ranks, ranks_of
 from reinforge.config.critic import CriticConfig

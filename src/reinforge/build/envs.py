@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reinforge.algorithms.shaping import overlong_penalty
+from reinforge.algorithms.parts.shaping import overlong_penalty
 from reinforge.build.agents import AGENT, make_agents
 from reinforge.config.env import EnvConfig
 from reinforge.config.schema import Config

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from reinforge.algorithms.table import Algorithm
+from reinforge.algorithms.algorithm import Algorithm
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.schema import Config
 from reinforge.core.backend import Part

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reinforge.algorithms.reward import RewardLoss
-from reinforge.algorithms.unpaired import MISMATCHED, UnpairedLoss
+from reinforge.algorithms.losses.reward_model import RewardLoss
+from reinforge.algorithms.losses.unpaired import MISMATCHED, UnpairedLoss
 from reinforge.build.attempt import Attempt
 from reinforge.build.predict import needs_of, predict_run
 from reinforge.build.sampling import policies

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reinforge.algorithms.distillation import DistillationLoss
+from reinforge.algorithms.losses.distillation import DistillationLoss
 from reinforge.backends.teachers import IDS, LOGPROBS, Teachers
 from reinforge.build.sharded import AnyBackend
 from reinforge.build.workshop import Workshop

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
-from reinforge.algorithms.preference import PairLoss
-from reinforge.algorithms.reward import RewardLoss
+from reinforge.algorithms.losses.preference import PairLoss
+from reinforge.algorithms.losses.reward_model import RewardLoss
 from reinforge.data import units as kinds
 from reinforge.data.units import Units
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reinforge.algorithms.value import finish
+from reinforge.algorithms.losses.value import finish
 from reinforge.core.backend import Backend, Loss, Metrics, State
 from reinforge.core.batch import Batch, Totals
 

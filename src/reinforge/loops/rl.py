@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from reinforge.algorithms import corrections, value
-from reinforge.algorithms.table import Algorithm
+from reinforge.algorithms.algorithm import Algorithm
+from reinforge.algorithms.losses import value
+from reinforge.algorithms.parts import corrections
 from reinforge.core.backend import Backend, Metrics
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Engine

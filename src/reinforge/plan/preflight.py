@@ -213,14 +213,14 @@ def _step_summary(config: Config) -> dict[str, Any]:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    from reinforge.algorithms.bind import closest
+    from reinforge.algorithms.settings import closest
 
     close = closest(name, names, 0.5)
     return (f"Did you mean {close}? " if close else "") + f"There are: {', '.join(names)}."
 
 
 def _check_model(config: Config, report: Report) -> None:
-    from reinforge.algorithms.bind import closest
+    from reinforge.algorithms.settings import closest
 
     model = config.model
     adapter = config.adapter

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from reinforge.algorithms.picks import OPPONENT
-from reinforge.algorithms.preference import with_stream
+from reinforge.algorithms.losses.rows import with_stream
+from reinforge.algorithms.pairing import OPPONENT
 from reinforge.core.engine import Engine
 from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row, Sample

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from reinforge.algorithms.distillation import DistillationLoss, minillm_returns, opd_reward
-from reinforge.algorithms.rollouts import AdvantageOptions, Rollouts
+from reinforge.algorithms.losses.distillation import DistillationLoss, minillm_returns, opd_reward
+from reinforge.algorithms.parts.rollouts import AdvantageOptions, Rollouts
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.trace import LOSS

@@ -22,8 +22,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.advantages import Rollouts
-from reinforge.algorithms.ratios import log_ratio, per_sequence
+from reinforge.algorithms.parts.advantages import Rollouts
+from reinforge.algorithms.parts.ratios import log_ratio, per_sequence
 
 Selection = Callable[..., Tensor]
 

@@ -1,7 +1,7 @@
 """Surrogates: the loss of each trained token whose gradient improves the policy.
 
 A surrogate is `fn(logprobs, old, advantages, sequence) -> (loss [M], metrics {name: [M]})`;
-settings are bound by `table.py`. `old` and `advantages` carry no gradient; `sequence` says which
+settings are bound by `build.py`. `old` and `advantages` carry no gradient; `sequence` says which
 tokens belong together. Those here look at each token by itself; those with ratios of whole
 sequences are in `sequence.py`. rho = exp(logp - old); sg(x) is x without gradient. With old = logp
 each of them has the gradient of -A logp.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.ratios import (
+from reinforge.algorithms.parts.ratios import (
     choose,
     clip_loss,
     finished,
@@ -24,7 +24,7 @@ from reinforge.algorithms.ratios import (
     safe_ratio,
     straight_through,
 )
-from reinforge.algorithms.sequence import gmpo, gspo, gspo_token, sequence_clip, vespo
+from reinforge.algorithms.parts.sequence import gmpo, gspo, gspo_token, sequence_clip, vespo
 
 __all__ = [
     "SURROGATES",

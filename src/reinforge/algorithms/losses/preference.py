@@ -14,12 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from reinforge.algorithms import online
-from reinforge.algorithms import preference_free as free
-from reinforge.algorithms import preference_losses as losses
-from reinforge.algorithms.bind import pick, settings_of
-from reinforge.algorithms.preference_losses import Result, result, smoothed
-from reinforge.algorithms.rows import constant, places, sides, sums
+from reinforge.algorithms.losses import preference_free as free
+from reinforge.algorithms.losses import preference_terms as terms
+from reinforge.algorithms.losses.preference_terms import Result, result, smoothed
+from reinforge.algorithms.losses.rows import constant, places, sides, sums
+from reinforge.algorithms.settings import look_up, settings_of
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
@@ -33,10 +32,8 @@ GIVEN = {"nll", "gap", "explore"}  # tensors that the loss makes itself
 @dataclass(frozen=True)
 class PreferenceRow:
     function: Callable[..., Result]
-    paper: str
     needs_reference: bool = True
     averaged: bool = False  # log-probs per token instead of per answer
-    unit: int = 2
     # a further tensor [P]: see `PairLoss._term`
     takes: Literal["nll", "gap", "explore"] | None = None
     nll: Norm = "token"  # over the chosen tokens of the batch, per answer and token, or per answer
@@ -47,37 +44,33 @@ class PreferenceRow:
 
 
 PREFERENCE: dict[str, PreferenceRow] = {
-    "sigmoid": PreferenceRow(losses.sigmoid, "2305.18290"),
-    "cdpo": PreferenceRow(losses.sigmoid, "2305.18290", defaults={"label_smoothing": 0.1}),
-    "sigmoid_norm": PreferenceRow(
-        losses.sigmoid, "2411.15124", averaged=True, defaults={"beta": 5.0}
-    ),
-    "hinge": PreferenceRow(losses.hinge, "2305.10425"),
-    "ipo": PreferenceRow(losses.ipo, "2310.12036", averaged=True),
-    "robust": PreferenceRow(losses.robust, "2403.00409"),
-    "exo_pair": PreferenceRow(losses.exo_pair, "2402.00856"),
-    "nca_pair": PreferenceRow(losses.nca_pair, "2402.05369"),
-    "bco_pair": PreferenceRow(losses.bco_pair, "2404.04656"),
-    "sppo_hard": PreferenceRow(losses.sppo_hard, "2405.00675"),
-    "aot": PreferenceRow(losses.aot, "2406.05882", ranked="gaps"),
-    "aot_unpaired": PreferenceRow(losses.aot_unpaired, "2406.05882", ranked="answers"),
-    "apo_zero": PreferenceRow(losses.apo_zero, "2408.06266"),
-    "apo_down": PreferenceRow(losses.apo_down, "2408.06266"),
-    "discopop": PreferenceRow(losses.discopop, "2406.08414"),
-    "rpo_sq": PreferenceRow(losses.rpo_sq, "2406.11704", takes="gap"),
-    "rpo_bwd_kl": PreferenceRow(losses.rpo_bwd_kl, "2406.11704", takes="gap"),
-    "rpo_fwd_kl": PreferenceRow(losses.rpo_fwd_kl, "2406.11704", takes="gap"),
-    "rpo": PreferenceRow(free.rpo, "2404.19733", takes="nll", nll="sequence"),
-    "sft": PreferenceRow(free.sft, "2411.10442", needs_reference=False, takes="nll"),
-    "cpo": PreferenceRow(free.cpo, "2401.08417", needs_reference=False, takes="nll"),
-    "orpo": PreferenceRow(
-        free.orpo, "2403.07691", needs_reference=False, averaged=True, takes="nll"
-    ),
-    "simpo": PreferenceRow(free.simpo, "2405.14734", needs_reference=False, averaged=True),
-    "alphapo": PreferenceRow(free.alphapo, "2501.03884", needs_reference=False, averaged=True),
-    "online_dpo": PreferenceRow(losses.sigmoid, "2402.04792"),
-    "xpo": PreferenceRow(online.xpo, "2405.21046", takes="explore"),
-    "spin": PreferenceRow(losses.sigmoid, "2401.01335"),
+    "sigmoid": PreferenceRow(terms.sigmoid),
+    "cdpo": PreferenceRow(terms.sigmoid, defaults={"label_smoothing": 0.1}),
+    "sigmoid_norm": PreferenceRow(terms.sigmoid, averaged=True, defaults={"beta": 5.0}),
+    "hinge": PreferenceRow(terms.hinge),
+    "ipo": PreferenceRow(terms.ipo, averaged=True),
+    "robust": PreferenceRow(terms.robust),
+    "exo_pair": PreferenceRow(terms.exo_pair),
+    "nca_pair": PreferenceRow(terms.nca_pair),
+    "bco_pair": PreferenceRow(terms.bco_pair),
+    "sppo_hard": PreferenceRow(terms.sppo_hard),
+    "aot": PreferenceRow(terms.aot, ranked="gaps"),
+    "aot_unpaired": PreferenceRow(terms.aot_unpaired, ranked="answers"),
+    "apo_zero": PreferenceRow(terms.apo_zero),
+    "apo_down": PreferenceRow(terms.apo_down),
+    "discopop": PreferenceRow(terms.discopop),
+    "rpo_sq": PreferenceRow(terms.rpo_sq, takes="gap"),
+    "rpo_bwd_kl": PreferenceRow(terms.rpo_bwd_kl, takes="gap"),
+    "rpo_fwd_kl": PreferenceRow(terms.rpo_fwd_kl, takes="gap"),
+    "rpo": PreferenceRow(free.rpo, takes="nll", nll="sequence"),
+    "sft": PreferenceRow(free.sft, needs_reference=False, takes="nll"),
+    "cpo": PreferenceRow(free.cpo, needs_reference=False, takes="nll"),
+    "orpo": PreferenceRow(free.orpo, needs_reference=False, averaged=True, takes="nll"),
+    "simpo": PreferenceRow(free.simpo, needs_reference=False, averaged=True),
+    "alphapo": PreferenceRow(free.alphapo, needs_reference=False, averaged=True),
+    "online_dpo": PreferenceRow(terms.sigmoid),
+    "xpo": PreferenceRow(terms.xpo, takes="explore"),
+    "spin": PreferenceRow(terms.sigmoid),
 }
 
 
@@ -120,11 +113,11 @@ class PairLoss:
         **settings: Any,
     ):
         self.weights = {names: 1.0} if isinstance(names, str) else dict(names)
-        self.rows = {name: pick(PREFERENCE, name, "algorithm.name") for name in self.weights}
+        self.rows = {name: look_up(PREFERENCE, name, "algorithm.name") for name in self.weights}
         self.wpo = wpo
         self.ld_alpha = ld_alpha
         self.nll = nll
-        bend = pick(losses.DIVERGENCES, divergence, "algorithm.options.divergence")
+        bend = look_up(terms.DIVERGENCES, divergence, "algorithm.options.divergence")
         if divergence != "reverse_kl":
             settings["divergence"] = (
                 partial(bend, alpha=divergence_alpha) if divergence == "alpha" else bend
@@ -305,12 +298,3 @@ def _by_rank(mine: Tensor, others: Tensor) -> Tensor:
     partner = torch.empty_like(others)
     partner[mine.argsort(stable=True)] = others.sort(stable=True).values
     return partner
-
-
-def with_stream(sample: Sample, name: str, value: float) -> Sample:
-    """The sample with a stream that is `value` at every token: how a score or a label of a whole
-    answer reaches a loss.
-    """
-    return sample.with_(
-        streams={**sample.streams, name: torch.full((len(sample.tokens),), float(value))}
-    )

@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.ratios import (
+from reinforge.algorithms.parts.ratios import (
     choose,
     clip_loss,
     finished,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.moments import whiten
-from reinforge.algorithms.rollouts import AdvantageOptions, Rollouts
+from reinforge.algorithms.parts.rollouts import AdvantageOptions, Rollouts
+from reinforge.algorithms.parts.statistics import whiten
 from reinforge.core.errors import InputError
 
 

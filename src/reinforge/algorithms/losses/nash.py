@@ -1,8 +1,6 @@
-"""Terms of preference methods whose pairs the policy itself samples.
+"""Nash-MD: answers of the policy against those of a mixture of it and the reference.
 
-Online DPO and self-play (SPIN) need none: they are DPO.
-
-Legend: P pairs, S sequences, V vocabulary.
+Legend: S sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,33 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.preference_losses import Result, sigmoid
-from reinforge.algorithms.rows import constant, sums
+from reinforge.algorithms.losses.rows import constant, sums
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.trace import traced
-
-
-def xpo(
-    policy_w: Tensor,
-    policy_l: Tensor,
-    reference_w: Tensor,
-    reference_l: Tensor,
-    *,
-    explore: Tensor,
-    beta: float = 0.1,
-    alpha: float = 1e-5,
-    label_smoothing: float = 0.0,
-) -> Result:
-    """DPO + alpha · log pi(y) of the answers y that the *reference* sampled, on pairs of one answer
-    of either (2405.21046 algorithm 1).
-
-    `explore` [P] is that log-prob, of whichever side it was: where it falls the policy explores.
-    """
-    loss, metrics = sigmoid(
-        policy_w, policy_l, reference_w, reference_l, beta=beta, label_smoothing=label_smoothing
-    )
-    return loss + alpha * explore, metrics
 
 
 def nash_md(

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.preference_losses import (
+from reinforge.algorithms.losses.preference_terms import (
     Divergence,
     Result,
     result,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.rollouts import AdvantageOptions, Rollouts
+from reinforge.algorithms.parts.rollouts import AdvantageOptions, Rollouts
 from reinforge.core.errors import InputError
 
 

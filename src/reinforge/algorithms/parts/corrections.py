@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.ratios import safe_ratio, sequence_log_ratio
+from reinforge.algorithms.parts.ratios import safe_ratio, sequence_log_ratio
 
 Correction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 

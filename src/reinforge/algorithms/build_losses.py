@@ -12,17 +12,16 @@ from functools import partial
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm, Options
-from reinforge.algorithms.bind import Binder, settings_of
 from reinforge.algorithms.catalogue import AlgorithmSpec
-from reinforge.algorithms.distillation import DIVERGENCES, DistillationLoss
-from reinforge.algorithms.loss import NLLLoss
-from reinforge.algorithms.online import NashLoss
-from reinforge.algorithms.picks import PICKS
-from reinforge.algorithms.preference import PREFERENCE, PairLoss
-from reinforge.algorithms.reduce import REDUCERS
-from reinforge.algorithms.reward import RewardLoss
-from reinforge.algorithms.supervised import DFTLoss
-from reinforge.algorithms.unpaired import UnpairedLoss
+from reinforge.algorithms.losses.distillation import DIVERGENCES, DistillationLoss
+from reinforge.algorithms.losses.nash import NashLoss
+from reinforge.algorithms.losses.preference import PREFERENCE, PairLoss
+from reinforge.algorithms.losses.reward_model import RewardLoss
+from reinforge.algorithms.losses.supervised import DFTLoss, NLLLoss
+from reinforge.algorithms.losses.unpaired import UnpairedLoss
+from reinforge.algorithms.pairing import PICKS
+from reinforge.algorithms.parts.reduce import REDUCERS
+from reinforge.algorithms.settings import Settings, settings_of
 from reinforge.core.backend import Loss
 from reinforge.core.errors import InputError
 
@@ -36,9 +35,9 @@ def _algorithm(name: str, spec: AlgorithmSpec, o: Options, loss: Loss) -> Algori
 
 
 def supervised(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]) -> Algorithm:
-    binder = Binder(o.settings)
-    loss = SUPERVISED[spec.parts["loss"]](binder.part(REDUCERS, o.reduce, "algorithm.reduce"))
-    binder.finish()
+    settings = Settings(o.settings)
+    loss = SUPERVISED[spec.parts["loss"]](settings.bind(REDUCERS, o.reduce, "algorithm.reduce"))
+    settings.refuse_unused()
     return _algorithm(name, spec, o, loss)
 
 
@@ -138,7 +137,7 @@ def _answer_loss(name: str, spec: AlgorithmSpec, o: Options, settings: dict[str,
         )
     if takes:
         return make(**settings)
-    return make(Binder({}).part(REDUCERS, o.reduce, "algorithm.reduce"))
+    return make(Settings({}).bind(REDUCERS, o.reduce, "algorithm.reduce"))
 
 
 def _online_notes(name: str, loss: Loss, o: Options) -> tuple[str, ...]:
@@ -166,7 +165,7 @@ def distillation(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str,
             fix=f"It has: {', '.join(sorted(takes))}.",
         )
     share = settings.pop("share", None)
-    reduce = Binder({}).part(REDUCERS, o.reduce, "algorithm.reduce")
+    reduce = Settings({}).bind(REDUCERS, o.reduce, "algorithm.reduce")
     made = _algorithm(name, spec, o, DistillationLoss(divergence, reduce=reduce, **settings))
     return replace(made, share=None if share is None else float(share))
 

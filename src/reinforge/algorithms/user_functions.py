@@ -1,5 +1,5 @@
-"""A user's own part of an algorithm: what it raises and what it returns wrongly is told as theirs,
-with the key, the file and the line.
+"""Functions of a user's as parts of an algorithm: errors that they raise, and results of a wrong
+shape, are reported as theirs, with the key, the file and the line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from reinforge.algorithms.bind import name_of
+from reinforge.algorithms.settings import name_of
 from reinforge.core.errors import InputError
 
 
@@ -21,7 +21,9 @@ def is_ours(function: Any) -> bool:
     return getattr(own, "__module__", "").startswith("reinforge.")
 
 
-def blamed(function: Any, error: Exception, where: str, call: str, ours: str) -> InputError | None:
+def error_of(
+    function: Any, error: Exception, where: str, call: str, ours: str
+) -> InputError | None:
     """The error of a user's own function: which line raised what.
 
     None: it is ours, and stays as it is. `call`: what it is called with; `ours`: the file that
@@ -39,8 +41,8 @@ def blamed(function: Any, error: Exception, where: str, call: str, ours: str) ->
 
 
 @dataclass(frozen=True)
-class OwnSurrogate:
-    """A surrogate that somebody wrote, watched."""
+class UserSurrogate:
+    """A surrogate that a user wrote; `build` wraps it, and a loss calls it like one of ours."""
 
     func: Callable[..., Any]
 
@@ -50,15 +52,9 @@ class OwnSurrogate:
         try:
             found = self.func(logprobs, old, advantages, sequence)
         except Exception as error:
-            if (
-                told := blamed(
-                    self.func,
-                    error,
-                    "algorithm.surrogate",
-                    "(logprobs, old, advantages, sequence)",
-                    __file__,
-                )
-            ) is None:
+            call = "(logprobs, old, advantages, sequence)"
+            told = error_of(self.func, error, "algorithm.surrogate", call, __file__)
+            if told is None:
                 raise
             raise told from error
         if not (

@@ -1,6 +1,7 @@
 """Puts the parts of a row of `catalogue.py` together.
 
-A further algorithm is a function and a row; a further family also a builder here.
+A further algorithm is a function and a row; a further kind also a builder. Those of policy
+gradients are here, the others in `build_losses.py`.
 """
 
 from __future__ import annotations
@@ -12,27 +13,27 @@ from typing import Any
 
 from torch import Tensor
 
-from reinforge.algorithms import catalogue, families, on_policy
-from reinforge.algorithms.advantages import ADVANTAGES, Advantage, AdvantageOptions, Rollouts
-from reinforge.algorithms.algorithm import Algorithm as Algorithm
-from reinforge.algorithms.algorithm import Options as Options
-from reinforge.algorithms.bind import Binder, name_of, pick, settings_of
-from reinforge.algorithms.blame import OwnSurrogate, blamed
+from reinforge.algorithms import build_losses, catalogue
+from reinforge.algorithms.algorithm import Algorithm, Options
 from reinforge.algorithms.catalogue import TABLE, AlgorithmSpec, has_ratio
-from reinforge.algorithms.corrections import CORRECTIONS
-from reinforge.algorithms.distillation import DistillationLoss
-from reinforge.algorithms.kl import ESTIMATORS, NOTES, REWARD_NOTES, SCALED_NOTE
-from reinforge.algorithms.loss import PolicyLoss, Selected
-from reinforge.algorithms.reduce import REDUCERS
-from reinforge.algorithms.selections import SELECTIONS
-from reinforge.algorithms.surrogates import SURROGATES
-from reinforge.algorithms.terms import Terms
+from reinforge.algorithms.losses import on_policy
+from reinforge.algorithms.losses.distillation import DistillationLoss
+from reinforge.algorithms.losses.policy import PolicyLoss, Selected
+from reinforge.algorithms.parts.advantages import ADVANTAGES, Advantage, AdvantageOptions, Rollouts
+from reinforge.algorithms.parts.corrections import CORRECTIONS
+from reinforge.algorithms.parts.kl import ESTIMATORS, NOTES, REWARD_NOTES, SCALED_NOTE
+from reinforge.algorithms.parts.reduce import REDUCERS
+from reinforge.algorithms.parts.selections import SELECTIONS
+from reinforge.algorithms.parts.surrogates import SURROGATES
+from reinforge.algorithms.parts.terms import Terms
+from reinforge.algorithms.settings import Settings, look_up, name_of, settings_of
+from reinforge.algorithms.user_functions import UserSurrogate, error_of
 from reinforge.core.errors import InputError
 
 
 def build(name: str, **options: Any) -> Algorithm:
     """The named algorithm with `options` (fields of `Options`; None = the algorithm's own)."""
-    spec = pick(TABLE, name, "algorithm.name")
+    spec = look_up(TABLE, name, "algorithm.name")
     given = {key: value for key, value in options.items() if value is not None}
     known = {f.name for f in fields(Options)}
     parts = {part: function for part, function in spec.parts.items() if part in known}
@@ -51,37 +52,37 @@ def _policy_gradient(
         """The user's settings under keys of their own: parameter=field of `Options`."""
         return {name: (given.get(key), f"algorithm.{KEYS[key]}") for name, key in keys.items()}
 
-    binder = Binder(o.settings)
+    settings = Settings(o.settings)
     defaults = dict(spec.options)
     if o.surrogate == spec.parts["surrogate"]:
         for setting, key in (("low", "clip_low"), ("high", "clip_high")):
             if key in spec.defaults:
                 defaults[setting] = spec.defaults[key]
-    surrogate = binder.part(
+    surrogate = settings.bind(
         SURROGATES,
         o.surrogate,
         "algorithm.surrogate",
         own(low="clip_low", high="clip_high", dual="clip_dual", delta="clip_delta"),
         defaults,
     )
-    correction = binder.part(
+    correction = settings.bind(
         CORRECTIONS, o.correction, "algorithm.correction.name", own(cap="cap", floor="floor")
     )
-    reduce = binder.part(REDUCERS, o.reduce, "algorithm.reduce")
+    reduce = settings.bind(REDUCERS, o.reduce, "algorithm.reduce")
     selection = None
     if o.selection is not None:
-        selection = binder.part(
+        selection = settings.bind(
             SELECTIONS,
             o.selection,
             "algorithm.selection",
-            _first(o.selection, binder),
+            _first(o.selection, settings),
             spec.options,
         )
     in_reward = o.kl_placement == "reward"
     estimator = o.kl_estimator or ("k1" if in_reward else "k3")
-    kl = binder.part(ESTIMATORS, estimator, "algorithm.kl.estimator", own(clamp="kl_clamp"))
-    advantage = _advantage(o, binder, spec)
-    binder.finish()
+    kl = settings.bind(ESTIMATORS, estimator, "algorithm.kl.estimator", own(clamp="kl_clamp"))
+    advantage = _advantage(o, settings, spec)
+    settings.refuse_unused()
 
     bound = settings_of(surrogate)
     o = replace(o, kl_estimator=estimator, clip_low=bound.get("low"), clip_high=bound.get("high"))
@@ -96,7 +97,7 @@ def _policy_gradient(
         o.entropy_max,
     )
     loss = PolicyLoss(
-        surrogate if isinstance(o.surrogate, str) else OwnSurrogate(surrogate),
+        surrogate if isinstance(o.surrogate, str) else UserSurrogate(surrogate),
         reduce,
         correction=correction,
         kl=kl,
@@ -143,16 +144,16 @@ def _on_policy(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, A
 # by the kind of the algorithm
 BUILDERS: dict[str, Callable[[str, AlgorithmSpec, Options, Mapping[str, Any]], Algorithm]] = {
     "policy_gradient": _policy_gradient,
-    "supervised": families.supervised,
-    "paired": families.paired,
-    "unpaired": families.unpaired,
-    "online": families.online,
-    "opposed": families.online,
-    "self_play": families.online,
-    "best_of": families.online,
-    "reward_model": families.reward_model,
-    "distillation": families.distillation,
-    "mixed_distillation": families.distillation,
+    "supervised": build_losses.supervised,
+    "paired": build_losses.paired,
+    "unpaired": build_losses.unpaired,
+    "online": build_losses.online,
+    "opposed": build_losses.online,
+    "self_play": build_losses.online,
+    "best_of": build_losses.online,
+    "reward_model": build_losses.reward_model,
+    "distillation": build_losses.distillation,
+    "mixed_distillation": build_losses.distillation,
     "on_policy_distillation": _on_policy,
 }
 
@@ -168,14 +169,16 @@ KEYS = {
 }
 
 
-def _first(selection: str | Callable[..., Tensor], binder: Binder) -> dict[str, tuple[Any, str]]:
+def _first(
+    selection: str | Callable[..., Tensor], settings: Settings
+) -> dict[str, tuple[Any, str]]:
     """`options: {top_entropy: 0.2}`: under its own name, a selection's first setting."""
-    if not isinstance(selection, str) or selection not in binder.take([selection]):
+    if not isinstance(selection, str) or selection not in settings.take([selection]):
         return {}
-    function = pick(SELECTIONS, selection, "algorithm.selection")
+    function = look_up(SELECTIONS, selection, "algorithm.selection")
     return {
         next(iter(settings_of(function))): (
-            binder.options[selection],
+            settings.options[selection],
             f"algorithm.options.{selection}",
         )
     }
@@ -196,20 +199,20 @@ def _selected(selection: str | Callable[..., Tensor] | None) -> Selected:
 
 
 def _advantage(
-    o: Options, binder: Binder, spec: AlgorithmSpec
+    o: Options, settings: Settings, spec: AlgorithmSpec
 ) -> Callable[[Rollouts], dict[str, Tensor]]:
     """The advantage with its `AdvantageOptions`: settings that it reads, and keyword-only
     parameters of a function of the user's.
     """
-    function = binder.part(ADVANTAGES, o.advantage, "algorithm.advantage")
+    function = settings.bind(ADVANTAGES, o.advantage, "algorithm.advantage")
     elsewhere = {"scale", "std", "eps", "clip", "weights"}  # keys of their own
     names = [f.name for f in fields(AdvantageOptions) if f.name not in elsewhere]
     if isinstance(o.advantage, str):
         names = [name for name in names if name in catalogue.ADVANTAGES[o.advantage].reads]
-    settings = {key: value for key, value in spec.options.items() if key in names}
-    settings |= binder.take(names)
+    chosen = {key: value for key, value in spec.options.items() if key in names}
+    chosen |= settings.take(names)
     options = AdvantageOptions(
-        scale=o.scale, std=o.std, eps=o.eps, clip=o.advantage_clip, weights=o.weights, **settings
+        scale=o.scale, std=o.std, eps=o.eps, clip=o.advantage_clip, weights=o.weights, **chosen
     )
     return partial(_call, function, options)
 
@@ -219,9 +222,9 @@ def _call(function: Advantage, options: AdvantageOptions, rollouts: Rollouts) ->
     try:
         values = function(rollouts, options)
     except Exception as error:
-        if (
-            told := blamed(function, error, "algorithm.advantage", "(rollouts, options)", __file__)
-        ) is None:
+        call = "(rollouts, options)"
+        told = error_of(function, error, "algorithm.advantage", call, __file__)
+        if told is None:
             raise
         raise told from error
     found = dict(values) if isinstance(values, Mapping) else {"advantages": values}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from reinforge.core.errors import InputError
+from reinforge.core.sample import Sample
 
 
 def sums(values: Tensor, sequence: Tensor, rows: int) -> Tensor:
@@ -49,6 +50,15 @@ def constant(streams: Mapping[str, Tensor], name: str, lengths: Tensor) -> Tenso
             what, where="data", fix="Leave answers without a token out, each with its pair."
         )
     return last(streams[name], lengths)
+
+
+def with_stream(sample: Sample, name: str, value: float) -> Sample:
+    """The sample with a stream that is `value` at every token: how a score or a label of a whole
+    answer reaches a loss.
+    """
+    return sample.with_(
+        streams={**sample.streams, name: torch.full((len(sample.tokens),), float(value))}
+    )
 
 
 def places(sequence: Tensor, lengths: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.bind import pick
-from reinforge.algorithms.reduce import Reduce, token_mean
+from reinforge.algorithms.parts.reduce import Reduce, token_mean
+from reinforge.algorithms.settings import look_up
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.trace import traced
@@ -189,7 +189,7 @@ class DistillationLoss:
         reduce: Reduce = token_mean,
         **settings: Any,
     ):
-        function = pick(DIVERGENCES, name, "algorithm.name")
+        function = look_up(DIVERGENCES, name, "algorithm.name")
         self.divergence: Callable[[Tensor, Tensor], Tensor] = lambda s, t: function(
             s, t, temperature=temperature, **settings
         )
@@ -252,15 +252,3 @@ def minillm_returns(
     returns = until[end] - until
     later = end - torch.arange(len(sequence), device=sequence.device)
     return (returns / later.clamp(min=1) if normalise else returns).to(student.dtype)
-
-
-def minillm_long(logprobs: Tensor, returns: Tensor, *, weights: Tensor | None = None) -> Tensor:
-    """[M] -w sg(R_{t+1}) log q(y_t): how a token changes what comes after it.
-
-    The rest of the gradient of KL(q, p) over sequences is `reverse_kl` of each step, computed
-    exactly instead of by sampling (2306.08543). `weights` w = q / (a p + (1 - a) q) of the sampled
-    token where a teacher took part in sampling.
-    """
-    assert logprobs.shape == returns.shape
-    loss = -returns.detach() * logprobs
-    return loss if weights is None else weights.detach() * loss

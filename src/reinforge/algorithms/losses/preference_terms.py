@@ -391,3 +391,25 @@ def _bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
     yes = logsigmoid(p)
     no = logsigmoid(-p)
     return yes.exp() * (yes - logsigmoid(q)) + no.exp() * (no - logsigmoid(-q))
+
+
+def xpo(
+    policy_w: Tensor,
+    policy_l: Tensor,
+    reference_w: Tensor,
+    reference_l: Tensor,
+    *,
+    explore: Tensor,
+    beta: float = 0.1,
+    alpha: float = 1e-5,
+    label_smoothing: float = 0.0,
+) -> Result:
+    """DPO + alpha · log pi(y) of the answers y that the *reference* sampled, on pairs of one answer
+    of either (2405.21046 algorithm 1).
+
+    `explore` [P] is that log-prob, of whichever side it was: where it falls the policy explores.
+    """
+    loss, metrics = sigmoid(
+        policy_w, policy_l, reference_w, reference_l, beta=beta, label_smoothing=label_smoothing
+    )
+    return loss + alpha * explore, metrics

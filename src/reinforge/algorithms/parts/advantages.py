@@ -3,7 +3,7 @@
 An advantage is `fn(rollouts, options)`: it gives [M], or {"advantages": [M], "returns": [M] targets
 for a critic}. It runs once, before the batch is cut, so its statistics are global. Those in this
 file give every token of a row the same number, from r = the total reward of the row's episode
-(`Rollouts.totals`); those of algorithms/returns.py go token by token.
+(`Rollouts.totals`); those of algorithms/parts/returns.py go token by token.
 
 All of them: float64 inside, returned in the rewards' dtype; unscored rows get 0 and are left out of
 every statistic; an episode counts once however many rows it was cut into; another order of the rows
@@ -22,10 +22,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.moments import Episodes, whiten
-from reinforge.algorithms.returns import gae, return_to_go
-from reinforge.algorithms.rollouts import AdvantageOptions, Rollouts
-from reinforge.algorithms.rollouts import Scale as Scale
+from reinforge.algorithms.parts.returns import gae, return_to_go
+from reinforge.algorithms.parts.rollouts import AdvantageOptions, Rollouts
+from reinforge.algorithms.parts.statistics import Episodes, whiten
 from reinforge.core.errors import InputError
 
 Advantage = Callable[[Rollouts, AdvantageOptions], Tensor | dict[str, Tensor]]

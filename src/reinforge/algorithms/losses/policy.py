@@ -1,4 +1,4 @@
-"""Losses as a backend calls them: the parts of an algorithm put together over one micro-batch.
+"""The loss of a policy gradient: its parts put together over one micro-batch.
 
 loss = sum_t weight_t * (w_t * s_t + beta * w_t * rho_t * kl_t - alpha * entropy_t - mu * positive_t
 * logp_t): weight from the reducer, w from the correction, s the surrogate after the selection.
@@ -15,11 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from reinforge.algorithms.corrections import Correction, mismatch, none
-from reinforge.algorithms.kl import KL, k3
-from reinforge.algorithms.reduce import Reduce, token_mean
-from reinforge.algorithms.surrogates import Surrogate, safe_ratio
-from reinforge.algorithms.terms import Terms
+from reinforge.algorithms.parts.corrections import Correction, mismatch, none
+from reinforge.algorithms.parts.kl import KL, k3
+from reinforge.algorithms.parts.reduce import Reduce
+from reinforge.algorithms.parts.surrogates import Surrogate, safe_ratio
+from reinforge.algorithms.parts.terms import Terms
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.trace import traced
@@ -55,10 +55,8 @@ class PolicyLoss:
         *,
         correction: Correction = none,
         kl: KL = k3,
-        kl_coefficient: float = 0.0,
         kl_importance: bool = True,
         kl_in_reward: bool = False,
-        entropy_coefficient: float = 0.0,
         off_policy: bool = False,
         engine_old: bool = False,
         selected: Selected = "keep",
@@ -69,7 +67,7 @@ class PolicyLoss:
         self.reduce = reduce
         self.correction = correction
         self.kl = kl
-        self.terms = terms or Terms(kl=kl_coefficient, entropy=entropy_coefficient)
+        self.terms = terms or Terms()
         self.kl_importance = kl_importance
         self.kl_in_loss = self.terms.kl > 0 and not kl_in_reward
         self.entropy_gradient = self.terms.bonus
@@ -170,28 +168,3 @@ def positive_weights(rewards: Tensor, sequence: Tensor) -> Tensor:
     """
     positive = (rewards > 0)[sequence].double()  # nan (unscored) is not
     return positive * (len(positive) / positive.sum().clamp(min=1))
-
-
-class NLLLoss:
-    """Supervised fine-tuning: L = -logp of each trained token, by default averaged over all trained
-    tokens of the batch.
-    """
-
-    unit = 1
-    entropy = False
-    entropy_gradient = False
-
-    def __init__(self, reduce: Reduce = token_mean):
-        self.reduce = reduce
-        self.needs: frozenset[str] = frozenset()
-
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        weights = self.reduce(tokens, totals)
-        weighted = weights * tokens.logprobs
-        loss = -weighted.sum()
-        shown = {"logprob": tokens.logprobs, "weight": weights, "loss": -weighted}
-        return loss, {
-            "sft/loss": loss.detach(),
-            "sft/nll": -tokens.logprobs.detach().sum() / max(totals.tokens, 1),
-            **traced(tokens, totals, shown),
-        }

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from reinforge.algorithms.bind import pick, settings_of
-from reinforge.algorithms.rows import constant, sums
+from reinforge.algorithms.losses.rows import constant, sums
+from reinforge.algorithms.settings import look_up, settings_of
 from reinforge.core.backend import State, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
@@ -113,17 +113,13 @@ def _parts(
 @dataclass(frozen=True)
 class UnpairedRow:
     function: Callable[..., Result]
-    paper: str
     constant: str | None = None  # the batch-wide constant it takes by this name
-    needs_reference: bool = True
-    averaged: bool = False
-    unit: int = 1
 
 
 UNPAIRED: dict[str, UnpairedRow] = {
-    "kto": UnpairedRow(kto, "2402.01306", "baseline"),
-    "bco": UnpairedRow(bco, "2404.04656", "delta"),
-    "apo_zero_unpaired": UnpairedRow(apo_zero_unpaired, "2408.06266"),
+    "kto": UnpairedRow(kto, "baseline"),
+    "bco": UnpairedRow(bco, "delta"),
+    "apo_zero_unpaired": UnpairedRow(apo_zero_unpaired),
 }
 
 
@@ -131,7 +127,7 @@ class UnpairedLoss:
     """A loss over single judged answers.
 
     The stream `label` holds 1 on all tokens of a good answer and 0 on those of a bad one
-    (`preference.with_stream`).
+    (`rows.with_stream`).
 
     Constants of the whole batch are made by `prepare` from `old` log-probs (the policy's before the
     update, so the current ones with one update per batch) and reach micro-batches as the stream
@@ -144,7 +140,7 @@ class UnpairedLoss:
     entropy_gradient = False
 
     def __init__(self, name: str = "kto", *, limit: int | None = None, **settings: Any):
-        self.row: UnpairedRow = pick(UNPAIRED, name, "algorithm.name")
+        self.row: UnpairedRow = look_up(UNPAIRED, name, "algorithm.name")
         known = settings_of(self.row.function).keys() - {"baseline", "delta"}
         if odd := settings.keys() - known:
             raise InputError(

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from reinforge.algorithms.preference import with_stream
+from reinforge.algorithms.losses.rows import with_stream
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Sample
 

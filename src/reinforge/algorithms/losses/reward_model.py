@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, softplus
 
-from reinforge.algorithms.bind import pick
-from reinforge.algorithms.rows import constant, last, sides
+from reinforge.algorithms.losses.rows import constant, last, sides
+from reinforge.algorithms.settings import look_up
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 
@@ -68,18 +67,17 @@ def process(scores: Tensor, label: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class RewardRow:
     function: Callable[..., Tensor]
-    paper: str
     per: Literal["pair", "answer", "step"]
     stream: str | None = None  # what it compares with: gap, target or label
 
 
 REWARD: dict[str, RewardRow] = {
-    "bradley_terry": RewardRow(bradley_terry, "2204.05862", "pair"),
-    "margin": RewardRow(margin, "2307.09288", "pair", "gap"),
-    "scaled": RewardRow(scaled, "2410.01257", "pair", "gap"),
-    "logexp": RewardRow(logexp, "2204.05862", "pair"),
-    "regression": RewardRow(regression, "2310.05344", "answer", "target"),
-    "process": RewardRow(process, "2211.14275", "step", "label"),
+    "bradley_terry": RewardRow(bradley_terry, "pair"),
+    "margin": RewardRow(margin, "pair", "gap"),
+    "scaled": RewardRow(scaled, "pair", "gap"),
+    "logexp": RewardRow(logexp, "pair"),
+    "regression": RewardRow(regression, "answer", "target"),
+    "process": RewardRow(process, "step", "label"),
 }
 
 
@@ -101,7 +99,7 @@ class RewardLoss:
     reads = frozenset({"values_after"})
 
     def __init__(self, name: str = "bradley_terry", *, centre: float = 0.0):
-        self.row: RewardRow = pick(REWARD, name, "algorithm.name")
+        self.row: RewardRow = look_up(REWARD, name, "algorithm.name")
         self.centre = centre
         self.unit = 2 if self.row.per == "pair" else 1
 
@@ -141,22 +139,3 @@ class RewardLoss:
             "reward/margin": (chosen - rejected).detach().sum() / pairs,
             **watched,
         }
-
-
-def step_scores(
-    values: Tensor, sequence: Tensor, rows: int, how: Literal["last", "min", "product"] = "min"
-) -> Tensor:
-    """[S] the score of an answer from the scores of its steps: probabilities sigma(r) joined by
-    their minimum or product, or the last.
-    """
-    logp = logsigmoid(values)
-    if how == "product":
-        return (
-            torch.zeros(rows, dtype=values.dtype, device=values.device)
-            .index_add(0, sequence, logp)
-            .exp()
-        )
-    if how == "last":
-        return last(logp.exp(), torch.bincount(sequence, minlength=rows))
-    worst = torch.ones(rows, dtype=values.dtype, device=values.device)
-    return worst.scatter_reduce(0, sequence, logp.exp(), "amin")

@@ -30,7 +30,7 @@ def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | Non
     return best[3] if best[1] >= cutoff else None
 
 
-def pick(choices: Mapping[str, Any], name: str, where: str) -> Any:
+def look_up(choices: Mapping[str, Any], name: str, where: str) -> Any:
     if name not in choices:
         near = closest(name, choices)
         hint = f"Did you mean {near}? " if near else ""
@@ -52,8 +52,9 @@ def name_of(function: Any) -> str:
     )
 
 
-class Binder:
-    """Gives each part the settings that it takes, and in the end refuses those that none took.
+class Settings:
+    """The user's settings of an algorithm: each part gets those that it takes, and in the end those
+    that none took are refused. `build.py` makes one for each algorithm that it builds.
 
     `options` (the config's `algorithm.options`) go to every part that has a parameter of that name;
     `own` are settings under keys of their own, `{parameter: (value, key)}`, which count more. A
@@ -64,7 +65,7 @@ class Binder:
         self.options = dict(options)
         self.taken: dict[str, None] = {}  # every name that some part takes, in order
 
-    def part(
+    def bind(
         self,
         choices: Mapping[str, Any],
         value: str | Callable[..., Any],
@@ -75,7 +76,7 @@ class Binder:
         """The function that `value` is or names, with its settings: own, then options, then
         `defaults` (the row's), then the function's.
         """
-        function = value if callable(value) else pick(choices, value, where)
+        function = value if callable(value) else look_up(choices, value, where)
         takes = settings_of(function)
         self.taken.update(dict.fromkeys(takes))
         given = {name: (x, key) for name, (x, key) in (own or {}).items() if x is not None}
@@ -112,7 +113,7 @@ class Binder:
         self.taken.update(dict.fromkeys(names))
         return {name: self.options[name] for name in names if name in self.options}
 
-    def finish(self) -> None:
+    def refuse_unused(self) -> None:
         for key in self.options:
             if key not in self.taken:
                 near = closest(key, self.taken)

@@ -1,0 +1,61 @@
+"""Supervised fine-tuning: the plain likelihood, and one weighted by it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from reinforge.algorithms.parts.reduce import Reduce, token_mean
+from reinforge.core.backend import TrainedTokens
+from reinforge.core.batch import Totals
+from reinforge.core.trace import traced
+
+
+class NLLLoss:
+    """Supervised fine-tuning: L = -logp of each trained token, by default averaged over all trained
+    tokens of the batch.
+    """
+
+    unit = 1
+    entropy = False
+    entropy_gradient = False
+
+    def __init__(self, reduce: Reduce = token_mean):
+        self.reduce = reduce
+        self.needs: frozenset[str] = frozenset()
+
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        weights = self.reduce(tokens, totals)
+        weighted = weights * tokens.logprobs
+        loss = -weighted.sum()
+        shown = {"logprob": tokens.logprobs, "weight": weights, "loss": -weighted}
+        return loss, {
+            "sft/loss": loss.detach(),
+            "sft/nll": -tokens.logprobs.detach().sum() / max(totals.tokens, 1),
+            **traced(tokens, totals, shown),
+        }
+
+
+def dft(logprobs: Tensor) -> Tensor:
+    """[M] -sg(p) log p: the likelihood's gradient without the 1/p that blows it up on unlikely
+    tokens (2508.05629).
+    """
+    return -logprobs.detach().exp() * logprobs
+
+
+class DFTLoss:
+    """Dynamic fine-tuning, by default averaged over all trained tokens of the batch."""
+
+    unit = 1
+    entropy = False
+    entropy_gradient = False
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, reduce: Reduce = token_mean):
+        self.reduce = reduce
+
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = (self.reduce(tokens, totals) * dft(tokens.logprobs)).sum()
+        return loss, {
+            "sft/loss": loss.detach(),
+            "sft/nll": -tokens.logprobs.detach().sum() / max(totals.tokens, 1),
+        }

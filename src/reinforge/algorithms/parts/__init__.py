@@ -1,0 +1,1 @@
+"""The parts that policy gradients are made of: pure functions, and the data that they take."""
