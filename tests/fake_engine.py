@@ -9,9 +9,6 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
-from torch import Tensor
-
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
@@ -89,18 +86,12 @@ class FakeEngine:
         finally:
             self.running -= 1
 
-    async def score(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([0.0] + [-math.log(self.vocabulary)] * (len(tokens) - 1))
-
     async def update(self, weights: Weights, version: int) -> None:
         self.version = version
 
     async def sleep(self) -> None:
         assert not self.running, "cannot sleep while completions are being written"
         self.awake = False
-
-    async def wake(self) -> None:
-        self.awake = True
 
     def state(self) -> dict[str, int]:
         return {}

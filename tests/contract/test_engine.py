@@ -19,6 +19,8 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.paired import Both
+from reinforge.engines.resumable import ResumableEngine
 from toys import VOCABULARY, ToyTokenizer, make_model, run, tokens_of
 
 
@@ -53,15 +55,27 @@ CASES = {
     "native": Case(
         make=lambda **kw: NativeEngine(make_model(), kv_gib=0.01, **kw),
         weights=lambda e: Weights("shared", module=e.model.module),
-        idle=lambda e: e.pool.free == e.pool.total and not e._running and not e._waiting,
+        idle=lambda e: _native_idle(e),
         breaks=_break_native,
     ),
     # waiting, forks cut in two, and one sequence at a time are its everyday life
     "native_small": Case(
         make=lambda **kw: _with_blocks(NativeEngine(make_model(), max_batch=3, **kw), 8),
         weights=lambda e: Weights("shared", module=e.model.module),
-        idle=lambda e: e.pool.free == e.pool.total and not e._running and not e._waiting,
+        idle=lambda e: _native_idle(e),
         breaks=_break_native,
+    ),
+    "paired": Case(
+        make=lambda **kw: _paired(**kw),
+        weights=lambda e: Weights("shared", module=e.first.model.module),
+        idle=lambda e: _native_idle(e.first) and _native_idle(e.second),
+        breaks=lambda e: _break_native(e.first),
+    ),
+    "resumable": Case(
+        make=lambda **kw: ResumableEngine(NativeEngine(make_model(), kv_gib=0.01, **kw)),
+        weights=lambda e: Weights("shared", module=e.engine.model.module),
+        idle=lambda e: _native_idle(e.engine),
+        breaks=lambda e: _break_native(e.engine),
     ),
     "fake": Case(
         make=lambda **kw: FakeEngine(vocabulary=VOCABULARY, decode=ToyTokenizer().decode, **kw),
@@ -70,6 +84,16 @@ CASES = {
         breaks=_break_fake,
     ),
 }
+
+
+def _paired(**kw: Any) -> Both:
+    """Two that generate with one module, as a policy and its mixture with the reference do."""
+    model = make_model()
+    return Both(NativeEngine(model, kv_gib=0.01, **kw), NativeEngine(model, kv_gib=0.01, **kw))
+
+
+def _native_idle(engine: NativeEngine) -> bool:
+    return engine.pool.free == engine.pool.total and not engine._running and not engine._waiting
 
 
 def _with_blocks(engine: NativeEngine, blocks: int) -> NativeEngine:
@@ -272,7 +296,7 @@ def test_cancelling_frees_everything_and_disturbs_nobody(case: Case) -> None:
     run(work())
 
 
-def test_sleep_and_wake(case: Case) -> None:
+def test_sleeps_until_it_is_asked(case: Case) -> None:
     async def work() -> None:
         engine = case.make()
         before = (await engine.generate(PROMPT, FREE, key=8))[0]
@@ -281,8 +305,6 @@ def test_sleep_and_wake(case: Case) -> None:
         # wakes by itself
         assert (await engine.generate(PROMPT, FREE, key=8))[0].tokens == before.tokens
         await engine.sleep()
-        await engine.wake()
-        await engine.wake()
         assert (await engine.generate(PROMPT, FREE, key=8))[0].tokens == before.tokens
 
     run(work())
@@ -329,19 +351,3 @@ def test_survives_its_event_loop(case: Case) -> None:
 
     run(leave())
     assert run(engine.generate(PROMPT, FREE, key=8))[0].tokens == want and case.idle(engine)
-
-
-def test_score_speaks_about_each_given_token(case: Case) -> None:
-    async def work() -> None:
-        engine = case.make()
-        done = (await engine.generate(PROMPT, FREE, key=8))[0]
-        scores = await engine.score(PROMPT + done.tokens)
-        assert (
-            scores.dtype is torch.float32
-            and scores.shape == (len(PROMPT) + 12,)
-            and float(scores[0]) == 0.0
-        )
-        # sampled at temperature 1
-        assert scores[len(PROMPT) :].tolist() == pytest.approx(done.logprobs, abs=1e-5)
-
-    run(work())

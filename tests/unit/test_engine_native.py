@@ -388,3 +388,18 @@ def test_eos_counts_only_when_sampled() -> None:
     assert len(done.tokens) == 1 and done.stop is Stop.EOS
     ignoring = run(engine.generate([EOS, 5, EOS], Sampling(4, ignore_eos=True), key=1))[0]
     assert len(ignoring.tokens) == 4 and ignoring.stop is Stop.LENGTH
+
+
+def test_score_speaks_about_each_given_token() -> None:
+    async def work() -> None:
+        engine = NativeEngine(make_model(), kv_gib=0.01)
+        prompt = tokens_of(7)
+        done = (await engine.generate(prompt, Sampling(12, ignore_eos=True), key=8))[0]
+        scores = await engine.score(prompt + done.tokens)
+        assert scores.dtype is torch.float32
+        assert scores.shape == (len(prompt) + 12,)
+        assert float(scores[0]) == 0.0
+        # sampled at temperature 1
+        assert scores[len(prompt) :].tolist() == pytest.approx(done.logprobs, abs=1e-5)
+
+    run(work())

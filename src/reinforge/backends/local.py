@@ -20,7 +20,7 @@ from reinforge.backends.microbatch import (
     trained_tokens,
 )
 from reinforge.backends.oom import Recovery, fitted, memory_errors
-from reinforge.backends.optimizer import MasterAdamW, learning_rate
+from reinforge.backends.optimizer import MasterAdamW, learning_rate, step_metrics
 from reinforge.backends.reference import Reference
 from reinforge.backends.teachers import Teachers
 from reinforge.checkpoint.stored import Stored, within
@@ -260,12 +260,7 @@ class LocalBackend:
         for follower in (self.reference, self.ema):
             if follower is not None:
                 follower.after_step()
-        return {
-            "train/grad_norm": norm,
-            "train/learning_rate": rate,
-            "train/skipped": float(not math.isfinite(norm)),
-            "train/empty": float(norm == 0),
-        }
+        return step_metrics(norm, rate)
 
     def weights(self) -> Weights:
         return Weights("shared", module=self.model.module)

@@ -248,9 +248,6 @@ class RemoteEngine:
     async def sleep(self) -> None:
         await self._each(lambda crew: crew.acall(self.name, "sleep"))
 
-    async def wake(self) -> None:
-        await self._each(lambda crew: crew.acall(self.name, "wake"))
-
     async def _each(self, work: Callable[[Crew], Awaitable[Any]]) -> None:
         await asyncio.gather(*(self._kept(seat, work) for seat in self.seats))
 

@@ -80,9 +80,6 @@ class Seat:
     def sleep(self) -> None:
         self._wait(self.engine.sleep())
 
-    def wake(self) -> None:
-        self._wait(self.engine.wake())
-
     def load(self, state: dict[str, int]) -> None:
         self.engine.load(state)
 
@@ -204,9 +201,6 @@ class RankedEngine:
 
     async def sleep(self) -> None:
         await self._call("sleep", [()] * self.ranks.size)
-
-    async def wake(self) -> None:
-        await self._call("wake", [()] * self.ranks.size)
 
     def state(self) -> dict[str, int]:
         return self.own.state()

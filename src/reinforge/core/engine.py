@@ -79,10 +79,8 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give memory back to the trainer."""
+        """Give memory back to the trainer. The next request wakes it."""
         ...
-
-    async def wake(self) -> None: ...
 
     def state(self) -> dict[str, int]:
         """What its scheduling depends on beside the requests (the size of the KV pool): a resumed

@@ -41,9 +41,6 @@ class Both:
     async def sleep(self) -> None:
         await asyncio.gather(self.first.sleep(), self.second.sleep())
 
-    async def wake(self) -> None:
-        await asyncio.gather(self.first.wake(), self.second.wake())
-
     def state(self) -> dict[str, int]:
         return {
             **self.first.state(),

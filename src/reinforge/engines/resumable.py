@@ -175,9 +175,6 @@ class ResumableEngine:
     async def sleep(self) -> None:
         await self.engine.sleep()
 
-    async def wake(self) -> None:
-        await self.engine.wake()
-
     def state(self) -> dict[str, int]:
         return self.engine.state()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from reinforge.backends.memory_model import (
     optimizer_bytes,
 )
 from reinforge.backends.microbatch import facts_of
-from reinforge.backends.optimizer import learning_rate
+from reinforge.backends.optimizer import learning_rate, step_metrics
 from reinforge.backends.reference import FrozenReference, Reference
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
@@ -159,14 +158,7 @@ class DeepSpeedWorker(RankWorker):
         self.steps += 1
         if self.reference is not None:
             self.reference.after_step()
-        skipped = float(not math.isfinite(norm))
-        empty = float(norm == 0)
-        return {
-            "train/grad_norm": norm,
-            "train/learning_rate": rate,
-            "train/skipped": skipped,
-            "train/empty": empty,
-        }
+        return step_metrics(norm, rate)
 
     # ---- whole tensors ----
 

@@ -251,9 +251,6 @@ class ServedEngine:
                 for replica in self.replicas:
                     replica.version = None  # its weights are gone
 
-    async def wake(self) -> None:
-        await self._awake()
-
     def state(self) -> dict[str, int]:
         return {}
 
