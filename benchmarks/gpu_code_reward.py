@@ -34,8 +34,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from reinforge.build.given import Given  # noqa: E402
 from reinforge.build.run import train_config  # noqa: E402
-from reinforge.build.trainer import Given  # noqa: E402
 from reinforge.config.load import config_from_dict  # noqa: E402
 from reinforge.core.errors import InputError  # noqa: E402
 from reinforge.loops.view import NoView  # noqa: E402

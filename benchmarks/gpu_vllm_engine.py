@@ -42,7 +42,7 @@ from gpu_step import (
 
 from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
-from reinforge.build.engines import trainer_score
+from reinforge.build.served import trainer_score
 from reinforge.config.engine import EngineConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack

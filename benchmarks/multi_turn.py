@@ -30,9 +30,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from reinforge.build.evaluation import build_heldout  # noqa: E402
+from reinforge.build.given import Given  # noqa: E402
+from reinforge.build.inputs import read_inputs  # noqa: E402
+from reinforge.build.local import LocalFactories  # noqa: E402
 from reinforge.build.run import train_config  # noqa: E402
-from reinforge.build.trainer import Given  # noqa: E402
-from reinforge.build.workshop import Workshop  # noqa: E402
 from reinforge.config.load import config_from_dict  # noqa: E402
 from reinforge.core.aio import run_sync  # noqa: E402
 from reinforge.core.sample import Group, Sample  # noqa: E402
@@ -264,9 +266,10 @@ def compared(taught: Path, size: dict[str, Any], seed: int = 0) -> dict[str, int
             player,
             {"temperature": 0.0},
         )
-        heldout = Workshop(cfg, Given(data=rows, eval_data=held_out), View()).heldout(
-            groups[arm].extend
-        )
+        given = Given(data=rows, eval_data=held_out)
+        factories = LocalFactories()
+        inputs = read_inputs(cfg, given, View(), factories.make_rewards)
+        heldout = build_heldout(inputs, factories, View(), on_groups=groups[arm].extend)
         assert heldout is not None
         run_sync(heldout())
     read = [

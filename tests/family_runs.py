@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.models.tiny import make_tiny_model

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from tiny_runs import EVAL, launch, lines, tensors
 from toys import SilentView, relative
 

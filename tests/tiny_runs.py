@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from odd_reward import odd
+from reinforge.build.given import Given
 from reinforge.build.run import RunResult, train_config
-from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config

@@ -69,13 +69,13 @@ class Clock:
 clock = Clock()
 spent = {"precompute": 0.0}
 lengths = list[int]()
-keep_reference = supervised.keep_reference
+precompute_reference = supervised.precompute_reference
 make_units = supervised.make_units
 
 
 def timed(*args: Any) -> Any:
     start = now()
-    found = keep_reference(*args)
+    found = precompute_reference(*args)
     spent["precompute"] += now() - start
     return found
 
@@ -86,7 +86,7 @@ def counted(*args: Any) -> Any:
     return found
 
 
-supervised.keep_reference = timed
+supervised.precompute_reference = timed
 supervised.make_units = counted
 cfg = config_from_dict(
     {

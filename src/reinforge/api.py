@@ -39,7 +39,7 @@ from reinforge.core.errors import InputError
 from reinforge.data.objects import rows_of
 
 if TYPE_CHECKING:
-    from reinforge.build.trainer import Given
+    from reinforge.build.given import Given
     from reinforge.rewards.build import GivenRewards
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ def train(
     `dir` is where the run is written: by default a new `runs/<algorithm>-<date>-<time>`. To
     continue a run, give its `dir`.
     """
-    from reinforge.build.trainer import Given
+    from reinforge.build.given import Given
     from reinforge.rewards.build import describe_rewards
 
     _check_named(model, adapter)
@@ -297,21 +297,29 @@ def evaluate(
     Writes nothing but the result. Rows that were given as Python objects are not kept: for such a
     run, name files, `overrides=["data.source=rows.jsonl", ...]`.
     """
-    from reinforge.build.supervised import heldout_of
-    from reinforge.build.trained import config_of, load_weights
-    from reinforge.build.trainer import Given, Workshop
+    from reinforge.build.evaluation import Evaluate, build_heldout
+    from reinforge.build.given import Given
+    from reinforge.build.inputs import read_inputs
+    from reinforge.build.local import LocalFactories
+    from reinforge.build.saved_model import config_of, load_weights
+    from reinforge.build.supervised import build_supervised_heldout
+    from reinforge.models.packed import PackedModel
     from reinforge.watch.view import View
 
     config, run_dir = config_of(Path(config_or_run), overrides)
-    shop = Workshop(config, Given(), View())
+    view = View()
+    factories = LocalFactories()
+    inputs = read_inputs(config, Given(), view, factories.make_rewards)
 
-    def load() -> None:
+    def load(model: PackedModel) -> None:
         if run_dir is not None:
-            load_weights(shop.model, run_dir, checkpoint)
+            load_weights(model, run_dir, checkpoint)
 
+    heldout: Evaluate | None
     if config.algorithm.rl:
-        load()
-    heldout = shop.heldout() if config.algorithm.rl else heldout_of(shop, load)
+        heldout = build_heldout(inputs, factories, view, load=load)
+    else:
+        heldout = build_supervised_heldout(inputs, factories, view, load=load)
     if heldout is None:
         raise InputError(
             "there is nothing to evaluate: no held-out rows, or no reward to score them.",

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,20 +97,20 @@ def ray_processes() -> set[int]:
 # ---- toys that live in actors ----
 
 
-def toy_station(objects: dict[str, Any]) -> Any:
+def toy_model(objects: dict[str, Any]) -> Any:
     from toys import make_model
 
-    return SimpleNamespace(model=make_model())
+    return make_model()
 
 
 def toy_backend(objects: dict[str, Any]) -> Any:
     from reinforge.backends.local import LocalBackend
     from toys import train_config
 
-    return LocalBackend(objects["shop"].model, train_config(learning_rate=0.1), total_steps=9)
+    return LocalBackend(objects["model"], train_config(learning_rate=0.1), total_steps=9)
 
 
 def toy_engine(objects: dict[str, Any]) -> Any:
     from reinforge.engines.native import NativeEngine
 
-    return NativeEngine(objects["shop"].model, kv_gib=0.01)
+    return NativeEngine(objects["model"], kv_gib=0.01)

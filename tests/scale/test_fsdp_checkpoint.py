@@ -18,7 +18,7 @@ import torch
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.fsdp.worker import FsdpWorker
-from reinforge.build.trained import open_model
+from reinforge.build.saved_model import open_model
 from reinforge.checkpoint import store
 from reinforge.checkpoint.stored import Stored
 from reinforge.core.errors import InputError, StoppedByPolicy

@@ -227,11 +227,11 @@ def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
 
         def engine_crew(i: int) -> Crew:
             crew = cluster.crew("engine", i)
-            crew.make("shop", ray_here.toy_station)
+            crew.make("model", ray_here.toy_model)
             return crew
 
         policy = cluster.crew("policy")
-        policy.make("shop", ray_here.toy_station)
+        policy.make("model", ray_here.toy_model)
         backend = RemoteBackend(policy, "policy", ray_here.toy_backend, shares=False)
         engine = RemoteEngine(
             cluster,
@@ -246,7 +246,7 @@ def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
         c.versions == sorted(c.versions) for c in during
     )
     assert {v for c in after for v in c.versions} == {1}
-    model = ray_here.toy_station({}).model
+    model = ray_here.toy_model({})
     own = dict(model.module.named_parameters())
     for name, tensor in trained.items():
         if name.startswith("model/"):

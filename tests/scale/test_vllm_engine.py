@@ -18,7 +18,7 @@ import pytest
 import torch
 from vllm_here import START, vllm_python
 
-from reinforge.build.engines import setup_of, trainer_score
+from reinforge.build.served import setup_of, trainer_score
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.load import config_from_dict
 from reinforge.config.model import ModelConfig

@@ -44,7 +44,7 @@ def logprobs(model: Any) -> torch.Tensor:
 
 
 def opened(model: str, kind: str, run: Path) -> Any:
-    from reinforge.build.trained import load_weights
+    from reinforge.build.saved_model import load_weights
 
     found = load_model(ModelConfig(path=model, device="cpu"), AdapterConfig(kind=kind, rank=4))  # type: ignore[arg-type]
     load_weights(found, run)
@@ -160,7 +160,7 @@ def test_a_reward_model_learns_with_an_adapter(model: str, tmp_path: Path, kind:
     assert metrics[-1]["train/loss"] < 0.5 * metrics[0]["train/loss"] and metrics[0][
         "train/loss"
     ] == pytest.approx(math.log(2), abs=1e-5)
-    from reinforge.build.trained import load_weights
+    from reinforge.build.saved_model import load_weights
 
     trained = load_scalar(cfg.model, cfg.adapter, fresh=True)
     names = {n for n, p in trained.module.named_parameters() if p.requires_grad}

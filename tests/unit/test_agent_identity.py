@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.build.agents import AgentEndpoint
+from reinforge.build.agent_endpoint import AgentEndpoint
 from reinforge.core.engine import Sampling
 from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import agent_programs as programs
-from reinforge.build.agents import AgentEndpoint
+from reinforge.build.agent_endpoint import AgentEndpoint
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.config.data import DataConfig
 from reinforge.config.load import load_config
 from reinforge.config.model import ModelConfig

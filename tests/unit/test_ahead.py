@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.build.workshop import averaged
+from reinforge.build.evaluation import with_average
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
@@ -155,7 +155,7 @@ def test_the_average_is_evaluated_when_nothing_is_under_way() -> None:
         engine: Any = SimpleNamespace(update=update)
         await ahead.advance(0, 0)
         assert not world.generated
-        run = averaged(evaluate, backend, engine, ahead.settle)
+        run = with_average(evaluate, backend, engine, ahead.settle)
         assert run is not None
         await run()
         assert seen == [average] and world.version == 0 and len(world.generated) == 4

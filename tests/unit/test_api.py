@@ -13,7 +13,12 @@ import pytest
 import torch
 
 import reinforge
-from reinforge.build.trainer import Given, Workshop, build, load_data
+from reinforge.build.data import load_data
+from reinforge.build.evaluation import build_heldout
+from reinforge.build.given import Given
+from reinforge.build.inputs import read_inputs
+from reinforge.build.local import LocalFactories
+from reinforge.build.trainer import build
 from reinforge.config.load import config_from_dict
 from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
@@ -478,11 +483,13 @@ def test_prompts_of_rollout_evaluation_and_sft_are_the_same_ids(
         and isinstance(rl.source, GroupSource)
     )
     rollout: Any = rl.source.rollout
-    evaluation = Workshop(
+    inputs = read_inputs(
         config_of(bos_dir, tmp_path),
         Given(data=rows[:1], eval_data=rows[1:], rewards=[share_of_a]),
         _quiet(),
-    ).heldout()
+        LocalFactories().make_rewards,
+    )
+    evaluation = build_heldout(inputs, LocalFactories(), _quiet())
     assert evaluation is not None
     held: Any = evaluation.rollout
     for i, row in enumerate(rl.source.rows):

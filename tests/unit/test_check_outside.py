@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.build import sharded
+from reinforge.build import ranks
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.sample import Row
@@ -151,7 +151,7 @@ def test_ranks_that_this_machine_cannot_start_are_a_warning(
         )
         assert len(report.warnings) == warnings and report.ok
     assert (
-        sharded.ranks_here(
+        ranks.ranks_here(
             config(
                 model,
                 tmp_path,

@@ -15,8 +15,8 @@ import torch
 
 from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.backends.local import LocalBackend
+from reinforge.build.given import Given
 from reinforge.build.run import train_config as run_config
-from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
 from reinforge.config.model import ModelConfig

@@ -12,7 +12,8 @@ import torch
 
 from family_runs import WORDS, config, launch
 from reinforge.algorithms.catalogue import TABLE
-from reinforge.build.trainer import Given, build
+from reinforge.build.given import Given
+from reinforge.build.trainer import build
 from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.checkpoint.lock import RunLock
 from reinforge.cli.main import main
 from reinforge.config.schema import Config

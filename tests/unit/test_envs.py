@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.check.template import template_facts
 from reinforge.config.data import DataConfig
 from reinforge.config.env import EnvConfig

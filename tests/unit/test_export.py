@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.build.trained import open_model
+from reinforge.build.saved_model import open_model
 from reinforge.cli.main import main
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.model import ModelConfig

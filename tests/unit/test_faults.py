@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.env import RolloutContext

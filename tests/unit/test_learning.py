@@ -20,8 +20,8 @@ from torch import Tensor
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts, group_relative
 from reinforge.algorithms.parts.surrogates import ppo_clip
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict
 from reinforge.models.tiny import make_tiny_model
 from tiny_runs import lines

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from reinforge.build.trained import open_model  # noqa: E402
+from reinforge.build.saved_model import open_model  # noqa: E402
 from reinforge.cli.main import app  # noqa: E402
 from reinforge.core.errors import InputError  # noqa: E402
 from reinforge.evals.lm_eval import NativeLM, run_tasks  # noqa: E402

@@ -233,7 +233,7 @@ def test_code_in_a_model_directory_is_not_run_whoever_says_yes(
 
 
 def test_a_key_of_the_config_allows_it_for_this_model_alone(hostile: tuple[Path, Path]) -> None:
-    from reinforge.build.critic import _changes
+    from reinforge.build.critic_model import critic_section
     from reinforge.config.load import config_from_dict
 
     folder, mark = hostile
@@ -253,10 +253,7 @@ def test_a_key_of_the_config_allows_it_for_this_model_alone(hostile: tuple[Path,
             "run": {"dir": "c"},
         }
     )
-    assert (
-        cfg.critic is not None
-        and cfg.model.model_copy(update=_changes(cfg, cfg.critic)[0]).trust_remote_code is False
-    )
+    assert cfg.critic is not None and critic_section(cfg)[0].trust_remote_code is False
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])

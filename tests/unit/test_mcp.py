@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("mcp")
 
-from reinforge.build.envs import mixture_of
+from reinforge.build.environments import mixture_of
 from reinforge.config.env import EnvConfig
 from reinforge.core.env import Action, Call, RolloutContext
 from reinforge.core.errors import InputError

@@ -19,8 +19,9 @@ from reinforge.algorithms.losses.nash import NashLoss, geometric_mixture
 from reinforge.algorithms.losses.rows import with_stream
 from reinforge.algorithms.pairing import best_and_worst, contest, keep_best, self_play, win_rates
 from reinforge.backends.local import LocalBackend
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given, build
+from reinforge.build.trainer import build
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from harvests import harvest_of
-from reinforge.build.sampling import resumable_requests
-from reinforge.build.trainer import Given, build
+from reinforge.build.given import Given
+from reinforge.build.source import resumable_requests
+from reinforge.build.trainer import build
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.backend import State

@@ -16,10 +16,12 @@ from family_runs import HELD, JUDGED, PAIRS, config, launch, small_model
 from reinforge.algorithms import catalogue
 from reinforge.api import evaluate
 from reinforge.backends.local import LocalBackend
+from reinforge.build.given import Given
+from reinforge.build.inputs import read_inputs
+from reinforge.build.local import LocalFactories
 from reinforge.build.run import train_config
 from reinforge.build.supervised import make_units
-from reinforge.build.trainer import Given, build
-from reinforge.build.workshop import Workshop
+from reinforge.build.trainer import build
 from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.data.chat import Renderer
@@ -375,10 +377,13 @@ def test_a_run_is_evaluated_against_its_reference(model: str, tmp_path: Path) ->
 
 
 def units(model: str, tmp_path: Path, name: str, rows: list[Any], **sections: Any) -> list[Any]:
-    shop = Workshop(
-        config(model, tmp_path / "run", name, **sections), Given(data=rows), SilentView()
+    inputs = read_inputs(
+        config(model, tmp_path / "run", name, **sections),
+        Given(data=rows),
+        SilentView(),
+        LocalFactories().make_rewards,
     )
-    return make_units(shop, shop.train_rows).units
+    return make_units(inputs, inputs.train_rows, SilentView()).units
 
 
 def test_rows_of_all_kinds_are_the_same_pairs(model: str, tmp_path: Path) -> None:
@@ -422,14 +427,15 @@ def test_chat_pairs_and_the_reward_model_that_reads_them(model: str, tmp_path: P
     sections = {"data": {"source": "python", "system": "S"}}
     made = {}
     for name in ("dpo", "bradley_terry"):
-        shop = Workshop(
+        inputs = read_inputs(
             config(model, tmp_path / "run", name, template, **sections),
             Given(data=[row]),
             SilentView(),
+            LocalFactories().make_rewards,
         )
-        made[name] = make_units(shop, shop.train_rows).units[0]
-        prompt = shop.renderer.prompt(shop.train_rows[0])
-        tokenizer = shop.model.tokenizer
+        made[name] = make_units(inputs, inputs.train_rows, SilentView()).units[0]
+        prompt = inputs.renderer.prompt(inputs.train_rows[0])
+        tokenizer = inputs.tokenizer
     assert (
         tokenizer.decode(prompt)
         == "<|bos|>system\nS<|eos|>\n<|bos|>user\nodd?<|eos|>\n<|bos|>assistant\n"

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from family_runs import small_model
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict
 from reinforge.config.model import ModelConfig
 from reinforge.config.rewards import RewardConfig

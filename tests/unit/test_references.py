@@ -17,8 +17,9 @@ from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.ema import Average
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.optimizer import MasterAdamW
-from reinforge.build.trained import load_weights
-from reinforge.build.trainer import Given, build
+from reinforge.build.given import Given
+from reinforge.build.saved_model import load_weights
+from reinforge.build.trainer import build
 from reinforge.checkpoint import store
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.algorithm import ReferenceConfig

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config as run_config
-from reinforge.build.trainer import Given
 from reinforge.config.model import ModelConfig
 from reinforge.config.rewards import RewardConfig
 from reinforge.config.schema import Config

@@ -13,10 +13,12 @@ import torch
 
 from family_runs import HELD, PAIRS, config, launch, small_model
 from reinforge.algorithms.catalogue import TABLE
+from reinforge.build.given import Given
+from reinforge.build.inputs import read_inputs
+from reinforge.build.local import LocalFactories
 from reinforge.build.run import train_config
 from reinforge.build.supervised import make_units
-from reinforge.build.trainer import Given, build
-from reinforge.build.workshop import Workshop
+from reinforge.build.trainer import build
 from reinforge.core.errors import InputError
 from reinforge.evals.rows import calibration_error
 from reinforge.offline.export import export
@@ -126,10 +128,14 @@ def test_an_exported_model_is_an_ordinary_classifier_and_scores_what_it_was_trai
             found[side] = plain(torch.tensor([ids])).logits[0, 0].item()
             assert reward([row["prompt"]], [row[side]]) == pytest.approx([found[side]], abs=1e-5)
         assert found["chosen"] > found["rejected"] + 1
-    shop = Workshop(
-        config(model, tmp_path / "run", "bradley_terry"), Given(data=PAIRS), SilentView()
+    inputs = read_inputs(
+        config(model, tmp_path / "run", "bradley_terry"),
+        Given(data=PAIRS),
+        SilentView(),
+        LocalFactories().make_rewards,
     )
-    for (chosen, rejected), row in zip(make_units(shop, shop.train_rows).units, PAIRS, strict=True):
+    units = make_units(inputs, inputs.train_rows, SilentView()).units
+    for (chosen, rejected), row in zip(units, PAIRS, strict=True):
         assert chosen.tokens.tolist() == reward.ids(row["prompt"], row["chosen"]) and bool(
             chosen.trained[-1]
         )
@@ -165,8 +171,13 @@ def test_steps_are_labelled_where_they_end(model: str, tmp_path: Path, inner: bo
         "steps" if inner else "completions": ["cd", "efg"],
         "labels": [True, 0.25],
     }
-    shop = Workshop(config(model, tmp_path / "run", "process"), Given(data=[row]), SilentView())
-    ((sample,),) = make_units(shop, shop.train_rows).units
+    inputs = read_inputs(
+        config(model, tmp_path / "run", "process"),
+        Given(data=[row]),
+        SilentView(),
+        LocalFactories().make_rewards,
+    )
+    ((sample,),) = make_units(inputs, inputs.train_rows, SilentView()).units
     text = "ab:cd\nefg\n"
     assert len(sample.tokens) == len(text) and sample.trained.nonzero()[:, 0].tolist() == [5, 9]
     assert sample.streams["label"][sample.trained].tolist() == [1.0, 0.25]

@@ -15,8 +15,8 @@ import torch
 
 from odd_reward import odd
 from reinforge.backends.local import LocalBackend
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.batch import Batch, Totals

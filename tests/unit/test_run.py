@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given, build
+from reinforge.build.trainer import build
 from reinforge.checkpoint import store
 from reinforge.checkpoint.lock import LOCK
 from reinforge.config.schema import Config

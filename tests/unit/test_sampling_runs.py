@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from reinforge.backends.local import LocalBackend
+from reinforge.build.algorithm import algorithm_section
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.sampling import replayable
-from reinforge.build.trainer import Given
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
@@ -138,7 +138,7 @@ def test_replayed_groups_have_a_ratio_to_the_policy_that_sampled_them(
             rewards=[{"name": "odd"}],
             sampling={"replay": REPLAY},
         )
-        assert replayable(cfg).old == "engine"
+        assert algorithm_section(cfg).old == "engine"
         go(cfg)
         found[rate] = lines(cfg)
         assert [m["replay/groups"] for m in found[rate]] == [0, 2, 2] and [
@@ -246,7 +246,7 @@ def test_replay_with_a_correction_leaves_old_alone() -> None:
             algorithm={"name": "grpo", "surrogate": "reinforce", "correction": {"name": "tis"}},
         )
     )
-    assert replayable(cfg) is cfg.algorithm
+    assert algorithm_section(cfg) is cfg.algorithm
     assert (
         not config_from_dict(raw()).sampling.tracks
         and config_from_dict(raw(sampling={"curriculum": {"steps": 2}})).sampling.tracks

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.config.schema import Config
 from reinforge.core.sample import Row
 from reinforge.data.units import one_sided

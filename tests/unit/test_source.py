@@ -17,8 +17,8 @@ import odd_reward
 from fake_engine import FakeEngine
 from harvests import harvest_of
 from reinforge.algorithms.build import build
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
 from reinforge.core.batch import Batch

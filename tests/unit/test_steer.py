@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from family_runs import WORDS, config, launch, small_model
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.data.sources import fill, rows_from, train_and_eval_rows

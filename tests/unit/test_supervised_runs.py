@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from family_runs import WORDS, config, launch, small_model
-from reinforge.build.trainer import Given, build
+from reinforge.build.given import Given
+from reinforge.build.trainer import build
 from reinforge.core.errors import InputError
 from reinforge.data.cursor import Cursor
 from reinforge.data.mixture import MixtureCursor

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.models.tiny import make_tiny_model

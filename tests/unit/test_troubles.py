@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.watch.report import write_report

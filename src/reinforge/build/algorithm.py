@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.build import build as build_algorithm
-from reinforge.config.algorithm import AlgorithmConfig
+from reinforge.algorithms.losses.value import ValueLoss, WithValues
+from reinforge.config.algorithm import AlgorithmConfig, ReferenceConfig
+from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
 from reinforge.rewards.build import load_function
+
+VALUE_COEFFICIENT = 0.5  # of a shared critic's loss, unless told otherwise
 
 
 def algorithm_of(
@@ -66,3 +72,63 @@ def algorithm_of(
         label_smoothing=cfg.label_smoothing,
         losses=cfg.losses or None,
     )
+
+
+def make_algorithm(cfg: Config, weights: Mapping[str, float]) -> Algorithm:
+    """The algorithm of a run, with the loss of a critic that shares the policy's trunk."""
+    algorithm = algorithm_of(algorithm_section(cfg), cfg.rollout.max_new_tokens, weights)
+    if not cfg.algorithm.rl:
+        return algorithm
+    _check_critic(cfg, algorithm)
+    if cfg.critic is None or not cfg.critic.shared:
+        return algorithm
+    value_loss = ValueLoss(cfg.critic.clip)
+    coefficient = cfg.critic.coefficient or VALUE_COEFFICIENT
+    return replace(algorithm, loss=WithValues(algorithm.loss, value_loss, coefficient))
+
+
+def _check_critic(cfg: Config, algorithm: Algorithm) -> None:
+    """A critic is there exactly where the advantage reads values."""
+    reads = "values" in algorithm.needs
+    if reads and cfg.critic is None:
+        raise InputError(
+            "the advantage needs the values of a critic.",
+            where="critic",
+            fix="Add `critic: {}`.",
+        )
+    if cfg.critic is not None and not reads:
+        raise InputError(
+            "the advantage reads no values, so there is nothing that a critic could be for.",
+            where="critic",
+            fix=(
+                "Remove the section; a function of your own says `function.needs ="
+                " frozenset({'values'})`."
+            ),
+        )
+
+
+def algorithm_section(cfg: Config) -> AlgorithmConfig:
+    """The section `algorithm`; with replay or staleness and no correction, the ratio is taken to
+    the policy that sampled (old: engine).
+    """
+    on_policy = cfg.sampling.replay is None and cfg.rollout.staleness == 0
+    if (
+        on_policy
+        or cfg.algorithm.correction.name != "none"
+        or not cfg.algorithm.rl
+        or cfg.algorithm.old == "recompute"
+    ):
+        return cfg.algorithm
+    return cfg.algorithm.model_copy(update={"old": "engine"})
+
+
+def reference_of(cfg: Config, algorithm: Algorithm) -> ReferenceConfig | None:
+    """The reference that a run compares with: as the config says, or where that says nothing, as
+    the algorithm does (tr_dpo). None: it has none.
+    """
+    if "reference" not in algorithm.needs | algorithm.loss.needs:
+        return None
+    asked = cfg.algorithm.kl.reference
+    if asked != ReferenceConfig():
+        return asked
+    return ReferenceConfig(**algorithm.options.reference)

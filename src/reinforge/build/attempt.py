@@ -1,5 +1,5 @@
 """One attempt at a run. On one machine there is one; on Ray another one follows when the actors
-that train are lost (build/remote.py).
+that train are lost (build/ray_run.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from reinforge.loops.run import Run
 class Attempt:
     """What whoever starts a run knows about it, and is told about it.
 
-    `train_config` makes it, or `on_ray` its own kind. The builders hand its values to the run; who
-    carries the run out calls `made` and `opened`.
+    `train_config` makes it, or `run_on_ray` its own kind. The builders hand its values to the run;
+    who carries the run out calls `made` and `opened`.
     """
 
     began: float = field(default_factory=time.monotonic)

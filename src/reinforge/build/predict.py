@@ -17,7 +17,7 @@ from reinforge.backends.roofline import Machine, Work
 from reinforge.config.schema import Config
 
 if TYPE_CHECKING:
-    from reinforge.build.sharded import AnyBackend
+    from reinforge.build.ranks import AnyBackend
 
 USABLE = 0.97  # of a GPU's memory; its context and libraries have the rest
 

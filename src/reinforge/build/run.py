@@ -15,7 +15,8 @@ from reinforge.core.aio import run_sync
 
 if TYPE_CHECKING:
     from reinforge.build.attempt import Attempt
-    from reinforge.build.workshop import Given
+    from reinforge.build.factories import Factories
+    from reinforge.build.given import Given
     from reinforge.loops.run import Run
     from reinforge.loops.view import ViewLike
 
@@ -40,29 +41,32 @@ def train_config(
     view = view or View()
     view.doing("loading torch and transformers")
     from reinforge.build.attempt import Attempt
-    from reinforge.build.sharded import open_ranks
-    from reinforge.build.workshop import Given
+    from reinforge.build.given import Given
+    from reinforge.build.local import LocalFactories
+    from reinforge.build.ranks import open_ranks
 
     given = given or Given()
     try:
         if config.cluster.kind == "ray":
-            from reinforge.build.remote import on_ray
+            from reinforge.build.ray_run import run_on_ray
 
-            run = on_ray(config, given, view, _execute)
+            run = run_on_ray(config, given, view, _execute)
         else:
             with open_ranks(config):
-                run = _execute(config, given, view, Attempt())
+                run = _execute(config, given, view, Attempt(), LocalFactories(given.model))
     finally:
         view.stop()
     return RunResult(run.dir, run.last, run.step, run.stopped, run.report)
 
 
-def _execute(config: Config, given: Given, view: ViewLike, attempt: Attempt) -> Run:
+def _execute(
+    config: Config, given: Given, view: ViewLike, attempt: Attempt, factories: Factories
+) -> Run:
     """The run that the config describes, to its end."""
     from reinforge.build.trainer import build
     from reinforge.loops.rl import RLTrainer
 
-    trainer = build(config, view, given, attempt)
+    trainer = build(config, view, given, attempt, factories)
     run = trainer.run
     attempt.made(run)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reinforge.build.trained import config_of, is_run, load_weights, open_model
+from reinforge.build.saved_model import config_of, is_run, load_weights, open_model
 from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.data.chat import Renderer

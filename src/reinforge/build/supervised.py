@@ -5,143 +5,91 @@ row becomes and how held-out rows are judged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 from reinforge.algorithms.losses.reward_model import RewardLoss
-from reinforge.algorithms.losses.unpaired import MISMATCHED, UnpairedLoss
+from reinforge.algorithms.losses.unpaired import UnpairedLoss
+from reinforge.build.algorithm import reference_of
 from reinforge.build.attempt import Attempt
+from reinforge.build.data import make_cursor, total_steps
+from reinforge.build.evaluation import Evaluate, make_heldout, with_average
+from reinforge.build.factories import Factories
+from reinforge.build.given import Given
+from reinforge.build.inputs import (
+    ModelInputs,
+    Prompts,
+    RunInputs,
+    encode_eval_prompts,
+    model_inputs,
+    read_inputs,
+    tell_lengths,
+)
+from reinforge.build.precompute import precompute_reference, precompute_teacher
 from reinforge.build.predict import needs_of, predict_run
-from reinforge.build.sampling import policies
-from reinforge.build.sharded import AnyBackend
-from reinforge.build.teacher import keep_best, make_teachers
+from reinforge.build.ranks import AnyBackend
+from reinforge.build.source import row_weightings
+from reinforge.build.teachers import make_teachers
 from reinforge.build.units import units_of
-from reinforge.build.workshop import Evaluate, Given, Workshop, averaged, open_shop, total_steps
 from reinforge.config.schema import Config
 from reinforge.core.backend import Part
-from reinforge.core.batch import Batch
-from reinforge.core.errors import InputError
+from reinforge.core.engine import Engine
 from reinforge.core.sample import Row
 from reinforge.data import units as kinds
 from reinforge.data.units import Unit
-from reinforge.evals.heldout import heldout_loss
+from reinforge.evals.heldout import HeldOut, heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.evaluator import Evaluator
-from reinforge.loops.precompute import Streams, with_streams
 from reinforge.loops.run import Run
 from reinforge.loops.supervised import SupervisedTrainer
 from reinforge.loops.view import ViewLike
 from reinforge.models.adapters import is_adapted
+from reinforge.models.packed import PackedModel
 from reinforge.rollout.rows.sampler import RowSampler
 
 
-@dataclass
-class Prepared:
-    """The units of a run: `rows` are those of the data that are left, one per unit."""
+@dataclass(frozen=True)
+class UnitRows:
+    """What rows became: the units that fit, and for each the row of the data that it is of."""
 
     units: list[Unit]
     rows: list[Row]
 
 
-def make_units(shop: Workshop, rows: Sequence[Row]) -> Prepared:
-    """The units of all rows, after the length policy."""
-    shop.view.doing(f"tokenising {len(rows)} rows")
-    make = units_of(shop.algorithm)
-    limit = shop.cfg.data.max_length or shop.context
-    made = [(row, unit) for row in rows for unit in make(shop.renderer, row)]
-    kept, counts = kinds.fit(shop.cfg.data, [unit for _, unit in made], limit)
-    shop.report(counts, limit)
-    by_uid = {unit[0].uid: row for row, unit in made}
-    return Prepared(kept, [by_uid[unit[0].uid] for unit in kept])
-
-
-def make_backend(shop: Workshop, steps: int) -> AnyBackend:
-    """With a reference where one is needed at training time."""
-    cfg = shop.cfg
-    reference = "reference" in shop.algorithm.needs
-    if (
-        reference
-        and cfg.train.precompute_reference
-        and cfg.adapter is None
-        and not is_adapted(shop.model.module)
-    ):
-        return shop.backend(steps, 1.0, compare=False)
-    if reference and (moves := shop.reference()).kind != "frozen" and moves.every > steps:
-        shop.view.message(
-            f"algorithm.kl.reference: it moves every {moves.every} steps, and the run has {steps}:"
-            " it will never move"
-        )
-    return shop.backend(
-        steps, 1.0, teachers=make_teachers(shop, [*shop.train_rows, *shop.eval_rows])
-    )
-
-
-def make_evaluate(shop: Workshop, backend: AnyBackend, units: Sequence[Unit]) -> Evaluate | None:
-    """Held-out rows by the loss, and by generation where there are rewards to score it with."""
-    if not units:
-        return None
-    algorithm = shop.algorithm
-    generation = shop.heldout() if shop.rewards else None
-
-    async def evaluate() -> dict[str, float]:
-        if algorithm.family == "supervised":
-            found = heldout_loss(
-                backend, [sample for unit in units for sample in unit], backend.budget
-            )
-        else:
-            found = heldout_rows(backend, algorithm.loss, units)
-        if isinstance(algorithm.loss, RewardLoss) and algorithm.loss.unit == 2:
-            found |= heldout_scores(backend, units)
-        if generation is not None:
-            await shop.engine.update(backend.weights(), backend.steps)
-            if "eval/accuracy" in found:  # that of answers that are given
-                found["eval/pair_accuracy"] = found.pop("eval/accuracy")
-            found |= await generation()
-        return found
-
-    return averaged(evaluate, backend, shop.engine if generation is not None else None)
-
-
-def heldout_of(shop: Workshop, load: Callable[[], None]) -> Evaluate | None:
-    """The evaluation of a run's model outside the run.
-
-    The reference is what the model is before `load` puts a checkpoint's weights in.
-    """
-    shop.cfg = shop.cfg.model_copy(
-        update={
-            "train": shop.cfg.train.model_copy(update={"ema": None, "precompute_reference": False})
-        }
-    )
-    backend = make_backend(shop, 1)
-    load()
-    return make_evaluate(
-        shop, backend, make_units(shop, shop.eval_rows).units if shop.eval_rows else []
-    )
-
-
 def build_supervised(
-    cfg: Config, view: ViewLike, given: Given, attempt: Attempt
+    cfg: Config, view: ViewLike, given: Given, attempt: Attempt, factories: Factories
 ) -> SupervisedTrainer:
-    shop = open_shop(cfg, given, view)
-    cfg = shop.cfg
-    loss = shop.algorithm.loss
-    if units_of(shop.algorithm) is kinds.judged and (what := kinds.one_sided(shop.train_rows)):
+    """The trainer of a run that learns from given texts."""
+    inputs = read_inputs(cfg, given, view, factories.make_rewards)
+    cfg = inputs.cfg
+    loss = inputs.algorithm.loss
+    if units_of(inputs.algorithm) is kinds.judged and (what := kinds.one_sided(inputs.train_rows)):
         view.message(f"warning: data: {what} {kinds.BOTH_LABELS}")
-    train = make_units(shop, shop.train_rows)
-    held_out = make_units(shop, shop.eval_rows) if shop.eval_rows else Prepared([], [])
+    train = make_units(inputs, inputs.train_rows, view)
+    held_out = make_units(inputs, inputs.eval_rows, view)
+    eval_prompts = encode_eval_prompts(inputs, view) if inputs.rewards else None
+    models = model_inputs(inputs, eval_prompts)
     steps = total_steps(cfg, len(train.units))
-    backend = make_backend(shop, steps)
-    cursor = shop.cursor(train.units, train.rows)
-    units = [train.units, held_out.units]
+
+    view.doing(f"loading the model {cfg.model.path}")
+    policy = factories.make_policy(models)
+    view.doing(f"preparing to train ({cfg.train.backend})")
+    backend = make_backend(inputs, models, policy, factories, steps, view)
+    cursor = make_cursor(cfg, train.rows)
+    units = (train.units, held_out.units)
     if cfg.train.precompute_reference:
-        units = keep_reference(shop, backend, units)
+        view.doing("computing the reference's log-probs of all rows")
+        units = precompute_reference(inputs, backend, units)
     if cfg.teacher is not None and cfg.teacher.precompute:
-        units = halves(keep_best(shop, backend, [*units[0], *units[1]]), len(units[0]))
-    evaluate = make_evaluate(shop, backend, units[1])
+        units = precompute_teacher(inputs, policy, backend, units)
+    train_units, eval_units = units
+
+    evaluate = make_evaluate(
+        inputs, models, policy, factories, backend, eval_units, eval_prompts, view
+    )
     # it has a running mean
     parts: dict[str, Part] = {"loss": loss} if isinstance(loss, UnpairedLoss) else {}
+    tokens = [sum(len(s.tokens) for s in unit) for unit in train.units]
     run = Run(
         cfg,
         cursor=cursor,
@@ -151,74 +99,127 @@ def build_supervised(
         checkpointer=Checkpointer(
             cfg, backend, {**backend.parts(), **parts}, memory=attempt.memory
         ),
-        prediction=predict_run(
-            cfg, backend, [sum(len(s.tokens) for s in unit) for unit in train.units], needs_of(cfg)
-        ),
-        uncontained=shop.uncontained,
+        prediction=predict_run(cfg, backend, tokens, needs_of(cfg)),
+        uncontained=inputs.uncontained,
         passing=attempt.passing,
         began=attempt.began,
     )
-    chooser = RowSampler(
-        cursor,
-        cfg.run.seed,
-        policies(cfg, train.rows, None, [max(len(s.tokens) for s in unit) for unit in train.units]),
-    )
+    lengths = [max(len(s.tokens) for s in unit) for unit in train.units]
+    chooser = RowSampler(cursor, cfg.run.seed, row_weightings(cfg, train.rows, None, lengths))
     return SupervisedTrainer(
         run=run,
         chooser=chooser,
         backend=backend,
         loss=loss,
-        row=units[0].__getitem__,
+        row=train_units.__getitem__,
         rows_per_step=cfg.train.prompts_per_step,
     )
 
 
-def halves(units: list[Unit], n: int) -> list[list[Unit]]:
-    return [units[:n], units[n:]]
+def build_supervised_heldout(
+    inputs: RunInputs,
+    factories: Factories,
+    view: ViewLike,
+    load: Callable[[PackedModel], None] | None = None,
+) -> Evaluate | None:
+    """The evaluation of a run's model outside the run.
 
-
-def keep_reference(
-    shop: Workshop, backend: AnyBackend, parts: Sequence[Sequence[Unit]]
-) -> list[list[Unit]]:
-    """The units (to train on, held out) with the reference's log-probs.
-
-    The weights are still those of the model that was loaded, also in a run that is to be continued:
-    its checkpoint is read later. KTO's mismatched answers are chosen here, once for the whole run.
+    The reference is what the model is before `load` puts a checkpoint's weights in.
     """
-    shop.view.doing("computing the reference's log-probs of all rows")
-    loss: Any = shop.algorithm.loss
-    if "reference" not in shop.algorithm.needs:
-        raise InputError(
-            f"{shop.algorithm.name} has no reference.",
-            where="train.precompute_reference",
-            fix="Remove it.",
+    train = inputs.cfg.train.model_copy(update={"ema": None, "precompute_reference": False})
+    inputs = replace(inputs, cfg=inputs.cfg.model_copy(update={"train": train}))
+    held_out = make_units(inputs, inputs.eval_rows, view)
+    eval_prompts = encode_eval_prompts(inputs, view) if inputs.rewards else None
+    models = model_inputs(inputs, eval_prompts)
+    view.doing(f"loading the model {inputs.cfg.model.path}")
+    policy = factories.make_policy(models)
+    backend = make_backend(inputs, models, policy, factories, 1, view)
+    if load is not None:
+        load(policy)
+    return make_evaluate(
+        inputs, models, policy, factories, backend, held_out.units, eval_prompts, view
+    )
+
+
+def make_units(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitRows:
+    """The units of all rows, after the length policy."""
+    if not rows:
+        return UnitRows([], [])
+    view.doing(f"tokenising {len(rows)} rows")
+    make = units_of(inputs.algorithm)
+    limit = inputs.cfg.data.max_length or inputs.context
+    made = [(row, unit) for row in rows for unit in make(inputs.renderer, row)]
+    kept, counts = kinds.fit(inputs.cfg.data, [unit for _, unit in made], limit)
+    tell_lengths(counts, limit, view)
+    by_uid = {unit[0].uid: row for row, unit in made}
+    return UnitRows(kept, [by_uid[unit[0].uid] for unit in kept])
+
+
+def make_backend(
+    inputs: RunInputs,
+    models: ModelInputs,
+    policy: PackedModel,
+    factories: Factories,
+    steps: int,
+    view: ViewLike,
+) -> AnyBackend:
+    """With a reference where one is needed at training time."""
+    cfg = inputs.cfg
+    needed = "reference" in inputs.algorithm.needs
+    reference = reference_of(cfg, inputs.algorithm)
+    if (
+        needed
+        and cfg.train.precompute_reference
+        and cfg.adapter is None
+        and not is_adapted(policy.module)
+    ):
+        # the policy itself is asked, before it is trained
+        return factories.make_backend(models, policy, steps=steps, temperature=1.0, reference=None)
+    if needed and reference is not None and reference.kind != "frozen" and reference.every > steps:
+        view.message(
+            f"algorithm.kl.reference: it moves every {reference.every} steps, and the run has"
+            f" {steps}: it will never move"
         )
-    stream = "reference" if backend.reference is not None else "old"
-    adapter = shop.cfg.adapter.path if shop.cfg.adapter is not None else None
-    name = f"{shop.cfg.model.path}@{shop.cfg.model.revision}" + (
-        f" with {adapter}" if adapter else ""
+    teachers = make_teachers(inputs, policy, [*inputs.train_rows, *inputs.eval_rows])
+    return factories.make_backend(
+        models, policy, steps=steps, temperature=1.0, reference=reference, teachers=teachers
     )
 
-    def ask(batch: Batch) -> Streams:
-        backend.annotate([batch], frozenset({stream}))
-        return {"reference": batch.streams[stream]}
 
-    units = [unit for part in parts for unit in part]
-    others = (
-        [[s] for part in parts for s in loss.companions([s for unit in part for s in unit])]
-        if isinstance(loss, UnpairedLoss)
-        else []
-    )
-    found = with_streams(
-        [*units, *others],
-        Path(shop.cfg.run.dir) / "reference.safetensors",
-        name,
-        backend.budget,
-        ask,
-        share=backend.share,
-    )
-    if others:
-        loss.fixed = {
-            sample.uid.removesuffix(MISMATCHED): sample for (sample,) in found[len(units) :]
-        }
-    return halves(found[: len(units)], len(parts[0]))
+def make_evaluate(
+    inputs: RunInputs,
+    models: ModelInputs,
+    policy: PackedModel,
+    factories: Factories,
+    backend: AnyBackend,
+    units: Sequence[Unit],
+    prompts: Prompts | None,
+    view: ViewLike,
+) -> Evaluate | None:
+    """Held-out rows by the loss, and by generation where there are rewards to score it with."""
+    if not units:
+        return None
+    algorithm = inputs.algorithm
+    engine: Engine | None = None
+    generation: HeldOut | None = None
+    if prompts is not None:
+        view.doing(f"starting the engine ({inputs.cfg.rollout.engine})")
+        engine = factories.make_engine(models, policy)
+        generation = make_heldout(inputs, prompts, engine, view.message)
+
+    async def evaluate() -> dict[str, float]:
+        if algorithm.family == "supervised":
+            samples = [sample for unit in units for sample in unit]
+            found = heldout_loss(backend, samples, backend.budget)
+        else:
+            found = heldout_rows(backend, algorithm.loss, units)
+        if isinstance(algorithm.loss, RewardLoss) and algorithm.loss.unit == 2:
+            found |= heldout_scores(backend, units)
+        if engine is not None and generation is not None:
+            await engine.update(backend.weights(), backend.steps)
+            if "eval/accuracy" in found:  # that of answers that are given
+                found["eval/pair_accuracy"] = found.pop("eval/accuracy")
+            found |= await generation()
+        return found
+
+    return with_average(evaluate, backend, engine)

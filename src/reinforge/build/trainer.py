@@ -1,4 +1,4 @@
-"""The only place where names in a config become objects.
+"""A config becomes a trainer: the only place where the names in a config become objects.
 
 Everything below it receives what it needs and knows no config keys but its own section's.
 """
@@ -6,19 +6,29 @@ Everything below it receives what it needs and knows no config keys but its own 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
+from reinforge.build.algorithm import reference_of
 from reinforge.build.attempt import Attempt
 from reinforge.build.critic import make_critic
-from reinforge.build.envs import response_tokens, training_rollout
-from reinforge.build.online import joined
+from reinforge.build.data import make_cursor, total_steps
+from reinforge.build.evaluation import make_heldout, with_average
+from reinforge.build.factories import Factories
+from reinforge.build.given import Given
+from reinforge.build.inputs import (
+    encode_eval_prompts,
+    encode_train_prompts,
+    model_inputs,
+    read_inputs,
+)
+from reinforge.build.limits import response_tokens
+from reinforge.build.local import LocalFactories
+from reinforge.build.opponent import add_demonstrations, add_opponent
 from reinforge.build.predict import predict_run
-from reinforge.build.sampling import make_buffer, make_source, resumable_requests
+from reinforge.build.rollouts import training_rollout
+from reinforge.build.source import make_buffer, make_source, resumable_requests
 from reinforge.build.supervised import build_supervised
-from reinforge.build.teacher import make_teachers
-from reinforge.build.workshop import Given as Given
-from reinforge.build.workshop import Workshop as Workshop
-from reinforge.build.workshop import averaged, open_shop, total_steps
-from reinforge.build.workshop import load_data as load_data
+from reinforge.build.teachers import make_teachers
 from reinforge.config.schema import Config
 from reinforge.core.sample import Group
 from reinforge.loops.checkpointer import Checkpointer
@@ -28,69 +38,108 @@ from reinforge.loops.run import Run
 from reinforge.loops.supervised import SupervisedTrainer
 from reinforge.loops.trace import Tracer
 from reinforge.loops.view import ViewLike
+from reinforge.models.causal import CausalModel
 from reinforge.rewards.running import Running
 from reinforge.rollout.journal import Journal
 
 
-def build_rl(cfg: Config, view: ViewLike, given: Given, attempt: Attempt) -> RLTrainer:
-    shop = open_shop(cfg, given, view)
-    cfg = shop.cfg
-    new_tokens = cfg.rollout.max_new_tokens
-    prompts = shop.prompts(shop.train_rows, new_tokens)
-    rows = [row for row, _ in prompts]
-    encoded = {row.id: ids for row, ids in prompts}
+def build(
+    cfg: Config,
+    view: ViewLike,
+    given: Given | None = None,
+    attempt: Attempt | None = None,
+    factories: Factories | None = None,
+) -> RLTrainer | SupervisedTrainer:
+    """The trainer that the config describes. Without `factories` everything is in this process."""
+    given = given or Given()
+    if factories is None:
+        assert cfg.cluster.kind == "local", "a run on Ray has factories of its own"
+        factories = LocalFactories(given.model)
+    make = build_rl if cfg.algorithm.rl else build_supervised
+    return make(cfg, view, given, attempt or Attempt(), factories)
+
+
+def build_rl(
+    cfg: Config, view: ViewLike, given: Given, attempt: Attempt, factories: Factories
+) -> RLTrainer:
+    """The trainer of a run that learns from what its model generates."""
+    inputs = read_inputs(cfg, given, view, factories.make_rewards)
+    cfg = inputs.cfg
+    prompts = encode_train_prompts(inputs, view)
+    eval_prompts = encode_eval_prompts(inputs, view)
+    models = model_inputs(inputs, prompts, eval_prompts)
+    rows = prompts.rows
     steps = total_steps(cfg, len(rows))
     per_step = cfg.algorithm.epochs * cfg.algorithm.minibatches
     warmup = cfg.critic.warmup if cfg.critic else 0
-    # first: what is left then is for the policy
-    shop.algorithm, critic = make_critic(cfg, shop.algorithm, shop.policy, steps * per_step)
-    backend = shop.backend(
-        max(1, steps - warmup) * per_step,
-        cfg.rollout.temperature,
+
+    view.doing(f"loading the model {cfg.model.path}")
+    policy = cast(CausalModel, factories.make_policy(models))
+    # the critic first: what is left then is for the policy
+    critic = make_critic(inputs, models, policy, factories, steps * per_step)
+    view.doing(f"preparing to train ({cfg.train.backend})")
+    backend = factories.make_backend(
+        models,
+        policy,
+        steps=max(1, steps - warmup) * per_step,
+        temperature=cfg.rollout.temperature,
+        reference=reference_of(cfg, inputs.algorithm),
         paired=critic is not None,
-        teachers=make_teachers(shop),
+        teachers=make_teachers(inputs, policy),
     )
-    cursor = shop.cursor(rows, rows)
-    played: list[Group] = []
-    # before the engine is made: its prompts count for the size of the cache
-    evaluate = shop.heldout(played.extend)
+    view.doing(f"starting the engine ({cfg.rollout.engine})")
+    engine = factories.make_engine(models, policy)
+
     journal = Journal(Path(cfg.run.dir) / "journal.jsonl")
-    rollout = training_rollout(shop, encoded, journal)
-    running = rollout.scorer.running = Running.of(shop.rewards)
-    everybody, engine = joined(shop, rows, rollout, backend)
-    requests = resumable_requests(cfg, shop.engine)
-    lengths = [len(encoded[row.id]) for row in rows]
-    source, parts = make_source(
-        cfg, shop.algorithm, rows, cursor, everybody, journal, shop.best, lengths, requests
+    rollout = training_rollout(inputs, prompts, engine, journal, view.message)
+    running = rollout.scorer.running = Running.of(inputs.rewards)
+    group_rollout = add_demonstrations(inputs, rows, rollout)
+    group_rollout, updated_engine = add_opponent(
+        inputs, models, rows, group_rollout, engine, policy, backend
     )
-    buffer, begun = make_buffer(cfg, source, steps)
-    parts |= begun
+    cursor = make_cursor(cfg, rows)
+    source, parts = make_source(
+        cfg,
+        inputs.algorithm,
+        rows,
+        cursor=cursor,
+        rollout=group_rollout,
+        journal=journal,
+        best=inputs.best,
+        lengths=[len(prompts.ids[row.id]) for row in rows],
+        requests=resumable_requests(cfg, engine),
+    )
+    buffer, buffer_parts = make_buffer(cfg, source, steps)
+    parts |= buffer_parts
     if running.rules:
         parts["rewards"] = running
     if critic is not None:
         parts["critic"] = critic
+
+    played: list[Group] = []
+    evaluate = None
+    if eval_prompts is not None:
+        evaluate = make_heldout(inputs, eval_prompts, engine, view.message, played.extend)
+    # an evaluation with other weights waits for rollouts that are under way
+    settle = None if buffer.drain else buffer.settle
     run = Run(
         cfg,
         cursor=cursor,
         total_steps=steps,
         view=view,
-        evaluator=Evaluator(
-            cfg,
-            averaged(evaluate, backend, shop.engine, None if buffer.drain else buffer.settle),
-            played,
-        ),
+        evaluator=Evaluator(cfg, with_average(evaluate, backend, engine, settle), played),
         checkpointer=Checkpointer(
             cfg,
             backend,
-            {"algorithm": shop.algorithm, **backend.parts(), **parts},
+            {"algorithm": inputs.algorithm, **backend.parts(), **parts},
             settle=buffer.settle,
             on_saved=journal.clear,
             memory=attempt.memory,
         ),
         prediction=predict_run(
-            cfg, backend, [len(ids) for ids in encoded.values()], shop.algorithm.needs
+            cfg, backend, [len(ids) for ids in prompts.ids.values()], inputs.algorithm.needs
         ),
-        uncontained=shop.uncontained,
+        uncontained=inputs.uncontained,
         passing=attempt.passing,
         began=attempt.began,
     )
@@ -99,29 +148,21 @@ def build_rl(cfg: Config, view: ViewLike, given: Given, attempt: Attempt) -> RLT
         source=source,
         buffer=buffer,
         backend=backend,
-        engine=engine,
-        algorithm=shop.algorithm,
-        max_new_tokens=response_tokens(cfg, shop.context),
-        reward_weights=shop.weights,
+        engine=updated_engine,
+        algorithm=inputs.algorithm,
+        max_new_tokens=response_tokens(cfg, inputs.context),
+        reward_weights=inputs.weights,
         epochs=cfg.algorithm.epochs,
         minibatches=cfg.algorithm.minibatches,
         critic=critic,
         running=running,
         skip_idle=cfg.train.skip_idle,
         tracer=Tracer(
-            shop.algorithm,
-            shop.weights,
+            inputs.algorithm,
+            inputs.weights,
             every=cfg.run.log.samples_every,
             samples=cfg.run.log.samples,
             groups=cfg.run.log.groups,
             tokens=cfg.run.log.tokens,
         ),
     )
-
-
-def build(
-    cfg: Config, view: ViewLike, given: Given | None = None, attempt: Attempt | None = None
-) -> RLTrainer | SupervisedTrainer:
-    """The trainer that the config describes."""
-    make = build_rl if cfg.algorithm.rl else build_supervised
-    return make(cfg, view, given or Given(), attempt or Attempt())

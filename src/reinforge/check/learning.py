@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from reinforge.build.trained import open_model
+from reinforge.build.saved_model import open_model
 from reinforge.config.data import DataConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Row

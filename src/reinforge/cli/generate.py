@@ -241,7 +241,7 @@ def _labelling(
     n: int,
 ) -> Any:
     """Everything that is wrong with the labels, before a model is loaded."""
-    from reinforge.build.trained import config_of, is_run
+    from reinforge.build.saved_model import config_of, is_run
     from reinforge.engines.openai import Server
     from reinforge.offline.labels import Labelling
 

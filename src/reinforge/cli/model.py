@@ -123,7 +123,7 @@ def _with_lm_eval(
         raise InputError(
             "lm_eval is not installed.", where="--runner", fix="pip install 'reinforge[lm-eval]'"
         )
-    from reinforge.build.trained import open_model
+    from reinforge.build.saved_model import open_model
     from reinforge.evals.lm_eval import run_tasks
 
     found = run_tasks(open_model(model)[0], [name.strip() for name in tasks.split(",")], **settings)

@@ -24,6 +24,8 @@ from typing import Any
 
 from reinforge.cluster.connect import ray
 
+MODEL = "model"  # the object that an engine in an actor of its own generates with
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -171,7 +173,7 @@ class Host:
                 key: tensor for parcel in parcels for key, tensor in unpack(parcel, views=True)
             }
             engine = self.objects[name]
-            await engine.update(put_into(self.objects["shop"].model.module, named, mark), version)
+            await engine.update(put_into(self.objects[MODEL].module, named, mark), version)
             return Answer(pack(time.monotonic() - began))
         except Exception as error:
             return _told(error)

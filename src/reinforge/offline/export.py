@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reinforge.build.trained import checkpoint_of, is_run, load_weights
+from reinforge.build.saved_model import checkpoint_of, is_run, load_weights
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from reinforge.build.trained import checkpoint_of, config_of, is_run, open_model
+from reinforge.build.saved_model import checkpoint_of, config_of, is_run, open_model
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.data import DataConfig
 from reinforge.config.schema import Config

@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reinforge.build.evaluation import build_heldout
+from reinforge.build.given import Given
+from reinforge.build.inputs import read_inputs
+from reinforge.build.local import LocalFactories
 from reinforge.build.run import train_config
-from reinforge.build.workshop import Given, Workshop
 from reinforge.checkpoint import files, store
 from reinforge.checkpoint.faults import crash_point
 from reinforge.config.pipeline import Stage
@@ -99,9 +102,11 @@ def eval_stage(stage: Stage, config: Config) -> Made:
     """Scores the model on the held-out rows; evaluation.json has the result, samples.jsonl every
     completion.
     """
-    shop = Workshop(config, Given(), View())
+    view = View()
+    factories = LocalFactories()
+    inputs = read_inputs(config, Given(), view, factories.make_rewards)
     groups: list[Group] = []
-    heldout = shop.heldout(groups.extend)
+    heldout = build_heldout(inputs, factories, view, on_groups=groups.extend)
     if heldout is None:
         raise InputError(
             "there is nothing to evaluate: no held-out rows, or no reward to score them.",
@@ -124,7 +129,7 @@ def eval_stage(stage: Stage, config: Config) -> Made:
         ],
     )
     (stage.dir / EVALUATION).write_text(json.dumps(metrics, indent=1))
-    hashes = {"data": fingerprint(shop.eval_rows)}
+    hashes = {"data": fingerprint(inputs.eval_rows)}
     return Made(
         "evaluation", {"evaluation": EVALUATION}, hash_of(["evaluation", metrics]), hashes, metrics
     )

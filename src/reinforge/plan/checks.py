@@ -186,10 +186,10 @@ def _check_algorithm(config: Config, report: Report) -> None:
 
 def _check_columns(config: Config, train: Sequence[Row], held_out: Sequence[Row]) -> None:
     """Every row must have what the rewards ask for."""
-    from reinforge.build.workshop import scored_columns
+    from reinforge.build.data import check_scored_columns
     from reinforge.rewards.build import build_rewards
 
-    scored_columns(config, build_rewards(config.rewards), train, held_out)
+    check_scored_columns(config, build_rewards(config.rewards), train, held_out)
 
 
 def _check_curriculum(config: Config, train: Sequence[Row]) -> None:

@@ -30,7 +30,8 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
     """
     if config.env is None:
         return
-    from reinforge.build.envs import episode_tokens, mixture_of
+    from reinforge.build.environments import mixture_of
+    from reinforge.build.limits import episode_tokens
     from reinforge.data.chat import Renderer
     from reinforge.data.dialogue import Dialogue
     from reinforge.envs.calls import talk_of
@@ -152,7 +153,7 @@ def check_ranks(config: Config, report: Report) -> None:
     """A warning, because the machine that plans need not be the one that trains."""
     if config.train.backend == "local" or config.cluster.kind == "ray":
         return
-    from reinforge.build.sharded import ranks_here
+    from reinforge.build.ranks import ranks_here
 
     try:
         ranks_here(config)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
-from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.schema import Config
 from reinforge.core.backend import Part
 from reinforge.core.engine import Engine
@@ -31,21 +30,6 @@ from reinforge.rollout.rows.pass_rates import Bands, PassRates
 from reinforge.rollout.rows.replay import Replay
 from reinforge.rollout.rows.sampler import RowSampler, RowWeighting, TeachableWeighting
 from reinforge.rollout.source import GroupSource
-
-
-def replayable(cfg: Config) -> AlgorithmConfig:
-    """The section `algorithm`; with replay or staleness and no correction, the ratio is taken to
-    the policy that sampled (old: engine).
-    """
-    on_policy = cfg.sampling.replay is None and cfg.rollout.staleness == 0
-    if (
-        on_policy
-        or cfg.algorithm.correction.name != "none"
-        or not cfg.algorithm.rl
-        or cfg.algorithm.old == "recompute"
-    ):
-        return cfg.algorithm
-    return cfg.algorithm.model_copy(update={"old": "engine"})
 
 
 def make_source(
@@ -84,7 +68,7 @@ def make_source(
         )
         parts["replay"] = replay
     shared: dict[str, Any] = {
-        "chooser": RowSampler(cursor, cfg.run.seed, policies(cfg, rows, rates, lengths)),
+        "chooser": RowSampler(cursor, cfg.run.seed, row_weightings(cfg, rows, rates, lengths)),
         "over_provision": sampling.over_provision,
         "journal": journal,
         "passrates": rates,
@@ -130,7 +114,7 @@ def resumable_requests(cfg: Config, engine: Engine) -> ResumableRequests | None:
 def make_buffer(
     cfg: Config, source: GroupSource, steps: int
 ) -> tuple[RolloutBuffer, dict[str, Part]]:
-    """What runs the source, ahead of training where it may, and its state.
+    """What runs the source, ahead of training where it may, and its part of a checkpoint.
 
     What is carried over uses the bound up by itself.
     """
@@ -141,10 +125,13 @@ def make_buffer(
         steps,
         drain=cfg.rollout.engine == "native" and cfg.cluster.layout == "colocated",
     )
-    return buffer, {"ahead": buffer} if staleness else {}
+    parts: dict[str, Part] = {}
+    if staleness:
+        parts["ahead"] = buffer
+    return buffer, parts
 
 
-def policies(
+def row_weightings(
     cfg: Config, rows: Sequence[Row], rates: PassRates | None, lengths: Sequence[int] = ()
 ) -> list[RowWeighting]:
     """What decides, besides the cursor, which rows a step takes. `lengths`: tokens of each."""

@@ -1,0 +1,142 @@
+"""The section `data` becomes rows, and the cursor that goes through them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from reinforge.build.given import Given
+from reinforge.config.data import DataConfig
+from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Row
+from reinforge.data.cursor import Cursor
+from reinforge.data.mixture import MixtureCursor
+from reinforge.data.sources import (
+    MIXTURE,
+    PYTHON,
+    fingerprint,
+    hold_out,
+    load_rows,
+    overlap,
+    rows_from,
+)
+from reinforge.rewards.function import FunctionReward, check_columns
+
+
+def load_data(cfg: DataConfig, given: Given) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows, each from the config or from Python objects, never sharing a
+    prompt.
+    """
+    _check_given(cfg, given)
+    rows = _training_rows(cfg, given)
+    if given.eval_data is None:
+        source = cfg if given.data is None else cfg.model_copy(update={"source": PYTHON})
+        train, held_out = hold_out(source, rows)
+    else:
+        train = rows
+        held_out = _given_eval_rows(cfg, given.eval_data)
+    shared = overlap(train, held_out)
+    if shared:
+        raise InputError(
+            f"{len(shared)} evaluation rows are also training rows, e.g. {shared[0][1].id}:"
+            f" {str(shared[0][1].prompt)[:80]!r}.",
+            where="data.eval",
+            fix="Hold them out with data.eval.size, or filter with data.where and data.eval.where.",
+        )
+    return train, held_out
+
+
+def _check_given(cfg: DataConfig, given: Given) -> None:
+    for key, source, objects in (
+        ("data.source", cfg.source, given.data),
+        ("data.eval.source", cfg.eval.source, given.eval_data),
+    ):
+        if source == PYTHON and objects is None:
+            raise InputError(
+                "these rows were given as Python objects, which are not kept.",
+                where=key,
+                fix=(
+                    f"Pass them to reinforge.train again, or write them to a file and set {key}"
+                    " to it."
+                ),
+            )
+        if source not in (None, PYTHON) and objects is not None and key == "data.eval.source":
+            raise InputError(
+                f"eval_data is given, and {key} is {source} too.",
+                where=key,
+                fix="Give one of them.",
+            )
+
+
+def _training_rows(cfg: DataConfig, given: Given) -> list[Row]:
+    if given.data is None:
+        return load_rows(cfg)
+    return rows_from(
+        given.data,
+        columns=cfg.columns,
+        system=cfg.system,
+        template=cfg.template,
+        fixed=cfg.fixed,
+        where=cfg.where,
+        limit=cfg.limit,
+        name="data",
+    )
+
+
+def _given_eval_rows(cfg: DataConfig, eval_data: Any) -> list[Row]:
+    size = cfg.eval.size
+    held_out = rows_from(
+        eval_data,
+        columns=cfg.columns,
+        system=cfg.system,
+        template=cfg.template,
+        fixed={**cfg.fixed, **cfg.eval.fixed},
+        where=cfg.eval.where,
+        limit=size or None,
+        name="eval_data",
+    )
+    if len(held_out) < size:
+        raise InputError(
+            f"asks for {size} rows, but eval_data has {len(held_out)}.",
+            where="data.eval.size",
+            fix="Ask for fewer, or 0 for all.",
+        )
+    return held_out
+
+
+def check_scored_columns(
+    cfg: Config, rewards: Sequence[FunctionReward], train: Sequence[Row], held_out: Sequence[Row]
+) -> None:
+    """Raises InputError if a reward needs a column that a row which it will score does not have."""
+    # without rollouts only an evaluation scores
+    rows = [*train, *held_out] if cfg.algorithm.rl else list(held_out)
+    added = ("transcript",) if cfg.env is not None or cfg.agent is not None else ()
+    check_columns(rewards, rows, added=added, some=cfg.rollout.on_reward_error == "unscored")
+
+
+def total_steps(cfg: Config, rows: int) -> int:
+    """The steps of a run over so many rows."""
+    if cfg.train.steps is not None:
+        return cfg.train.steps
+    assert cfg.train.epochs is not None
+    return max(1, math.ceil(cfg.train.epochs * rows / cfg.train.prompts_per_step))
+
+
+def make_cursor(cfg: Config, rows: Sequence[Row]) -> Cursor:
+    """What goes through the rows of a run, one of them for every prompt or unit."""
+    seed = cfg.run.seed
+    data = cfg.data
+    mark = fingerprint(rows)
+    if not data.mixture:
+        return Cursor(len(rows), seed, data.shuffle, fingerprint=mark)
+    places: dict[str, list[int]] = {item.name or item.source: [] for item in data.mixture}
+    for i, row in enumerate(rows):
+        places[row.columns[MIXTURE]].append(i)
+    weights = {item.name or item.source: item.weight for item in data.mixture}
+    sized = {
+        name: float(len(places[name])) if weight is None else weight
+        for name, weight in weights.items()
+    }
+    return MixtureCursor(places, sized, seed, data.shuffle, fingerprint=mark)

@@ -1,0 +1,195 @@
+"""What a run is made from, read before any model is loaded: rows, rewards, algorithm, tokenizer,
+prompts.
+
+Everything here is frozen and computed in one order:
+
+    read_inputs      rows -> rewards -> algorithm -> tokenizer and context
+    encode_prompts   rows -> token ids, after the length policy
+    model_inputs     how long sequences get -> what policy, backend and engine are made from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reinforge.algorithms.algorithm import Algorithm
+from reinforge.build.algorithm import make_algorithm
+from reinforge.build.data import check_scored_columns, load_data
+from reinforge.build.given import Given
+from reinforge.build.limits import episode_tokens
+from reinforge.build.reward_weights import reward_weights
+from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+from reinforge.core.sample import Row
+from reinforge.data.chat import Renderer, apply_length
+from reinforge.loops.view import ViewLike
+from reinforge.models import rope
+from reinforge.models.load import check_architecture, load_config, load_tokenizer
+from reinforge.rewards.build import build_rewards
+from reinforge.rewards.function import FunctionReward
+
+NO_LIMIT = 1 << 20  # tokens; of a model whose configuration names no context
+
+MakeRewards = Callable[[Config, Mapping[str, Callable[..., Any]], str], list[FunctionReward]]
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run is made from, apart from its models. Made by `read_inputs`, read by whatever
+    builds a part of the run.
+    """
+
+    cfg: Config  # with what a Python caller gave in place of its own
+    train_rows: list[Row]
+    eval_rows: list[Row]
+    rewards: list[FunctionReward]
+    weights: dict[str, float]  # of the rewards, by name, and of what an environment or agent adds
+    algorithm: Algorithm
+    tokenizer: Any
+    renderer: Renderer
+    context: int  # tokens of the longest sequence that the model computes
+
+    @property
+    def best(self) -> float:
+        """The largest total reward of scores in [0, 1]."""
+        return sum(max(0.0, weight) for weight in self.weights.values())
+
+    @property
+    def uncontained(self) -> list[str]:
+        """Rewards that run what the model writes without containment."""
+        return [r.name for r in self.rewards if getattr(r.function, "unsafe", False)]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The rows whose prompts fit, in the order of the data, and the token ids of each."""
+
+    rows: list[Row]
+    ids: dict[str, list[int]]  # by row id
+    longest: int  # tokens that generation may reach: prompt and answer, or a whole episode
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What policy, backend, critic and engine are made from: plain values, which travel to an
+    actor as they are.
+    """
+
+    cfg: Config
+    scores: bool  # the model is to become a reward model
+    context: int
+    stop_tokens: frozenset[int]  # that end an answer, besides the model's own
+    longest: int  # tokens that generation may reach; 0 where nothing is generated
+
+
+def read_inputs(cfg: Config, given: Given, view: ViewLike, make_rewards: MakeRewards) -> RunInputs:
+    """Reads the data, builds rewards (reward models are loaded) and the algorithm, and opens the
+    tokenizer.
+    """
+    view.doing("reading data" if cfg.data.mixture else f"reading data ({cfg.data.source})")
+    train_rows, eval_rows = load_data(cfg.data, given)
+    cfg, functions = given.described(cfg)
+    # before anything is loaded
+    check_scored_columns(cfg, build_rewards(cfg.rewards, functions), train_rows, eval_rows)
+    device = cfg.model.device if given.model is None else str(given.model.device)
+    rewards = make_rewards(cfg, functions, device)
+    weights = reward_weights(cfg, rewards)
+    algorithm = make_algorithm(cfg, weights)
+    if given.model is None:
+        shape = load_config(cfg.model)
+        check_architecture(shape, cfg.model.path, scores=algorithm.family == "reward")
+        tokenizer = load_tokenizer(cfg.model)
+        model_config = shape.get_text_config()
+    else:
+        tokenizer = given.model.tokenizer
+        model_config = given.model.config
+    # a model whose rotary embedding follows the length of a sequence goes as far as it does not
+    rope.check(model_config, cfg.data.max_length)
+    if note := rope.note(model_config):
+        view.message(f"model: {note}")
+    for note in algorithm.notes:
+        view.message(note)
+    for reward in rewards:
+        for note in reward.notes:
+            view.message(note)
+    return RunInputs(
+        cfg=cfg,
+        train_rows=train_rows,
+        eval_rows=eval_rows,
+        rewards=rewards,
+        weights=weights,
+        algorithm=algorithm,
+        tokenizer=tokenizer,
+        renderer=Renderer(tokenizer, cfg.data),
+        context=rope.context(model_config) or NO_LIMIT,
+    )
+
+
+def encode_prompts(
+    inputs: RunInputs, rows: Sequence[Row], max_new_tokens: int, view: ViewLike
+) -> Prompts:
+    """The rows' prompts as token ids, after the length policy."""
+    cfg = inputs.cfg
+    context = inputs.context
+    view.doing(f"tokenising {len(rows)} prompts")
+    if max_new_tokens >= context:
+        raise InputError(
+            f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's context"
+            f" of {context}.",
+            where="rollout.max_new_tokens",
+            fix="Lower it.",
+        )
+    limit = cfg.data.max_length or context - max_new_tokens
+    encoded = [(row, inputs.renderer.prompt(row)) for row in rows]
+    kept, counts = apply_length(cfg.data, encoded, limit)
+    tell_lengths(counts, limit, view)
+    if cfg.env is not None or cfg.agent is not None:
+        longest = episode_tokens(cfg, context)
+    else:
+        longest = max((len(ids) + max_new_tokens for _, ids in kept), default=0)
+    if longest > context:
+        raise InputError(
+            f"a prompt with {max_new_tokens} new tokens has {longest}, and the model's context is"
+            f" {context}.",
+            where="data.max_length",
+            fix=(f"Set it to {context - max_new_tokens} or less, or lower rollout.max_new_tokens."),
+        )
+    return Prompts(
+        rows=[row for row, _ in kept], ids={row.id: ids for row, ids in kept}, longest=longest
+    )
+
+
+def encode_train_prompts(inputs: RunInputs, view: ViewLike) -> Prompts:
+    return encode_prompts(inputs, inputs.train_rows, inputs.cfg.rollout.max_new_tokens, view)
+
+
+def encode_eval_prompts(inputs: RunInputs, view: ViewLike) -> Prompts | None:
+    """The held-out prompts; None where there are no rows, or nothing to score an answer with."""
+    if not inputs.eval_rows or not inputs.weights:
+        return None
+    return encode_prompts(inputs, inputs.eval_rows, eval_new_tokens(inputs.cfg), view)
+
+
+def eval_new_tokens(cfg: Config) -> int:
+    """The most tokens that an answer may have in an evaluation."""
+    return cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens
+
+
+def tell_lengths(counts: Mapping[str, int], limit: int, view: ViewLike) -> None:
+    """Says how many rows the length policy changed."""
+    for name, count in counts.items():
+        if count and name != "rows":
+            view.message(f"data: {count} rows {name} (longer than {limit} tokens)")
+
+
+def model_inputs(inputs: RunInputs, *prompts: Prompts | None) -> ModelInputs:
+    """What the models are made from, for a run that generates for these prompts."""
+    return ModelInputs(
+        cfg=inputs.cfg,
+        scores=inputs.algorithm.family == "reward",
+        context=inputs.context,
+        stop_tokens=frozenset(inputs.renderer.stop_tokens),
+        longest=max((p.longest for p in prompts if p is not None), default=0),
+    )

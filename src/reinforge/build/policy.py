@@ -1,0 +1,48 @@
+"""The sections `model` and `adapter` become the model that is trained.
+
+On ranks every process loads it for itself, into host memory, before it is cut into shards.
+"""
+
+from __future__ import annotations
+
+from reinforge.config.model import ModelConfig
+from reinforge.config.schema import Config
+from reinforge.core.seeds import seed_of
+from reinforge.models.causal import CausalModel
+from reinforge.models.load import load_model, load_scalar, pick_device, pick_dtype
+from reinforge.models.packed import PackedModel
+
+
+def load_policy(cfg: Config, *, scores: bool, in_host_memory: bool = False) -> PackedModel:
+    """The model with its adapter: a causal LM, or with `scores` what becomes a reward model."""
+    seed = seed_of(cfg.run.seed, "adapter") % 2**31
+    model = host_memory(cfg.model) if in_host_memory else cfg.model
+    if scores:
+        return load_scalar(model, cfg.adapter, fresh=True, seed=seed)
+    return load_model(model, cfg.adapter, seed=seed)
+
+
+def load_for_rank(cfg: Config, *, scores: bool, value_head: bool) -> PackedModel:
+    """What a rank loads before it is cut into shards."""
+    model = load_policy(cfg, scores=scores, in_host_memory=True)
+    if value_head and isinstance(model, CausalModel):
+        model.add_value_head()
+    return model
+
+
+def host_memory(cfg: ModelConfig) -> ModelConfig:
+    """The section of a model in host memory, in the precision that it will have on the device."""
+    dtype = str(pick_dtype(cfg.dtype, pick_device(cfg.device))).removeprefix("torch.")
+    return cfg.model_copy(update={"device": "cpu", "dtype": dtype, "compile": False})
+
+
+def compiles(cfg: ModelConfig) -> bool:
+    """Whether the layers of the model are compiled."""
+    return cfg.compile and pick_device(cfg.device).type == "cuda"
+
+
+def move_to_device(model: CausalModel, cfg: ModelConfig) -> None:
+    """Makes a copy in host memory one that generates."""
+    model.module.to(pick_device(cfg.device))
+    if compiles(cfg):
+        model.compile_layers()

@@ -1,0 +1,96 @@
+"""What is computed of all rows before the first step and kept in the run's directory: the
+reference's log-probs, and a teacher's likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from reinforge.algorithms.losses.distillation import DistillationLoss
+from reinforge.algorithms.losses.unpaired import MISMATCHED, UnpairedLoss
+from reinforge.backends.teachers import IDS, LOGPROBS
+from reinforge.build.inputs import RunInputs
+from reinforge.build.ranks import AnyBackend
+from reinforge.core.batch import Batch
+from reinforge.core.errors import InputError
+from reinforge.data.units import Unit
+from reinforge.loops.precompute import Streams, with_streams
+from reinforge.models.packed import PackedModel
+
+Split = tuple[list[Unit], list[Unit]]  # to train on, and held out
+
+
+def precompute_reference(inputs: RunInputs, backend: AnyBackend, units: Split) -> Split:
+    """The units with the reference's log-probs.
+
+    The weights are still those of the model that was loaded, also in a run that is to be continued:
+    its checkpoint is read later. KTO's mismatched answers are chosen here, once for the whole run.
+    """
+    cfg = inputs.cfg
+    loss: Any = inputs.algorithm.loss
+    if "reference" not in inputs.algorithm.needs:
+        raise InputError(
+            f"{inputs.algorithm.name} has no reference.",
+            where="train.precompute_reference",
+            fix="Remove it.",
+        )
+    stream = "reference" if backend.reference is not None else "old"
+    name = f"{cfg.model.path}@{cfg.model.revision}"
+    if cfg.adapter is not None and cfg.adapter.path:
+        name += f" with {cfg.adapter.path}"
+
+    def ask(batch: Batch) -> Streams:
+        backend.annotate([batch], frozenset({stream}))
+        return {"reference": batch.streams[stream]}
+
+    train, held_out = units
+    every = [*train, *held_out]
+    mismatched: list[Unit] = []
+    if isinstance(loss, UnpairedLoss):
+        for part in units:
+            companions = loss.companions([sample for unit in part for sample in unit])
+            mismatched += [[sample] for sample in companions]
+    found = with_streams(
+        [*every, *mismatched],
+        Path(cfg.run.dir) / "reference.safetensors",
+        name,
+        backend.budget,
+        ask,
+        share=backend.share,
+    )
+    if mismatched:
+        loss.fixed = {
+            sample.uid.removesuffix(MISMATCHED): sample for (sample,) in found[len(every) :]
+        }
+    return found[: len(train)], found[len(train) : len(every)]
+
+
+def precompute_teacher(
+    inputs: RunInputs, policy: PackedModel, backend: AnyBackend, units: Split
+) -> Split:
+    """The units with the teacher's likeliest tokens, from the run's directory or from the teacher,
+    who is not needed afterwards.
+    """
+    cfg = inputs.cfg.teacher
+    loss = inputs.algorithm.loss
+    teachers = backend.teachers
+    assert cfg is not None and teachers is not None
+    assert isinstance(loss, DistillationLoss) and loss.k is not None
+    k = min(loss.k, policy.config.vocab_size)
+    temperature = loss.temperature
+
+    def ask(batch: Batch) -> Streams:
+        ids, logprobs = teachers.best(batch.to(backend.model.device), k, temperature)
+        return {IDS: ids, LOGPROBS: logprobs}
+
+    train, held_out = units
+    found = with_streams(
+        [*train, *held_out],
+        Path(inputs.cfg.run.dir) / "teacher.safetensors",
+        f"{cfg.path}@{cfg.revision} k={k} T={temperature}",
+        backend.budget,
+        ask,
+    )
+    backend.teachers = None
+    return found[: len(train)], found[len(train) :]

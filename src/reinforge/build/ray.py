@@ -1,0 +1,220 @@
+"""`cluster.kind: ray` becomes actors: the same factories as in one process, whose objects are
+elsewhere.
+
+The controller has rows, rewards, the loop and the log. Inside an actor `LocalFactories` make the
+model, the backend and the engine from the same inputs and in the same way as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from reinforge.backends.distributed.ranks import current as current_ranks
+from reinforge.backends.teachers import Teachers
+from reinforge.build.inputs import ModelInputs
+from reinforge.build.local import LocalFactories
+from reinforge.build.ranks import open_ranks
+from reinforge.cluster.backend import RemoteBackend
+from reinforge.cluster.crew import Crew
+from reinforge.cluster.engine import RemoteEngine
+from reinforge.cluster.group import Cluster
+from reinforge.cluster.host import MODEL
+from reinforge.cluster.reward import RemoteReward
+from reinforge.config.algorithm import ReferenceConfig
+from reinforge.config.cluster import ClusterConfig
+from reinforge.config.schema import Config
+from reinforge.config.train import TrainConfig
+from reinforge.core.engine import Engine
+from reinforge.models.causal import CausalModel
+from reinforge.models.load import load_config
+from reinforge.models.packed import PackedModel
+from reinforge.rewards.build import build_rewards
+from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.model import ModelReward
+
+# the objects of an actor, by name. The first three are also roles of the cluster
+POLICY = "policy"  # the backend that trains the policy
+CRITIC = "critic"  # the backend that trains the critic
+ENGINE = "engine"
+RANKS = "ranks"
+
+
+# ---- in the controller ----
+
+
+class RemotePolicy:
+    """What the controller knows of a policy that is in an actor."""
+
+    module = None
+    value_head: bool | None = None
+
+    def __init__(self, cfg: Config):
+        self.config = load_config(cfg.model).get_text_config()
+        self.device = cfg.model.device
+
+    def add_value_head(self) -> None:
+        """The actor adds it before it makes the backend."""
+        self.value_head = True
+
+
+class RayFactories:
+    """Factories whose models, engines and backends are in the actors of a cluster. Made by
+    `build/ray_run.py`, once for every attempt at a run.
+    """
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+
+    def make_rewards(
+        self, cfg: Config, functions: Mapping[str, Callable[..., Any]], device: str
+    ) -> list[FunctionReward]:
+        places = iter(range(len(cfg.rewards)))
+
+        def in_an_actor(reward: ModelReward) -> RemoteReward:
+            return RemoteReward(self.cluster, next(places), replace(reward), device)
+
+        return build_rewards(cfg.rewards, functions, device, in_an_actor)
+
+    def make_policy(self, inputs: ModelInputs) -> PackedModel:
+        self.cluster.crew(POLICY).make(MODEL, load_in_actor, inside_actor(inputs))
+        return cast(PackedModel, RemotePolicy(inputs.cfg))
+
+    def make_critic_backend(
+        self, inputs: ModelInputs, policy: CausalModel, train: TrainConfig, updates: int
+    ) -> Any:
+        """Beside the policy, or in a split layout with ranks of its own."""
+        inside = inside_actor(inputs)
+        if _colocated(inputs.cfg):
+            crew = self.cluster.crew(POLICY)
+        else:
+            crew = self.cluster.crew(CRITIC)
+            crew.make(RANKS, open_ranks_in_actor, inside.cfg)
+        return RemoteBackend(
+            crew, CRITIC, make_critic_in_actor, inside, train, updates, shares=False
+        )
+
+    def make_backend(
+        self,
+        inputs: ModelInputs,
+        policy: PackedModel,
+        *,
+        steps: int,
+        temperature: float,
+        reference: ReferenceConfig | None,
+        paired: bool = False,
+        teachers: Teachers | None = None,
+    ) -> Any:
+        settings = {
+            "steps": steps,
+            "temperature": temperature,
+            "reference": reference,
+            "paired": paired,
+            "teachers": teachers,
+        }
+        return RemoteBackend(
+            self.cluster.crew(POLICY),
+            POLICY,
+            make_backend_in_actor,
+            inside_actor(inputs),
+            policy.value_head is not None,
+            settings,
+            shares=_colocated(inputs.cfg),
+        )
+
+    def make_engine(self, inputs: ModelInputs, policy: PackedModel) -> Any:
+        colocated = _colocated(inputs.cfg)
+        if colocated:
+            crews = [partial(self.cluster.crew, POLICY)]
+        else:
+            replicas = range(inputs.cfg.cluster.engines)
+            crews = [partial(self._engine_crew, inputs, i) for i in replicas]
+        return RemoteEngine(
+            self.cluster,
+            crews,
+            ENGINE,
+            make_engine_in_actor,
+            inside_actor(inputs) if colocated else inside_engine(inputs),
+            shares=colocated,
+        )
+
+    def _engine_crew(self, inputs: ModelInputs, replica: int) -> Crew:
+        crew = self.cluster.crew(ENGINE, replica)
+        crew.make(MODEL, load_in_actor, inside_engine(inputs))
+        return crew
+
+
+def _colocated(cfg: Config) -> bool:
+    return cfg.cluster.layout == "colocated"
+
+
+def inside_actor(inputs: ModelInputs) -> ModelInputs:
+    """The inputs as they are inside an actor.
+
+    States travel whole, to the controller, who writes the checkpoint.
+    """
+    run = inputs.cfg.run
+    checkpoint = run.checkpoint.model_copy(update={"sharded": False})
+    run = run.model_copy(update={"checkpoint": checkpoint})
+    return replace(
+        inputs, cfg=inputs.cfg.model_copy(update={"cluster": ClusterConfig(), "run": run})
+    )
+
+
+def inside_engine(inputs: ModelInputs) -> ModelInputs:
+    """The inputs inside an actor that only generates: a whole copy of the model, in one process."""
+    inside = inside_actor(inputs)
+    train = inside.cfg.train.model_copy(
+        update={"backend": "local", "ranks": None, "sequence_parallel": 1, "tensor_parallel": 1}
+    )
+    return replace(inside, cfg=inside.cfg.model_copy(update={"train": train}))
+
+
+# ---- in an actor ----
+
+
+class ActorRanks:
+    """The ranks that a config trains with, open for as long as the actor lives; none where one
+    process trains.
+    """
+
+    def __init__(self, cfg: Config):
+        self._opened = open_ranks(cfg)
+        self._opened.__enter__()
+        self._ranks = current_ranks()
+
+    def close(self) -> None:
+        """The actor's orderly end."""
+        self._opened.__exit__(None, None, None)
+        if self._ranks is not None:
+            self._ranks.close()
+
+
+def open_ranks_in_actor(objects: dict[str, Any], cfg: Config) -> ActorRanks:
+    return ActorRanks(cfg)
+
+
+def load_in_actor(objects: dict[str, Any], inputs: ModelInputs) -> PackedModel:
+    objects[RANKS] = ActorRanks(inputs.cfg)
+    return LocalFactories().make_policy(inputs)
+
+
+def make_backend_in_actor(
+    objects: dict[str, Any], inputs: ModelInputs, value_head: bool, settings: dict[str, Any]
+) -> Any:
+    policy = objects[MODEL]
+    if value_head:
+        policy.add_value_head()
+    return LocalFactories().make_backend(inputs, policy, **settings)
+
+
+def make_engine_in_actor(objects: dict[str, Any], inputs: ModelInputs) -> Engine:
+    return LocalFactories().make_engine(inputs, objects[MODEL])
+
+
+def make_critic_in_actor(
+    objects: dict[str, Any], inputs: ModelInputs, train: TrainConfig, updates: int
+) -> Any:
+    return LocalFactories().make_critic_backend(inputs, None, train, updates)
