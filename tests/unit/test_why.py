@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from reinforge.algorithms.parts import advantages
 from reinforge.build.run import train_config
-from reinforge.build.trainer import Given
 from reinforge.cli.main import app
 from reinforge.config.load import config_from_dict
 from reinforge.core.errors import InputError
