@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reinforge.algorithms.parts import advantages
+from reinforge.build.given import Given
 from reinforge.build.run import train_config
 from reinforge.cli.main import app
 from reinforge.config.load import config_from_dict
