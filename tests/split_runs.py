@@ -72,5 +72,5 @@ def served_by(pid: int) -> int:
         for task in Path(f"/proc/{pid}/task").iterdir()
         for p in (task / "children").read_text().split()
     ]
-    (one,) = [p for p in found if "backends.ranks" in Path(f"/proc/{p}/cmdline").read_text()]
+    (one,) = [p for p in found if "distributed.ranks" in Path(f"/proc/{p}/cmdline").read_text()]
     return one

@@ -61,7 +61,7 @@ def children(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir()
         for p in (task / "children").read_text().split()
     ]
-    return [p for p in found if "backends.ranks" in Path(f"/proc/{p}/cmdline").read_text()]
+    return [p for p in found if "distributed.ranks" in Path(f"/proc/{p}/cmdline").read_text()]
 
 
 def gone(pid: int, seconds: float = 10.0) -> bool:

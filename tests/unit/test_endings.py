@@ -288,8 +288,8 @@ def test_every_phase_says_what_it_does(make: Callable[..., Config]) -> None:
     order = [
         "loading torch and transformers",
         "reading data (python)",
-        f"loading the model {cfg.model.path}",
         "tokenising 16 prompts",
+        f"loading the model {cfg.model.path}",
         "evaluating on held-out rows",
         "step 1: generating 16 answers to 4 prompts",
         "step 1: waiting for rewards",

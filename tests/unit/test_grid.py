@@ -16,6 +16,7 @@ from reinforge.backends.fsdp.tensor_parallel import Plan
 from reinforge.checkpoint import files, store
 from reinforge.checkpoint.stored import Stored, within, write_pieces
 from reinforge.config.adapter import AdapterConfig
+from reinforge.config.load import config_from_dict
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.models.adapters import add_adapter
@@ -68,15 +69,22 @@ def test_a_box_is_where_the_piece_lies(shape: tuple[int, ...], dim: int | None) 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"sequence_parallel": 2}, "sequence_parallel: the backend local"),
-        ({"tensor_parallel": 2}, "tensor_parallel: the backend local"),
+        ({"sequence_parallel": 2}, "train.sequence_parallel: the backend local"),
+        ({"tensor_parallel": 2}, "train.tensor_parallel: the backend local"),
         ({"backend": "fsdp", "ranks": 3, "sequence_parallel": 2}, "must divide"),
-        ({"offload_weights": True}, "offload_weights: the backend local"),
+        ({"offload_weights": True}, "train.offload_weights: the backend local"),
     ],
 )
 def test_configs_that_mean_nothing(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        train_config(**settings)
+    raw = {
+        "model": {"path": "m"},
+        "algorithm": {"name": "sft"},
+        "data": {"source": "rows.jsonl"},
+        "train": {"steps": 1, **settings},
+        "run": {"dir": "runs/x"},
+    }
+    with pytest.raises(InputError, match=told):
+        config_from_dict(raw, where="test")
 
 
 def test_plans_that_cannot_be() -> None:

@@ -4,9 +4,9 @@ dealt, whoever cuts the weights.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,6 @@ from reinforge.backends.distributed.ranks import Member
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.microbatch import combine
 from reinforge.backends.oom import memory_errors
-from reinforge.checkpoint.stored import Stored
 from reinforge.core.backend import Loss, Metrics, Part, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
@@ -24,21 +23,21 @@ from reinforge.core.errors import InputError
 Dealt = Sequence[tuple[Batch, bool]]  # packs of one rank, and whether they count
 
 
-class RankWorker(LocalBackend):
+class RankWorker(LocalBackend, ABC):
     """One rank's part of a backend. `DistributedBackend` makes one on every rank, and calls its
     methods on all of them at once.
 
     A kind says how weights are cut, how one pack is run and annotated where that differs, and how
     whole tensors are put together and taken apart. It is made of (member, make, cfg, settings,
     compiled): `make` loads the model, whole and on the host; `settings` are those of
-    `LocalBackend`; `compiled`: its layers are to be compiled.
+    `LocalBackend`; `compiled`: its layers are to be compiled. One that keeps averages has `swap`
+    too, and one that `writes_pieces` has `write_pieces` and `read_pieces` (fsdp/worker.py).
     """
 
     member: Member
     saves: ClassVar[str]  # a setting with which less memory is needed
-    writes_pieces: ClassVar[bool] = (
-        False  # whether it writes and reads its own files of checkpoints
-    )
+    # whether it writes and reads its own files of checkpoints
+    writes_pieces: ClassVar[bool] = False
     stored: Mapping[str, torch.dtype]  # of each trained parameter, the precision in checkpoints
     shapes: Mapping[str, torch.Size]  # of each trained parameter, when it is whole
 
@@ -110,13 +109,15 @@ class RankWorker(LocalBackend):
         """This rank's side of the backend itself (""), or of what follows its weights."""
         return self.parts()[name] if name else self
 
+    @abstractmethod
     def gathered(self, part: str = "") -> State | None:
         """The whole state of a part in the host memory of rank 0; None on the others."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def publish(self, targets: Mapping[str, Tensor] | None) -> None:
         """Puts the trained weights into `targets` on rank 0, one at a time."""
-        raise NotImplementedError
+        ...
 
     def cut(self, name: str, tensor: Tensor) -> list[Tensor]:
         """What each rank is sent of a tensor of the parameter `name`. Here: all of it, and every
@@ -124,27 +125,15 @@ class RankWorker(LocalBackend):
         """
         return [tensor] * self.member.size
 
+    @abstractmethod
     def receive(self, tensors: dict[str, Tensor]) -> None:
         """Some of the tensors of a state, as `cut` made them."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def load_received(self, part: str, meta: dict[str, Any]) -> None:
         """Loads what was received."""
-        raise NotImplementedError
-
-    def swap(self, part: str, into: bool) -> None:
-        """Whether the model computes with an average of its weights."""
-        raise NotImplementedError
-
-    def write_pieces(self, part: str, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
-        """Writes what this rank holds of a state into a checkpoint (`writes_pieces`)."""
-        raise NotImplementedError
-
-    def read_pieces(
-        self, part: str, there: Stored, keys: Sequence[str], meta: dict[str, Any]
-    ) -> None:
-        """Loads this rank's part of a state from a checkpoint's files (`writes_pieces`)."""
-        raise NotImplementedError
+        ...
 
     def close(self) -> None:
         """Frees what does not go with the object."""
