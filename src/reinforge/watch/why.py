@@ -45,10 +45,6 @@ class Statistics:
     ddof: int
 
 
-def steps_recorded(run_dir: Path) -> list[int]:
-    return [int(line["step"]) for line in read_lines(run_dir / FILE)]
-
-
 def read_step(run_dir: Path, step: int) -> dict[str, Any]:
     """The record of one step, or an error that says which steps there are."""
     run_dir = Path(run_dir)
