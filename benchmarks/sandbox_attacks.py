@@ -391,6 +391,22 @@ def foreign_program() -> bytes:
 
 
 CONTAINED += [
+    Attack(
+        "memory of processes whose first thread has ended",
+        """
+import ctypes, os, platform, threading, time
+for _ in range(5):
+    if os.fork() == 0: break
+def hold():
+    time.sleep(0.5)
+    held = bytearray(b'x' * (200 << 20))
+    time.sleep(20)
+threading.Thread(target=hold).start()
+ctypes.CDLL(None).syscall(93 if platform.machine() == 'aarch64' else 60, 0)
+""",
+        (MEMORY,),
+        seconds=10,
+    ),
     tries(
         "shared pages that nobody has mapped any more",
         """

@@ -394,6 +394,7 @@ def test_a_call_newer_than_the_filter_does_not_exist(machine: str) -> None:
     ("name", "refused", "allowed"),
     [
         ("clone", (0x10000011,), (0x3D0F00,)),
+        ("clone", (0x3D0B00,), (0x4011,)),  # a thread with descriptors of its own; vfork
         ("socketpair", (16,), (1,)),
         ("ioctl", (0, 0x5412), (0, 0x5401)),
         ("mmap", (0, 9, 3, 0x21), (0, 9, 3, 0x22)),  # shared and anonymous; private

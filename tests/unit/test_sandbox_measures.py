@@ -5,6 +5,7 @@ them, and the files of the host.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -144,6 +145,57 @@ def test_open_files_are_counted_for_all_processes_together(isolation: Isolation)
         " _ in range(8)]\ntime.sleep(1)\nprint(1)"
     )
     assert run_sync(Program(code), Limits(seconds=60), isolation).status == "ok"
+
+
+def test_processes_that_end_while_they_are_counted_do_not_count_as_full() -> None:
+    """One that is ending can no longer be looked at; it was taken for one that forbids it, whose
+    table of descriptors may be full.
+    """
+    code = """
+import os, subprocess
+from reinforge.sandbox import launcher
+launcher.HOST_PROC.append(os.open("/proc", os.O_RDONLY))
+if os.getuid() == 0:
+    os.setuid(65534)  # as process 1 of a run: root may look at everything
+children = [subprocess.Popen(["sleep", "60"]) for _ in range(10)]
+meter = launcher.Meter("/tmp")
+meter.look()
+print(meter.more_descriptors_than(25), meter.more_descriptors_than(100))
+for child in children:
+    child.kill()
+for child in children:
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+print(meter.more_descriptors_than(0))
+"""
+    assert elsewhere(sys.executable, code) == "True False\nFalse\n"
+
+
+@pytest.mark.parametrize(
+    ("held", "reason"),
+    [
+        ("bytearray(b'x' * (200 << 20))", "more than 512 MB in all"),
+        ("[os.pipe() for _ in range(90)]", "more than 512 open files in all"),
+    ],
+)
+def test_what_threads_hold_counts_when_the_first_has_ended(
+    isolation: Isolation, held: str, reason: str
+) -> None:
+    """Without its first thread a process shows neither memory nor descriptors under its number."""
+    code = f"""
+import ctypes, os, threading, time
+for _ in range(5):
+    if os.fork() == 0:
+        break
+def hold():
+    time.sleep(1)
+    held = {held}
+    time.sleep(20)
+    os._exit(0)
+threading.Thread(target=hold).start()
+ctypes.CDLL(None).syscall({93 if platform.machine() == "aarch64" else 60}, 0)  # exit, of a thread
+"""
+    result = run_sync(Program(code), Limits(seconds=60), isolation)
+    assert (result.status, result.reason) == ("memory", reason), result
 
 
 def test_programs_share_memory_through_files(isolation: Isolation) -> None:

@@ -379,6 +379,13 @@ def start(job: dict[str, Any], report: int, channel: list[int]) -> None:
     os._exit(127)
 
 
+def holds_memory(status: bytes) -> bool:
+    """Whether a task of that /proc/PID/status has memory: one that has ended, or is about to, has
+    none.
+    """
+    return COUNTED[0] in status
+
+
 class Meter:
     """What all processes of a run have and use together, as process 1 sees it.
 
@@ -395,7 +402,7 @@ class Meter:
         self.greedy = False
         self._started = self._looked = time.monotonic()
         self._reaped = self._sum = self._wanted = 0.0
-        self._slots: dict[str, int] = {}  # room for descriptors, by process
+        self._slots: dict[str, int] = {}  # room for descriptors, by task
         self._proc = (
             HOST_PROC[0]
             if HOST_PROC
@@ -424,14 +431,29 @@ class Meter:
                 runnable += fields[0] == b"R"
                 # its own, and that of children it waited for
                 seconds += sum(map(int, fields[11:15])) / TICKS_PER_SECOND
-                for line in self._read(f"{process}/status").splitlines():
+                task, status = self._living(process)
+                for line in status.splitlines():
                     if line.startswith(COUNTED):
                         self.memory += int(line.split()[1]) * 1024
                     elif line.startswith(b"FDSize:"):
-                        self._slots[process] = int(line.split()[1])
+                        self._slots[task] = int(line.split()[1])
             except (OSError, IndexError, ValueError):
                 pass  # it has just ended
         self._add(seconds, runnable)
+
+    def _living(self, process: str) -> tuple[str, bytes]:
+        """A task of a process, and its status, that shows what the process holds.
+
+        That is its first thread, unless that one has ended and left the others behind.
+        """
+        status = self._read(f"{process}/status")
+        if not holds_memory(status):
+            for name in self._names(f"{process}/task"):
+                task = f"{process}/task/{name}"
+                other = self._read(f"{task}/status")
+                if holds_memory(other):
+                    return task, other
+        return process, status
 
     def _add(self, seconds: float, runnable: int) -> None:
         """A process that nobody waited for leaves the sum with its seconds: what was seen once
@@ -457,17 +479,26 @@ class Meter:
         """
         if sum(self._slots.values()) <= limit:
             return False
-        return sum(self._open_files(process, room) for process, room in self._slots.items()) > limit
+        return sum(self._open_files(task, room) for task, room in self._slots.items()) > limit
 
-    def _open_files(self, process: str, room: int) -> int:
+    def _open_files(self, task: str, room: int) -> int:
         try:
-            fd = os.open(f"{process}/fd", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
-        except FileNotFoundError:
+            return len(self._names(f"{task}/fd"))
+        except PermissionError:  # it does not let us look, or is about to end and has no owner now
+            return room if self._has_memory(task) else 0
+        except OSError:
             return 0
-        except OSError:  # it does not let us look
-            return room
+
+    def _has_memory(self, task: str) -> bool:
         try:
-            return len(os.listdir(fd))
+            return holds_memory(self._read(f"{task}/status"))
+        except OSError:
+            return False
+
+    def _names(self, folder: str) -> list[str]:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+        try:
+            return os.listdir(fd)
         finally:
             os.close(fd)
 

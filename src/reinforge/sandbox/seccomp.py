@@ -21,6 +21,8 @@ AF_UNIX = 1
 SOL_SOCKET = 1
 BUFFER_SIZES = (7, 8, 32, 33)
 NEW_NAMESPACE = 0x7E020000  # the CLONE_NEW* flags of clone(2)
+CLONE_FILES = 0x400
+CLONE_THREAD = 0x10000
 TERMINAL_INPUT = (0x5412, 0x541C)  # ioctl TIOCSTI, TIOCLINUX: type into somebody's terminal
 MAP_SHARED = 0x01
 MAP_ANONYMOUS = 0x20
@@ -231,7 +233,15 @@ def _by_arguments(f: Filter, number: dict[str, int]) -> None:
     # its flags are in memory, out of a filter's sight; libc falls back to clone
     f.refuse(number["clone3"], ENOSYS)
     f.refuse(number["socket"], EAFNOSUPPORT)
-    f.case(number["clone"], EPERM, load(0), (JSET, NEW_NAMESPACE, REFUSE, ALLOW_IT))
+    f.case(
+        number["clone"],
+        EPERM,
+        load(0),
+        (JSET, NEW_NAMESPACE, REFUSE, ON),
+        (AND, CLONE_FILES | CLONE_THREAD, ON, ON),
+        # the descriptors of such a thread would be counted by nobody
+        (JEQ, CLONE_THREAD, REFUSE, ALLOW_IT),
+    )
     # asyncio is built on one
     f.case(number["socketpair"], EAFNOSUPPORT, load(0), (JEQ, AF_UNIX, ALLOW_IT, REFUSE))
     f.case(
