@@ -393,13 +393,14 @@ def foreign_program() -> bytes:
 CONTAINED += [
     Attack(
         "memory of processes whose first thread has ended",
-        """
+        """\
 import ctypes, os, platform, threading, time
 for _ in range(5):
     if os.fork() == 0: break
 def hold():
     time.sleep(0.5)
-    held = bytearray(b'x' * (200 << 20))
+    held = bytearray(80 << 20)
+    for i in range(0, len(held), 4096): held[i] = 1
     time.sleep(20)
 threading.Thread(target=hold).start()
 ctypes.CDLL(None).syscall(93 if platform.machine() == 'aarch64' else 60, 0)
