@@ -71,11 +71,14 @@ def rewards(
         Path, typer.Argument(metavar="CONFIG", help="Its rewards are tried on its rows.")
     ],
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(help="How many rows to try.", min=1)] = 16,
+    rows: Annotated[int, typer.Option(metavar="N", help="How many rows to try.", min=1)] = 16,
     allow: Annotated[
         float,
         typer.Option(
-            help="Share of rows on which a hostile answer may be right by chance.", min=0, max=1
+            metavar="N",
+            help="Share of rows on which a hostile answer may be right by chance.",
+            min=0,
+            max=1,
         ),
     ] = 0.1,
     gold: Annotated[
@@ -88,8 +91,10 @@ def rewards(
         ),
     ] = None,
 ) -> None:
-    """Try the rewards on right answers and on hostile ones: nothing, the question, every choice,
-    ten thousand braces, injections.
+    """Try the rewards on right answers and on hostile ones.
+
+    Hostile are: nothing, the question, every choice, ten thousand braces,
+    injections.
 
     Exit code 1: a hostile answer gets full reward, makes a reward raise, or a
     right answer does not get it.
@@ -120,8 +125,9 @@ def template(
         str | None, typer.Option(help="A jinja file in place of the tokenizer's own template.")
     ] = None,
 ) -> None:
-    """Tell what a chat template does: ends of turns, prefix property, history that it rewrites,
-    tools.
+    """Tell what a chat template does to a conversation.
+
+    Ends of turns, prefix property, history that it rewrites, tools.
 
     [bold]Examples[/bold]
 

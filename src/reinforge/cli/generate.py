@@ -13,19 +13,23 @@ from reinforge.core.errors import InputError
 if TYPE_CHECKING:
     from reinforge.config.schema import Config
 
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 = greedy.", min=0)]
+Temperature = Annotated[
+    float, typer.Option("--temperature", "-t", metavar="N", help="0 = greedy.", min=0)
+]
 TopP = Annotated[
     float,
     typer.Option(
+        metavar="N",
         help="Nucleus: sample from the most likely tokens that hold this much probability.",
         min=0,
         max=1,
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Longest completion.", min=1)]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest completion.", min=1)]
 Longest = Annotated[
     int | None,
     typer.Option(
+        metavar="N",
         help=(
             "Longest completion; default: the configuration's or run's rollout.max_new_tokens, else"
             " 256."
@@ -45,6 +49,10 @@ Prompts = Annotated[
     ),
 ]
 KEY = "REINFORGE_API_KEY"
+# groups of options on the help page: each is laid out by itself, so that a long name in one does
+# not take the room of the others
+A_SERVER = "Ask a server instead"
+LABELS = "Labels and preference pairs"
 
 
 def generate(
@@ -62,7 +70,7 @@ def generate(
         Path, typer.Option(help="The .jsonl file to write: the rows with their completions.")
     ],
     prompts: Prompts = None,
-    n: Annotated[int, typer.Option("-n", help="Completions per prompt.", min=1)] = 1,
+    n: Annotated[int, typer.Option("-n", metavar="N", help="Completions per prompt.", min=1)] = 1,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_new_tokens: Longest = None,
@@ -73,59 +81,110 @@ def generate(
     server: Annotated[
         str | None,
         typer.Option(
-            help="Ask this OpenAI-compatible server instead, e.g. http://127.0.0.1:8000/v1."
+            rich_help_panel=A_SERVER,
+            help="Ask this OpenAI-compatible server instead, e.g. http://127.0.0.1:8000/v1.",
         ),
     ] = None,
     model_name: Annotated[
-        str | None, typer.Option(help="The server's name for the model; default: its only one.")
+        str | None,
+        typer.Option(
+            rich_help_panel=A_SERVER, help="The server's name for the model; default: its only one."
+        ),
     ] = None,
     api_key_env: Annotated[
-        str, typer.Option(help="The environment variable with the server's and the judge's key.")
+        str,
+        typer.Option(
+            rich_help_panel=A_SERVER,
+            help="The environment variable with the server's and the judge's key.",
+        ),
     ] = KEY,
-    parallel: Annotated[int, typer.Option(help="Requests to a server at once.", min=1)] = 16,
+    parallel: Annotated[
+        int,
+        typer.Option(
+            metavar="N", rich_help_panel=A_SERVER, help="Requests to a server at once.", min=1
+        ),
+    ] = 16,
     rate: Annotated[
-        float | None, typer.Option(help="Requests to a server per minute, at most.", min=0.001)
+        float | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel=A_SERVER,
+            help="Requests to a server per minute, at most.",
+            min=0.001,
+        ),
     ] = None,
     raw: Annotated[
         bool,
         typer.Option(
-            "--raw", help="Have the server continue text prompts, without a chat template."
+            "--raw",
+            rich_help_panel=A_SERVER,
+            help="Have the server continue text prompts, without a chat template.",
         ),
     ] = False,
     logprobs: Annotated[
-        bool, typer.Option("--logprobs/--no-logprobs", help="Ask the server for log-probs.")
+        bool,
+        typer.Option(
+            "--logprobs/--no-logprobs",
+            rich_help_panel=A_SERVER,
+            help="Ask the server for log-probs.",
+        ),
     ] = True,
     token_ids: Annotated[
         bool,
         typer.Option(
-            "--token-ids", help="Ask the server for token ids (reinforge and vLLM give them)."
+            "--token-ids",
+            rich_help_panel=A_SERVER,
+            help="Ask the server for token ids (reinforge and vLLM give them).",
         ),
     ] = False,
     rewards: Annotated[
-        bool, typer.Option("--rewards", help="Score completions with the configuration's rewards.")
+        bool,
+        typer.Option(
+            "--rewards",
+            rich_help_panel=LABELS,
+            help="Score completions with the configuration's rewards.",
+        ),
     ] = False,
     judge: Annotated[
-        str | None, typer.Option(help="Have the model of this server judge completions.")
+        str | None,
+        typer.Option(
+            rich_help_panel=LABELS, help="Have the model of this server judge completions."
+        ),
     ] = None,
     judge_model: Annotated[
-        str | None, typer.Option(help="The judge's name there; default: its only model.")
+        str | None,
+        typer.Option(
+            rich_help_panel=LABELS, help="The judge's name there; default: its only model."
+        ),
     ] = None,
     judge_mode: Annotated[
         Literal["score", "pairwise"],
-        typer.Option(help="A score from 0 to 10, or the share of comparisons won."),
+        typer.Option(
+            rich_help_panel=LABELS, help="A score from 0 to 10, or the share of comparisons won."
+        ),
     ] = "score",
     judge_prompt: Annotated[
         Path | None,
         typer.Option(
-            help="A file with the judge's prompt: {prompt} and {completion}, or {a} and {b}."
+            rich_help_panel=LABELS,
+            help="A file with the judge's prompt: {prompt} and {completion}, or {a} and {b}.",
         ),
     ] = None,
     pairs: Annotated[
         Literal["best-worst", "all"] | None,
-        typer.Option(help="Also write preference pairs to OUT.pairs.jsonl, by reward or judge."),
+        typer.Option(
+            rich_help_panel=LABELS,
+            help="Also write preference pairs to OUT.pairs.jsonl, by reward or judge.",
+        ),
     ] = None,
     margin: Annotated[
-        float, typer.Option(help="Completions of a pair must differ by more than this.", min=0)
+        float,
+        typer.Option(
+            metavar="N",
+            rich_help_panel=LABELS,
+            help="Completions of a pair must differ by more than this.",
+            min=0,
+        ),
     ] = 0.0,
 ) -> None:
     """Complete every prompt of a file, with labels and preference pairs where they are wanted.

@@ -52,13 +52,19 @@ def launch(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file."),
     ] = None,
-    on: Annotated[On, typer.Option(help="Where it runs.")] = On.local,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    on: Annotated[
+        On,
+        typer.Option(metavar="WHERE", help="Where it runs: local, ray, slurm or kubernetes."),
+    ] = On.local,
+    nodes: Annotated[int, typer.Option(metavar="N", min=1, help="Machines.")] = 1,
     gpus: Annotated[
-        int, typer.Option(min=0, help="GPUs of each machine; one rank for each. 0: CPUs only.")
+        int,
+        typer.Option(
+            metavar="N", min=0, help="GPUs of each machine; one rank for each. 0: CPUs only."
+        ),
     ] = 0,
     time: Annotated[
-        str | None, typer.Option(help="The longest it may take: minutes, H:M:S or D-H:M:S.")
+        str | None, typer.Option(help="The longest it may take: minutes, HH:MM:SS or D-HH:MM:SS.")
     ] = None,
     starter: Annotated[
         Starter, typer.Option("--with", help="slurm, without Ray: who starts the ranks.")
@@ -72,7 +78,9 @@ def launch(
     claim: Annotated[
         str, typer.Option(help="kubernetes: the PersistentVolumeClaim that holds runs.")
     ] = "reinforge-runs",
-    cpus: Annotated[int, typer.Option(min=1, help="kubernetes: CPUs of each pod.")] = 8,
+    cpus: Annotated[
+        int, typer.Option(metavar="N", min=1, help="kubernetes: CPUs of each pod.")
+    ] = 8,
     memory: Annotated[str, typer.Option(help="kubernetes: memory of each pod.")] = "64Gi",
     standing: Annotated[
         bool,
@@ -269,10 +277,14 @@ def network(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Processes of the test on this machine; default: one per GPU, or 2."
+            metavar="N",
+            min=2,
+            help="Processes of the test on this machine; default: one per GPU, or 2.",
         ),
     ] = None,
-    megabytes: Annotated[int, typer.Option(min=1, help="Size of what is reduced.")] = 64,
+    megabytes: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Size of what is reduced.")
+    ] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Look for the usual mistakes in the network's settings, and measure an all-reduce.

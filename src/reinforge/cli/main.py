@@ -162,7 +162,9 @@ def sft(
         str | None,
         typer.Option(metavar="DIR", help="The run's directory; default: runs/sft-MODEL-DATA."),
     ] = None,
-    epochs: Annotated[float, typer.Option(min=0.001, help="Passes over the rows.")] = 1.0,
+    epochs: Annotated[
+        float, typer.Option(metavar="N", min=0.001, help="Passes over the rows.")
+    ] = 1.0,
     lora: Annotated[
         int | None,
         typer.Option(
@@ -170,10 +172,10 @@ def sft(
         ),
     ] = None,
 ) -> None:
-    """Fine-tune a model on rows of your own: {"prompt", "completion"}, {"messages"}, {"text"}, or
-    Alpaca's or ShareGPT's columns.
+    """Fine-tune a model on rows of your own, without a configuration.
 
-    No configuration needed.
+    A row is {"prompt", "completion"}, {"messages"}, {"text"}, or has Alpaca's
+    or ShareGPT's columns.
 
     A twentieth of the rows is held out (of 40 rows or more). The same command
     goes on after a stop. The run's config.json has all settings.
@@ -204,7 +206,8 @@ def plan(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     deadline: Annotated[
-        float, typer.Option(help="Seconds for the data and reward checks.", min=1)
+        float,
+        typer.Option(metavar="S", help="Seconds for the data and reward checks.", min=1),
     ] = 30.0,
     cluster: Annotated[
         bool,
@@ -225,6 +228,7 @@ def plan(
     length: Annotated[
         float | None,
         typer.Option(
+            metavar="N",
             min=1,
             help=(
                 "--cluster: mean tokens of a completion; default: the run's, or half of the limit."
@@ -352,8 +356,7 @@ def demo(
         bool, typer.Option("--quick", help="A minute instead of several; learns less.")
     ] = False,
 ) -> None:
-    """Train a small model from nothing to answers, on the machine at hand, and show what it
-    learned.
+    """Train a small model from nothing, on this machine, and show what it learned.
 
     [bold]Examples[/bold]
 

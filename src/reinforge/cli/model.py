@@ -52,18 +52,22 @@ def evaluate(
         typer.Option(metavar="DIR", help="lm_eval: a directory with tasks of your own (YAML)."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="lm_eval: only the first rows of every task.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="lm_eval: only the first rows of every task."),
     ] = None,
     fewshot: Annotated[
         int | None,
-        typer.Option(min=0, help="lm_eval: examples in the prompt; default: the task's."),
+        typer.Option(
+            metavar="N", min=0, help="lm_eval: examples in the prompt; default: the task's."
+        ),
     ] = None,
     as_chat: Annotated[
         bool, typer.Option("--chat", help="lm_eval: prompts through the model's chat template.")
     ] = False,
 ) -> None:
-    """Measure a model on the held-out rows of its configuration, or on tasks of
-    lm-evaluation-harness.
+    """Measure a model on held-out rows, or on tasks of lm-evaluation-harness.
+
+    The rows are those of its configuration.
 
     [bold]Examples[/bold]
 
@@ -217,11 +221,15 @@ def tiny(
     ],
     seed: Annotated[int, typer.Option(help="Of the weights and of the demonstrations.")] = 0,
     context: Annotated[
-        int, typer.Option(min=64, help="Tokens that it can read; games need more than sums.")
+        int,
+        typer.Option(
+            metavar="N", min=64, help="Tokens that it can read; games need more than sums."
+        ),
     ] = 256,
 ) -> None:
-    """Make the small model that recipes/algorithms start from: 0.1 M parameters that half know how
-    to add. Takes seconds.
+    """Make the small model that the recipes start from, in seconds.
+
+    0.1 M parameters that half know how to add.
 
     [bold]Examples[/bold]
 

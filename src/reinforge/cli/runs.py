@@ -211,9 +211,9 @@ def why(
 
 @app.command()
 def digest(run: RunDir) -> None:
-    """Print one hash of everything a run's newest checkpoint holds: equal digests mean
-    bit-identical runs.
+    """Print one hash of all that a run's newest checkpoint holds.
 
+    Equal digests mean bit-identical runs.
     Of a pipeline: a line per stage, and on the last line the hash of them all.
 
     [bold]Example[/bold]

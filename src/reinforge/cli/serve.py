@@ -24,7 +24,7 @@ def serve(
         str, typer.Option(help="Address to listen on. Anything but loopback needs a key.")
     ] = ServeOptions.host,
     port: Annotated[
-        int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)
+        int, typer.Option(metavar="N", help="Port; 0 takes a free one.", min=0, max=65535)
     ] = ServeOptions.port,
     name: Annotated[
         str | None,
@@ -39,32 +39,40 @@ def serve(
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Longest completion of a request that names no limit.", min=1)
+        int,
+        typer.Option(
+            metavar="N", help="Longest completion of a request that names no limit.", min=1
+        ),
     ] = ServeOptions.max_new_tokens,
     context: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a prompt with its completion; default: the model's own.", min=2
+            metavar="N",
+            help="Tokens of a prompt with its completion; default: the model's own.",
+            min=2,
         ),
     ] = None,
     max_batch: Annotated[
-        int, typer.Option(help="Sequences decoded at once.", min=1)
+        int, typer.Option(metavar="N", help="Sequences decoded at once.", min=1)
     ] = ServeOptions.max_batch,
     max_requests: Annotated[
-        int, typer.Option(help="Requests at once; more are answered 429.", min=1)
+        int, typer.Option(metavar="N", help="Requests at once; more are answered 429.", min=1)
     ] = ServeOptions.max_requests,
     max_body_mib: Annotated[
-        int, typer.Option(help="Largest request; a larger one is answered 413.", min=1)
+        int, typer.Option(metavar="N", help="Largest request; a larger one is answered 413.", min=1)
     ] = ServeOptions.max_body_mib,
     max_completions: Annotated[
         int,
         typer.Option(
-            help="Prompts x n of one request (with --reward: texts); more are answered 400.", min=1
+            metavar="N",
+            help="Prompts x n of one request (with --reward: texts); more are answered 400.",
+            min=1,
         ),
     ] = ServeOptions.max_completions,
     max_connections: Annotated[
         int,
         typer.Option(
+            metavar="N",
             help="Open at once; a newcomer takes the place of one that has asked for nothing.",
             min=1,
         ),
@@ -72,18 +80,24 @@ def serve(
     header_seconds: Annotated[
         float,
         typer.Option(
-            help="For the headers of a request to arrive; later it is answered 408.", min=0.1
+            metavar="N",
+            help="For the headers of a request to arrive; later it is answered 408.",
+            min=0.1,
         ),
     ] = ServeOptions.header_seconds,
     body_seconds: Annotated[
         float,
         typer.Option(
-            help="For the body of a request to arrive, and for a client to read on.", min=0.1
+            metavar="N",
+            help="For the body of a request to arrive, and for a client to read on.",
+            min=0.1,
         ),
     ] = ServeOptions.body_seconds,
     kv_gib: Annotated[
         float | None,
-        typer.Option(help="Memory of the KV cache; default: from what is free.", min=0.001),
+        typer.Option(
+            metavar="N", help="Memory of the KV cache; default: from what is free.", min=0.001
+        ),
     ] = None,
     checkpoint: Annotated[
         str, typer.Option(help="Of a run: best, latest, or a step.")

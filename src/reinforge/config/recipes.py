@@ -4,12 +4,14 @@ from a clone.
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 from reinforge.core.errors import InputError
 
 PREFIX = "recipe:"
+SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z`'\"])")
 
 
 def recipes_dir() -> Path:
@@ -62,9 +64,23 @@ def recipe_text(name: str) -> str:
 
 
 def summary(name: str) -> str:
-    """What the first comment of a recipe says of it."""
-    first = recipe_path(name).read_text(encoding="utf-8").split("\n", 1)[0]
-    return first.lstrip("# ").strip()
+    """What a recipe's first comment says of it: every whole sentence that begins on its first line.
+
+    A sentence that only leads to the commands below it ends with a colon, and is left out.
+    """
+    prose = []
+    for line in recipe_path(name).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("# ") or line.startswith("#   "):  # commands are indented
+            break
+        prose.append(line.removeprefix("# ").strip())
+    begins = 0  # where the sentence that is looked at begins
+    told = []
+    for sentence in SENTENCE_END.split(" ".join(prose)):
+        if begins > len(prose[0]) or not sentence.endswith("."):
+            break
+        told.append(sentence)
+        begins += len(sentence) + 1
+    return " ".join(told)
 
 
 def copy_recipes(target: Path) -> None:
