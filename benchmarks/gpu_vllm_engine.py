@@ -47,9 +47,9 @@ from reinforge.config.engine import EngineConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.core.weights import Weights
+from reinforge.engines.served.dialect import Setup
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.make import make_served
-from reinforge.engines.served.replica import Setup
 from reinforge.models.causal import CausalModel
 
 

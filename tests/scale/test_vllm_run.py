@@ -19,8 +19,8 @@ from reinforge.config.load import config_from_dict
 from reinforge.config.model import ModelConfig
 from reinforge.core.engine import Sampling
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.served.dialect import Setup
 from reinforge.engines.served.make import make_served
-from reinforge.engines.served.replica import Setup
 from reinforge.models.load import load_model
 from reinforge.models.tiny import make_tiny_model
 from reinforge.offline.export import export

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from torch import nn
 
-from reinforge.config.engine import EngineConfig
+from reinforge.config.engine import SERVERS, EngineConfig, EngineName
 from reinforge.core.engine import Sampling
 from reinforge.core.weights import Weights
+from reinforge.engines.served.dialect import Draw, Piece, Setup
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.http import Http, ServerFault
-from reinforge.engines.served.replica import Draw, Piece, Setup
+from reinforge.engines.served.make import DIALECTS
 from toys import run
 
 
@@ -161,3 +162,12 @@ def test_a_score_that_fails_is_asked_again_and_ends_no_server(tmp_path: Path) ->
 
     run(asyncio.wait_for(work(), 20))
     engine.close()
+
+
+def test_config_and_engines_know_the_same_servers() -> None:
+    assert get_args(EngineName) == ("native", *SERVERS)
+    assert list(SERVERS) == list(DIALECTS)
+    for name, make in DIALECTS.items():
+        dialect = make()
+        assert dialect.name == name
+        assert ("ipc" in dialect.channels) == SERVERS[name].ipc

@@ -25,9 +25,9 @@ from reinforge.core.engine import Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
+from reinforge.engines.served.dialect import Setup
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.make import make_served
-from reinforge.engines.served.replica import Setup
 from reinforge.weights.probe import WeightMismatch
 from toys import make_module, run
 

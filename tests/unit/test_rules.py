@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from reinforge.config.engine import SERVERS
 from reinforge.config.load import apply_override, config_from_dict
 from reinforge.config.rules import asynchrony, engines
 from reinforge.config.rules.check import TABLES, doubts, problems
@@ -35,8 +36,7 @@ COLUMNS: dict[str, Overrides] = {
     "megatron": ("train.backend=megatron",),
     "ray": ("cluster.kind=ray",),
     "native": ("rollout.engine=native",),
-    "vllm": (VLLM,),
-    "sglang": ("rollout.engine=sglang",),
+    **{server: (f"rollout.engine={server}",) for server in SERVERS},
     "running servers": (VLLM, "engine.address=['http://127.0.0.1:8000']"),
     "on-policy": (),
     "staleness": ("rollout.staleness=1",),

@@ -22,7 +22,7 @@ from reinforge.models.load import pick_device
 from reinforge.weights.probe import Scorer
 
 if TYPE_CHECKING:
-    from reinforge.engines.served.replica import Setup
+    from reinforge.engines.served.dialect import Setup
 
 
 def setup_of(
@@ -35,7 +35,7 @@ def setup_of(
     saved: str | None,
 ) -> Setup:
     """What the servers are told. Plain values: they may be started by another process."""
-    from reinforge.engines.served.replica import Setup
+    from reinforge.engines.served.dialect import Setup
 
     folder = Path(cfg.run.dir)
     device = pick_device(cfg.model.device).type if not cfg.engine.devices else "cuda"

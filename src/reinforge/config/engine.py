@@ -1,15 +1,33 @@
-"""The section `engine`: a server that generates (rollout.engine vllm or sglang).
-
-The native engine needs none of it.
+"""The names of engines, and the section `engine`: servers that generate (rollout.engine vllm or
+sglang). The native engine needs none of it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from reinforge.config.base import Count, Fraction, NonNegative, Positive, Section
+
+# what `rollout.engine` may be: the trainer's own module, or a kind of server
+EngineName = Literal["native", "vllm", "sglang"]
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What is known of a kind of server without speaking to it. The tables of config/rules make
+    its column of them; engines/served has the code, under the same name.
+    """
+
+    ipc: bool = False  # takes weights as handles of GPU memory; otherwise from files
+
+
+SERVERS: dict[str, ServerFacts] = {
+    "vllm": ServerFacts(ipc=True),
+    "sglang": ServerFacts(),
+}
 
 
 class EngineConfig(Section):

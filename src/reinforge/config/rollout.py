@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from reinforge.config.base import Count, Fraction, Natural, Positive, Section
+from reinforge.config.engine import EngineName
 
 
 class RolloutConfig(Section):
@@ -25,7 +26,7 @@ class RolloutConfig(Section):
             " under way for each one that is trained."
         ),
     )
-    engine: Literal["native", "vllm", "sglang"] = Field(
+    engine: EngineName = Field(
         "native",
         description=(
             "native: the trainer's own module generates; nothing is copied. vllm, sglang: servers,"

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from reinforge.config.engine import EngineConfig
+from reinforge.config.engine import SERVERS, EngineConfig
 from reinforge.config.rules.table import YES, Cell, Column, Feature, No, Rule, Table
 
 
-def _cells(*, native: Cell, vllm: Cell, sglang: Cell, running: Cell) -> dict[str, Cell]:
-    return {"native": native, "vllm": vllm, "sglang": sglang, "running servers": running}
+def _cells(*, native: Cell, started: Cell | dict[str, Cell], running: Cell) -> dict[str, Cell]:
+    """A row. `started`: servers that the run starts, one cell for all of them or one for each."""
+    of_servers = started if isinstance(started, dict) else dict.fromkeys(SERVERS, started)
+    return {"native": native, **of_servers, "running servers": running}
+
+
+def _handles(server: str) -> Cell:
+    """Whether a server takes weights as handles of GPU memory."""
+    if SERVERS[server].ipc:
+        return YES
+    return No(f"{server} reads weights from files here", "use memory or disk")
+
+
+def _column(engine: str) -> Column:
+    return Column(engine, f"`rollout.engine: {engine}`", lambda c: c.rollout.engine == engine)
 
 
 NO_SERVER = No(
     "the native engine has no server",
-    "remove the section, or set rollout.engine to vllm or sglang",
+    f"remove the section, or set rollout.engine to {' or '.join(SERVERS)}",
     key="engine",
 )
 OWN_ARITHMETIC = No(
@@ -28,13 +41,13 @@ FEATURES = (
         "The section `engine`",
         "engine",
         lambda c: c.engine != EngineConfig(),
-        _cells(native=NO_SERVER, vllm=YES, sglang=YES, running=YES),
+        _cells(native=NO_SERVER, started=YES, running=YES),
     ),
     Feature(
         "Bit-identical log-probs",
         "model.exact",
         lambda c: c.model.exact,
-        _cells(native=YES, vllm=OWN_ARITHMETIC, sglang=OWN_ARITHMETIC, running=OWN_ARITHMETIC),
+        _cells(native=YES, started=OWN_ARITHMETIC, running=OWN_ARITHMETIC),
     ),
     Feature(
         "Weights by handles of GPU memory (ipc)",
@@ -42,8 +55,7 @@ FEATURES = (
         lambda c: c.engine.channel == "ipc",
         _cells(
             native=NO_SERVER,
-            vllm=YES,
-            sglang=No("sglang reads weights from files here", "use memory or disk"),
+            started={server: _handles(server) for server in SERVERS},
             running=No("handles of GPU memory are for servers that we start", "use memory or disk"),
         ),
     ),
@@ -51,7 +63,7 @@ FEATURES = (
         "Every rank generates",
         "rollout.all_ranks",
         lambda c: c.rollout.all_ranks,
-        _cells(native=YES, vllm=NO_RANKS, sglang=NO_RANKS, running=NO_RANKS),
+        _cells(native=YES, started=NO_RANKS, running=NO_RANKS),
     ),
 )
 
@@ -60,9 +72,8 @@ ENGINES = Table(
     "Who generates: the trainer's own module, servers that the run starts, or servers that run"
     " already.",
     (
-        Column("native", "`rollout.engine: native`", lambda c: c.rollout.engine == "native"),
-        Column("vllm", "`rollout.engine: vllm`", lambda c: c.rollout.engine == "vllm"),
-        Column("sglang", "`rollout.engine: sglang`", lambda c: c.rollout.engine == "sglang"),
+        _column("native"),
+        *map(_column, SERVERS),
         Column("running servers", "`engine.address`", lambda c: bool(c.engine.address)),
     ),
     FEATURES,

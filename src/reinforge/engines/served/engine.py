@@ -23,8 +23,9 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
+from reinforge.engines.served.dialect import Dialect, Draw, Piece, Setup
 from reinforge.engines.served.http import Http, ServerDown, ServerFault
-from reinforge.engines.served.replica import Dialect, Draw, Piece, Replica, Setup
+from reinforge.engines.served.replica import Replica
 from reinforge.engines.served.transfer import Transfer
 from reinforge.weights.probe import Scorer
 

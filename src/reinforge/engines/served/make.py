@@ -1,16 +1,22 @@
 """One function that makes a served engine of plain values: what another process, or an actor, is
-given.
+given. `DIALECTS` are the kinds of servers that there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from reinforge.engines.served.dialect import Dialect, Setup
 from reinforge.engines.served.engine import ServedEngine
-from reinforge.engines.served.replica import Dialect, Setup
 from reinforge.engines.served.sglang import Sglang
 from reinforge.engines.served.vllm import Vllm
 from reinforge.weights.probe import Scorer
+
+# by the name in the config (`rollout.engine`); config/engine.py has the same names in SERVERS
+DIALECTS: dict[str, Callable[[], Dialect]] = {
+    "vllm": Vllm,
+    "sglang": Sglang,
+}
 
 
 def make_served(setup: Setup, score: Scorer | None = None) -> ServedEngine:
@@ -18,5 +24,4 @@ def make_served(setup: Setup, score: Scorer | None = None) -> ServedEngine:
 
     `score`: the trainer's own log-probs, if the trainer is in this process.
     """
-    dialects: dict[str, Callable[[], Dialect]] = {"vllm": Vllm, "sglang": Sglang}
-    return ServedEngine(setup, dialects[setup.kind](), score)
+    return ServedEngine(setup, DIALECTS[setup.kind](), score)

@@ -1,6 +1,4 @@
-"""One server among several: where it is, whether it lives, what it serves, and how to speak to it
-(`Dialect`).
-"""
+"""One server among several: where it is, whether it lives and what it serves."""
 
 from __future__ import annotations
 
@@ -9,14 +7,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from reinforge.config.engine import EngineConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
+from reinforge.engines.served.dialect import Dialect, Draw, Setup
 from reinforge.engines.served.http import Http, ServerDown
 from reinforge.engines.served.server_process import ServerProcess, free_port
 
@@ -37,84 +34,12 @@ FOREIGN = (
 )
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Everything a served engine is made of, as plain values: it can be sent to another process."""
-
-    kind: str  # vllm | sglang
-    cfg: EngineConfig
-    model: str  # a directory that the server loads, or a hub id
-    folder: Path  # of logs and weights on disk: the run's
-    dtype: str
-    device: str  # cpu | cuda: where the servers compute
-    context: int
-    vocabulary: int
-    stop_tokens: tuple[int, ...] = ()
-    longest: int = 0  # the longest sequence to expect; 0: the context
-    max_batch: int = 512
-    kv_gib: float | None = None
-    seed: int = 0
-    colocated: bool = True  # on the trainer's own device
-
-    @property
-    def sleep_level(self) -> int:
-        """0 never, 1 keeps the weights in host memory, 2 drops them too.
-
-        A CPU gives nothing back.
-        """
-        if (
-            self.device != "cuda"
-            or self.cfg.sleep == "never"
-            or (self.cfg.sleep == "auto" and not self.colocated)
-        ):
-            return 0
-        return 2 if self.cfg.sleep == "all" else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What one sample still needs."""
-
-    tokens: list[int]  # prompt, and what was written before it was interrupted
-    seed: int | None
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    tokens: list[int]
-    logprobs: list[float]
-    reason: str  # stop | length | abort
-
-
-class Dialect(Protocol):
-    """How one kind of server is started and spoken to."""
-
-    name: str
-    channels: tuple[str, ...]  # kinds of messages that `stage` understands
-
-    def command(self, setup: Setup, python: str, port: int) -> list[str]: ...
-    def environment(self, setup: Setup, key: str) -> dict[str, str]: ...
-    async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
-        """Facts of a server that is ready: dtype, sleeps. Raises ServerDown while it is not."""
-        ...
-
-    async def generate(
-        self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
-    ) -> list[Piece]: ...
-    async def score(self, http: Http, tokens: Sequence[int]) -> list[float]: ...
-    async def stage(self, http: Http, message: Mapping[str, Any]) -> None: ...
-    async def commit(self, http: Http, version: int, fix_head: bool) -> float:
-        """Serves what was staged; the error of a tied head, where the server can tell."""
-        ...
-
-    async def abort(self, http: Http) -> None: ...
-    async def sleep(self, http: Http, level: int) -> None: ...
-    async def wake(self, http: Http, level: int) -> None: ...
-
-
 @dataclass
 class Replica:
+    """One server of a served engine: started by us, or one that runs already. `ServedEngine` makes
+    it, sends it work while it is `up`, and starts it again when it died.
+    """
+
     index: int
     setup: Setup
     dialect: Dialect

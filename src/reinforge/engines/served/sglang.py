@@ -15,8 +15,8 @@ from typing import Any
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
+from reinforge.engines.served.dialect import Draw, Piece, Setup
 from reinforge.engines.served.http import Http, ServerDown
-from reinforge.engines.served.replica import Draw, Piece, Setup
 from reinforge.engines.served.vllm import ASK, LOAD, options
 
 SEEDS = 2**31

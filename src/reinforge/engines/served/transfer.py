@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from reinforge.core.weights import Weights
+from reinforge.engines.served.dialect import Dialect, Setup
 from reinforge.engines.served.http import ServerFault
-from reinforge.engines.served.replica import Dialect, Replica, Setup
+from reinforge.engines.served.replica import Replica
 from reinforge.models.named import LowRank, base_weights, low_rank, named_weights
 from reinforge.weights.files import AdapterChannel, FileChannel, SafetensorsChannel
 from reinforge.weights.ipc import IpcChannel, usable

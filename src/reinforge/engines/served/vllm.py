@@ -16,8 +16,8 @@ from typing import Any
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
+from reinforge.engines.served.dialect import Draw, Piece, Setup
 from reinforge.engines.served.http import Http
-from reinforge.engines.served.replica import Draw, Piece, Setup
 
 MODULE = "reinforge_vllm"
 ASK = 30.0  # seconds for answers that need no model

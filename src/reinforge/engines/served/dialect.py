@@ -1,0 +1,155 @@
+"""How one kind of inference server is started and spoken to: the contract `Dialect`, and the plain
+values that it is given and gives back.
+
+`ServedEngine` (engine.py) does everything that is the same for all servers: replicas, routing,
+restarts, interruptions, updates and their proof. What differs is a dialect. To add one:
+
+1. Write `engines/served/NAME.py` with a class that has the members of `Dialect`. `sglang.py` is the
+   example to copy: it needs nothing in the server but HTTP.
+2. Name it in `DIALECTS` (make.py), and in `EngineName` and `SERVERS` (config/engine.py).
+3. Write a stub that speaks the server's API (tests/stub_sglang.py is one), and run the suites of
+   tests/contract and of the served engines on it.
+
+The server must take token ids and give back token ids with the log-prob of each, score given
+tokens, load new weights without a restart, and abort what is running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from reinforge.config.engine import EngineConfig
+from reinforge.core.engine import Sampling
+from reinforge.engines.served.http import Http
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a served engine is made of, as plain values: it can be sent to another process.
+    `build/served.py` makes it of a run's config.
+    """
+
+    kind: str  # a name in `DIALECTS`
+    cfg: EngineConfig
+    model: str  # a directory that the server loads, or a hub id
+    folder: Path  # of logs and weights on disk: the run's
+    dtype: str
+    device: str  # cpu | cuda: where the servers compute
+    context: int
+    vocabulary: int
+    stop_tokens: tuple[int, ...] = ()
+    longest: int = 0  # the longest sequence to expect; 0: the context
+    max_batch: int = 512
+    kv_gib: float | None = None
+    seed: int = 0
+    colocated: bool = True  # on the trainer's own device
+
+    @property
+    def sleep_level(self) -> int:
+        """0 never, 1 keeps the weights in host memory, 2 drops them too.
+
+        A CPU gives nothing back.
+        """
+        if (
+            self.device != "cuda"
+            or self.cfg.sleep == "never"
+            or (self.cfg.sleep == "auto" and not self.colocated)
+        ):
+            return 0
+        return 2 if self.cfg.sleep == "all" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one sample still needs: a request for a completion. `ServedEngine` makes it."""
+
+    tokens: list[int]  # prompt, and what was written before it was interrupted
+    seed: int | None
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a server answered to one `Draw`: a whole completion, or its first part where an update
+    of the weights interrupted it. A dialect makes it.
+    """
+
+    tokens: list[int]  # sampled ids, the stop token included
+    logprobs: list[float]  # of each sampled token: post-temperature, full vocabulary
+    reason: str  # stop | length | abort; after abort the engine asks for the rest
+
+
+class Dialect(Protocol):
+    """One kind of server. `make.py` makes one for an engine; `Replica` calls it to start a server
+    and to ask whether it lives, `ServedEngine` to generate, `Transfer` to send weights.
+
+    Every call with an `http` is about the one server behind that address. A call that the server
+    does not survive raises `ServerDown`; one that only this request fails of raises `ServerFault`;
+    `Http` raises both already, by the status code.
+    """
+
+    name: str  # as in `DIALECTS`
+    # How weights may arrive, which is what `stage` understands. "safetensors": a directory with
+    # config.json and *.safetensors, under the names of the checkpoint. "files", "adapter", "ipc":
+    # forms of ours (weights/), for servers that load a plug-in of ours.
+    channels: tuple[str, ...]
+
+    def command(self, setup: Setup, python: str, port: int) -> list[str]:
+        """The command line of a server on the loopback address. Options of the user
+        (`setup.cfg.args`) count more than ours. The key is no argument: those of a process are
+        there for every user to read.
+        """
+        ...
+
+    def environment(self, setup: Setup, key: str) -> dict[str, str]:
+        """What is added to the server's environment. `key` is what it must ask of every request
+        (Authorization: Bearer).
+        """
+        ...
+
+    async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
+        """Facts of a server that is ready: dtype, sleeps. Raises ServerDown while it is not."""
+        ...
+
+    async def generate(
+        self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
+    ) -> list[Piece]:
+        """One piece for each draw, in order. A sample ends at a token of `stops` (the server's own
+        idea of an end is turned off), which stays in its tokens.
+        """
+        ...
+
+    async def score(self, http: Http, tokens: Sequence[int]) -> list[float]:
+        """The log-prob at temperature 1 of every given token after the first; 0 for the first."""
+        ...
+
+    async def stage(self, http: Http, message: Mapping[str, Any]) -> None:
+        """Phase one of an update: makes the weights ready. What is served does not change.
+
+        `message` says where they are (`SafetensorsChannel.message` and the others of weights/).
+        """
+        ...
+
+    async def commit(self, http: Http, version: int, fix_head: bool) -> float:
+        """Phase two: serves what was staged, and drops what it cached under the old weights.
+        Nothing is generated meanwhile. Gives the error of a tied head, where the server can tell;
+        otherwise 0.
+        """
+        ...
+
+    async def abort(self, http: Http) -> None:
+        """Ends all that is being generated; the requests answer with what they have."""
+        ...
+
+    async def sleep(self, http: Http, level: int) -> None:
+        """Gives GPU memory back: 1 the KV cache, 2 the weights too. Called only where
+        `Setup.sleep_level` is above 0.
+        """
+        ...
+
+    async def wake(self, http: Http, level: int) -> None:
+        """Takes back what `sleep` gave. After level 2 new weights follow."""
+        ...
