@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from reinforge.cluster.connect import connected  # noqa: E402
-from reinforge.cluster.group import current  # noqa: E402
+from reinforge.cluster.ray_cluster import current  # noqa: E402
 from reinforge.config.cluster import ClusterConfig  # noqa: E402
 from reinforge.models.tiny import make_tiny_model  # noqa: E402
 from tiny_runs import digest, launch, lines, make_config  # noqa: E402
@@ -87,12 +87,12 @@ class Killer(threading.Thread):
     def kill(self, role: str) -> bool:
         cluster = current()
         if cluster is None or not self.until(
-            lambda: role in cluster.crews and bool(cluster.crews[role].where), 60
+            lambda: role in cluster.worker_groups and bool(cluster.worker_groups[role].where), 60
         ):
             return False
         known = len(cluster.events)
         at = time.time()
-        os.kill(cluster.crews[role].where[0].pid, signal.SIGKILL)
+        os.kill(cluster.worker_groups[role].where[0].pid, signal.SIGKILL)
 
         def back() -> list[float]:
             return [

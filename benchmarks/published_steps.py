@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
-from reinforge.backends.memory_model import Facts
+from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.roofline import Work
 from reinforge.cluster.scaling import (
-    Cluster,
-    Layout,
+    ClusterLayout,
+    GpuCluster,
     Lengths,
     Ratios,
     machine,
@@ -29,9 +29,9 @@ from reinforge.cluster.scaling import (
 # v0.4 for the dense models
 NEMO = "https://docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html"
 VERL = "https://verl.readthedocs.io/en/latest/advance/fully_async.html"
-LLAMA_8B = Facts(32, 4096, 14336, 32, 8, 128, 128256, False, checkpointing=True, compiled=True)
-QWEN_32B = Facts(64, 5120, 25600, 64, 8, 128, 151936, False, checkpointing=True, compiled=True)
-QWEN_30B = Facts(
+LLAMA_8B = ModelFacts(32, 4096, 14336, 32, 8, 128, 128256, False, checkpointing=True, compiled=True)
+QWEN_32B = ModelFacts(64, 5120, 25600, 64, 8, 128, 151936, False, checkpointing=True, compiled=True)
+QWEN_30B = ModelFacts(
     48,
     2048,
     768,
@@ -45,7 +45,7 @@ QWEN_30B = Facts(
     experts=128,
     active=8,
 )
-QWEN_235B = Facts(
+QWEN_235B = ModelFacts(
     94,
     4096,
     1536,
@@ -59,7 +59,7 @@ QWEN_235B = Facts(
     experts=128,
     active=8,
 )
-QWEN_7B = Facts(28, 3584, 18944, 28, 4, 128, 152064, False, checkpointing=True, compiled=True)
+QWEN_7B = ModelFacts(28, 3584, 18944, 28, 4, 128, 152064, False, checkpointing=True, compiled=True)
 # tokens; published tokens/s x time x GPUs / samples - completion length gives 100 to 130
 PROMPT = 110
 
@@ -98,10 +98,10 @@ def nemo() -> list[tuple[str, int, str, float, float]]:
         work = Work(samples, PROMPT, mean, group=32, passes=2, max_batch=1024)
         step = simulate(
             facts,
-            Cluster(machine("H100"), gpus),
+            GpuCluster(machine("H100"), gpus),
             work,
             Lengths(mean, cap),
-            Layout(engines, stale, tensor),
+            ClusterLayout(engines, stale, tensor),
             updates=samples // 512,
         )
         found.append((name, gpus, step.layout.name, step.seconds, published))
@@ -125,7 +125,7 @@ def verl(within: bool) -> list[tuple[str, int, str, float, float]]:
         mean = (low + high) / 2
         took = train_seconds(
             QWEN_7B,
-            Cluster(h20, 32),
+            GpuCluster(h20, 32),
             replace(work, new_tokens=mean),
             Lengths(mean, cap),
             32,
@@ -134,7 +134,7 @@ def verl(within: bool) -> list[tuple[str, int, str, float, float]]:
         )
         low, high = (mean, high) if took < first[5] else (low, mean)
     lengths = Lengths(round(mean), cap)
-    base = simulate(QWEN_7B, Cluster(h20, 32), work, lengths, Layout(), updates=16)
+    base = simulate(QWEN_7B, GpuCluster(h20, 32), work, lengths, ClusterLayout(), updates=16)
     ratios = Ratios(
         first[4] / base.generate,
         first[5] / base.train,
@@ -143,10 +143,10 @@ def verl(within: bool) -> list[tuple[str, int, str, float, float]]:
     anchor = next(row for row in VERL_ROWS if row[2])
     alone = simulate(
         QWEN_7B,
-        Cluster(h20, anchor[0]),
+        GpuCluster(h20, anchor[0]),
         replace(work, passes=0),
         lengths,
-        Layout(anchor[1], 1, partial=True),
+        ClusterLayout(anchor[1], 1, partial=True),
         updates=16,
     )
     found = []
@@ -157,10 +157,10 @@ def verl(within: bool) -> list[tuple[str, int, str, float, float]]:
         measured = replace(ratios, train=anchor[5] / alone.train) if within and stale else ratios
         step = simulate(
             QWEN_7B,
-            Cluster(h20, gpus),
+            GpuCluster(h20, gpus),
             replace(work, passes=0 if stale else 1),
             lengths,
-            Layout(engines, stale, partial=bool(stale)),
+            ClusterLayout(engines, stale, partial=bool(stale)),
             ratios=measured,
             updates=16,
         )

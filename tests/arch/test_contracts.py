@@ -63,7 +63,7 @@ def test_who_implements_a_contract() -> None:
     assert implementations("Engine").keys() == {
         "NativeEngine",
         "ServedEngine",
-        "RankedEngine",
+        "DataParallelEngine",
         "RemoteEngine",
         "ResumableEngine",
         "Both",

@@ -132,7 +132,7 @@ CIRCLES: set[frozenset[str]] = {
     frozenset({"models.load", "models.scalar"}),
     frozenset({"rewards.function", "rewards.running"}),
     frozenset({"sandbox.isolation", "sandbox.process", "sandbox.zygote"}),
-    frozenset({"cluster.crew", "cluster.group"}),
+    frozenset({"cluster.worker_group", "cluster.ray_cluster"}),
 }
 
 

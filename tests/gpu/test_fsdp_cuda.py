@@ -16,7 +16,7 @@ import torch
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.checkpoint import store
-from reinforge.cluster.ranked import RankedEngine
+from reinforge.cluster.data_parallel import DataParallelEngine
 from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Sampling
 from reinforge.core.weights import Weights
@@ -94,7 +94,7 @@ def test_rollouts_through_the_ranks_engine(one: Ranks) -> None:
 
     own = engine()
     alone = engine()
-    spread = RankedEngine(one, own, engine)
+    spread = DataParallelEngine(one, own, engine)
 
     async def work() -> None:
         await spread.update(Weights("shared", module=own.model.module), 1)

@@ -38,11 +38,11 @@ def letters(completions: list[str], **_: Any) -> list[float]:
 
 
 def pid_of(role: str, rank: int = 0) -> int:
-    from reinforge.cluster.group import current
+    from reinforge.cluster.ray_cluster import current
 
     cluster = current()
     assert cluster is not None
-    return cluster.crews[role].where[rank].pid
+    return cluster.worker_groups[role].where[rank].pid
 
 
 class Hurting:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from reinforge.backends.distributed.ranks import Ranks
-from reinforge.cluster.ranked import RankedEngine, Seat, deal
+from reinforge.cluster.data_parallel import DataParallelEngine, RankEngine, deal
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
@@ -37,9 +37,11 @@ def make_engine(seed: int = 0) -> NativeEngine:
     )
 
 
-def told(seat: Seat) -> tuple[int, int, float]:
-    weights = sum(float(p.detach().double().sum()) for p in seat.engine.model.module.parameters())
-    return seat.engine.stats.generated_tokens, seat.engine.version, weights
+def told(rank_engine: RankEngine) -> tuple[int, int, float]:
+    weights = sum(
+        float(p.detach().double().sum()) for p in rank_engine.engine.model.module.parameters()
+    )
+    return rank_engine.engine.stats.generated_tokens, rank_engine.engine.version, weights
 
 
 async def ask(engine: Engine, requests: int = 5) -> list[list[Completion]]:
@@ -70,7 +72,7 @@ def test_the_samples_are_those_of_one_engine(ranks: Ranks) -> None:
     """Also after an update, which every rank gets: rank 1 was made with other weights."""
     alone = make_engine()
     own = make_engine()
-    spread = RankedEngine(ranks, own, partial(make_engine, 7))
+    spread = DataParallelEngine(ranks, own, partial(make_engine, 7))
     assert isinstance(spread, Engine)
 
     async def work() -> None:
@@ -102,7 +104,7 @@ def test_the_samples_are_those_of_one_engine(ranks: Ranks) -> None:
 
 
 def test_a_bad_request_is_the_askers_error(ranks: Ranks) -> None:
-    spread = RankedEngine(ranks, make_engine(), make_engine)
+    spread = DataParallelEngine(ranks, make_engine(), make_engine)
 
     async def work() -> None:
         good = asyncio.ensure_future(spread.generate(tokens_of(5), DRAW, key=1))
@@ -117,7 +119,7 @@ def test_a_round_that_nobody_waits_for_is_called_off(ranks: Ranks) -> None:
     """As SIGTERM does it: afterwards the ranks take commands again within seconds, and a new round
     starts clean.
     """
-    spread = RankedEngine(ranks, make_engine(), make_engine)
+    spread = DataParallelEngine(ranks, make_engine(), make_engine)
     long = Sampling(max_new_tokens=3000, ignore_eos=True)
 
     async def work() -> None:

@@ -112,7 +112,7 @@ def test_a_killed_controller_leaves_nothing_and_the_same_command_goes_on(
         and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
     )
     worker, *_ = [
-        pid for pid in ours(short_tmp) if b"ray::Host" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in ours(short_tmp) if b"ray::Actor" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     assert b"RAY_AUTH_MODE=token" in Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
     assert len(ours(short_tmp)) >= 4
@@ -161,11 +161,11 @@ def test_a_machine_that_goes_is_survived(tiny_dir: str, tmp_path: Path) -> None:
         where: list[str] = []
 
         def go() -> None:
-            from reinforge.cluster.group import current
+            from reinforge.cluster.ray_cluster import current
 
             cluster = current()
             assert cluster is not None
-            where.append(cluster.crews["policy"].where[0].node)
+            where.append(cluster.worker_groups["policy"].where[0].node)
             nodes.remove_node(workers[where[0]], allow_graceful=False)
 
         def config(name: str, *overrides: str) -> Any:
@@ -197,9 +197,9 @@ def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
     is what the trainer's own would say.
     """
     from reinforge.cluster.backend import RemoteBackend
-    from reinforge.cluster.crew import Crew
     from reinforge.cluster.engine import RemoteEngine
-    from reinforge.cluster.group import Cluster
+    from reinforge.cluster.ray_cluster import RayCluster
+    from reinforge.cluster.worker_group import WorkerGroup
     from reinforge.config.cluster import ClusterConfig
     from reinforge.engines.native import NativeEngine
 
@@ -223,19 +223,19 @@ def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
         return await under_way, await drawn(engine, 1)
 
     cfg = ClusterConfig(kind="ray", layout="split", engines=2)
-    with Cluster.open(cfg, "cpu", ranks=1, critic=False, rewards=0) as cluster:
+    with RayCluster.open(cfg, "cpu", ranks=1, critic=False, rewards=0) as cluster:
 
-        def engine_crew(i: int) -> Crew:
-            crew = cluster.crew("engine", i)
-            crew.make("model", ray_here.toy_model)
-            return crew
+        def engine_workers(i: int) -> WorkerGroup:
+            workers = cluster.workers("engine", i)
+            workers.make("model", ray_here.toy_model)
+            return workers
 
-        policy = cluster.crew("policy")
+        policy = cluster.workers("policy")
         policy.make("model", ray_here.toy_model)
         backend = RemoteBackend(policy, "policy", ray_here.toy_backend, shares=False)
         engine = RemoteEngine(
             cluster,
-            [partial(engine_crew, i) for i in range(2)],
+            [partial(engine_workers, i) for i in range(2)],
             "engine",
             ray_here.toy_engine,
             shares=False,

@@ -170,7 +170,7 @@ def test_who_is_lost_again_and_again_ends_the_run(setup: Callable[..., Config]) 
     assert not {
         p
         for p in ray_here.ray_processes()
-        if b"ray::Host"
+        if b"ray::Actor"
         in (Path(f"/proc/{p}/cmdline").read_bytes() if os.path.exists(f"/proc/{p}") else b"")
     }
 

@@ -12,10 +12,10 @@ import torch
 from pydantic import ValidationError
 
 from reinforge.checkpoint.in_memory import Memory
-from reinforge.cluster.desk import Desk, Request
-from reinforge.cluster.parcel import LARGE, pack, unpack
-from reinforge.cluster.placement import Place, plan, ranks_for
+from reinforge.cluster.mailbox import Mailbox, MailboxRequest
+from reinforge.cluster.placement import ActorPlacement, plan, ranks_for
 from reinforge.cluster.tensors import buckets_of, fingerprint, put_into, trained_of
+from reinforge.cluster.transport import LARGE, pack, unpack
 from reinforge.config.cluster import ClusterConfig
 from reinforge.core.backend import State
 from reinforge.core.batch import pack as packs
@@ -35,14 +35,14 @@ def test_a_parcel_gives_back_what_went_in() -> None:
         "d": torch.tensor(7),
         "e": torch.tensor([True, False]),
     }
-    parcel = pack(given)
+    payload = pack(given)
     assert (
-        len(parcel.buffers) == 1
-        and parcel.buffers[0].nbytes == 4 * LARGE
-        and len(parcel.data) < LARGE
+        len(payload.buffers) == 1
+        and payload.buffers[0].nbytes == 4 * LARGE
+        and len(payload.data) < LARGE
     )
     for views in (False, True):
-        found = unpack(parcel, views=views)
+        found = unpack(payload, views=views)
         assert all(
             torch.equal(found[k], given[k]) and found[k].dtype == given[k].dtype for k in given
         )
@@ -72,8 +72,8 @@ def test_colocated_is_one_bundle_per_rank_and_rewards_share_the_first() -> None:
     made = plan(ClusterConfig(kind="ray"), ranks=2, critic=True, rewards=1, gpu=True)
     assert made.bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]
     assert made.places == {
-        "policy": [Place(0, 1.0, 0.5), Place(1, 1.0, 1.0)],
-        "reward": [Place(0, 1.0, 0.5)],
+        "policy": [ActorPlacement(0, 1.0, 0.5), ActorPlacement(1, 1.0, 1.0)],
+        "reward": [ActorPlacement(0, 1.0, 0.5)],
     }
     assert made.needed == {"CPU": 3.0, "GPU": 2.0}
 
@@ -158,7 +158,7 @@ def test_the_head_of_a_shared_critic_stays_with_the_trainer() -> None:
 
 
 def test_requests_that_come_together_are_computed_together() -> None:
-    """Through a desk the bits are those of asking the engine directly."""
+    """Through a mailbox the bits are those of asking the engine directly."""
     sampling = Sampling(max_new_tokens=12)
 
     async def direct() -> list[Any]:
@@ -168,20 +168,20 @@ def test_requests_that_come_together_are_computed_together() -> None:
         )
 
     async def by_desk() -> list[Any]:
-        desk = Desk(NativeEngine(make_model(), kv_gib=0.01))
-        desk.cancel([3])  # overtook its request
-        desk.submit(
+        mailbox = Mailbox(NativeEngine(make_model(), kv_gib=0.01))
+        mailbox.cancel([3])  # overtook its request
+        mailbox.submit(
             [
-                Request(i, "generate", ([3, 4, 5 + i], sampling), {"key": i, "n": 2})
+                MailboxRequest(i, "generate", ([3, 4, 5 + i], sampling), {"key": i, "n": 2})
                 for i in range(4)
             ]
         )
         found: dict[int, Any] = {}
         while len(found) < 3:
-            found |= {answer.number: answer.value for answer in await desk.take(5.0)}
-        assert await desk.take(0.01) == []
-        desk.submit([Request(9, "generate", ([], sampling), {"key": 0})])
-        (answer,) = await desk.take(5.0)
+            found |= {answer.number: answer.value for answer in await mailbox.take(5.0)}
+        assert await mailbox.take(0.01) == []
+        mailbox.submit([MailboxRequest(9, "generate", ([], sampling), {"key": 0})])
+        (answer,) = await mailbox.take(5.0)
         assert isinstance(answer.error, InputError)
         return [found[i] for i in range(3)]
 

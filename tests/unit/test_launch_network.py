@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from reinforge.cluster import network
-from reinforge.cluster.network import Facts, problems, transports
+from reinforge.cluster.network import NetworkFacts, problems, transports
 
-NODE = Facts(
+NODE = NetworkFacts(
     {"lo": "unknown", "eth0": "up", "ib0": "up", "eth1": "down"},
     {"mlx5_0": ["ACTIVE"], "mlx5_1": ["DOWN"]},
     gpus=8,
@@ -109,12 +109,15 @@ def test_a_sane_node_is_left_alone() -> None:
         "NCCL_IB_HCA": "=mlx5_0",
         "NCCL_IB_DISABLE": "0",
     }
-    healthy = Facts(NODE.interfaces, {"mlx5_0": ["ACTIVE"]}, 8, True)
+    healthy = NetworkFacts(NODE.interfaces, {"mlx5_0": ["ACTIVE"]}, 8, True)
     assert problems(sane, healthy, several_nodes=True) == ([], [])
-    assert problems({}, Facts({"lo": "unknown", "eth0": "up"}), several_nodes=False) == ([], [])
+    assert problems({}, NetworkFacts({"lo": "unknown", "eth0": "up"}), several_nodes=False) == (
+        [],
+        [],
+    )
     assert (
         "no nvidia_peermem"
-        in problems(sane, Facts(NODE.interfaces, {"mlx5_0": ["ACTIVE"]}, 8, False))[1][0]
+        in problems(sane, NetworkFacts(NODE.interfaces, {"mlx5_0": ["ACTIVE"]}, 8, False))[1][0]
     )
 
 
@@ -126,7 +129,9 @@ def test_facts_are_read_from_sys(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
-    assert Facts.here(tmp_path / "class") == Facts({"eth0": "up"}, {"mlx5_0": ["ACTIVE"]}, 0, True)
+    assert NetworkFacts.here(tmp_path / "class") == NetworkFacts(
+        {"eth0": "up"}, {"mlx5_0": ["ACTIVE"]}, 0, True
+    )
 
 
 def test_two_processes_reduce(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from reinforge.backends import memory_model, roofline
-from reinforge.backends.memory_model import GIB, Facts
+from reinforge.backends.memory_model import GIB, ModelFacts
 from reinforge.backends.microbatch import auto_budget, facts_of
 from reinforge.backends.roofline import Work
 from reinforge.build.predict import predict, shown
@@ -30,14 +30,14 @@ from reinforge.watch.runs import read_json
 from tiny_runs import launch, lines, tensors
 from toys import make_model, make_module
 
-SMALL = Facts(24, 896, 4864, 14, 2, 64, 151936, tied=True)  # the shape of Qwen2.5-0.5B
-BIG = Facts(28, 1536, 8960, 12, 2, 128, 151936, tied=True)  # of Qwen2.5-1.5B
+SMALL = ModelFacts(24, 896, 4864, 14, 2, 64, 151936, tied=True)  # the shape of Qwen2.5-0.5B
+BIG = ModelFacts(28, 1536, 8960, 12, 2, 128, 151936, tied=True)  # of Qwen2.5-1.5B
 H200 = roofline.gpu("NVIDIA H200", int(139.8 * GIB))
 STEP = Work(samples=512, prompt_tokens=256, new_tokens=1024, group=8)  # benchmarks/gpu_step.py
 CACHE = 512 * 1280 * memory_model.kv_token_bytes(SMALL)
 
 
-def compiled(f: Facts) -> Facts:
+def compiled(f: ModelFacts) -> ModelFacts:
     return replace(f, compiled=True)
 
 
@@ -54,7 +54,7 @@ def compiled(f: Facts) -> Facts:
     ],
     ids=["0.5b compiled, cache kept", "0.5b compiled", "0.5b eager", "1.5b compiled"],
 )
-def test_peak_of_training(facts: Facts, tokens: int, cache: int, measured: float) -> None:
+def test_peak_of_training(facts: ModelFacts, tokens: int, cache: int, measured: float) -> None:
     assert (
         memory_model.total(memory_model.training(facts, tokens)) + cache
     ) / GIB == pytest.approx(measured, rel=0.1)
@@ -65,7 +65,7 @@ def test_peak_of_training(facts: Facts, tokens: int, cache: int, measured: float
     [(compiled(SMALL), 4.05, 4.87), (SMALL, 5.95, 6.68), (compiled(BIG), 6.97, 12.8)],
     ids=["0.5b compiled", "0.5b", "1.5b"],
 )
-def test_seconds_of_a_step(facts: Facts, generate: float, train: float) -> None:
+def test_seconds_of_a_step(facts: ModelFacts, generate: float, train: float) -> None:
     assert roofline.generate_seconds(facts, H200, STEP) == pytest.approx(generate, rel=0.2)
     assert roofline.train_seconds(facts, H200, STEP) == pytest.approx(train, rel=0.2)
 
@@ -84,17 +84,17 @@ def test_parameters_are_those_of_the_model() -> None:
     ):  # norms of heads; positions, biases
         module = make_module(arch)
         assert (
-            Facts.of(module.config).parameters()
+            ModelFacts.of(module.config).parameters()
             == sum(p.numel() for p in module.parameters()) - left_out
         ), arch
     adapted = add_adapter(make_module("llama"), AdapterConfig(rank=4), seed=0)
     learning = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert (
-        Facts.of(adapted.config, rank=4).learning()
+        ModelFacts.of(adapted.config, rank=4).learning()
         == learning
         == facts_of(CausalModel(adapted)).learning()
     )
-    only_q = Facts.of(adapted.config, rank=4, targets=("q_proj",))
+    only_q = ModelFacts.of(adapted.config, rank=4, targets=("q_proj",))
     assert only_q.learning() == 2 * 4 * (32 + 32)
 
 
@@ -435,7 +435,7 @@ def test_a_resumed_run_keeps_the_cache_it_had(make: Callable[..., Config]) -> No
     checkpoint = store.latest(Path(cfg.run.dir))
     assert checkpoint is not None
     per_block = 16 * memory_model.kv_token_bytes(
-        Facts(2, 32, 64, 4, 2, 8, 1, tied=True, itemsize=4)
+        ModelFacts(2, 32, 64, 4, 2, 8, 1, tied=True, itemsize=4)
     )
     assert store.load(checkpoint)[1]["counters"]["engine/blocks"] == int(0.01 * GIB) // per_block
 

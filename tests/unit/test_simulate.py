@@ -18,15 +18,15 @@ import pytest
 import yaml
 
 from reinforge.backends import roofline
-from reinforge.backends.memory_model import Facts, kv_token_bytes, weight_bytes
+from reinforge.backends.memory_model import ModelFacts, kv_token_bytes, weight_bytes
 from reinforge.backends.roofline import Work, forward_flops
 from reinforge.cluster import scaling
 from reinforge.cluster.scaling import (
-    Cluster,
-    Engine,
-    Layout,
+    ClusterLayout,
+    GpuCluster,
     Lengths,
     Ratios,
+    ReplicaTimes,
     best,
     layouts,
     machine,
@@ -37,7 +37,7 @@ from reinforge.core.errors import InputError
 from reinforge.plan.simulate import measured_of, plan_cluster, spread
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = Facts(32, 4096, 14336, 32, 8, 128, 128256, False, compiled=True)
+SMALL = ModelFacts(32, 4096, 14336, 32, 8, 128, 128256, False, compiled=True)
 WORK = Work(2048, 128, 1000, group=16)
 H100 = machine("H100")
 
@@ -61,7 +61,7 @@ def test_equal_lengths_by_hand() -> None:
     """Everybody ends together: one prefill, then 1000 steps of all rows; nothing is
     left of a tail.
     """
-    engine = Engine(SMALL, Cluster(H100, 16), 1)
+    engine = ReplicaTimes(SMALL, GpuCluster(H100, 16), 1)
     lengths = Lengths(1000, 1000, 1e-9)
     rows = 128
     found = scaling.generate_seconds(engine, WORK, lengths, replicas=16)
@@ -77,7 +77,7 @@ def test_the_tail_is_paid_for() -> None:
     """As many tokens, spread out: on-policy generation takes about as long as its longest sequence,
     steady generation does not care.
     """
-    engine = Engine(SMALL, Cluster(H100, 64), 1)
+    engine = ReplicaTimes(SMALL, GpuCluster(H100, 64), 1)
     even = Lengths(1000, 8192, 1e-6)
     wide = Lengths(1000, 8192, 0.8)
     took = [scaling.generate_seconds(engine, WORK, lengths, 64) for lengths in (even, wide)]
@@ -93,7 +93,9 @@ def test_places_wait_for_memory() -> None:
     """A cache for few sequences makes the others wait: twice the work per place, about twice the
     time.
     """
-    whole, half = (Engine(SMALL, Cluster(machine("H100", gib), 1), 1) for gib in (80.0, 40.0))
+    whole, half = (
+        ReplicaTimes(SMALL, GpuCluster(machine("H100", gib), 1), 1) for gib in (80.0, 40.0)
+    )
     asked = [engine.rows(20_000, 512) for engine in (whole, half)]
     assert asked == [
         int((0.9 * gib * 2**30 - weight_bytes(SMALL)) / (kv_token_bytes(SMALL) * 20_000))
@@ -110,44 +112,44 @@ def test_training_by_hand() -> None:
     lengths = Lengths(1000, 1000, 1e-9)
     work = replace(WORK, passes=1)
     one = roofline.train_seconds(SMALL, H100, work)
-    assert scaling.train_seconds(SMALL, Cluster(H100, 8), work, lengths, 8, 16384) == pytest.approx(
-        one / 8
-    )
+    assert scaling.train_seconds(
+        SMALL, GpuCluster(H100, 8), work, lengths, 8, 16384
+    ) == pytest.approx(one / 8)
     # small micro-batches between nodes: the network is the limit
     moved = SMALL.parameters() * 2 * 4 / (0.8 * 50e9)
     rounds = math.ceil(2048 * 1128 / 64 / 512)
-    assert scaling.train_seconds(SMALL, Cluster(H100, 64), work, lengths, 64, 512) == pytest.approx(
-        rounds * moved
-    )
+    assert scaling.train_seconds(
+        SMALL, GpuCluster(H100, 64), work, lengths, 64, 512
+    ) == pytest.approx(rounds * moved)
     long = Lengths(1000, 30_000, 0.8)  # 2048 rows on 1024 GPUs: one of them has the longest
-    found = scaling.train_seconds(SMALL, Cluster(H100, 1024), work, long, 1024, 10**9)
+    found = scaling.train_seconds(SMALL, GpuCluster(H100, 1024), work, long, 1024, 10**9)
     assert found == pytest.approx(one / 1024 * (128 + long.longest(2048)) * 1024 / work.tokens)
     assert (
-        scaling.train_seconds(SMALL, Cluster(H100, 1024), work, long, 1024, 10**9, updates=4)
+        scaling.train_seconds(SMALL, GpuCluster(H100, 1024), work, long, 1024, 10**9, updates=4)
         > 2 * found
     )
 
 
 def test_layouts_add_up() -> None:
-    cluster = Cluster(H100, 64)
+    cluster = GpuCluster(H100, 64)
     lengths = Lengths(1000, 4096)
-    together = simulate(SMALL, cluster, WORK, lengths, Layout())
+    together = simulate(SMALL, cluster, WORK, lengths, ClusterLayout())
     assert together.seconds == pytest.approx(
         together.generate + together.train + together.sync + 1.0
     )
     assert together.tokens_per_gpu == pytest.approx(2048 * 1128 / together.seconds / 64)
-    apart = simulate(SMALL, cluster, WORK, lengths, Layout(32))
+    apart = simulate(SMALL, cluster, WORK, lengths, ClusterLayout(32))
     assert apart.seconds > together.seconds  # half of the GPUs wait all the time
     for s in (1, 2, 4):
-        found = simulate(SMALL, cluster, WORK, lengths, Layout(32, s))
+        found = simulate(SMALL, cluster, WORK, lengths, ClusterLayout(32, s))
         assert found.seconds == pytest.approx(max(found.generate, found.train) + found.sync + 1.0)
-        steady = scaling.steady_seconds(Engine(SMALL, cluster, 1), WORK, lengths, 32, s)
+        steady = scaling.steady_seconds(ReplicaTimes(SMALL, cluster, 1), WORK, lengths, 32, s)
         assert found.generate == pytest.approx(max(steady, apart.generate / s))
         assert simulate(
-            SMALL, cluster, WORK, lengths, Layout(32, s, partial=True)
+            SMALL, cluster, WORK, lengths, ClusterLayout(32, s, partial=True)
         ).generate == pytest.approx(steady)
         assert found.train == apart.train
-    doubled = simulate(SMALL, cluster, WORK, lengths, Layout(), ratios=Ratios(2.0, 3.0, 0.0))
+    doubled = simulate(SMALL, cluster, WORK, lengths, ClusterLayout(), ratios=Ratios(2.0, 3.0, 0.0))
     assert doubled.seconds == pytest.approx(
         2 * together.generate + 3 * together.train + together.sync
     )
@@ -157,9 +159,9 @@ def test_layouts_add_up() -> None:
 
 
 def test_replicas_hold_the_model() -> None:
-    big = Facts(80, 8192, 28672, 64, 8, 128, 128256, False)
+    big = ModelFacts(80, 8192, 28672, 64, 8, 128, 128256, False)
     assert scaling.replica(SMALL, H100) == 1 and scaling.replica(big, H100) == 4
-    assert {layout.engines % 4 for layout in layouts(Cluster(H100, 64), 4)} == {0}
+    assert {layout.engines % 4 for layout in layouts(GpuCluster(H100, 64), 4)} == {0}
 
 
 # ---- the command ----

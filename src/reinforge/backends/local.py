@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.ema import Average
-from reinforge.backends.memory_model import Facts
+from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.microbatch import (
     annotate_nothing,
     annotate_values,
@@ -82,7 +82,7 @@ class LocalBackend:
     def devices(self) -> int:
         return 1
 
-    def facts(self) -> Facts:
+    def facts(self) -> ModelFacts:
         """For predictions of memory and time."""
         return facts_of(self.model, offload=self.cfg.optimizer.offload)
 

@@ -33,7 +33,7 @@ UNGATED = {"gpt2", "opt", "gpt_neox", "gptj", "gpt_neo", "bloom", "falcon", "phi
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelFacts:
     """What the memory of a model depends on.
 
     `weights` and `trained` are counted parameters; without them they are computed.
@@ -60,7 +60,7 @@ class Facts:
     trained: int | None = None
 
     @classmethod
-    def of(cls, config: Any, **more: Any) -> Facts:
+    def of(cls, config: Any, **more: Any) -> ModelFacts:
         """From a transformers configuration (of the text model).
 
         `more` are the fields that it does not know.
@@ -156,28 +156,28 @@ class Facts:
         return self.itemsize < FLOAT and self.rank is None
 
 
-def weight_bytes(f: Facts) -> int:
+def weight_bytes(f: ModelFacts) -> int:
     return f.parameters() * f.itemsize + (f.learning() * FLOAT if f.rank is not None else 0)
 
 
-def optimizer_bytes(f: Facts) -> int:
+def optimizer_bytes(f: ModelFacts) -> int:
     """Two moments, and the masters. On the device nothing of it with offload."""
     return 0 if f.offload else f.learning() * FLOAT * (3 if f.masters else 2)
 
 
-def gradient_bytes(f: Facts) -> int:
+def gradient_bytes(f: ModelFacts) -> int:
     """Sums in float32, and the largest gradient as it comes out of the backward, before it is added
     (the embedding's).
     """
     return f.learning() * FLOAT + (f.vocab * f.hidden * f.itemsize if f.masters else 0)
 
 
-def critic_bytes(f: Facts) -> int:
+def critic_bytes(f: ModelFacts) -> int:
     """Another model of the same shape with its own optimizer."""
     return weight_bytes(f) + optimizer_bytes(f) + gradient_bytes(f)
 
 
-def head_bytes(f: Facts, tokens: int, device: str = "cuda") -> int:
+def head_bytes(f: ModelFacts, tokens: int, device: str = "cuda") -> int:
     """One chunk of logits and of their gradient (on a CPU with five float32 copies), and the head's
     own gradient in float32 with the product that is added to it.
     """
@@ -186,7 +186,7 @@ def head_bytes(f: Facts, tokens: int, device: str = "cuda") -> int:
     return chunk + (f.vocab * f.hidden * (FLOAT + f.itemsize) if f.rank is None else 0)
 
 
-def saved(f: Facts) -> dict[str, int]:
+def saved(f: ModelFacts) -> dict[str, int]:
     """Bytes that one decoder layer keeps of one token for its backward pass, tensor by tensor.
 
     Eager: RMSNorm keeps its input in float32 and, for the gradient of its weight, the normalised
@@ -239,7 +239,7 @@ def saved(f: Facts) -> dict[str, int]:
     }
 
 
-def activation_bytes(f: Facts) -> int:
+def activation_bytes(f: ModelFacts) -> int:
     """Per packed token: all layers (with gradient checkpointing their inputs, and one layer in
     whole), and what is outside of them: embedding, final norm, rotary tables, the rows that the
     head reads and their gradient.
@@ -249,17 +249,22 @@ def activation_bytes(f: Facts) -> int:
     return layers + f.hidden * (5 * f.itemsize + FLOAT) + 4 * f.head_dim * FLOAT + 64
 
 
-def backward_bytes(f: Facts) -> int:
+def backward_bytes(f: ModelFacts) -> int:
     """Per packed token: gradients inside the layer that the backward is in."""
     return f.itemsize * 4 * (f.inner * f.active + f.hidden)
 
 
-def kv_token_bytes(f: Facts) -> int:
+def kv_token_bytes(f: ModelFacts) -> int:
     return 2 * f.layers * f.key * f.itemsize
 
 
 def kv_pool_bytes(
-    f: Facts, free: int, max_batch: int, longest: int, kv_gib: float | None = None, block: int = 16
+    f: ModelFacts,
+    free: int,
+    max_batch: int,
+    longest: int,
+    kv_gib: float | None = None,
+    block: int = 16,
 ) -> int:
     """What the native engine takes for its cache: as configured, or what the longest sequences
     need, at most 0.4 of what is free.
@@ -271,7 +276,12 @@ def kv_pool_bytes(
 
 
 def training(
-    f: Facts, tokens: int, device: str = "cuda", *, reference: bool = False, critic: bool = False
+    f: ModelFacts,
+    tokens: int,
+    device: str = "cuda",
+    *,
+    reference: bool = False,
+    critic: bool = False,
 ) -> dict[str, int]:
     """Bytes of each part at the peak of a training pass over micro-batches of `tokens`."""
     # one after the other, never both
@@ -289,7 +299,7 @@ def training(
 
 
 def generation(
-    f: Facts,
+    f: ModelFacts,
     kv: int,
     rows: int,
     device: str = "cuda",
@@ -314,7 +324,7 @@ def generation(
 
 
 def budget(
-    f: Facts,
+    f: ModelFacts,
     free: int,
     *,
     reference: bool = False,

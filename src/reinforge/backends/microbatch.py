@@ -10,7 +10,7 @@ from torch import Tensor
 from reinforge.backends.memory_model import (
     CPU_BUDGET,
     KEEP,
-    Facts,
+    ModelFacts,
     budget,
     gradient_bytes,
     optimizer_bytes,
@@ -120,12 +120,12 @@ def combine(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     return dict(zip(names, torch.cat(columns).tolist(), strict=True)) if names else {}
 
 
-def facts_of(model: PackedModel, *, offload: bool = False) -> Facts:
+def facts_of(model: PackedModel, *, offload: bool = False) -> ModelFacts:
     """What the memory model wants to know, counted on the model itself."""
     sizes = [(p.numel(), p.requires_grad) for p in model.module.parameters()]
     trained = sum(n for n, learns in sizes if learns)
     adapted = is_adapted(model.module)
-    return Facts.of(
+    return ModelFacts.of(
         model.config,
         itemsize=model.dtype.itemsize,
         rank=_rank(model) if adapted else None,

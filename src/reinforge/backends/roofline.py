@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from reinforge.backends.memory_model import Facts, kv_token_bytes, weight_bytes
+from reinforge.backends.memory_model import ModelFacts, kv_token_bytes, weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +137,11 @@ def _repeats(work: Callable[[], object], seconds: float) -> float:
     return 1 / best
 
 
-def _mode(f: Facts, machine: Machine) -> str:
+def _mode(f: ModelFacts, machine: Machine) -> str:
     return "cpu" if machine.kind == "cpu" else "compiled" if f.compiled else "eager"
 
 
-def forward_flops(f: Facts, tokens: float, length: float) -> float:
+def forward_flops(f: ModelFacts, tokens: float, length: float) -> float:
     """2 per weight and token that meet, and causal attention over rows of `length`: 4·Q per pair,
     half of the pairs.
     """
@@ -149,7 +149,7 @@ def forward_flops(f: Facts, tokens: float, length: float) -> float:
     return tokens * (2 * (f.body(active=True) + head) + 2 * f.layers * f.query * length)
 
 
-def train_seconds(f: Facts, machine: Machine, work: Work) -> float:
+def train_seconds(f: ModelFacts, machine: Machine, work: Work) -> float:
     """Forward, twice that for the backward (once where weights are frozen), once more for what is
     computed again.
     """
@@ -158,7 +158,7 @@ def train_seconds(f: Facts, machine: Machine, work: Work) -> float:
     return forward * (updates + work.passes) / (machine.flops * TRAIN_SHARE[_mode(f, machine)])
 
 
-def generate_seconds(f: Facts, machine: Machine, work: Work) -> float:
+def generate_seconds(f: ModelFacts, machine: Machine, work: Work) -> float:
     """Prefill once per prompt; each decode step reads the weights and the cache once, does its
     flops, and pays for each layer.
     """

@@ -55,9 +55,9 @@ def engine_of(
     engine = native_engine(inputs, model, stops)
     if ranks is None or not cfg.rollout.all_ranks:
         return engine
-    from reinforge.cluster.ranked import RankedEngine
+    from reinforge.cluster.data_parallel import DataParallelEngine
 
-    return RankedEngine(ranks, engine, partial(_engine_of_rank, inputs, stops))
+    return DataParallelEngine(ranks, engine, partial(_engine_of_rank, inputs, stops))
 
 
 def _engine_of_rank(inputs: ModelInputs, stops: frozenset[int]) -> NativeEngine:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from reinforge.backends import memory_model, roofline
-from reinforge.backends.memory_model import GIB, Facts
+from reinforge.backends.memory_model import GIB, ModelFacts
 from reinforge.backends.roofline import Machine, Work
 from reinforge.config.schema import Config
 
@@ -53,7 +53,7 @@ def needs_of(cfg: Config) -> frozenset[str]:
 
 def predict(
     cfg: Config,
-    facts: Facts,
+    facts: ModelFacts,
     machine: Machine,
     lengths: tuple[float, int],
     *,

@@ -17,12 +17,12 @@ from reinforge.backends.teachers import Teachers
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.local import LocalFactories
 from reinforge.build.ranks import open_ranks
+from reinforge.cluster.actor import MODEL
 from reinforge.cluster.backend import RemoteBackend
-from reinforge.cluster.crew import Crew
 from reinforge.cluster.engine import RemoteEngine
-from reinforge.cluster.group import Cluster
-from reinforge.cluster.host import MODEL
+from reinforge.cluster.ray_cluster import RayCluster
 from reinforge.cluster.reward import RemoteReward
+from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.cluster import ClusterConfig
 from reinforge.config.schema import Config
@@ -65,7 +65,7 @@ class RayFactories:
     `build/ray_run.py`, once for every attempt at a run.
     """
 
-    def __init__(self, cluster: Cluster):
+    def __init__(self, cluster: RayCluster):
         self.cluster = cluster
 
     def make_rewards(
@@ -79,7 +79,7 @@ class RayFactories:
         return build_rewards(cfg.rewards, functions, device, in_an_actor)
 
     def make_policy(self, inputs: ModelInputs) -> PackedModel:
-        self.cluster.crew(POLICY).make(MODEL, load_in_actor, inside_actor(inputs))
+        self.cluster.workers(POLICY).make(MODEL, load_in_actor, inside_actor(inputs))
         return cast(PackedModel, RemotePolicy(inputs.cfg))
 
     def make_critic_backend(
@@ -88,12 +88,12 @@ class RayFactories:
         """Beside the policy, or in a split layout with ranks of its own."""
         inside = inside_actor(inputs)
         if _colocated(inputs.cfg):
-            crew = self.cluster.crew(POLICY)
+            workers = self.cluster.workers(POLICY)
         else:
-            crew = self.cluster.crew(CRITIC)
-            crew.make(RANKS, open_ranks_in_actor, inside.cfg)
+            workers = self.cluster.workers(CRITIC)
+            workers.make(RANKS, open_ranks_in_actor, inside.cfg)
         return RemoteBackend(
-            crew, CRITIC, make_critic_in_actor, inside, train, updates, shares=False
+            workers, CRITIC, make_critic_in_actor, inside, train, updates, shares=False
         )
 
     def make_backend(
@@ -115,7 +115,7 @@ class RayFactories:
             "teachers": teachers,
         }
         return RemoteBackend(
-            self.cluster.crew(POLICY),
+            self.cluster.workers(POLICY),
             POLICY,
             make_backend_in_actor,
             inside_actor(inputs),
@@ -127,23 +127,23 @@ class RayFactories:
     def make_engine(self, inputs: ModelInputs, policy: PackedModel) -> Any:
         colocated = _colocated(inputs.cfg)
         if colocated:
-            crews = [partial(self.cluster.crew, POLICY)]
+            worker_groups = [partial(self.cluster.workers, POLICY)]
         else:
             replicas = range(inputs.cfg.cluster.engines)
-            crews = [partial(self._engine_crew, inputs, i) for i in replicas]
+            worker_groups = [partial(self._engine_workers, inputs, i) for i in replicas]
         return RemoteEngine(
             self.cluster,
-            crews,
+            worker_groups,
             ENGINE,
             make_engine_in_actor,
             inside_actor(inputs) if colocated else inside_engine(inputs),
             shares=colocated,
         )
 
-    def _engine_crew(self, inputs: ModelInputs, replica: int) -> Crew:
-        crew = self.cluster.crew(ENGINE, replica)
-        crew.make(MODEL, load_in_actor, inside_engine(inputs))
-        return crew
+    def _engine_workers(self, inputs: ModelInputs, replica: int) -> WorkerGroup:
+        workers = self.cluster.workers(ENGINE, replica)
+        workers.make(MODEL, load_in_actor, inside_engine(inputs))
+        return workers
 
 
 def _colocated(cfg: Config) -> bool:

@@ -16,8 +16,8 @@ from reinforge.build.factories import Factories
 from reinforge.build.given import Given
 from reinforge.build.ray import POLICY, RayFactories
 from reinforge.checkpoint.in_memory import Memory
-from reinforge.cluster.crew import Lost
-from reinforge.cluster.group import Cluster
+from reinforge.cluster.ray_cluster import RayCluster
+from reinforge.cluster.worker_group import ActorLost
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.loops.run import Run
@@ -29,9 +29,9 @@ class RayAttempt(Attempt):
     next one. It writes what happened in the cluster into the log of the run.
     """
 
-    def __init__(self, cluster: Cluster, memory: Memory | None, lost_at: float | None):
+    def __init__(self, cluster: RayCluster, memory: Memory | None, lost_at: float | None):
         """`lost_at`: when the actors of the attempt before were lost."""
-        super().__init__(memory=memory, passing=(Lost,))
+        super().__init__(memory=memory, passing=(ActorLost,))
         self.cluster = cluster
         self.lost_at = lost_at
 
@@ -68,7 +68,7 @@ def run_on_ray(
     models = sum(reward.name == "model" for reward in config.rewards)
     own_critic = config.critic is not None and not config.critic.shared
     memory = Memory(config.cluster.snapshot) if config.cluster.snapshot else None
-    with Cluster.open(
+    with RayCluster.open(
         config.cluster,
         config.model.device,
         ranks=1 if config.train.backend == "local" else config.train.ranks,
@@ -84,7 +84,7 @@ def run_on_ray(
             try:
                 cluster.begin()
                 return execute(config, given, view, attempt, RayFactories(cluster))
-            except Lost as lost:
+            except ActorLost as lost:
                 lost_at = time.monotonic()
                 run = attempt.run
                 cluster.tell = None

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.distributed.follower import Follower
-from reinforge.backends.memory_model import Facts
-from reinforge.cluster.crew import Crew
+from reinforge.backends.memory_model import ModelFacts
+from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.core.backend import Loss, Metrics, Part, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.weights import Weights
@@ -35,41 +35,46 @@ class RemoteWeights(Weights):
 
 
 class RemoteBackend:
-    """`factory(objects, *args)` makes the backend inside the crew's first actor, as object `name`.
+    """`factory(objects, *args)` makes the backend in the group's first actor, as object `name`.
 
     `shares`: an engine in that actor generates with the very module that trains.
     """
 
     def __init__(
-        self, crew: Crew, name: str, factory: Callable[..., Any], *args: Any, shares: bool
+        self,
+        workers: WorkerGroup,
+        name: str,
+        factory: Callable[..., Any],
+        *args: Any,
+        shares: bool,
     ):
-        self.crew = crew
+        self.workers = workers
         self.name = name
         self.shares = shares
-        crew.make(name, factory, *args)
-        told = crew.apply(name, _describe)
+        workers.make(name, factory, *args)
+        told = workers.apply(name, _describe)
         self.budget: int = told["budget"]
         self.share: bool = told["share"]
         self.steps: int = told["steps"]
         self.model = SimpleNamespace(device=torch.device(told["device"]))
         self.reference = Follower(self, "reference") if told["reference"] else None
         self.ema = Follower(self, "ema") if told["ema"] else None
-        self.teachers = Teachers(self) if told["teachers"] else None
+        self.teachers = RemoteTeachers(self) if told["teachers"] else None
         self._parts: list[str] = told["parts"]
 
     def parts(self) -> dict[str, Part]:
         return {name: Follower(self, name) for name in self._parts}
 
     @cached_property
-    def _facts(self) -> Facts:
-        facts: Facts = self.crew.call(self.name, "facts")
+    def _facts(self) -> ModelFacts:
+        facts: ModelFacts = self.workers.call(self.name, "facts")
         return facts
 
     @property
     def devices(self) -> int:
-        return len(self.crew.actors)
+        return len(self.workers.actors)
 
-    def facts(self) -> Facts:
+    def facts(self) -> ModelFacts:
         return self._facts
 
     # ---- training ----
@@ -97,7 +102,7 @@ class RemoteBackend:
 
     def _do(self, function: Callable[..., Any], *args: Any) -> Any:
         """Work that may change what is known of the backend here."""
-        result, self.budget, self.steps = self.crew.apply(self.name, function, *args)
+        result, self.budget, self.steps = self.workers.apply(self.name, function, *args)
         return result
 
     # ---- weights and state ----
@@ -109,7 +114,7 @@ class RemoteBackend:
         """Its large tensors lie in the object store of this machine: they outlive the actor, and
         must not be written.
         """
-        state: State = self.crew.call(self.name, "state", views=True)
+        state: State = self.workers.call(self.name, "state", views=True)
         return state
 
     def load(self, state: State) -> None:
@@ -117,31 +122,31 @@ class RemoteBackend:
             {name: t for name, t in state.tensors.items() if not name.startswith("part/")},
             state.meta,
         )
-        _, self.budget, self.steps = self.crew.apply(self.name, _run, "load", own, views=True)
+        _, self.budget, self.steps = self.workers.apply(self.name, _run, "load", own, views=True)
 
     def swap_part(self, part: str, into: bool) -> None:
-        self.crew.apply(self.name, _swap, part, into)
+        self.workers.apply(self.name, _swap, part, into)
 
     def part_state(self, part: str) -> State:
-        state: State = self.crew.apply(self.name, _part_state, part, views=True)
+        state: State = self.workers.apply(self.name, _part_state, part, views=True)
         return state
 
     def load_part(self, part: str, state: State) -> None:
         own = State(dict(state.tensors), state.meta)
-        self.crew.apply(self.name, _part_load, part, own, views=True)
+        self.workers.apply(self.name, _part_load, part, own, views=True)
 
     def close(self) -> None:
         """The actor ends with the cluster."""
 
 
-class Teachers:
+class RemoteTeachers:
     """The teachers of a backend, asked where they are."""
 
     def __init__(self, backend: RemoteBackend):
         self.backend = backend
 
     def best(self, batch: Batch, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.backend.crew.apply(
+        found: tuple[Tensor, Tensor] = self.backend.workers.apply(
             self.backend.name, _best, batch, k, temperature
         )
         return found

@@ -1,9 +1,9 @@
 """An engine whose work is done by actors: the trainer's own, or several with a copy of the weights
 each.
 
-Requests of one moment travel together and are dealt over the seats; answers come back as they are
-complete. A seat that is lost is made again with the newest weights, and what it held is asked
-again: draws are keyed, so the samples are the same.
+Requests of one moment travel together and are dealt over the replicas; answers come back as they
+are complete. A replica that is lost is made again with the newest weights, and what it held is
+asked again: draws are keyed, so the samples are the same.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reinforge.cluster.backend import RemoteBackend, RemoteWeights
-from reinforge.cluster.crew import Crew, Lost
-from reinforge.cluster.desk import Answered, Desk, Request
-from reinforge.cluster.group import Cluster
+from reinforge.cluster.mailbox import Mailbox, MailboxReply, MailboxRequest
+from reinforge.cluster.ray_cluster import RayCluster
+from reinforge.cluster.worker_group import ActorLost, WorkerGroup
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.weights import Weights
 
-DESK = "desk"
+MAILBOX = "mailbox"
 
 
 @dataclass(slots=True, eq=False)
-class Parcelled:
+class SentRequests:
     """Requests that were sent together, and who waits for them."""
 
-    requests: list[Request]
+    requests: list[MailboxRequest]
     waiting: dict[int, asyncio.Future[Any]]
 
     @property
@@ -38,11 +38,11 @@ class Parcelled:
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class EngineReplica:
     """One actor that generates: what it was asked, and the task that picks its answers up."""
 
-    crew: Crew
-    sent: list[Parcelled] = field(default_factory=list)
+    workers: WorkerGroup
+    sent: list[SentRequests] = field(default_factory=list)
     collector: asyncio.Task[None] | None = None
     failures: int = 0  # since the weights changed last
     repair: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -60,8 +60,8 @@ class Seat:
 class RemoteEngine:
     """`factory(objects, *args)` makes the engine in an actor, as object `name`.
 
-    Colocated: `crews` is the trainer's, alone; otherwise they are the engines' own, `crew(i)` of
-    the cluster, and may be lost without the run being lost.
+    Colocated: `worker_groups` is the trainer's, alone; otherwise they are the engines' own,
+    `workers(i)` of the cluster, and may be lost without the run being lost.
     """
 
     stats = None  # the actors do not tell
@@ -69,8 +69,8 @@ class RemoteEngine:
 
     def __init__(
         self,
-        cluster: Cluster,
-        crews: Sequence[Callable[[], Crew]],
+        cluster: RayCluster,
+        worker_groups: Sequence[Callable[[], WorkerGroup]],
         name: str,
         factory: Callable[..., Any],
         *args: Any,
@@ -79,20 +79,20 @@ class RemoteEngine:
         self.cluster = cluster
         self.name = name
         self.shares = shares
-        self._crews = list(crews)
+        self._make_workers = list(worker_groups)
         self._factory = factory
         self._args = args
         self._numbers = itertools.count()
-        self._gathered: list[tuple[Request, asyncio.Future[Any]]] = []
+        self._gathered: list[tuple[MailboxRequest, asyncio.Future[Any]]] = []
         self._published: tuple[Any, str, int] | None = None  # references, fingerprint, version
         self._state: dict[str, int] | None = None
-        self.seats = [Seat(self._open(i)) for i in range(len(self._crews))]
+        self.replicas = [EngineReplica(self._open(i)) for i in range(len(self._make_workers))]
 
-    def _open(self, i: int) -> Crew:
-        crew = self._crews[i]()
-        crew.make(self.name, self._factory, *self._args)
-        crew.make(DESK, _desk, self.name)
-        return crew
+    def _open(self, i: int) -> WorkerGroup:
+        workers = self._make_workers[i]()
+        workers.make(self.name, self._factory, *self._args)
+        workers.make(MAILBOX, _mailbox, self.name)
+        return workers
 
     # ---- requests ----
 
@@ -106,7 +106,7 @@ class RemoteEngine:
 
     async def _ask(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         loop = asyncio.get_running_loop()
-        request = Request(next(self._numbers), method, args, named)
+        request = MailboxRequest(next(self._numbers), method, args, named)
         future = loop.create_future()
         if not self._gathered:
             # after everything else that is ready now: it may ask, too
@@ -121,81 +121,86 @@ class RemoteEngine:
     def _send_gathered(self) -> None:
         gathered = self._gathered
         self._gathered = []
-        parts: list[list[tuple[Request, asyncio.Future[Any]]]] = [[] for _ in self.seats]
-        loads = [seat.load for seat in self.seats]
+        parts: list[list[tuple[MailboxRequest, asyncio.Future[Any]]]] = [[] for _ in self.replicas]
+        loads = [replica.load for replica in self.replicas]
         for request, future in gathered:
             if future.done():  # cancelled before it was sent
                 continue
             i = loads.index(min(loads))
             parts[i].append((request, future))
             loads[i] += request.named.get("n", 1)
-        for seat, part in zip(self.seats, parts, strict=True):
+        for replica, part in zip(self.replicas, parts, strict=True):
             if part:
-                parcel = Parcelled(
+                batch = SentRequests(
                     [request for request, _ in part],
                     {request.number: future for request, future in part},
                 )
-                seat.sent.append(parcel)
-                self._submit(seat, [parcel])
-                if seat.collector is None or seat.collector.done():
-                    seat.collector = asyncio.get_running_loop().create_task(self._collect(seat))
+                replica.sent.append(batch)
+                self._submit(replica, [batch])
+                if replica.collector is None or replica.collector.done():
+                    replica.collector = asyncio.get_running_loop().create_task(
+                        self._collect(replica)
+                    )
 
-    def _submit(self, seat: Seat, parcels: Sequence[Parcelled]) -> None:
-        for parcel in parcels:
-            seat.crew.send(DESK, "submit", parcel.requests)
+    def _submit(self, replica: EngineReplica, batches: Sequence[SentRequests]) -> None:
+        for batch in batches:
+            replica.workers.send(MAILBOX, "submit", batch.requests)
 
-    def _cancel(self, request: Request) -> None:
-        for seat in self.seats:
-            if any(request.number in parcel.waiting for parcel in seat.sent):
-                seat.crew.send(DESK, "cancel", [request.number])
+    def _cancel(self, request: MailboxRequest) -> None:
+        for replica in self.replicas:
+            if any(request.number in batch.waiting for batch in replica.sent):
+                replica.workers.send(MAILBOX, "cancel", [request.number])
 
-    async def _collect(self, seat: Seat) -> None:
+    async def _collect(self, replica: EngineReplica) -> None:
         """Picks answers up while anybody waits for some."""
-        while seat.sent:
+        while replica.sent:
             try:
                 for answer in (
                     await self._kept(
-                        seat, lambda crew: crew.acall(DESK, "take", self.cluster.cfg.heartbeat)
+                        replica,
+                        lambda workers: workers.acall(MAILBOX, "take", self.cluster.cfg.heartbeat),
                     )
                     or ()
                 ):
-                    self._settle(seat, answer)
+                    self._settle(replica, answer)
             except Exception as error:
-                return self._fail(seat, error)
-            seat.sent = [parcel for parcel in seat.sent if parcel.open]
+                return self._fail(replica, error)
+            replica.sent = [batch for batch in replica.sent if batch.open]
 
-    def _settle(self, seat: Seat, answer: Answered) -> None:
-        for parcel in seat.sent:
-            future = parcel.waiting.get(answer.number)
+    def _settle(self, replica: EngineReplica, answer: MailboxReply) -> None:
+        for batch in replica.sent:
+            future = batch.waiting.get(answer.number)
             if future is not None and not future.done():
                 if answer.error is not None:
                     future.set_exception(answer.error)
                 else:
                     future.set_result(answer.value)
 
-    def _fail(self, seat: Seat, error: Exception) -> None:
+    def _fail(self, replica: EngineReplica, error: Exception) -> None:
         """Nobody is left waiting for ever."""
-        sent = seat.sent
-        seat.sent = []
+        sent = replica.sent
+        replica.sent = []
         for future in (
-            future for parcel in sent for future in parcel.waiting.values() if not future.done()
+            future for batch in sent for future in batch.waiting.values() if not future.done()
         ):
             future.set_exception(error)
 
-    # ---- a lost seat ----
+    # ---- a lost replica ----
 
-    async def _kept(self, seat: Seat, work: Callable[[Crew], Awaitable[Any]]) -> Any:
-        """What the seat's crew answers; None where it was lost, and is there again."""
-        crew = seat.crew
+    async def _kept(
+        self, replica: EngineReplica, work: Callable[[WorkerGroup], Awaitable[Any]]
+    ) -> Any:
+        """What the replica's actor answers; None where it was lost, and is there again."""
+        workers = replica.workers
         try:
-            return await work(crew)
-        except Lost as lost:
-            async with seat.repair:
-                if seat.crew is crew:  # nobody else has done it
-                    await self._again(seat, lost)
+            return await work(workers)
+        except ActorLost as lost:
+            async with replica.repair:
+                if replica.workers is workers:  # nobody else has done it
+                    await self._again(replica, lost)
         return None
 
-    async def _again(self, seat: Seat, lost: Lost) -> None:
+    async def _again(self, replica: EngineReplica, lost: ActorLost) -> None:
         """A new actor in the same place, with the weights of the others; then everything that was
         sent to the old one since it had nothing to do, in the same order: what it computes together
         is then the same, too. The answers that are known are not told twice.
@@ -204,29 +209,32 @@ class RemoteEngine:
             raise lost  # the trainer is gone with it
         began = time.monotonic()
         self.cluster.note("actor_lost", role=lost.role, how=lost.how)
-        seat.failures += 1
-        if seat.failures > self.cluster.cfg.restarts:
-            raise Lost(
+        replica.failures += 1
+        if replica.failures > self.cluster.cfg.restarts:
+            raise ActorLost(
                 lost.role,
-                f"lost {seat.failures} times without a step in between; the last time: {lost.how}",
+                f"lost {replica.failures} times without a step in between;"
+                f" the last time: {lost.how}",
             )
-        seat.crew = await asyncio.to_thread(self._replace, self.seats.index(seat), seat.crew)
+        replica.workers = await asyncio.to_thread(
+            self._replace, self.replicas.index(replica), replica.workers
+        )
         if self._published is not None:
-            await seat.crew.ask("receive", self.name, *self._published)
-        seat.sent = [parcel for parcel in seat.sent if parcel.open]
-        self._submit(seat, seat.sent)
-        held = sum(not future.done() for parcel in seat.sent for future in parcel.waiting.values())
+            await replica.workers.ask("receive", self.name, *self._published)
+        replica.sent = [batch for batch in replica.sent if batch.open]
+        self._submit(replica, replica.sent)
+        held = sum(not future.done() for batch in replica.sent for future in batch.waiting.values())
         self.cluster.note(
             "actor_restored", role=lost.role, seconds=time.monotonic() - began, asked_again=held
         )
 
-    def _replace(self, i: int, old: Crew) -> Crew:
+    def _replace(self, i: int, old: WorkerGroup) -> WorkerGroup:
         old.stop()
-        self.cluster.crews.pop(old.role, None)
-        crew = self._open(i)
+        self.cluster.worker_groups.pop(old.role, None)
+        workers = self._open(i)
         if self._state is not None:
-            crew.call(self.name, "load", self._state)
-        return crew
+            workers.call(self.name, "load", self._state)
+        return workers
 
     # ---- weights ----
 
@@ -236,30 +244,30 @@ class RemoteEngine:
         )
         source: RemoteBackend = weights.source
         if self.shares:
-            return await self.seats[0].crew.acall(DESK, "update", source.name, version)
-        refs, mark = await source.crew.ask("publish", source.name)
+            return await self.replicas[0].workers.acall(MAILBOX, "update", source.name, version)
+        refs, mark = await source.workers.ask("publish", source.name)
         self._published = published = (refs, mark, version)
-        for seat in self.seats:
-            seat.failures = 0
-        await self._each(lambda crew: crew.ask("receive", self.name, *published))
+        for replica in self.replicas:
+            replica.failures = 0
+        await self._each(lambda workers: workers.ask("receive", self.name, *published))
 
     # ---- the rest of the contract ----
 
     async def sleep(self) -> None:
-        await self._each(lambda crew: crew.acall(self.name, "sleep"))
+        await self._each(lambda workers: workers.acall(self.name, "sleep"))
 
-    async def _each(self, work: Callable[[Crew], Awaitable[Any]]) -> None:
-        await asyncio.gather(*(self._kept(seat, work) for seat in self.seats))
+    async def _each(self, work: Callable[[WorkerGroup], Awaitable[Any]]) -> None:
+        await asyncio.gather(*(self._kept(replica, work) for replica in self.replicas))
 
     def state(self) -> dict[str, int]:
-        state: dict[str, int] = self.seats[0].crew.call(self.name, "state")
+        state: dict[str, int] = self.replicas[0].workers.call(self.name, "state")
         self._state = state
         return state
 
     def load(self, state: dict[str, int]) -> None:
         self._state = dict(state)
-        for seat in self.seats:
-            seat.crew.call(self.name, "load", self._state)
+        for replica in self.replicas:
+            replica.workers.call(self.name, "load", self._state)
 
     def close(self) -> None:
         """The actors end with the cluster."""
@@ -268,8 +276,8 @@ class RemoteEngine:
 # ---- in the actor ----
 
 
-class SharedDesk(Desk):
-    """A desk beside the trainer: its engine takes the weights from the backend, where they are."""
+class SharedMailbox(Mailbox):
+    """A mailbox beside the trainer: its engine takes the weights from the backend, in place."""
 
     def __init__(self, engine: Engine, objects: dict[str, Any]):
         super().__init__(engine)
@@ -279,5 +287,5 @@ class SharedDesk(Desk):
         await self.engine.update(self.objects[backend].weights(), version)
 
 
-def _desk(objects: dict[str, Any], name: str) -> Desk:
-    return SharedDesk(objects[name], objects)
+def _mailbox(objects: dict[str, Any], name: str) -> Mailbox:
+    return SharedMailbox(objects[name], objects)

@@ -26,7 +26,7 @@ ROUNDS = 5
 
 
 @dataclass
-class Facts:
+class NetworkFacts:
     """What the machine has: interfaces (up or not) and InfiniBand or RoCE devices with the state of
     their ports.
     """
@@ -37,7 +37,7 @@ class Facts:
     direct: bool = False  # the kernel module for GPUDirect RDMA is loaded
 
     @classmethod
-    def here(cls, sys_class: Path = SYS) -> Facts:
+    def here(cls, sys_class: Path = SYS) -> NetworkFacts:
         def text(path: Path) -> str:
             return path.read_text().strip() if path.exists() else ""
 
@@ -89,7 +89,7 @@ def chosen(setting: str, names: list[str]) -> list[str]:
 
 
 def problems(
-    env: Mapping[str, str], facts: Facts, *, several_nodes: bool = False
+    env: Mapping[str, str], facts: NetworkFacts, *, several_nodes: bool = False
 ) -> tuple[list[str], list[str]]:
     """(errors, warnings): settings that cannot work, and those that usually are a mistake."""
     errors = []
@@ -237,7 +237,7 @@ def measure(megabytes: int) -> dict[str, Any]:
 def report(ranks: int | None, megabytes: int) -> dict[str, Any] | None:
     """Everything, for rank 0; None for the others. Starts processes of its own where nobody has."""
     _as_rank()
-    facts = Facts.here()
+    facts = NetworkFacts.here()
     env = dict(os.environ)
     several = int(env.get("WORLD_SIZE", "1")) > int(
         env.get("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", "1")).split("(")[0]

@@ -11,7 +11,7 @@ Resources = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ActorPlacement:
     """One actor: its bundle, and what it takes of it."""
 
     bundle: int
@@ -20,12 +20,12 @@ class Place:
 
 
 @dataclass(slots=True)
-class Plan:
+class PlacementPlan:
     """`places` by role: one for each rank or replica."""
 
     strategy: str
     bundles: list[Resources] = field(default_factory=list)
-    places: dict[str, list[Place]] = field(default_factory=dict)
+    places: dict[str, list[ActorPlacement]] = field(default_factory=dict)
 
     @property
     def needed(self) -> Resources:
@@ -36,18 +36,20 @@ class Plan:
         return {name: count for name, count in total.items() if count}
 
 
-def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: bool) -> Plan:
+def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: bool) -> PlacementPlan:
     """`gpu`: whether models go to GPUs.
 
     Colocated: rank i of the trainer, and with rank 0 all that has no actor of its own there, has
     one bundle; reward models share rank 0's, GPU included. Split: a bundle for every actor.
     """
-    made = Plan(f"{cfg.strategy.upper()}")
+    made = PlacementPlan(f"{cfg.strategy.upper()}")
 
     def bundle(role: RoleConfig, name: str, count: int) -> None:
         gpus = (1.0 if gpu else 0.0) if role.gpus is None else role.gpus
         for _ in range(count):
-            made.places.setdefault(name, []).append(Place(len(made.bundles), role.cpus, gpus))
+            made.places.setdefault(name, []).append(
+                ActorPlacement(len(made.bundles), role.cpus, gpus)
+            )
             made.bundles.append({"CPU": role.cpus, "GPU": gpus})
 
     bundle(cfg.trainer, "policy", ranks)
@@ -58,9 +60,11 @@ def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: boo
         bundle(cfg.reward, "reward", rewards)
     elif rewards:
         share = made.places["policy"][0].gpus / (rewards + 1)  # of the first rank's GPU
-        made.places["policy"][0] = Place(0, cfg.trainer.cpus, share)
+        made.places["policy"][0] = ActorPlacement(0, cfg.trainer.cpus, share)
         made.places["reward"] = [
-            Place(0, cfg.reward.cpus, share if cfg.reward.gpus is None else cfg.reward.gpus)
+            ActorPlacement(
+                0, cfg.reward.cpus, share if cfg.reward.gpus is None else cfg.reward.gpus
+            )
             for _ in range(rewards)
         ]
         made.bundles[0] = {

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from reinforge.cluster.crew import Crew, Lost
-from reinforge.cluster.group import Cluster
-from reinforge.cluster.parcel import pack
+from reinforge.cluster.ray_cluster import RayCluster
+from reinforge.cluster.transport import pack
+from reinforge.cluster.worker_group import ActorLost, WorkerGroup
 from reinforge.rewards.model import ModelReward
 
 NAME = "reward"
@@ -21,43 +21,43 @@ NAME = "reward"
 class RemoteReward:
     """A reward function that awaits: (prompts, completions) -> scores."""
 
-    def __init__(self, cluster: Cluster, place: int, reward: ModelReward, device: str):
+    def __init__(self, cluster: RayCluster, place: int, reward: ModelReward, device: str):
         self.cluster = cluster
         self.place = place
         self.reward = reward
         self.device = device
-        self.crew = self._open()
+        self.workers = self._open()
         self._repair = asyncio.Lock()
         self.failures = 0  # in a row
 
-    def _open(self) -> Crew:
-        crew = self.cluster.crew(NAME, self.place)
-        crew.make(NAME, _load, self.reward, self.device)
-        return crew
+    def _open(self) -> WorkerGroup:
+        workers = self.cluster.workers(NAME, self.place)
+        workers.make(NAME, _load, self.reward, self.device)
+        return workers
 
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
         while True:
-            crew = self.crew
+            workers = self.workers
             try:
-                scores: list[float] = await crew.ask(
+                scores: list[float] = await workers.ask(
                     "call", NAME, "__call__", pack((None, (list(prompts), list(completions))))
                 )
                 self.failures = 0
                 return scores
-            except Lost as lost:
+            except ActorLost as lost:
                 async with self._repair:
-                    if self.crew is crew:
+                    if self.workers is workers:
                         await self._again(lost)
 
-    async def _again(self, lost: Lost) -> None:
+    async def _again(self, lost: ActorLost) -> None:
         began = time.monotonic()
         self.cluster.note("actor_lost", role=lost.role, how=lost.how)
         self.failures += 1
         if self.failures > self.cluster.cfg.restarts:
             raise lost
-        self.crew.stop()
-        self.cluster.crews.pop(self.crew.role, None)
-        self.crew = await asyncio.to_thread(self._open)
+        self.workers.stop()
+        self.cluster.worker_groups.pop(self.workers.role, None)
+        self.workers = await asyncio.to_thread(self._open)
         self.cluster.note("actor_restored", role=lost.role, seconds=time.monotonic() - began)
 
 

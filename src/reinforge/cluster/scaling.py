@@ -24,7 +24,7 @@ from functools import cache
 from statistics import NormalDist
 
 from reinforge.backends import roofline
-from reinforge.backends.memory_model import GIB, Facts, kv_token_bytes, weight_bytes
+from reinforge.backends.memory_model import GIB, ModelFacts, kv_token_bytes, weight_bytes
 from reinforge.backends.roofline import Machine, Work, forward_flops
 
 MEMORY_GIB = {
@@ -51,7 +51,7 @@ WORTH = 1.03  # staler data must be this much faster
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GpuCluster:
     """GPUs of one kind. Bytes/s per GPU: inside a node, and between nodes."""
 
     machine: Machine
@@ -102,7 +102,7 @@ def _quantiles(lengths: Lengths, n: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterLayout:
     """Where generation is: on all GPUs in turn (engines 0), or on `engines` of them; `staleness` 0
     means on-policy.
     """
@@ -136,13 +136,13 @@ class Ratios:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEstimate:
     """What the model says about one layout.
 
     Idle shares: of the GPUs that train, of those that generate.
     """
 
-    layout: Layout
+    layout: ClusterLayout
     gpus: int
     seconds: float
     generate: float
@@ -168,7 +168,7 @@ def machine(name: str, memory_gib: float | None = None) -> Machine:
     return roofline.gpu(name, int(memory * GIB))
 
 
-def replica(f: Facts, m: Machine) -> int:
+def replica(f: ModelFacts, m: Machine) -> int:
     """GPUs of one engine: the smallest power of two whose memory holds the weights with room for
     the cache.
     """
@@ -179,11 +179,11 @@ def replica(f: Facts, m: Machine) -> int:
 
 
 @dataclass(frozen=True)
-class Engine:
+class ReplicaTimes:
     """One replica on `size` GPUs: seconds of a decode step for so many rows of such length."""
 
-    f: Facts
-    cluster: Cluster
+    f: ModelFacts
+    cluster: GpuCluster
     size: int
 
     def rows(self, length: float, asked: int) -> int:
@@ -227,7 +227,7 @@ class Engine:
         )
 
 
-def generate_seconds(engine: Engine, work: Work, lengths: Lengths, replicas: int) -> float:
+def generate_seconds(engine: ReplicaTimes, work: Work, lengths: Lengths, replicas: int) -> float:
     """Until the slowest replica has ended: it has the longest sequence of all.
 
     Sequences wait for a place and are then followed to their end.
@@ -264,7 +264,7 @@ def _stride(n: int) -> int:
 
 
 def steady_seconds(
-    engine: Engine, work: Work, lengths: Lengths, replicas: int, staleness: int
+    engine: ReplicaTimes, work: Work, lengths: Lengths, replicas: int, staleness: int
 ) -> float:
     """The same tokens with every place taken all the time: (1 + staleness) steps' worth of
     sequences are in flight.
@@ -280,8 +280,8 @@ def steady_seconds(
 
 
 def train_seconds(
-    f: Facts,
-    cluster: Cluster,
+    f: ModelFacts,
+    cluster: GpuCluster,
     work: Work,
     lengths: Lengths,
     gpus: int,
@@ -319,7 +319,7 @@ def train_seconds(
     return max(compute * max(1.0, longest), rounds * moved / cluster.link(gpus))
 
 
-def sync_seconds(f: Facts, cluster: Cluster, layout: Layout, tensor: int) -> float:
+def sync_seconds(f: ModelFacts, cluster: GpuCluster, layout: ClusterLayout, tensor: int) -> float:
     """Every GPU of every engine gets its part of the weights."""
     across = cluster.gpus > cluster.node
     return SYNC_SECONDS + weight_bytes(f) / tensor / (
@@ -328,22 +328,22 @@ def sync_seconds(f: Facts, cluster: Cluster, layout: Layout, tensor: int) -> flo
 
 
 def simulate(
-    f: Facts,
-    cluster: Cluster,
+    f: ModelFacts,
+    cluster: GpuCluster,
     work: Work,
     lengths: Lengths,
-    layout: Layout,
+    layout: ClusterLayout,
     *,
     ratios: Ratios = Ratios(),
     microbatch: int = 16384,
     updates: int = 1,
-) -> Step:
+) -> StepEstimate:
     """One step under one layout; `updates`: its optimizer batches."""
     tensor = layout.tensor or replica(f, cluster.machine)
     generating = layout.engines or cluster.gpus
     training = cluster.gpus - layout.engines
     replicas = max(1, generating // tensor)
-    engine = Engine(f, cluster, tensor)
+    engine = ReplicaTimes(f, cluster, tensor)
     work = replace(work, new_tokens=lengths.mean)
     generate = ratios.generate * generate_seconds(engine, work, lengths, replicas)
     train = ratios.train * train_seconds(f, cluster, work, lengths, training, microbatch, updates)
@@ -356,7 +356,7 @@ def simulate(
         seconds = generate + train + sync + ratios.fixed
     useful = 3 * forward_flops(f, work.tokens, work.prompt_tokens + work.new_tokens) * work.epochs
     tokens = work.samples * (work.prompt_tokens + lengths.mean)
-    return Step(
+    return StepEstimate(
         layout,
         cluster.gpus,
         seconds,
@@ -371,19 +371,19 @@ def simulate(
 
 
 def layouts(
-    cluster: Cluster, tensor: int, staleness: tuple[int, ...] = (1, 2, 4)
-) -> Iterator[Layout]:
+    cluster: GpuCluster, tensor: int, staleness: tuple[int, ...] = (1, 2, 4)
+) -> Iterator[ClusterLayout]:
     """Colocated, and splits at eighths of the cluster that whole replicas fit into."""
-    yield Layout(tensor=tensor)
+    yield ClusterLayout(tensor=tensor)
     sizes = sorted(
         {cluster.gpus * i // 8 // tensor * tensor for i in range(1, 8)} - {0, cluster.gpus}
     )
     for size in sizes:
         for s in (0, *staleness):
-            yield Layout(size, s, tensor)
+            yield ClusterLayout(size, s, tensor)
 
 
-def best(steps: list[Step]) -> Step:
+def best(steps: list[StepEstimate]) -> StepEstimate:
     """The fastest; of those nearly as fast, the one with the freshest data."""
     fastest = min(step.seconds for step in steps)
     near = [step for step in steps if step.seconds <= WORTH * fastest]

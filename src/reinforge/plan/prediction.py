@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reinforge.backends.memory_model import GIB, Facts
+from reinforge.backends.memory_model import GIB, ModelFacts
 from reinforge.build.predict import USABLE, machine_at, predict
 from reinforge.config.schema import Config
 from reinforge.models.load import load_config
@@ -24,7 +24,7 @@ def predict_plan(cfg: Config, report: Report) -> None:
             "there is no GPU here that torch can use; memory and time are predicted for this CPU.",
             "Set model.device=auto or cpu if the run is to be on this machine.",
         )
-    facts = Facts.of(
+    facts = ModelFacts.of(
         load_config(cfg.model).get_text_config(),
         itemsize=4 if "float32" in (cfg.model.dtype, {"cpu": "float32"}.get(machine.kind)) else 2,
         rank=adapter.rank if adapter else None,

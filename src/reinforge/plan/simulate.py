@@ -17,15 +17,15 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from reinforge.backends.memory_model import Facts
+from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.roofline import GPUS, Work
 from reinforge.build.predict import needs_of
 from reinforge.cluster.scaling import (
-    Cluster,
-    Layout,
+    ClusterLayout,
+    GpuCluster,
     Lengths,
     Ratios,
-    Step,
+    StepEstimate,
     best,
     layouts,
     machine,
@@ -77,7 +77,7 @@ def gpu_counts(text: str) -> list[int]:
     return counts
 
 
-def facts_of(cfg: Config) -> Facts:
+def facts_of(cfg: Config) -> ModelFacts:
     """The model's shape, from its config.json where it is a directory: transformers is not imported
     for that.
     """
@@ -91,7 +91,7 @@ def facts_of(cfg: Config) -> Facts:
         shape = load_config(cfg.model).get_text_config()
     adapter = cfg.adapter
     targets = tuple(adapter.targets) if adapter and not isinstance(adapter.targets, str) else None
-    return Facts.of(
+    return ModelFacts.of(
         shape,
         itemsize=4 if cfg.model.dtype == "float32" else 2,
         rank=adapter.rank if adapter else None,
@@ -168,7 +168,7 @@ def spread(mean: float, longest: float, cap: int, samples: int) -> Lengths:
 class Plan:
     """All layouts of every number of GPUs, and what was assumed."""
 
-    steps: dict[int, list[Step]]
+    steps: dict[int, list[StepEstimate]]
     assumed: dict[str, Any]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -204,7 +204,7 @@ class Plan:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        def shown(step: Step) -> dict[str, Any]:
+        def shown(step: StepEstimate) -> dict[str, Any]:
             return {
                 "layout": step.layout.name,
                 "engines": step.layout.engines,
@@ -279,17 +279,25 @@ def plan_cluster(
         of_step["microbatch"] = cfg.train.tokens_per_microbatch
     ratios = Ratios()
     if seen is not None:
-        there = Cluster(machine(seen.machine), seen.devices + seen.engines, node)
-        base = simulate(facts, there, work, lengths, Layout(seen.engines, tensor=1), **of_step)
+        there = GpuCluster(machine(seen.machine), seen.devices + seen.engines, node)
+        base = simulate(
+            facts, there, work, lengths, ClusterLayout(seen.engines, tensor=1), **of_step
+        )
         ratios = Ratios(seen.generate / base.generate, seen.train / base.train, seen.fixed)
     hardware = machine(kind)
     tensor = replica(facts, hardware)
     steps = {
         n: [
             simulate(
-                facts, Cluster(hardware, n, node), work, lengths, layout, ratios=ratios, **of_step
+                facts,
+                GpuCluster(hardware, n, node),
+                work,
+                lengths,
+                layout,
+                ratios=ratios,
+                **of_step,
             )
-            for layout in layouts(Cluster(hardware, n, node), tensor)
+            for layout in layouts(GpuCluster(hardware, n, node), tensor)
         ]
         for n in gpus
         if n >= tensor

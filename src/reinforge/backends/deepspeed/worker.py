@@ -17,7 +17,7 @@ from reinforge.backends.distributed.worker import RankWorker
 from reinforge.backends.memory_model import (
     CPU_BUDGET,
     KEEP,
-    Facts,
+    ModelFacts,
     budget,
     gradient_bytes,
     optimizer_bytes,
@@ -82,7 +82,7 @@ class DeepSpeedWorker(RankWorker):
         self._loading = False
         super().__init__(model, cfg, **settings)
 
-    def facts(self) -> Facts:
+    def facts(self) -> ModelFacts:
         """With this rank's share of the weights, where they are cut."""
         size = self.member.size
         whole = replace(self._facts, offload=self.cfg.deepspeed.offload_optimizer != "none")

@@ -20,7 +20,7 @@ from reinforge.backends.distributed.layout import Grid
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.distributed.worker import RankWorker, parameter_of
 from reinforge.backends.local import refuse_other_model
-from reinforge.backends.memory_model import Facts
+from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.microbatch import annotate_nothing, combine
 from reinforge.backends.oom import fitted
 from reinforge.checkpoint.stored import Stored, within
@@ -83,7 +83,7 @@ class DistributedBackend:
     def devices(self) -> int:
         return self.ranks.size
 
-    def facts(self) -> Facts:
+    def facts(self) -> ModelFacts:
         return self.worker.facts()
 
     def parts(self) -> dict[str, Part]:

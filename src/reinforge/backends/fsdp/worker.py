@@ -27,7 +27,13 @@ from reinforge.backends.fsdp.model import shard
 from reinforge.backends.fsdp.optimizer import ShardedAdamW
 from reinforge.backends.fsdp.reference import ShardedReference
 from reinforge.backends.fsdp.tensor_parallel import Plan
-from reinforge.backends.memory_model import KEEP, Facts, budget, gradient_bytes, optimizer_bytes
+from reinforge.backends.memory_model import (
+    KEEP,
+    ModelFacts,
+    budget,
+    gradient_bytes,
+    optimizer_bytes,
+)
 from reinforge.backends.microbatch import CPU_BUDGET
 from reinforge.backends.reference import Reference
 from reinforge.checkpoint.stored import Box, Stored, write_pieces
@@ -108,7 +114,7 @@ class FsdpWorker(RankWorker):
         )
         return Slices(mesh["slice"].get_group())
 
-    def facts(self) -> Facts:
+    def facts(self) -> ModelFacts:
         """With this rank's share of the weights."""
         whole = replace(super().facts(), itemsize=self.dtype.itemsize)
         return replace(

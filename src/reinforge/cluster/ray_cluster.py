@@ -20,28 +20,28 @@ from reinforge.cluster.connect import (
     ray,
     remove_placement_group,
 )
-from reinforge.cluster.crew import Crew, Lost
-from reinforge.cluster.placement import Place, Plan, plan, ranks_for
+from reinforge.cluster.placement import ActorPlacement, PlacementPlan, plan, ranks_for
+from reinforge.cluster.worker_group import ActorLost, WorkerGroup
 from reinforge.config.cluster import ClusterConfig
 
 TRAINERS = ("policy", "critic")
 
-_open: Cluster | None = None
+_open: RayCluster | None = None
 
 
-def current() -> Cluster | None:
+def current() -> RayCluster | None:
     """The cluster that is open."""
     return _open
 
 
-class Cluster:
-    """The placement group, the crews in it, and what happened to them."""
+class RayCluster:
+    """The placement group, the worker groups in it, and what happened to them."""
 
-    def __init__(self, cfg: ClusterConfig, made: Plan):
+    def __init__(self, cfg: ClusterConfig, made: PlacementPlan):
         self.cfg = cfg
         self.plan = made
         self.modules: Sequence[str] = ()  # that actors will need
-        self.crews: dict[str, Crew] = {}
+        self.worker_groups: dict[str, WorkerGroup] = {}
         self.events: list[dict[str, Any]] = []
         # where events go, while a run is open
         self.tell: Callable[[dict[str, Any]], None] | None = None
@@ -52,7 +52,7 @@ class Cluster:
     @contextlib.contextmanager
     def open(
         cls, cfg: ClusterConfig, device: str, *, ranks: int | None, critic: bool, rewards: int
-    ) -> Iterator[Cluster]:
+    ) -> Iterator[RayCluster]:
         """`device`: of the models.
 
         `ranks`: None: as many as the GPUs that nobody else needs. All actors end with the block.
@@ -78,14 +78,16 @@ class Cluster:
                 _open = None
                 cluster.close()
 
-    def crew(self, role: str, replica: int | None = None) -> Crew:
+    def workers(self, role: str, replica: int | None = None) -> WorkerGroup:
         """The actors of a role, started where they are not: all ranks of it, or one replica."""
         name = role if replica is None else f"{role}-{replica}"
-        if name not in self.crews:
+        if name not in self.worker_groups:
             places = self.plan.places[role]
-            self.crews[name] = Crew(self, name, places if replica is None else [places[replica]])
-            self.crews[name].start()
-        return self.crews[name]
+            self.worker_groups[name] = WorkerGroup(
+                self, name, places if replica is None else [places[replica]]
+            )
+            self.worker_groups[name].start()
+        return self.worker_groups[name]
 
     def begin(self) -> None:
         """Starts everybody who is not there, at the same time: importing takes longer than all the
@@ -93,7 +95,7 @@ class Cluster:
         """
         for role, places in self.plan.places.items():
             for replica in [None] if role in TRAINERS else range(len(places)):
-                self.crew(role, replica)
+                self.workers(role, replica)
 
     def group(self) -> PlacementGroup:
         if self._group is None:
@@ -105,14 +107,14 @@ class Cluster:
                     if name in ("CPU", "GPU")
                 )
                 self.close()
-                raise Lost(
+                raise ActorLost(
                     "cluster",
                     f"{self.plan.bundles} could not be placed within {self.cfg.start:g} s (free:"
                     f" {have or 'nothing'})",
                 )
         return self._group
 
-    def spare(self, place: Place) -> Any | None:
+    def spare(self, place: ActorPlacement) -> Any | None:
         """An actor that waits there with everything imported.
 
         One with a GPU cannot wait: Ray gives a GPU to who is made for it.
@@ -120,7 +122,7 @@ class Cluster:
         waiting = self._spares.get(place.bundle, [])
         return waiting.pop() if waiting and not place.gpus else None
 
-    def warm_up(self, make: Callable[[Place], Any]) -> None:
+    def warm_up(self, make: Callable[[ActorPlacement], Any]) -> None:
         """Others in the places of actors, to be ready when one of those is lost.
 
         Returns at once.
@@ -130,23 +132,23 @@ class Cluster:
         ):
             waiting = self._spares.setdefault(place.bundle, [])
             while len(waiting) < self.cfg.spares:
-                waiting.append(make(Place(place.bundle, 0.0, 0.0)))
+                waiting.append(make(ActorPlacement(place.bundle, 0.0, 0.0)))
                 waiting[-1].warm.remote(self.modules)
 
     def reset(self) -> None:
-        """Ends every actor that trains; the next `crew` starts it anew, in the same place or, of a
-        machine that is gone, in another. Those that keep nothing that counts, engines and reward
+        """Ends every actor that trains; the next `workers` starts it anew, in the same place or, of
+        a machine that is gone, in another. Those that keep nothing that counts, engines and reward
         models, stay and forget what they were doing.
         """
-        for name, crew in list(self.crews.items()):
-            if name in TRAINERS or not crew.cleared():
-                crew.stop()
-                del self.crews[name]
+        for name, workers in list(self.worker_groups.items()):
+            if name in TRAINERS or not workers.cleared():
+                workers.stop()
+                del self.worker_groups[name]
 
     def close(self) -> None:
-        for crew in self.crews.values():
-            crew.stop(gently=True)
-        self.crews = {}
+        for workers in self.worker_groups.values():
+            workers.stop(gently=True)
+        self.worker_groups = {}
         self._spares = {}
         if self._group is not None:
             with contextlib.suppress(RayError):

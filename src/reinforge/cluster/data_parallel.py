@@ -26,19 +26,21 @@ from reinforge.models.causal import VALUE_HEAD
 
 LISTEN_SECONDS = 0.25  # how often a rank looks whether its round was called off
 
-Asked = tuple[list[int], Sampling, int, int]  # prompt, how to draw, key, how many
+GenerateRequest = tuple[list[int], Sampling, int, int]  # prompt, how to draw, key, how many
 # or what was wrong with the request, or None where the round was called off
-Answer = list[Completion] | str | None
+GenerateReply = list[Completion] | str | None
 
 
-class Seat:
+class RankEngine:
     """One rank's engine."""
 
     def __init__(self, member: Member, make: Callable[[], NativeEngine]):
         self.member = member
         self.engine = make()
 
-    def generate(self, sign: str, asked: Sequence[Asked]) -> tuple[list[Answer], GenerationStats]:
+    def generate(
+        self, sign: str, asked: Sequence[GenerateRequest]
+    ) -> tuple[list[GenerateReply], GenerationStats]:
         """`sign`: what appears in the store when the round is called off."""
         before = replace(self.engine.stats)
         now = self.engine.stats
@@ -51,7 +53,7 @@ class Seat:
         )
         return found, done
 
-    async def _all(self, sign: str, asked: Sequence[Asked]) -> list[Answer]:
+    async def _all(self, sign: str, asked: Sequence[GenerateRequest]) -> list[GenerateReply]:
         work = [
             asyncio.ensure_future(self.engine.generate(tokens, params, key=key, n=n))
             for tokens, params, key, n in asked
@@ -90,8 +92,8 @@ class Seat:
 
 
 @dataclass(slots=True)
-class _Request:
-    asked: Asked
+class _PendingRequest:
+    asked: GenerateRequest
     future: asyncio.Future[list[Completion]] = field(repr=False)
 
     @property
@@ -100,7 +102,7 @@ class _Request:
         return len(tokens) + n * params.max_new_tokens
 
 
-class RankedEngine:
+class DataParallelEngine:
     """An `Engine`. `own` is rank 0's; `make` is what the other ranks call for theirs."""
 
     measured: Mapping[str, float] = {}
@@ -108,11 +110,11 @@ class RankedEngine:
     def __init__(self, ranks: Ranks, own: NativeEngine, make: Callable[[], NativeEngine]):
         self.ranks = ranks
         self.own = own
-        self.id = ranks.make(Seat, [(lambda: own,), *[(make,)] * (ranks.size - 1)])
+        self.id = ranks.make(RankEngine, [(lambda: own,), *[(make,)] * (ranks.size - 1)])
         self.stats = GenerationStats()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        self._waiting: list[_Request] = []
-        self._round: list[_Request] = []  # what the ranks are busy with
+        self._waiting: list[_PendingRequest] = []
+        self._round: list[_PendingRequest] = []  # what the ranks are busy with
         self._rounds = 0
         self._driver: asyncio.Task[None] | None = None
         self.load(own.state())  # every rank's cache is as large as rank 0's
@@ -129,7 +131,7 @@ class RankedEngine:
         self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
     ) -> list[Completion]:
         loop = asyncio.get_running_loop()
-        request = _Request((list(tokens), params, key, n), loop.create_future())
+        request = _PendingRequest((list(tokens), params, key, n), loop.create_future())
         self._waiting.append(request)
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
@@ -167,7 +169,9 @@ class RankedEngine:
             raise
 
     def _deliver(
-        self, shares: Sequence[Sequence[int]], found: Sequence[tuple[list[Answer], GenerationStats]]
+        self,
+        shares: Sequence[Sequence[int]],
+        found: Sequence[tuple[list[GenerateReply], GenerationStats]],
     ) -> None:
         for share, (answers, _) in zip(shares, found, strict=True):
             for i, answer in zip(share, answers, strict=True):
@@ -228,7 +232,7 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def _answer(found: Any) -> Answer:
+def _answer(found: Any) -> GenerateReply:
     if isinstance(found, asyncio.CancelledError):
         return None
     if isinstance(found, ReinforgeError):

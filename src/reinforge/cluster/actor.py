@@ -28,7 +28,7 @@ MODEL = "model"  # the object that an engine in an actor of its own generates wi
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ActorReply:
     """What a call returned, packed; or what it raised, told so that the controller can raise it
     again.
     """
@@ -40,7 +40,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class ActorAddress:
     """An actor, for logs and for whoever wants to end it."""
 
     pid: int
@@ -48,8 +48,8 @@ class Where:
     ip: str
 
 
-class Host:
-    """The body of every actor.
+class Actor:
+    """The body of every actor of a run. A `WorkerGroup` starts it and calls its methods.
 
     A factory gets the dictionary of objects first: what was made before may be used.
     """
@@ -66,9 +66,9 @@ class Host:
     # ---- life ----
 
     @ray.method(concurrency_group="health")
-    async def ping(self) -> Where:
+    async def ping(self) -> ActorAddress:
         context = ray.get_runtime_context()
-        return Where(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address())
+        return ActorAddress(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="health")
     async def port(self) -> int:
@@ -102,15 +102,15 @@ class Host:
 
     # ---- objects ----
 
-    async def make(self, name: str, parcel: Any) -> Answer:
+    async def make(self, name: str, payload: Any) -> ActorReply:
         """`factory(objects, *args)` becomes object `name`."""
         self._prepare()
         return self._answered(
             lambda factory, args: self.objects.__setitem__(name, factory(self.objects, *args)),
-            parcel,
+            payload,
         )
 
-    async def call(self, name: str, method: str, parcel: Any, views: bool = False) -> Answer:
+    async def call(self, name: str, method: str, payload: Any, views: bool = False) -> ActorReply:
         """A method of an object; or, where the method is empty, a function of it.
 
         `views`: see `unpack`.
@@ -122,59 +122,59 @@ class Host:
                 function(target, *args) if function is not None else getattr(target, method)(*args)
             )
 
-        return self._answered(work, parcel, views)
+        return self._answered(work, payload, views)
 
-    async def acall(self, name: str, method: str, parcel: Any) -> Answer:
+    async def acall(self, name: str, method: str, payload: Any) -> ActorReply:
         """A method that awaits. Others run meanwhile."""
-        from reinforge.cluster.parcel import pack, unpack
+        from reinforge.cluster.transport import pack, unpack
 
         try:
-            _, args = unpack(parcel)
-            return Answer(pack(await getattr(self.objects[name], method)(*args)))
+            _, args = unpack(payload)
+            return ActorReply(pack(await getattr(self.objects[name], method)(*args)))
         except Exception as error:
             return _told(error)
 
-    def _answered(self, work: Any, parcel: Any, views: bool = False) -> Answer:
-        from reinforge.cluster.parcel import pack, unpack
+    def _answered(self, work: Any, payload: Any, views: bool = False) -> ActorReply:
+        from reinforge.cluster.transport import pack, unpack
 
         try:
-            return Answer(pack(work(*unpack(parcel, views=views))))
+            return ActorReply(pack(work(*unpack(payload, views=views))))
         except Exception as error:
             return _told(error)
 
     # ---- weights ----
 
-    async def publish(self, name: str) -> Answer:
+    async def publish(self, name: str) -> ActorReply:
         """The trained weights of a backend, put into the object store bucket by bucket:
         (references, their fingerprint).
         """
-        from reinforge.cluster.parcel import pack
         from reinforge.cluster.tensors import buckets_of, fingerprint, trained_of
+        from reinforge.cluster.transport import pack
 
         try:
             named = trained_of(self.objects[name].weights())
             self._kept = []  # one generation at a time; readers hold what they read
             self._kept = [ray.put(pack(bucket)) for bucket in buckets_of(named)]
-            return Answer(pack(fingerprint(named)), refs=self._kept)
+            return ActorReply(pack(fingerprint(named)), refs=self._kept)
         except Exception as error:
             return _told(error)
 
-    async def receive(self, name: str, refs: Sequence[Any], mark: str, version: int) -> Answer:
+    async def receive(self, name: str, refs: Sequence[Any], mark: str, version: int) -> ActorReply:
         """New weights for an engine with a module of its own: all are here before the first is
         written, and nothing is computed while they are, so it serves the old ones or the new ones.
         """
-        from reinforge.cluster.parcel import pack, unpack
         from reinforge.cluster.tensors import put_into
+        from reinforge.cluster.transport import pack, unpack
 
         try:
             began = time.monotonic()
-            parcels = [await ref for ref in refs]
+            payloads = [await ref for ref in refs]
             named = {
-                key: tensor for parcel in parcels for key, tensor in unpack(parcel, views=True)
+                key: tensor for payload in payloads for key, tensor in unpack(payload, views=True)
             }
             engine = self.objects[name]
             await engine.update(put_into(self.objects[MODEL].module, named, mark), version)
-            return Answer(pack(time.monotonic() - began))
+            return ActorReply(pack(time.monotonic() - began))
         except Exception as error:
             return _told(error)
 
@@ -192,13 +192,13 @@ class Host:
         self._kept = []
 
 
-def _told(error: Exception) -> Answer:
+def _told(error: Exception) -> ActorReply:
     from reinforge.core.errors import InputError, ReinforgeError
 
     if isinstance(error, InputError):
-        return Answer(
+        return ActorReply(
             error="InputError", told={"what": error.what, "where": error.where, "fix": error.fix}
         )
     if isinstance(error, ReinforgeError):
-        return Answer(error=type(error).__name__, told=str(error))
-    return Answer(error="", told="".join(traceback.format_exception(error)))
+        return ActorReply(error=type(error).__name__, told=str(error))
+    return ActorReply(error="", told="".join(traceback.format_exception(error)))

@@ -1,8 +1,8 @@
 """The actors of one role: placed, watched, and ended.
 
-A role (policy, engine, critic, reward) is a `Crew` of one actor or of several ranks. Whoever waits
-for one of its actors also waits for news of the others, and asks for a sign of life where none
-comes: a death, a lost machine and a hang all become `Lost` within a bound.
+A role (policy, engine, critic, reward) is a `WorkerGroup` of one actor or of several ranks. Whoever
+waits for one of its actors also waits for news of the others, and asks for a sign of life where
+none comes: a death, a lost machine and a hang all become `ActorLost` within a bound.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reinforge.cluster.actor import Actor, ActorAddress, ActorReply
 from reinforge.cluster.connect import (
     GetTimeoutError,
     NodeAffinitySchedulingStrategy,
@@ -27,19 +28,18 @@ from reinforge.cluster.connect import (
     RayTaskError,
     ray,
 )
-from reinforge.cluster.host import Answer, Host, Where
-from reinforge.cluster.parcel import pack, unpack
-from reinforge.cluster.placement import Place
+from reinforge.cluster.placement import ActorPlacement
+from reinforge.cluster.transport import pack, unpack
 from reinforge.core import errors
 from reinforge.core.errors import EXIT_STOPPED, InputError, ReinforgeError
 
 if TYPE_CHECKING:
-    from reinforge.cluster.group import Cluster
+    from reinforge.cluster.ray_cluster import RayCluster
 
 GRACE = 3.0  # seconds for the first rank to tell why another one ended
 
 
-class Lost(ReinforgeError):
+class ActorLost(ReinforgeError):
     """An actor is gone, or does not answer. `role` says whose."""
 
     exit_code = EXIT_STOPPED
@@ -50,16 +50,16 @@ class Lost(ReinforgeError):
         super().__init__(f"{role}: {how}")
 
 
-class Crew:
+class WorkerGroup:
     """One actor, or the ranks of one backend. Rank 0 is asked; the others follow it."""
 
-    def __init__(self, cluster: Cluster, role: str, places: Sequence[Place]):
+    def __init__(self, cluster: RayCluster, role: str, places: Sequence[ActorPlacement]):
         self.cluster = cluster
         self.cfg = cluster.cfg
         self.role = role
         self.places = places
         self.actors: list[Any] = []
-        self.where: list[Where] = []
+        self.where: list[ActorAddress] = []
         self.fate: str | None = None  # why it was ended by force
         # one reference per rank other than 0; it resolves when the rank ends
         self.following: list[Any] = []
@@ -74,7 +74,7 @@ class Crew:
         }
         paths = [p or os.getcwd() for p in sys.path]
 
-        def make(place: Place) -> Any:
+        def make(place: ActorPlacement) -> Any:
             strategy = PlacementGroupSchedulingStrategy(group, place.bundle)
             return _Actor.options(
                 num_cpus=place.cpus, num_gpus=place.gpus, scheduling_strategy=strategy
@@ -86,7 +86,7 @@ class Crew:
             spare = self.cluster.spare(place)
             where = None if spare is None else self._answers(spare)
             self.actors.append(spare if where is not None else make(place))
-            self.where.append(where or Where(0, "", ""))
+            self.where.append(where or ActorAddress(0, "", ""))
         for i, actor in enumerate(self.actors):
             self.where[i] = (
                 self._get(actor.ping.remote(), self.cfg.start)
@@ -99,13 +99,13 @@ class Crew:
             self._rendezvous()
         self.cluster.warm_up(make)
 
-    def _answers(self, spare: Any) -> Where | None:
+    def _answers(self, spare: Any) -> ActorAddress | None:
         """Whether a spare is there: it may have been lost with the others."""
         ping = spare.ping.remote()
         if not ray.wait([ping], timeout=self.cfg.heartbeat)[0]:
             return None
         with contextlib.suppress(RayError):
-            where: Where = ray.get(ping)
+            where: ActorAddress = ray.get(ping)
             return where
         return None
 
@@ -162,7 +162,7 @@ class Crew:
     @property
     def first(self) -> Any:
         if not self.actors:
-            raise Lost(self.role, self.fate or "was ended")
+            raise ActorLost(self.role, self.fate or "was ended")
         return self.actors[0]
 
     # ---- work ----
@@ -201,7 +201,7 @@ class Crew:
         return await self.ask("acall", name, method, pack((None, args)))
 
     def _open(self, answer: Any, views: bool = False) -> Any:
-        if not isinstance(answer, Answer):
+        if not isinstance(answer, ActorReply):
             return answer
         if answer.error is None:
             value = unpack(answer.value, views=views)
@@ -211,13 +211,13 @@ class Crew:
         if answer.error:
             raise getattr(errors, answer.error, errors.StoppedByPolicy)(answer.told)
         if dead := self._ended():
-            raise Lost(self.role, dead)
+            raise ActorLost(self.role, dead)
         raise RuntimeError(f"in the actor {self.role}:\n{answer.told}")
 
     # ---- waiting ----
 
     def settle(self, ref: Any, limit: float | None = None) -> Any:
-        """The result, or `Lost`. Blocks, as the work would here."""
+        """The result, or `ActorLost`. Blocks, as the work would here."""
         until = time.monotonic() + (limit or self.cfg.timeout)
         while True:
             ready, _ = ray.wait(
@@ -277,16 +277,16 @@ class Crew:
         except RayTaskError:  # the actor lives, and something before our own code failed
             raise
         except RayError as error:
-            raise Lost(self.role, _first(error)) from error
+            raise ActorLost(self.role, _first(error)) from error
 
     def _bereaved(self, ref: Any) -> Any:
         """A rank has ended. What the first one says of it is better than that it is gone."""
         dead = self._ended() or "a rank ended"
         if ray.wait([ref], timeout=GRACE)[0]:
             answer = self._get(ref, None)
-            if isinstance(answer, Answer) and answer.error in ("InputError", "StoppedByPolicy"):
+            if isinstance(answer, ActorReply) and answer.error in ("InputError", "StoppedByPolicy"):
                 return answer
-        raise Lost(self.role, dead)
+        raise ActorLost(self.role, dead)
 
     def _ended(self) -> str | None:
         for rank, ref in enumerate(self.following, 1):
@@ -304,15 +304,17 @@ class Crew:
         for ping in ready:
             self._get(ping, None)
 
-    def _hung(self, how: str) -> Lost:
+    def _hung(self, how: str) -> ActorLost:
         """Ended by force: what hangs may hold a device."""
         pids = ", ".join(str(where.pid) for where in self.where)
         self.stop()
         self.fate = f"{how} (pid {pids or 'unknown'})"
-        return Lost(self.role, self.fate)
+        return ActorLost(self.role, self.fate)
 
 
-_Actor: Any = ray.remote(concurrency_groups={"health": 2}, max_restarts=0, max_task_retries=0)(Host)
+_Actor: Any = ray.remote(concurrency_groups={"health": 2}, max_restarts=0, max_task_retries=0)(
+    Actor
+)
 
 
 def _future(ref: Any) -> asyncio.Future[Any]:
@@ -336,7 +338,7 @@ def _first(error: BaseException) -> str:
     return (text.strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _end(where: Where) -> None:
+def _end(where: ActorAddress) -> None:
     """SIGKILL on the actor's machine; on one that is gone, nothing."""
     if where.node == ray.get_runtime_context().get_node_id():
         return kill_worker(where.pid)

@@ -27,7 +27,9 @@ _AS: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16}
 
 
 @dataclass(slots=True)
-class Parcel:
+class Payload:
+    """A pickled value, and the large buffers that stay outside of the pickle."""
+
     data: bytes
     buffers: list[Any] = field(default_factory=list)  # np.ndarray of uint8 each
 
@@ -43,7 +45,7 @@ class _Packer(Pickler):
         return super().reducer_override(obj)
 
 
-def pack(value: Any) -> Parcel:
+def pack(value: Any) -> Payload:
     """On the CPU, and without gradients, whatever it was."""
     buffers: list[Any] = []
 
@@ -63,16 +65,16 @@ def pack(value: Any) -> Parcel:
             where="cluster.kind",
             fix="Define functions at the top level of a file, or use cluster.kind=local.",
         ) from error
-    return Parcel(out.getvalue(), buffers)
+    return Payload(out.getvalue(), buffers)
 
 
-def unpack(parcel: Parcel, *, views: bool = False) -> Any:
+def unpack(payload: Payload, *, views: bool = False) -> Any:
     """`views`: large tensors are those of the object store, to be read and never written (that
     would end the process).
     """
     return pickle.loads(
-        parcel.data,
-        buffers=parcel.buffers if views else [buffer.copy() for buffer in parcel.buffers],
+        payload.data,
+        buffers=payload.buffers if views else [buffer.copy() for buffer in payload.buffers],
     )
 
 

@@ -16,7 +16,9 @@ from reinforge.core.errors import ReinforgeError
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class MailboxRequest:
+    """One call of the engine, which `RemoteEngine` numbers."""
+
     number: int
     method: str  # of the engine: generate, score
     args: tuple[Any, ...]
@@ -24,22 +26,28 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class MailboxReply:
+    """What the engine returned or raised for the request of this number."""
+
     number: int
     value: Any
     error: BaseException | None = None
 
 
-class Desk:
+class Mailbox:
+    """The requests of one engine in an actor. `RemoteEngine` has one made in each of its actors,
+    submits requests to it and takes the replies.
+    """
+
     def __init__(self, engine: Engine):
         self.engine = engine
         self._running: dict[int, asyncio.Task[Any]] = {}
-        self._ready: list[Answered] = []
+        self._ready: list[MailboxReply] = []
         self._cancelled: set[int] = set()  # before they came
         self._newest = -1
         self._any = asyncio.Event()
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[MailboxRequest]) -> None:
         """In this order. Returns at once."""
         for request in requests:
             if request.number in self._cancelled:  # calls may overtake each other
@@ -49,9 +57,9 @@ class Desk:
             self._running[request.number] = task
             self._newest = max(self._newest, request.number)
 
-    async def _work(self, request: Request) -> None:
+    async def _work(self, request: MailboxRequest) -> None:
         try:
-            found = Answered(
+            found = MailboxReply(
                 request.number,
                 await getattr(self.engine, request.method)(*request.args, **request.named),
             )
@@ -62,13 +70,13 @@ class Desk:
                 if isinstance(error, ReinforgeError)
                 else RuntimeError(f"{type(error).__name__}: {error}")
             )
-            found = Answered(request.number, None, told)
+            found = MailboxReply(request.number, None, told)
         finally:
             self._running.pop(request.number, None)
         self._ready.append(found)
         self._any.set()
 
-    async def take(self, seconds: float) -> list[Answered]:
+    async def take(self, seconds: float) -> list[MailboxReply]:
         """What is complete and was not taken; waits for at least one, for so long at most."""
         try:
             await asyncio.wait_for(self._any.wait(), seconds)
