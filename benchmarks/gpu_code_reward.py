@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from reinforge.build.given import Given  # noqa: E402
+from reinforge.build.caller_objects import CallerObjects  # noqa: E402
 from reinforge.build.run import train_config  # noqa: E402
 from reinforge.config.load import config_from_dict  # noqa: E402
 from reinforge.core.errors import InputError  # noqa: E402
@@ -276,7 +276,7 @@ def run(
     with Utilization() as gpu:
         train_config(
             config(args, folder, staleness, seconds, box),
-            Given(data=train, eval_data=test),
+            CallerObjects(data=train, eval_data=test),
             view=Quiet(),
         )
     return {

@@ -30,8 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from reinforge.build.caller_objects import CallerObjects  # noqa: E402
 from reinforge.build.evaluation import build_heldout  # noqa: E402
-from reinforge.build.given import Given  # noqa: E402
 from reinforge.build.inputs import read_inputs  # noqa: E402
 from reinforge.build.local import LocalFactories  # noqa: E402
 from reinforge.build.run import train_config  # noqa: E402
@@ -183,7 +183,7 @@ def teach(folder: Path, size: dict[str, Any], seed: int = 0) -> Path:
             ARMS["env"],
             {},
         ),
-        Given(data=rows, eval_data=None),
+        CallerObjects(data=rows, eval_data=None),
     )
     return export(sft.run_dir, folder / "sft-model")
 
@@ -208,7 +208,7 @@ def learn(
             ARMS[arm],
             {**SAMPLED, "at_start": True, "every": size["eval_every"]},
         ),
-        Given(data=train, eval_data=held_out),
+        CallerObjects(data=train, eval_data=held_out),
     )
     lines = [json.loads(line) for line in (rl.run_dir / "metrics.jsonl").read_text().splitlines()]
     found = [line for line in lines if "eval/accuracy" in line]
@@ -266,7 +266,7 @@ def compared(taught: Path, size: dict[str, Any], seed: int = 0) -> dict[str, int
             player,
             {"temperature": 0.0},
         )
-        given = Given(data=rows, eval_data=held_out)
+        given = CallerObjects(data=rows, eval_data=held_out)
         factories = LocalFactories()
         inputs = read_inputs(cfg, given, View(), factories.make_rewards)
         heldout = build_heldout(inputs, factories, View(), on_groups=groups[arm].extend)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from statistics import median
 
 from reinforge.backends.memory_model import ModelFacts
-from reinforge.backends.roofline import Work
+from reinforge.backends.roofline import StepWork
 from reinforge.cluster.scaling import (
     ClusterLayout,
     GpuCluster,
@@ -95,7 +95,7 @@ def nemo() -> list[tuple[str, int, str, float, float]]:
     """
     found = []
     for name, _, facts, gpus, engines, stale, samples, mean, cap, tensor, published in NEMO_ROWS:
-        work = Work(samples, PROMPT, mean, group=32, passes=2, max_batch=1024)
+        work = StepWork(samples, PROMPT, mean, group=32, passes=2, max_batch=1024)
         step = simulate(
             facts,
             GpuCluster(machine("H100"), gpus),
@@ -118,7 +118,7 @@ def verl(within: bool) -> list[tuple[str, int, str, float, float]]:
     h20 = machine("H20")
     cap = 28 * 1024
     first = VERL_ROWS[0]
-    work = Work(8192, PROMPT, 0, group=16, passes=1, max_batch=1024)
+    work = StepWork(8192, PROMPT, 0, group=16, passes=1, max_batch=1024)
     low = 100.0
     high = float(cap)
     for _ in range(20):

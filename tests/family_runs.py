@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
@@ -73,5 +73,5 @@ def config(
 
 def launch(cfg: Config, data: list[Any], held: list[Any] | None = None) -> SilentView:
     view = SilentView()
-    train_config(cfg, Given(data=data, eval_data=held), view)
+    train_config(cfg, CallerObjects(data=data, eval_data=held), view)
     return view

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from tiny_runs import EVAL, launch, lines, tensors
 from toys import SilentView, relative
@@ -61,7 +61,7 @@ def compare(make: Any, algorithm: str, there: tuple[str, ...], **sections: Any) 
 
 def start(cfg: Any) -> None:
     if cfg.algorithm.name == "dpo":
-        train_config(cfg, Given(data=PAIRS), SilentView())
+        train_config(cfg, CallerObjects(data=PAIRS), SilentView())
     else:
         launch(cfg, eval_data=EVAL if cfg.algorithm.name == "sft" else None)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from odd_reward import odd
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import RunResult, train_config
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
@@ -39,7 +39,7 @@ def launch(
     )
     return train_config(
         cfg,
-        Given(data=rows, eval_data=held or None, rewards=None if sft else [reward]),
+        CallerObjects(data=rows, eval_data=held or None, rewards=None if sft else [reward]),
         SilentView(),
     )
 

@@ -39,7 +39,7 @@ from reinforge.core.errors import InputError
 from reinforge.data.objects import rows_of
 
 if TYPE_CHECKING:
-    from reinforge.build.given import Given
+    from reinforge.build.caller_objects import CallerObjects
     from reinforge.rewards.build import GivenRewards
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ def train(
     `dir` is where the run is written: by default a new `runs/<algorithm>-<date>-<time>`. To
     continue a run, give its `dir`.
     """
-    from reinforge.build.given import Given
+    from reinforge.build.caller_objects import CallerObjects
     from reinforge.rewards.build import describe_rewards
 
     _check_named(model, adapter)
@@ -138,7 +138,7 @@ def train(
         for name, value in (("data", data), ("eval_data", eval_data))
         if isinstance(value, str | Path)
     }
-    given = Given(data=_rows("data", data), eval_data=_rows("eval_data", eval_data))
+    given = CallerObjects(data=_rows("data", data), eval_data=_rows("eval_data", eval_data))
     if config is not None:
         usual = inspect.signature(train).parameters
         named_too = {
@@ -238,7 +238,7 @@ def _check_named(model: Any, adapter: Any) -> None:
     raise InputError(f"model is a {kind} object, and a path is needed.", where="model", fix=fix)
 
 
-def _train_pipeline(pipeline: Pipeline, given: Given) -> RunResult:
+def _train_pipeline(pipeline: Pipeline, given: CallerObjects) -> RunResult:
     """Metrics are named by stage: `grpo/eval/accuracy`."""
     from reinforge.pipelines.run import run_pipeline
 
@@ -297,8 +297,8 @@ def evaluate(
     Writes nothing but the result. Rows that were given as Python objects are not kept: for such a
     run, name files, `overrides=["data.source=rows.jsonl", ...]`.
     """
+    from reinforge.build.caller_objects import CallerObjects
     from reinforge.build.evaluation import Evaluate, build_heldout
-    from reinforge.build.given import Given
     from reinforge.build.inputs import read_inputs
     from reinforge.build.local import LocalFactories
     from reinforge.build.saved_model import config_of, load_weights
@@ -309,7 +309,7 @@ def evaluate(
     config, run_dir = config_of(Path(config_or_run), overrides)
     view = View()
     factories = LocalFactories()
-    inputs = read_inputs(config, Given(), view, factories.make_rewards)
+    inputs = read_inputs(config, CallerObjects(), view, factories.make_rewards)
 
     def load(model: PackedModel) -> None:
         if run_dir is not None:

@@ -66,7 +66,7 @@ def test_who_implements_a_contract() -> None:
         "DataParallelEngine",
         "RemoteEngine",
         "ResumableEngine",
-        "Both",
+        "EngineWithOpponent",
     }
     assert implementations("Backend").keys() == {
         "LocalBackend",

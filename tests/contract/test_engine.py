@@ -19,8 +19,8 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
-from reinforge.engines.paired import Both
 from reinforge.engines.resumable import ResumableEngine, ResumableRequests
+from reinforge.engines.with_opponent import EngineWithOpponent
 from toys import VOCABULARY, ToyTokenizer, make_model, run, tokens_of
 
 
@@ -80,10 +80,12 @@ CASES = {
 }
 
 
-def _paired(**kw: Any) -> Both:
+def _paired(**kw: Any) -> EngineWithOpponent:
     """Two that generate with one module, as a policy and its mixture with the reference do."""
     model = make_model()
-    return Both(NativeEngine(model, kv_gib=0.01, **kw), NativeEngine(model, kv_gib=0.01, **kw))
+    return EngineWithOpponent(
+        NativeEngine(model, kv_gib=0.01, **kw), NativeEngine(model, kv_gib=0.01, **kw)
+    )
 
 
 def _native_idle(engine: NativeEngine) -> bool:

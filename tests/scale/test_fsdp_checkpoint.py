@@ -20,7 +20,7 @@ from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.fsdp.worker import FsdpWorker
 from reinforge.build.saved_model import open_model
 from reinforge.checkpoint import store
-from reinforge.checkpoint.stored import Stored
+from reinforge.checkpoint.tensors import CheckpointTensors
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.offline.export import export
 from split_backends import load
@@ -116,10 +116,10 @@ def test_resumed_on_other_numbers_of_ranks(ranks: Ranks, make: Any) -> None:
     finally:
         LocalBackend.load = load  # type: ignore[method-assign]
     assert seen.keys() == before.keys() and all(torch.equal(seen[k], before[k]) for k in seen)
-    assert not isinstance(store.load(newest(first))[0].tensors, Stored)
+    assert not isinstance(store.load(newest(first))[0].tensors, CheckpointTensors)
     last = make("mixed", "sft", *SHARDED)
     launch(last)  # 1 -> 2
-    assert isinstance(store.load(newest(last))[0].tensors, Stored)
+    assert isinstance(store.load(newest(last))[0].tensors, CheckpointTensors)
     theirs = tensors(one)
     mine = tensors(last)
     trained = [k for k in theirs if k.startswith("model/")]

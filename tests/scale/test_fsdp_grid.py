@@ -21,13 +21,15 @@ def four() -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     ("sequence", "tensor", "hands"),
     [(2, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1)],
-    ids=["2 hands of 2 slices", "slices and matrices", "2 hands of cut matrices", "4 slices"],
+    ids=["2 groups of 2 slices", "slices and matrices", "2 groups of cut matrices", "4 slices"],
 )
-def test_gradients_on_four_ranks(four: Ranks, sequence: int, tensor: int, hands: int) -> None:
+def test_gradients_on_four_ranks(
+    four: Ranks, sequence: int, tensor: int, data_parallel: int
+) -> None:
     local, cut = both(
         four, partial(load, "head", "qwen3"), sequence_parallel=sequence, tensor_parallel=tensor
     )
-    assert cut.grid.hands == hands
+    assert cut.parallel.data_parallel == data_parallel
     samples = make_samples(LENGTHS)
     loss = policy_loss()
     want, metrics, old, size = one_pass(local, samples, 10_000, loss, True)

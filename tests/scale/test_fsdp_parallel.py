@@ -47,7 +47,7 @@ def test_a_split_pack_is_the_whole_one(ranks: Ranks, case: str) -> None:
     """
     kind, arch, changes = CASES[case]
     local, split = both(ranks, partial(load, kind, arch, **changes), sequence_parallel=2)
-    assert split.grid.hands == 1 and split.worker.model.slices is not None
+    assert split.parallel.data_parallel == 1 and split.worker.model.slices is not None
     samples = make_samples(LENGTHS)
     samples[4] = samples[4].with_(trained=torch.zeros_like(samples[4].trained))
     for i in (1, 2, 3):  # one prompt for the group, of another length than the slices
@@ -171,7 +171,7 @@ CUTS = {
 def test_cut_matrices_compute_the_whole_ones(ranks: Ranks, case: str) -> None:
     kind, arch, changes = CUTS[case]
     local, cut = both(ranks, partial(load, kind, arch, **changes), tensor_parallel=2)
-    assert cut.grid.hands == 1 and cut.worker.split
+    assert cut.parallel.data_parallel == 1 and cut.worker.split
     name = next(iter(cut.worker.split))
     assert (
         cut.worker.optimizer.parameters[name].numel() * 2

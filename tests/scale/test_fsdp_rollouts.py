@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from reinforge.backends.distributed.ranks import Ranks
-from reinforge.cluster.data_parallel import DataParallelEngine, RankEngine, deal
+from reinforge.cluster.data_parallel import DataParallelEngine, RankEngine, dispatch_requests
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
@@ -62,9 +62,9 @@ def same(a: list[list[Completion]], b: list[list[Completion]]) -> bool:
 
 def test_requests_are_dealt_by_what_they_cost() -> None:
     assert (
-        deal([5, 9, 5, 4], 2) == [[1, 3], [0, 2]]
-        and deal([3], 3) == [[0], [], []]
-        and deal([], 2) == [[], []]
+        dispatch_requests([5, 9, 5, 4], 2) == [[1, 3], [0, 2]]
+        and dispatch_requests([3], 3) == [[0], [], []]
+        and dispatch_requests([], 2) == [[], []]
     )
 
 

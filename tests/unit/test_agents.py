@@ -20,7 +20,7 @@ import torch
 
 import agent_programs as programs
 from reinforge.build.agent_endpoint import AgentEndpoint
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.data import DataConfig
 from reinforge.config.load import load_config
@@ -626,7 +626,7 @@ def run(path: str, folder: Path, name: str, *overrides: str, agent: Any = None) 
         agent={"lockstep": True, **(agent or {"name": "agent_programs:guess"})},
         rollout={"max_new_tokens": 6, "kv_gib": 0.01},
     )
-    train_config(cfg, Given(data=DATA), SilentView())
+    train_config(cfg, CallerObjects(data=DATA), SilentView())
     return cfg
 
 
@@ -694,7 +694,7 @@ def test_an_agent_learns_what_the_environment_teaches(path: str, tmp_path: Path)
             rollout={"max_new_tokens": 6, "kv_gib": 0.02},
             **section,
         )
-        train_config(cfg, Given(data=DATA), SilentView())
+        train_config(cfg, CallerObjects(data=DATA), SilentView())
         curves[name] = [line["reward/mean"] for line in lines(cfg) if "reward/mean" in line]
     first, last = (
         {k: sum(c[part]) / 3 for k, c in curves.items()} for part in (slice(0, 3), slice(-3, None))
@@ -724,8 +724,8 @@ def test_a_run_that_was_cut_goes_on_exactly(path: str, tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_config(cut, Given(data=DATA), Cut())
-    train_config(cut, Given(data=DATA), SilentView())
+        train_config(cut, CallerObjects(data=DATA), Cut())
+    train_config(cut, CallerObjects(data=DATA), SilentView())
     assert digest(cut) == digest(whole)
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import reinforge
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.data import load_data
 from reinforge.build.evaluation import build_heldout
-from reinforge.build.given import Given
 from reinforge.build.inputs import read_inputs
 from reinforge.build.local import LocalFactories
 from reinforge.build.trainer import build
@@ -347,7 +347,9 @@ def rows_file(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def loaded(tiny_dir: str, tmp_path: Path, given: Given, **data: Any) -> tuple[set[Any], set[Any]]:
+def loaded(
+    tiny_dir: str, tmp_path: Path, given: CallerObjects, **data: Any
+) -> tuple[set[Any], set[Any]]:
     cfg = config_of(tiny_dir, tmp_path, data={"source": "python", **data})
     train, held = load_data(cfg.data, given)
     return {row.prompt for row in train}, {row.prompt for row in held}
@@ -357,28 +359,35 @@ def test_held_out_rows_from_files_and_objects(tiny_dir: str, tmp_path: Path) -> 
     """Which rows are held out depends on the rows and data.eval, not on how they came."""
     file = rows_file(tmp_path / "rows.jsonl", ROWS)
     other = [{"prompt": "x"}, {"prompt": "y"}]
-    train, held = loaded(tiny_dir, tmp_path, Given(), source=str(file), eval={"size": 5})
+    train, held = loaded(tiny_dir, tmp_path, CallerObjects(), source=str(file), eval={"size": 5})
     assert len(train) == 27 and len(held) == 5 and not train & held
-    assert loaded(tiny_dir, tmp_path, Given(data=ROWS), eval={"size": 5}) == (train, held)
+    assert loaded(tiny_dir, tmp_path, CallerObjects(data=ROWS), eval={"size": 5}) == (train, held)
     assert loaded(
-        tiny_dir, tmp_path, Given(data=ROWS), source="arithmetic:chain", eval={"size": 5}
+        tiny_dir, tmp_path, CallerObjects(data=ROWS), source="arithmetic:chain", eval={"size": 5}
     ) == (train, held)
-    assert loaded(tiny_dir, tmp_path, Given(eval_data=other), source=str(file)) == (
+    assert loaded(tiny_dir, tmp_path, CallerObjects(eval_data=other), source=str(file)) == (
         train | held,
         {"x", "y"},
     )
-    assert loaded(tiny_dir, tmp_path, Given(data=ROWS, eval_data=other), eval={"size": 1}) == (
+    assert loaded(
+        tiny_dir, tmp_path, CallerObjects(data=ROWS, eval_data=other), eval={"size": 1}
+    ) == (
         train | held,
         {"x"},
     )
-    assert loaded(tiny_dir, tmp_path, Given(data=other), eval={"source": str(file)}) == (
+    assert loaded(tiny_dir, tmp_path, CallerObjects(data=other), eval={"source": str(file)}) == (
         {"x", "y"},
         train | held,
     )
     with pytest.raises(InputError, match=r"data\.eval\.size.*asks for 3"):
-        loaded(tiny_dir, tmp_path, Given(data=ROWS, eval_data=other), eval={"size": 3})
+        loaded(tiny_dir, tmp_path, CallerObjects(data=ROWS, eval_data=other), eval={"size": 3})
     with pytest.raises(InputError, match=r"data\.eval\.source.*Give one"):
-        loaded(tiny_dir, tmp_path, Given(data=ROWS, eval_data=other), eval={"source": str(file)})
+        loaded(
+            tiny_dir,
+            tmp_path,
+            CallerObjects(data=ROWS, eval_data=other),
+            eval={"source": str(file)},
+        )
 
 
 def test_paths_of_data(tiny_dir: str, tmp_path: Path) -> None:
@@ -470,12 +479,12 @@ def test_prompts_of_rollout_evaluation_and_sft_are_the_same_ids(
     rl = build(
         config_of(bos_dir, tmp_path, "data.shuffle=false"),
         _quiet(),
-        Given(data=rows, rewards=[share_of_a]),
+        CallerObjects(data=rows, rewards=[share_of_a]),
     )
     sft = build(
         config_of(bos_dir, tmp_path, "data.shuffle=false", algorithm={"name": "sft"}),
         _quiet(),
-        Given(data=rows),
+        CallerObjects(data=rows),
     )
     assert (
         isinstance(rl, RLTrainer)
@@ -485,7 +494,7 @@ def test_prompts_of_rollout_evaluation_and_sft_are_the_same_ids(
     rollout: Any = rl.source.rollout
     inputs = read_inputs(
         config_of(bos_dir, tmp_path),
-        Given(data=rows[:1], eval_data=rows[1:], rewards=[share_of_a]),
+        CallerObjects(data=rows[:1], eval_data=rows[1:], rewards=[share_of_a]),
         _quiet(),
         LocalFactories().make_rewards,
     )

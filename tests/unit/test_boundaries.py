@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from reinforge.checkpoint import store
-from reinforge.checkpoint.in_memory import Memory
+from reinforge.checkpoint.memory_snapshot import MemorySnapshot
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
@@ -147,7 +147,7 @@ def test_the_best_checkpoint_is_kept(make: Callable[..., Config]) -> None:
 
 def test_what_is_newer_in_memory_is_continued(make: Callable[..., Config]) -> None:
     cfg = make()
-    memory = Memory(every=2)
+    memory = MemorySnapshot(every=2)
     saving = checkpointer(cfg, 1, memory=memory)
     saving.save(1, {"step": 1}, None)
     assert [saving.snapshot_due(step) for step in range(1, 5)] == [False, True, False, True]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from reinforge.checkpoint.in_memory import Memory
+from reinforge.checkpoint.memory_snapshot import MemorySnapshot
 from reinforge.cluster.mailbox import Mailbox, MailboxRequest
 from reinforge.cluster.placement import ActorPlacement, plan, ranks_for
 from reinforge.cluster.tensors import buckets_of, fingerprint, put_into, trained_of
@@ -189,7 +189,7 @@ def test_requests_that_come_together_are_computed_together() -> None:
 
 
 def test_memory_keeps_the_boundary_and_not_what_becomes_of_it() -> None:
-    memory = Memory(every=2)
+    memory = MemorySnapshot(every=2)
     assert [memory.due(step) for step in range(5)] == [False, False, True, False, True]
     counters = {"updates": 2}
     running = torch.ones(3)

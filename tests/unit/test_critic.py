@@ -15,7 +15,7 @@ import torch
 
 from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.backends.local import LocalBackend
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config as run_config
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
@@ -256,11 +256,11 @@ def test_a_resumed_run_is_the_same_run(make: Callable[..., Config], critic: dict
     )
     reward = [{"name": "tiny_runs:odd", "center": "running", "scale": "running", "clip": [-3, 3]}]
     straight = make("straight", "ppo", "train.steps=4", *same, critic=critic, rewards=reward)
-    run_config(straight, Given(data=DATA), SilentView())
+    run_config(straight, CallerObjects(data=DATA), SilentView())
     cut = make("cut", "ppo", "train.steps=4", *same, critic=critic, rewards=reward)
     with pytest.raises(KeyboardInterrupt):
-        run_config(cut, Given(data=DATA), Stopping(2))
-    run_config(cut, Given(data=DATA), SilentView())
+        run_config(cut, CallerObjects(data=DATA), Stopping(2))
+    run_config(cut, CallerObjects(data=DATA), SilentView())
     assert digest(straight) == digest(cut)
     keep = lambda m: {k: v for k, v in m.items() if k.startswith(("critic/", "policy/", "reward/"))}  # noqa: E731
     assert [keep(m) for m in lines(straight)] == [keep(m) for m in lines(cut)]

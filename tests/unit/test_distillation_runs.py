@@ -12,7 +12,7 @@ import torch
 
 from family_runs import WORDS, config, launch
 from reinforge.algorithms.catalogue import TABLE
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.trainer import build
 from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
@@ -207,7 +207,7 @@ def test_gkd_mixes_and_resumes_exactly(models: dict[str, str], tmp_path: Path) -
     trainer: Any = build(
         student_of(models, tmp_path / "share", "gkd", rollout=ROLLOUT),
         SilentView(),
-        Given(data=ROWS),
+        CallerObjects(data=ROWS),
     )
     asked: list[str] = []
 

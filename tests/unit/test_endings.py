@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.checkpoint.lock import RunLock
 from reinforge.cli.main import main
@@ -38,7 +38,7 @@ SRC = str(Path(__file__).resolve().parents[2] / "src")
 def ends(cfg: Config, view: SilentView, reward: Callable[..., Any] = odd) -> BaseException | None:
     """Runs it, and gives back what it ended with."""
     try:
-        train_config(cfg, Given(data=DATA, eval_data=EVAL, rewards=[reward]), view)
+        train_config(cfg, CallerObjects(data=DATA, eval_data=EVAL, rewards=[reward]), view)
     except BaseException as error:
         return error
     return None
@@ -180,7 +180,7 @@ def test_an_ending_that_cannot_be_written_takes_nothing_from_the_run(
     cfg = make("run", "grpo")
     view = SilentView()
     (Path(cfg.run.dir) / "report.html").mkdir(parents=True)
-    result = train_config(cfg, Given(data=DATA, rewards=[odd]), view)
+    result = train_config(cfg, CallerObjects(data=DATA, rewards=[odd]), view)
     assert (
         result.steps == 3
         and result.report is None
@@ -255,7 +255,7 @@ def test_what_was_begun_after_an_ending_is_not_ended(tmp_path: Path) -> None:
 def test_the_end_of_a_reward_model_does_not_offer_a_chat(make: Callable[..., Config]) -> None:
     rows = [{"prompt": f"{i}", "chosen": "yes", "rejected": "no"} for i in range(8)]
     cfg = make("run", "bradley_terry", "train.steps=1", rewards=[])
-    train_config(cfg, Given(data=rows), SilentView())
+    train_config(cfg, CallerObjects(data=rows), SilentView())
     told = describe_end(Path(cfg.run.dir))
     assert "reinforge export" in told and "reinforge chat" not in told and "loss 0." in told
 

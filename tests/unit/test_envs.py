@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.check.template import template_facts
 from reinforge.config.data import DataConfig
@@ -285,7 +285,7 @@ def test_a_multi_turn_run_resumes_exactly(chat_dir: str, tmp_path: Path) -> None
     """Four steps at once, or cut in the third: weights, metrics and what the environment said are
     the same to the last bit.
     """
-    given = Given(data=GAMES, eval_data=HELD)
+    given = CallerObjects(data=GAMES, eval_data=HELD)
     whole, cut = (config(chat_dir, tmp_path, name) for name in ("whole", "cut"))
     train_config(whole, given, SilentView())
     with pytest.raises(KeyboardInterrupt):
@@ -367,7 +367,7 @@ def test_a_cut_step_is_redone_from_the_journal(
 
     monkeypatch.setattr(LocalBackend, "forward_backward", spy)
     with pytest.raises(MemoryError):
-        train_config(cfg, Given(data=GAMES), SilentView())
+        train_config(cfg, CallerObjects(data=GAMES), SilentView())
     asked = Weather.asked
     entries = [
         json.loads(line) for line in (Path(cfg.run.dir) / "journal.jsonl").read_text().splitlines()
@@ -379,7 +379,7 @@ def test_a_cut_step_is_redone_from_the_journal(
         and kinds["error"] >= 1
         and kinds["fine"] >= 4
     )
-    train_config(cfg, Given(data=GAMES), SilentView())
+    train_config(cfg, CallerObjects(data=GAMES), SilentView())
     assert Weather.asked == asked and seen[0] == seen[1], (
         "nobody was asked again, and the same samples are trained"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
@@ -226,7 +226,9 @@ def test_a_run_counts_its_faults_tells_them_and_shows_them(
         f"env.name={Path(__file__)}:Flaky",
         rewards=[],
     )
-    train_config(cfg, Given(data=[{"prompt": f"p{i}", "n": i} for i in range(4)]), SilentView())
+    train_config(
+        cfg, CallerObjects(data=[{"prompt": f"p{i}", "n": i} for i in range(4)]), SilentView()
+    )
     [line] = [m for m in lines(cfg) if "reward/mean" in m]
     assert (
         line["faults/episode_error"] == 4.0
@@ -273,7 +275,7 @@ def test_a_run_that_was_not_contained_says_so_everywhere_and_for_ever(
         )
 
     cfg = config(1, allow_unsafe=True)
-    train_config(cfg, Given(data=rows), SilentView())
+    train_config(cfg, CallerObjects(data=rows), SilentView())
     folder = Path(cfg.run.dir)
     [line] = [m for m in lines(cfg) if "reward/mean" in m]
     assert line["sandbox/uncontained"] == 1.0 and line["faults/uncontained"] == 4.0
@@ -291,7 +293,7 @@ def test_a_run_that_was_not_contained_says_so_everywhere_and_for_ever(
 
     # the run goes on where programs are contained: what was done before is still in its weights
     monkeypatch.undo()
-    train_config(config(2, allow_unsafe=True), Given(data=rows), SilentView())
+    train_config(config(2, allow_unsafe=True), CallerObjects(data=rows), SilentView())
     later = [m for m in lines(cfg) if "reward/mean" in m]
     assert [m["sandbox/uncontained"] for m in later] == [1.0, 1.0]
     assert store.load(store.steps(folder)[0])[1]["uncontained"] == ["code"] and uncontained(

@@ -13,7 +13,7 @@ import torch
 
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.algorithms.losses.value import ValueLoss
-from reinforge.backends.distributed.deal import deal, even
+from reinforge.backends.distributed.dispatch import dispatch_packs, split_evenly
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.local import LocalBackend
@@ -65,23 +65,25 @@ def one_pass(
 
 
 def test_packs_are_dealt_fairly() -> None:
-    hands = deal([7, 100, 50, 60, 90, 8], 3)
-    assert [[i for i, counts in hand] for hand in hands] == [[1, 0], [4, 5], [3, 2]]
-    assert all(counts for hand in hands for _, counts in hand)
-    hands = deal([5, 9], 4)  # two ranks have nothing of their own
-    assert sorted(hands) == [[(0, False)], [(0, False)], [(0, True)], [(1, True)]]
+    shares = dispatch_packs([7, 100, 50, 60, 90, 8], 3)
+    assert [[i for i, counts in share] for share in shares] == [[1, 0], [4, 5], [3, 2]]
+    assert all(counts for share in shares for _, counts in share)
+    shares = dispatch_packs([5, 9], 4)  # two ranks have nothing of their own
+    assert sorted(shares) == [[(0, False)], [(0, False)], [(0, True)], [(1, True)]]
 
 
 def test_a_pack_is_cut_where_ranks_would_be_idle() -> None:
     samples = make_samples(LENGTHS)
     (batch,) = pack(samples, 10_000)
-    (parts,) = even([[batch]], 2)
+    (parts,) = split_evenly([[batch]], 2)
     assert len(parts) == 2 and [s.uid for p in parts for s in p.samples] == [
         s.uid for s in batch.samples
     ]
     assert max(p.n_tokens for p in parts) <= 0.65 * batch.n_tokens
-    assert [len(p) for p in even([[Batch.pack(samples[:1])]], 2)] == [1]  # one row cannot be cut
-    (pairs,) = even([[Batch.pack(samples[:4])]], 2, unit=2)
+    assert [len(p) for p in split_evenly([[Batch.pack(samples[:1])]], 2)] == [
+        1
+    ]  # one row cannot be cut
+    (pairs,) = split_evenly([[Batch.pack(samples[:4])]], 2, unit=2)
     assert [len(p.samples) for p in pairs] == [2, 2]
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.backends.distributed.layout import Grid
-from reinforge.backends.fsdp.tensor_parallel import Plan
+from reinforge.backends.distributed.parallel_layout import ParallelLayout
+from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
 from reinforge.checkpoint import files, store
-from reinforge.checkpoint.stored import Stored, within, write_pieces
+from reinforge.checkpoint.tensors import CheckpointTensors, within, write_pieces
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.load import config_from_dict
 from reinforge.core.backend import State
@@ -26,11 +26,15 @@ from toys import make_model, make_module, train_config
 
 
 def test_ranks_stand_in_hands() -> None:
-    grid = Grid.of(train_config(backend="fsdp", sequence_parallel=2, tensor_parallel=2), 8)
-    assert (grid.hands, grid.members, grid.shards) == (2, 4, 4)
-    assert grid.spread(["a", "b"]) == ["a"] * 4 + ["b"] * 4 and grid.first(list(range(8))) == [0, 4]
+    parallel = ParallelLayout.of(
+        train_config(backend="fsdp", sequence_parallel=2, tensor_parallel=2), 8
+    )
+    assert (parallel.data_parallel, parallel.members, parallel.shards) == (2, 4, 4)
+    assert parallel.spread(["a", "b"]) == ["a"] * 4 + ["b"] * 4 and parallel.first(
+        list(range(8))
+    ) == [0, 4]
     with pytest.raises(InputError, match="6 ranks do not divide into groups of 4"):
-        Grid.of(train_config(backend="fsdp", sequence_parallel=4), 6)
+        ParallelLayout.of(train_config(backend="fsdp", sequence_parallel=4), 6)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +55,12 @@ def test_a_box_is_where_the_piece_lies(shape: tuple[int, ...], dim: int | None) 
     """Pieces of all ranks, put back by their boxes, are the tensor: also where some ranks have
     nothing.
     """
-    grid = Grid(8, 1, 2)
+    parallel = ParallelLayout(8, 1, 2)
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     back = torch.full_like(whole, -1)
     for rank in range(8):
-        box = grid.box(shape, rank, dim)
-        piece = grid.piece(whole, rank, dim)
+        box = parallel.box(shape, rank, dim)
+        piece = parallel.piece(whole, rank, dim)
         assert piece.numel() == torch.Size([b - a for a, b in box]).numel()
         if piece.numel():
             back[tuple(slice(a, b) for a, b in box)] = piece
@@ -89,11 +93,13 @@ def test_configs_that_mean_nothing(settings: dict[str, Any], told: str) -> None:
 
 def test_plans_that_cannot_be() -> None:
     with pytest.raises(InputError, match="no plan for cutting the matrices of GPT2LMHeadModel"):
-        Plan(make_model("gpt2"), 2)
+        TensorParallelPlan(make_model("gpt2"), 2)
     with pytest.raises(InputError, match="4 query and 2 key heads cannot be cut into 4"):
-        Plan(make_model("llama"), 4)
+        TensorParallelPlan(make_model("llama"), 4)
     with pytest.raises(InputError, match="adapter"):
-        Plan(CausalModel(add_adapter(make_module("llama"), AdapterConfig(rank=2), seed=0)), 2)
+        TensorParallelPlan(
+            CausalModel(add_adapter(make_module("llama"), AdapterConfig(rank=2), seed=0)), 2
+        )
     import transformers as t
 
     base = dict(
@@ -109,8 +115,10 @@ def test_plans_that_cannot_be() -> None:
         head_dim=8,
     )
     with pytest.raises(InputError, match="which is not supported"):
-        Plan(CausalModel(t.AutoModelForCausalLM.from_config(t.Qwen3MoeConfig(**base))), 2)
-    plan = Plan(make_model("qwen3"), 2)
+        TensorParallelPlan(
+            CausalModel(t.AutoModelForCausalLM.from_config(t.Qwen3MoeConfig(**base))), 2
+        )
+    plan = TensorParallelPlan(make_model("qwen3"), 2)
     assert (
         plan.dims["model.layers.1.self_attn.q_proj.weight"] == 0
         and plan.dims["model.layers.0.mlp.down_proj.weight"] == 1
@@ -154,21 +162,21 @@ SHAPES = {"model/a": (7, 4), "model/b": (5,), "optimizer/a/step": (), "part/ema/
 class Written:
     """What ranks would do, one after the other."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], grid: Grid):
+    def __init__(self, tensors: dict[str, torch.Tensor], parallel: ParallelLayout):
         self.tensors = tensors
-        self.grid = grid
+        self.parallel = parallel
 
     def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
         told: dict[str, dict[str, Any]] = {}
-        for rank in range(self.grid.size):
+        for rank in range(self.parallel.size):
             cut = {
-                n: self.grid.piece(t, rank, None) if t.ndim else t
+                n: self.parallel.piece(t, rank, None) if t.ndim else t
                 for n, t in self.tensors.items()
                 if t.ndim or rank == 0
             }
             own = {n: t for n, t in cut.items() if t.numel()}
             boxes = {
-                n: self.grid.box(self.tensors[n].shape, rank, None) if t.ndim else ()
+                n: self.parallel.box(self.tensors[n].shape, rank, None) if t.ndim else ()
                 for n, t in own.items()
             }
             told |= write_pieces(
@@ -199,7 +207,7 @@ def test_pieces_read_as_the_whole(tmp_path: Path, whole: dict[str, torch.Tensor]
     pieces = store.save(
         tmp_path / "pieces",
         1,
-        State({"more/c": torch.ones(2)}, {"steps": 1}, {"": Written(whole, Grid(3))}),
+        State({"more/c": torch.ones(2)}, {"steps": 1}, {"": Written(whole, ParallelLayout(3))}),
         extra,
     )
     with_more = store.save(
@@ -208,7 +216,7 @@ def test_pieces_read_as_the_whole(tmp_path: Path, whole: dict[str, torch.Tensor]
     assert store.digest(pieces) == store.digest(with_more) != store.digest(plain)
     state, told = store.load(pieces)
     assert (
-        isinstance(state.tensors, Stored)
+        isinstance(state.tensors, CheckpointTensors)
         and told == extra
         and list(state.tensors) == sorted([*whole, "more/c"])
     )
@@ -237,7 +245,7 @@ def test_pieces_read_as_the_whole(tmp_path: Path, whole: dict[str, torch.Tensor]
 def test_an_index_that_lies_is_refused(
     tmp_path: Path, whole: dict[str, torch.Tensor], change: str
 ) -> None:
-    path = store.save(tmp_path, 1, State({}, {}, {"": Written(whole, Grid(2))}), {})
+    path = store.save(tmp_path, 1, State({}, {}, {"": Written(whole, ParallelLayout(2))}), {})
     index = path / "pieces-r00001.json"
     told = json.loads(index.read_text())
     if change == "gap":

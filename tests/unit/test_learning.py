@@ -20,7 +20,7 @@ from torch import Tensor
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts, group_relative
 from reinforge.algorithms.parts.surrogates import ppo_clip
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 from reinforge.models.tiny import make_tiny_model
@@ -96,7 +96,7 @@ def learn(model: Path, folder: Path, name: str, **algorithm: Any) -> list[dict[s
     )
     train_config(
         cfg,
-        Given(
+        CallerObjects(
             data=ROWS,
             rewards=[(first_half, 0.5), (second_half, 0.5)] if name == "gdpo" else [letters],
         ),

@@ -18,7 +18,7 @@ import torch
 from reinforge.backends import memory_model, roofline
 from reinforge.backends.memory_model import GIB, ModelFacts
 from reinforge.backends.microbatch import auto_budget, facts_of
-from reinforge.backends.roofline import Work
+from reinforge.backends.roofline import StepWork
 from reinforge.build.predict import predict, shown
 from reinforge.checkpoint import store
 from reinforge.config.adapter import AdapterConfig
@@ -33,7 +33,7 @@ from toys import make_model, make_module
 SMALL = ModelFacts(24, 896, 4864, 14, 2, 64, 151936, tied=True)  # the shape of Qwen2.5-0.5B
 BIG = ModelFacts(28, 1536, 8960, 12, 2, 128, 151936, tied=True)  # of Qwen2.5-1.5B
 H200 = roofline.gpu("NVIDIA H200", int(139.8 * GIB))
-STEP = Work(samples=512, prompt_tokens=256, new_tokens=1024, group=8)  # benchmarks/gpu_step.py
+STEP = StepWork(samples=512, prompt_tokens=256, new_tokens=1024, group=8)  # benchmarks/gpu_step.py
 CACHE = 512 * 1280 * memory_model.kv_token_bytes(SMALL)
 
 

@@ -19,7 +19,7 @@ from reinforge.algorithms.losses.nash import NashLoss, geometric_mixture
 from reinforge.algorithms.losses.rows import with_stream
 from reinforge.algorithms.pairing import best_and_worst, contest, keep_best, self_play, win_rates
 from reinforge.backends.local import LocalBackend
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.build.trainer import build
 from reinforge.config.adapter import AdapterConfig
@@ -29,7 +29,7 @@ from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.engines.native import NativeEngine
-from reinforge.engines.paired import Both
+from reinforge.engines.with_opponent import EngineWithOpponent
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.mixture import Mixture
@@ -202,7 +202,7 @@ def test_the_opponent_samples_the_geometric_mixture(coefficient: float, lora: bo
     assert backend.reference is not None
     engine = NativeEngine(policy, kv_gib=0.01)
     opponent = NativeEngine(Mixture(policy, backend.reference.active, coefficient), kv_gib=0.01)
-    both = Both(engine, opponent)
+    both = EngineWithOpponent(engine, opponent)
     prompts = [tokens_of(n, n) for n in (5, 19)]
     temperature = 0.7
 
@@ -301,7 +301,7 @@ def setup(
 
 
 def learn(cfg: Any) -> list[dict[str, Any]]:
-    train_config(cfg, Given(data=ROWS, rewards=[letters]), SilentView())
+    train_config(cfg, CallerObjects(data=ROWS, rewards=[letters]), SilentView())
     return lines(cfg)
 
 
@@ -362,7 +362,7 @@ def test_an_adapter_plays_against_itself(blank: str, tmp_path: Path) -> None:
     cfg = setup(blank, tmp_path / "run", "xpo", steps=3).model_copy(
         update={"adapter": AdapterConfig(rank=4)}
     )
-    trainer = build(cfg, SilentView(), Given(data=ROWS, rewards=[letters]))
+    trainer = build(cfg, SilentView(), CallerObjects(data=ROWS, rewards=[letters]))
     assert isinstance(trainer.backend, LocalBackend) and trainer.backend.frozen is None
     metrics = learn(cfg)
     assert (

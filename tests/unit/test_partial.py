@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harvests import harvest_of
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.source import resumable_requests
 from reinforge.build.trainer import build
 from reinforge.checkpoint import store
@@ -466,7 +466,7 @@ def test_a_run_that_is_stopped_while_it_generates_goes_on_exactly(
     whole = make("whole", "grpo", *settings)
     cut = make("cut", "grpo", *settings)
     launch(whole)
-    trainer = build(cut, SilentView(), Given(data=DATA, rewards=odd))
+    trainer = build(cut, SilentView(), CallerObjects(data=DATA, rewards=odd))
     assert isinstance(trainer, RLTrainer) and isinstance(trainer.source, PartialSource)
     run = trainer.run
     source = trainer.source

@@ -16,7 +16,7 @@ from family_runs import HELD, JUDGED, PAIRS, config, launch, small_model
 from reinforge.algorithms import catalogue
 from reinforge.api import evaluate
 from reinforge.backends.local import LocalBackend
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.inputs import read_inputs
 from reinforge.build.local import LocalFactories
 from reinforge.build.run import train_config
@@ -192,7 +192,7 @@ def test_a_precomputed_reference_is_the_reference(
             **extra,
         )
         if kind == "before":
-            trainer = build(cfg, SilentView(), Given(data=PAIRS))
+            trainer = build(cfg, SilentView(), CallerObjects(data=PAIRS))
             assert isinstance(trainer.backend, LocalBackend) and trainer.backend.frozen is None
             file = tmp_path / kind / "reference.safetensors"
             kept = file.read_bytes()
@@ -245,7 +245,7 @@ def test_single_answers_with_a_precomputed_reference(model: str, tmp_path: Path,
         config(model, tmp_path / run, name, steps=5, train={"precompute_reference": True})
         for run in ("whole", "cut")
     )
-    trainer = build(whole, SilentView(), Given(data=JUDGED))
+    trainer = build(whole, SilentView(), CallerObjects(data=JUDGED))
     assert isinstance(trainer.backend, LocalBackend) and trainer.backend.frozen is None
     launch(whole, JUDGED)
     launch(cut.model_copy(update={"train": cut.train.model_copy(update={"steps": 2})}), JUDGED)
@@ -255,7 +255,7 @@ def test_single_answers_with_a_precomputed_reference(model: str, tmp_path: Path,
 
 def test_an_adapter_switched_off_is_the_reference(model: str, tmp_path: Path) -> None:
     cfg = config(model, tmp_path / "run", "dpo", steps=4, adapter={"rank": 4})
-    trainer = build(cfg, SilentView(), Given(data=PAIRS))
+    trainer = build(cfg, SilentView(), CallerObjects(data=PAIRS))
     backend = trainer.backend
     assert (
         isinstance(backend, LocalBackend)
@@ -363,7 +363,7 @@ def test_a_run_is_evaluated_against_its_reference(model: str, tmp_path: Path) ->
     cfg = config(
         model, tmp_path / "run", "dpo", steps=4, data=data, train={"precompute_reference": True}
     )
-    train_config(cfg, Given(), SilentView())
+    train_config(cfg, CallerObjects(), SilentView())
     last = lines(cfg)[-1]
     again = evaluate(tmp_path / "run")
     assert (
@@ -379,7 +379,7 @@ def test_a_run_is_evaluated_against_its_reference(model: str, tmp_path: Path) ->
 def units(model: str, tmp_path: Path, name: str, rows: list[Any], **sections: Any) -> list[Any]:
     inputs = read_inputs(
         config(model, tmp_path / "run", name, **sections),
-        Given(data=rows),
+        CallerObjects(data=rows),
         SilentView(),
         LocalFactories().make_rewards,
     )
@@ -429,7 +429,7 @@ def test_chat_pairs_and_the_reward_model_that_reads_them(model: str, tmp_path: P
     for name in ("dpo", "bradley_terry"):
         inputs = read_inputs(
             config(model, tmp_path / "run", name, template, **sections),
-            Given(data=[row]),
+            CallerObjects(data=[row]),
             SilentView(),
             LocalFactories().make_rewards,
         )

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from family_runs import small_model
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 from reinforge.config.model import ModelConfig
@@ -150,7 +150,7 @@ def test_a_policy_trains_with_it_and_resumes_exactly(
                 "run": {"dir": str(tmp_path / folder), "checkpoint": {"every": 0}},
             }
         )
-        train_config(cfg, Given(data=[{"prompt": f"{i}:"} for i in range(8)]), SilentView())
+        train_config(cfg, CallerObjects(data=[{"prompt": f"{i}:"} for i in range(8)]), SilentView())
         return cfg
 
     whole = run("whole", 6)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from reinforge.algorithms.losses.supervised import NLLLoss
-from reinforge.backends.ema import Average
+from reinforge.backends.ema import WeightAverage
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.optimizer import MasterAdamW
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.saved_model import load_weights
 from reinforge.build.trainer import build
 from reinforge.checkpoint import store
@@ -47,7 +47,7 @@ def one_weight(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, MasterAda
 
 def test_average_by_hand() -> None:
     module, optimizer = one_weight()
-    average = Average(optimizer, 0.75)
+    average = WeightAverage(optimizer, 0.75)
     for weight, expected in ((2.0, 1.25), (4.0, 1.9375)):
         optimizer.masters["weight"].data.fill_(weight)
         average.after_step()
@@ -62,7 +62,7 @@ def test_low_precision_averages_the_masters() -> None:
     both come back to the bit.
     """
     module, optimizer = one_weight(torch.bfloat16)
-    average = Average(optimizer, 0.5)
+    average = WeightAverage(optimizer, 0.5)
     optimizer.masters["weight"].fill_(1.0001)
     average.after_step()
     assert average.values["weight"].dtype == torch.float32 and average.values[
@@ -83,7 +83,7 @@ def test_low_precision_averages_the_masters() -> None:
 
 def test_the_weights_come_back_after_an_error() -> None:
     module, optimizer = one_weight()
-    average = Average(optimizer, 0.5)
+    average = WeightAverage(optimizer, 0.5)
     place = module.weight.data_ptr()
     optimizer.masters["weight"].data.fill_(5.0)
     with pytest.raises(RuntimeError), average.swapped():
@@ -401,7 +401,7 @@ def test_evaluation_and_export_use_the_average(make: Callable[..., Config], tmp_
             update={"run": without.run.model_copy(update={"dir": str(tmp_path / "other")})}
         ),
         SilentView(),
-        Given(data=DATA, eval_data=EVAL, rewards=[odd], model=model),
+        CallerObjects(data=DATA, eval_data=EVAL, rewards=[odd], model=model),
     )
     from reinforge.core.aio import run_sync
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config as run_config
 from reinforge.config.model import ModelConfig
 from reinforge.config.rewards import RewardConfig
@@ -187,7 +187,7 @@ def test_the_four_models_of_rlhf_in_one_run(make: Callable[..., Config], judge: 
             "run.log.samples=16",
             **sections,
         )
-        run_config(cfg, Given(data=DATA), SilentView())
+        run_config(cfg, CallerObjects(data=DATA), SilentView())
         done.append((digest(cfg), lines(cfg)))
     assert done[0][0] == done[1][0]
     first = done[0][1][0]
@@ -262,7 +262,7 @@ def test_a_run_centres_by_what_came_before(make: Callable[..., Config]) -> None:
     cfg = make(
         "run", "grpo", "train.steps=3", rewards=[{"name": "tiny_runs:odd", "center": "running"}]
     )
-    run_config(cfg, Given(data=DATA), SilentView())
+    run_config(cfg, CallerObjects(data=DATA), SilentView())
     one, two, three = lines(cfg)
     assert one["reward/mean"] == pytest.approx(one["reward/odd"])
     assert two["reward/mean"] == pytest.approx(two["reward/odd"] - one["reward/odd"], abs=1e-9)

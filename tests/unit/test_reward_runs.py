@@ -13,7 +13,7 @@ import torch
 
 from family_runs import HELD, PAIRS, config, launch, small_model
 from reinforge.algorithms.catalogue import TABLE
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.inputs import read_inputs
 from reinforge.build.local import LocalFactories
 from reinforge.build.run import train_config
@@ -130,7 +130,7 @@ def test_an_exported_model_is_an_ordinary_classifier_and_scores_what_it_was_trai
         assert found["chosen"] > found["rejected"] + 1
     inputs = read_inputs(
         config(model, tmp_path / "run", "bradley_terry"),
-        Given(data=PAIRS),
+        CallerObjects(data=PAIRS),
         SilentView(),
         LocalFactories().make_rewards,
     )
@@ -159,7 +159,9 @@ def test_it_is_a_reward_at_once(model: str, judge: Path, tmp_path: Path) -> None
         "rollout.max_new_tokens=4",
         rewards=rewards,
     )
-    train_config(cfg, Given(data=[{"prompt": row["prompt"]} for row in PAIRS]), SilentView())
+    train_config(
+        cfg, CallerObjects(data=[{"prompt": row["prompt"]} for row in PAIRS]), SilentView()
+    )
     metrics = lines(cfg)
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1
 
@@ -173,7 +175,7 @@ def test_steps_are_labelled_where_they_end(model: str, tmp_path: Path, inner: bo
     }
     inputs = read_inputs(
         config(model, tmp_path / "run", "process"),
-        Given(data=[row]),
+        CallerObjects(data=[row]),
         SilentView(),
         LocalFactories().make_rewards,
     )
@@ -196,7 +198,7 @@ def test_rows_that_are_refused(
     model: str, tmp_path: Path, name: str, row: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        build(config(model, tmp_path / "run", name), SilentView(), Given(data=[row]))
+        build(config(model, tmp_path / "run", name), SilentView(), CallerObjects(data=[row]))
 
 
 def test_what_means_nothing_to_a_reward_model_is_refused(model: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from odd_reward import odd
 from reinforge.backends.local import LocalBackend
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
@@ -272,7 +272,7 @@ def test_a_directory_without_a_checkpoint_begins_again_and_says_so(
     view = SilentView()
     view.message = (heard := list[str]()).append  # type: ignore[method-assign]
     shutil.rmtree(Path(cfg.run.dir) / "checkpoints")
-    train_config(cfg, Given(data=DATA, rewards=[odd]), view)
+    train_config(cfg, CallerObjects(data=DATA, rewards=[odd]), view)
     assert any("has no checkpoint: what was begun there begins again" in text for text in heard)
     assert [m["step"] for m in lines(cfg)] == [1, 2]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.build.trainer import build
 from reinforge.checkpoint import store
@@ -268,7 +268,9 @@ def test_a_record_of_before_a_key_existed(make: Callable[..., Config]) -> None:
     assert launch(make("run", "grpo", "train.steps=4")).steps == 4
     path.unlink()
     view = SilentView()
-    train_config(make("run", "grpo", "train.steps=4"), Given(data=DATA, rewards=[odd]), view)
+    train_config(
+        make("run", "grpo", "train.steps=4"), CallerObjects(data=DATA, rewards=[odd]), view
+    )
     assert any("could not be checked" in message for message in view.messages)
 
 
@@ -289,7 +291,7 @@ def test_terminate_from_another_thread(make: Callable[..., Config]) -> None:
         return odd(completions)
 
     asks.__name__ = "odd"
-    trainer = build(cfg, SilentView(), Given(data=DATA, rewards=asks))
+    trainer = build(cfg, SilentView(), CallerObjects(data=DATA, rewards=asks))
 
     async def go() -> None:
         with trainer.run:
@@ -340,7 +342,7 @@ def test_a_warning_saves_a_checkpoint_too(
 
     hears.__name__ = "odd"
     with pytest.raises(Terminated, match=f"{kinds[-1].name} at step 2 of 4") as caught:
-        train_config(cut, Given(data=DATA, rewards=[hears]), Closed())
+        train_config(cut, CallerObjects(data=DATA, rewards=[hears]), Closed())
     assert caught.value.exit_code == 128 + kinds[-1]
     assert all(
         signal.getsignal(kind) is signal.SIG_DFL for kind in kinds if kind is not signal.SIGTERM
@@ -579,7 +581,9 @@ def test_dropping_rows_keeps_ids_and_rows_together(make: Callable[..., Config]) 
     """A row that is too long is dropped, and the others keep their own prompts."""
     data = [{"prompt": "x" * 200, "answer": "1"}, *DATA]
     trainer = build(
-        make("run", "grpo", "data.shuffle=false"), SilentView(), Given(data=data, rewards=[odd])
+        make("run", "grpo", "data.shuffle=false"),
+        SilentView(),
+        CallerObjects(data=data, rewards=[odd]),
     )
     assert isinstance(trainer, RLTrainer)
     rollout: Any = trainer.source.rollout

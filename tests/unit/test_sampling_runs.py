@@ -14,7 +14,7 @@ import pytest
 
 from reinforge.backends.local import LocalBackend
 from reinforge.build.algorithm import algorithm_section
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
@@ -44,7 +44,7 @@ def go(cfg: Config) -> None:
     """The built-in rewards are repeatable and run in place, so what is first does not depend on the
     clock.
     """
-    train_config(cfg, Given(data=ROWS), SilentView())
+    train_config(cfg, CallerObjects(data=ROWS), SilentView())
 
 
 FEATURES: dict[str, dict[str, Any]] = {

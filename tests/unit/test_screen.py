@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.schema import Config
 from reinforge.core.sample import Row
@@ -68,12 +68,12 @@ def test_labels_that_all_say_the_same_are_told_when_training_and_planning(
 ) -> None:
     rows = [{"prompt": f"{i}=", "completion": str(i), "label": label} for i in range(8)]
     view = SilentView()
-    train_config(make("run", "kto", "train.steps=1", rewards=[]), Given(data=rows), view)
+    train_config(make("run", "kto", "train.steps=1", rewards=[]), CallerObjects(data=rows), view)
     words = f"all 8 answers are labelled {'good' if label else 'bad'}"
     assert any(words in text and text.startswith("warning: ") for text in view.messages)
     both = [{**row, "label": i % 2 == 0} for i, row in enumerate(rows)]
     quiet = SilentView()
-    train_config(make("both", "kto", "train.steps=1", rewards=[]), Given(data=both), quiet)
+    train_config(make("both", "kto", "train.steps=1", rewards=[]), CallerObjects(data=both), quiet)
     assert not any("are labelled" in text for text in quiet.messages)
 
     from reinforge.plan.checks import _check_labels

@@ -19,7 +19,7 @@ import yaml
 
 from reinforge.backends import roofline
 from reinforge.backends.memory_model import ModelFacts, kv_token_bytes, weight_bytes
-from reinforge.backends.roofline import Work, forward_flops
+from reinforge.backends.roofline import StepWork, forward_flops
 from reinforge.cluster import scaling
 from reinforge.cluster.scaling import (
     ClusterLayout,
@@ -38,7 +38,7 @@ from reinforge.plan.simulate import measured_of, plan_cluster, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ModelFacts(32, 4096, 14336, 32, 8, 128, 128256, False, compiled=True)
-WORK = Work(2048, 128, 1000, group=16)
+WORK = StepWork(2048, 128, 1000, group=16)
 H100 = machine("H100")
 
 

@@ -17,7 +17,7 @@ import odd_reward
 from fake_engine import FakeEngine
 from harvests import harvest_of
 from reinforge.algorithms.build import build
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
@@ -178,7 +178,7 @@ def test_dynamic_sampling_keeps_what_gdpo_can_learn_from(make: Callable[..., Con
         {"name": f"{odd_reward.__file__}:even_length"},
     ]
     cfg = make("run", "gdpo", "algorithm.dynamic_sampling=true", "train.steps=1", rewards=rewards)
-    train_config(cfg, Given(data=DATA), SilentView())
+    train_config(cfg, CallerObjects(data=DATA), SilentView())
     (step,) = lines(cfg)
     assert (
         step["reward/mean"] == 2.0

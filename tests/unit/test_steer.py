@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from family_runs import WORDS, config, launch, small_model
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
@@ -103,7 +103,9 @@ def test_a_steered_model_does_what_it_is_asked(model: str, tmp_path: Path) -> No
             rollout={"max_new_tokens": 8, "kv_gib": 0.01},
             eval={"at_start": False},
         )
-        train_config(cfg, Given(data=graded, eval_data=held, rewards=[polite]), SilentView())
+        train_config(
+            cfg, CallerObjects(data=graded, eval_data=held, rewards=[polite]), SilentView()
+        )
         scores[asked] = lines(cfg)[-1]["eval/reward"]
     assert scores[4] > 0.8 and scores[0] < 0.2, scores
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from family_runs import WORDS, config, launch, small_model
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.trainer import build
 from reinforge.core.errors import InputError
 from reinforge.data.cursor import Cursor
@@ -126,7 +126,7 @@ def test_a_mixture_of_files(model: str, tmp_path: Path) -> None:
     whole, cut = (
         config(model, tmp_path / run, "sft", steps=5, data=data) for run in ("whole", "cut")
     )
-    trainer = build(whole, SilentView(), Given())
+    trainer = build(whole, SilentView(), CallerObjects())
     seen = Counter(trainer.row(i)[0].uid.partition(":")[0] for i in trainer.chooser.cursor.take(30))  # type: ignore[union-attr]
     assert seen == {"good": 10, "odd": 20}
     for cfg, steps in ((whole, 5), (cut, 2), (cut, 5)):
@@ -134,7 +134,7 @@ def test_a_mixture_of_files(model: str, tmp_path: Path) -> None:
 
         train_config(
             cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})}),
-            Given(),
+            CallerObjects(),
             SilentView(),
         )
     assert digest(whole) == digest(cut)
@@ -148,7 +148,7 @@ def test_whole_texts(model: str, tmp_path: Path) -> None:
     cfg = config(
         model, tmp_path / "run", "sft", steps=1, data={"source": "python", "loss_on": "all"}
     )
-    trainer = build(cfg, SilentView(), Given(data=[{"text": "abc"}, {"text": "de"}]))
+    trainer = build(cfg, SilentView(), CallerObjects(data=[{"text": "abc"}, {"text": "de"}]))
     samples = [trainer.row(i)[0] for i in range(2)]  # type: ignore[union-attr]
     assert [s.tokens[-1].item() for s in samples] == [2, 2] and [s.n_trained for s in samples] == [
         3,

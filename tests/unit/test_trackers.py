@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.schema import Config
 from reinforge.core.errors import Terminated
@@ -282,7 +282,7 @@ def test_a_tracker_that_fails_is_told_on_the_screen_and_in_the_summary_and_the_r
     monkeypatch.setitem(sinks.SINKS, "tensorboard", Down)
     cfg = make("run", "grpo", "run.log.sinks=[tensorboard]")
     view = SilentView()
-    result = train_config(cfg, Given(data=DATA, rewards=[odd]), view)
+    result = train_config(cfg, CallerObjects(data=DATA, rewards=[odd]), view)
     words = "down takes no metrics any more: ConnectionError: no route to the tracker"
     assert (
         result.steps == 3
@@ -339,7 +339,7 @@ def test_a_tracker_that_hangs_holds_up_neither_the_summary_nor_a_run_that_was_as
     ):
         cfg = make(name, "grpo", "run.log.sinks=[tensorboard]")
         try:
-            train_config(cfg, Given(data=DATA, rewards=[odd]), SilentView())
+            train_config(cfg, CallerObjects(data=DATA, rewards=[odd]), SilentView())
         except Terminated:
             assert name == "cut"
         assert (before.pop(), given.pop()) == ((status, True), seconds)
@@ -366,7 +366,7 @@ def test_trackers_get_the_config_without_its_secrets(
     monkeypatch.setitem(sinks.SINKS, "tensorboard", Seeing)
     reward = {"name": "tiny_runs:odd", "options": {"api_key": "sk-secret"}}
     cfg = make("run", "grpo", "run.log.sinks=[tensorboard]", rewards=[reward])
-    train_config(cfg, Given(data=DATA, functions={"tiny_runs:odd": odd}), SilentView())
+    train_config(cfg, CallerObjects(data=DATA, functions={"tiny_runs:odd": odd}), SilentView())
     assert "sk-secret" not in json.dumps(seen[0]) and seen[0]["model"]["path"] == cfg.model.path
     summary, samples = seen[1]
     assert (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 from reinforge.core.sample import Group, Row, Sample
@@ -182,7 +182,7 @@ def test_a_run_with_an_environment_records_its_conversations(tmp_path: Path) -> 
         },
         where="test",
     )
-    train_config(cfg, Given(data=rows[:8], eval_data=rows[8:]), SilentView())
+    train_config(cfg, CallerObjects(data=rows[:8], eval_data=rows[8:]), SilentView())
     samples = [
         json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     ]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
@@ -157,7 +157,7 @@ def test_a_run_with_a_constant_reward_says_so_everywhere(make: Callable[..., Con
     def same(completions: list[str]) -> list[float]:
         return [0.5] * len(completions)
 
-    train_config(cfg, Given(data=DATA, rewards=[same]), view)
+    train_config(cfg, CallerObjects(data=DATA, rewards=[same]), view)
     everywhere(Path(cfg.run.dir), view, "constant_reward", "got the same reward, 0.5")
     told = [e for e in lines(cfg, "events.jsonl") if e["kind"] == "trouble"]
     assert [(e["trouble"], e["step"]) for e in told] == [("constant_reward", ENOUGH)]
@@ -182,7 +182,7 @@ def test_a_run_whose_groups_tie_says_so_everywhere(make: Callable[..., Config]) 
                 for p, c in zip(prompts, completions, strict=True)
             ]
 
-        train_config(cfg, Given(data=DATA, rewards=[by_prompt]), view)
+        train_config(cfg, CallerObjects(data=DATA, rewards=[by_prompt]), view)
         if not extra:
             everywhere(Path(cfg.run.dir), view, "no_gradient", "6 of 7 steps taught nothing")
             continue
@@ -221,7 +221,7 @@ def test_steps_without_gradient_between_two_that_are_not_finite_do_not_save_a_ru
     cfg = make("run", "grpo", "train.steps=20", "train.learning_rate=1e30")
     view = SilentView()
     with pytest.raises(StoppedByPolicy, match="3 steps in a row had a non-finite loss or gradient"):
-        train_config(cfg, Given(data=DATA, rewards=[sometimes]), view)
+        train_config(cfg, CallerObjects(data=DATA, rewards=[sometimes]), view)
     assert [m["train/skipped"] for m in lines(cfg)] == [0, 0, 1, 0, 1, 0, 1]
     assert [m["train/empty"] for m in lines(cfg)] == [0, 1, 0, 1, 0, 1, 0]
     everywhere(
@@ -237,7 +237,7 @@ def test_a_resumed_run_remembers_what_spoke_against_it(make: Callable[..., Confi
     view = SilentView()
     train_config(
         make("run", "grpo", "train.steps=5", "run.checkpoint.every=2"),
-        Given(data=DATA, rewards=[same]),
+        CallerObjects(data=DATA, rewards=[same]),
         view,
     )
     assert "Every answer in 5 steps got the same reward" in view.found[0].what

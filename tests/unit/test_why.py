@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reinforge.algorithms.parts import advantages
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.cli.main import app
 from reinforge.config.load import config_from_dict
@@ -66,7 +66,7 @@ def trained(
     """A run of two steps that records both."""
     train_config(
         config(model, folder, name, rewards, algorithm=algorithm, log=log, **sections),
-        Given(data=DATA, rewards=list(rewards)),
+        CallerObjects(data=DATA, rewards=list(rewards)),
         SilentView(),
     )
     return folder
@@ -298,7 +298,7 @@ def test_episodes_of_several_turns(model: str, tmp_path: Path) -> None:
         },
         where="test",
     )
-    train_config(cfg, Given(data=DATA), SilentView())
+    train_config(cfg, CallerObjects(data=DATA), SilentView())
     record = read_step(tmp_path / "run", 1)
     for group in record["groups"]:
         assert len({s["episode"] for s in group["samples"]}) == 3

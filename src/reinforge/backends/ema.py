@@ -13,7 +13,7 @@ from reinforge.backends.optimizer import MasterAdamW
 from reinforge.core.backend import State
 
 
-class Average:
+class WeightAverage:
     """average <- decay * average + (1 - decay) * weights.
 
     It follows the float32 masters, where they are, and is a part of the run: a resumed one

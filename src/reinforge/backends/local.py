@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from reinforge.backends.ema import Average
+from reinforge.backends.ema import WeightAverage
 from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.microbatch import (
     annotate_nothing,
@@ -21,9 +21,9 @@ from reinforge.backends.microbatch import (
 )
 from reinforge.backends.oom import Recovery, fitted, memory_errors
 from reinforge.backends.optimizer import MasterAdamW, learning_rate, step_metrics
-from reinforge.backends.reference import Reference
+from reinforge.backends.reference import ReferencePolicy
 from reinforge.backends.teachers import Teachers
-from reinforge.checkpoint.stored import Stored, within
+from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, Part, State, TrainedTokens
@@ -76,7 +76,7 @@ class LocalBackend:
         self.reference = (
             self._reference(model, kind) if reference and isinstance(model, CausalModel) else None
         )
-        self.ema = Average(self.optimizer, cfg.ema) if cfg.ema is not None else None
+        self.ema = WeightAverage(self.optimizer, cfg.ema) if cfg.ema is not None else None
 
     @property
     def devices(self) -> int:
@@ -94,8 +94,8 @@ class LocalBackend:
     def _optimizer(self) -> MasterAdamW:
         return MasterAdamW(self.model.module, self.cfg.optimizer)
 
-    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
-        return Reference(model, self.optimizer, kind)
+    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
+        return ReferencePolicy(model, self.optimizer, kind)
 
     @property
     def frozen(self) -> CausalModel | None:
@@ -290,7 +290,8 @@ class LocalBackend:
 def refuse_other_model(saved: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
     """An error that names a parameter where a checkpoint's weights are not those of the model."""
     found = {
-        n: saved.shape(n) if isinstance(saved, Stored) else tuple(saved[n].shape) for n in saved
+        n: saved.shape(n) if isinstance(saved, CheckpointTensors) else tuple(saved[n].shape)
+        for n in saved
     }
     if found == {n: tuple(shape) for n, shape in shapes.items()}:
         return

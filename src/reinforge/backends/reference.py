@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from reinforge.backends.ema import Average
+from reinforge.backends.ema import WeightAverage
 from reinforge.backends.optimizer import MasterAdamW
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.core.backend import State
@@ -21,7 +21,7 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.joint import separate
 
 
-class Reference:
+class ReferencePolicy:
     """Starts as the policy that the run starts from.
 
     With an adapter nothing of the base is copied. Frozen is then the adapter off where the adapter
@@ -36,9 +36,9 @@ class Reference:
         self.steps = 0  # optimizer steps since the run began
         adapted = is_adapted(model.module)
         # other weights for what is trained; None: there is a copy, or the adapter goes off
-        self.average: Average | None = None
+        self.average: WeightAverage | None = None
         if self.moving or (adapted and not begins_as_base(model.module)):
-            self.average = Average(optimizer, cfg.decay if cfg.kind == "ema" else 0.0)
+            self.average = WeightAverage(optimizer, cfg.decay if cfg.kind == "ema" else 0.0)
         self.copy: CausalModel | None = None
         if not adapted:
             self.copy = self._copied()
@@ -108,7 +108,7 @@ class Reference:
             self._refresh()
 
 
-class FrozenReference(Reference):
+class FrozenReference(ReferencePolicy):
     """The model with its adapter off, or a copy that was made before the model was cut."""
 
     def __init__(self, model: CausalModel, cfg: ReferenceConfig, copied: CausalModel | None):

@@ -30,7 +30,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """One step.
 
     Lengths are means; `new_tokens` 0: nothing is generated. `passes` are forwards without gradient
@@ -149,7 +149,7 @@ def forward_flops(f: ModelFacts, tokens: float, length: float) -> float:
     return tokens * (2 * (f.body(active=True) + head) + 2 * f.layers * f.query * length)
 
 
-def train_seconds(f: ModelFacts, machine: Machine, work: Work) -> float:
+def train_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:
     """Forward, twice that for the backward (once where weights are frozen), once more for what is
     computed again.
     """
@@ -158,7 +158,7 @@ def train_seconds(f: ModelFacts, machine: Machine, work: Work) -> float:
     return forward * (updates + work.passes) / (machine.flops * TRAIN_SHARE[_mode(f, machine)])
 
 
-def generate_seconds(f: ModelFacts, machine: Machine, work: Work) -> float:
+def generate_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:
     """Prefill once per prompt; each decode step reads the weights and the cache once, does its
     flops, and pays for each layer.
     """

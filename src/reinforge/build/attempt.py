@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from reinforge.checkpoint.in_memory import Memory
+from reinforge.checkpoint.memory_snapshot import MemorySnapshot
 from reinforge.loops.run import Run
 
 
@@ -20,7 +20,7 @@ class Attempt:
     """
 
     began: float = field(default_factory=time.monotonic)
-    memory: Memory | None = None  # keeps boundaries beside those on disk
+    memory: MemorySnapshot | None = None  # keeps boundaries beside those on disk
     # errors after which the run is begun again at once: no end to tell of
     passing: tuple[type[BaseException], ...] = ()
     run: Run | None = None  # once it is made

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.config.data import DataConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
@@ -25,7 +25,7 @@ from reinforge.data.sources import (
 from reinforge.rewards.function import FunctionReward, check_columns
 
 
-def load_data(cfg: DataConfig, given: Given) -> tuple[list[Row], list[Row]]:
+def load_data(cfg: DataConfig, given: CallerObjects) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows, each from the config or from Python objects, never sharing a
     prompt.
     """
@@ -48,7 +48,7 @@ def load_data(cfg: DataConfig, given: Given) -> tuple[list[Row], list[Row]]:
     return train, held_out
 
 
-def _check_given(cfg: DataConfig, given: Given) -> None:
+def _check_given(cfg: DataConfig, given: CallerObjects) -> None:
     for key, source, objects in (
         ("data.source", cfg.source, given.data),
         ("data.eval.source", cfg.eval.source, given.eval_data),
@@ -70,7 +70,7 @@ def _check_given(cfg: DataConfig, given: Given) -> None:
             )
 
 
-def _training_rows(cfg: DataConfig, given: Given) -> list[Row]:
+def _training_rows(cfg: DataConfig, given: CallerObjects) -> list[Row]:
     if given.data is None:
         return load_rows(cfg)
     return rows_from(

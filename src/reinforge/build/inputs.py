@@ -16,8 +16,8 @@ from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.build.algorithm import make_algorithm
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.data import check_scored_columns, load_data
-from reinforge.build.given import Given
 from reinforge.build.limits import episode_tokens
 from reinforge.build.reward_weights import reward_weights
 from reinforge.config.schema import Config
@@ -84,7 +84,9 @@ class ModelInputs:
     longest: int  # tokens that generation may reach; 0 where nothing is generated
 
 
-def read_inputs(cfg: Config, given: Given, view: ViewLike, make_rewards: MakeRewards) -> RunInputs:
+def read_inputs(
+    cfg: Config, given: CallerObjects, view: ViewLike, make_rewards: MakeRewards
+) -> RunInputs:
     """Reads the data, builds rewards (reward models are loaded) and the algorithm, and opens the
     tokenizer.
     """

@@ -13,7 +13,7 @@ from reinforge.core.env import Rollout
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample
 from reinforge.engines.native import NativeEngine
-from reinforge.engines.paired import Both
+from reinforge.engines.with_opponent import EngineWithOpponent
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import stop_tokens
 from reinforge.models.mixture import Mixture
@@ -58,7 +58,7 @@ def add_opponent(
         longest=models.longest,
     )
     answers = answers_of(inputs, rows) if algorithm.given else None
-    return OpponentRollout(rollout, opponent, answers), Both(engine, opponent)
+    return OpponentRollout(rollout, opponent, answers), EngineWithOpponent(engine, opponent)
 
 
 def answers_of(inputs: RunInputs, rows: Sequence[Row]) -> dict[str, Sample]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reinforge.backends import memory_model, roofline
 from reinforge.backends.memory_model import GIB, ModelFacts
-from reinforge.backends.roofline import Machine, Work
+from reinforge.backends.roofline import Machine, StepWork
 from reinforge.config.schema import Config
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def predict(
     mean = lengths[0]
     longest = lengths[1] + (cfg.rollout.max_new_tokens if rl else 0)
     samples = cfg.train.prompts_per_step * (cfg.algorithm.group_size if rl else 1)
-    work = Work(
+    work = StepWork(
         samples,
         mean,
         cfg.rollout.max_new_tokens if rl else 0,

@@ -12,10 +12,10 @@ from typing import Any
 
 from reinforge.backends.distributed.ranks import launched
 from reinforge.build.attempt import Attempt
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.factories import Factories
-from reinforge.build.given import Given
 from reinforge.build.ray import POLICY, RayFactories
-from reinforge.checkpoint.in_memory import Memory
+from reinforge.checkpoint.memory_snapshot import MemorySnapshot
 from reinforge.cluster.ray_cluster import RayCluster
 from reinforge.cluster.worker_group import ActorLost
 from reinforge.config.schema import Config
@@ -29,7 +29,7 @@ class RayAttempt(Attempt):
     next one. It writes what happened in the cluster into the log of the run.
     """
 
-    def __init__(self, cluster: RayCluster, memory: Memory | None, lost_at: float | None):
+    def __init__(self, cluster: RayCluster, memory: MemorySnapshot | None, lost_at: float | None):
         """`lost_at`: when the actors of the attempt before were lost."""
         super().__init__(memory=memory, passing=(ActorLost,))
         self.cluster = cluster
@@ -56,9 +56,9 @@ class RayAttempt(Attempt):
 
 def run_on_ray(
     config: Config,
-    given: Given,
+    given: CallerObjects,
     view: ViewLike,
-    execute: Callable[[Config, Given, ViewLike, Attempt, Factories], Run],
+    execute: Callable[[Config, CallerObjects, ViewLike, Attempt, Factories], Run],
 ) -> Run:
     """The run, attempted as often as `cluster.restarts` allows: a step that was cut is done again
     on the same draws, so the run comes out as if nothing had happened.
@@ -67,7 +67,7 @@ def run_on_ray(
     given = replace(given, data=_listed(given.data), eval_data=_listed(given.eval_data))
     models = sum(reward.name == "model" for reward in config.rewards)
     own_critic = config.critic is not None and not config.critic.shared
-    memory = Memory(config.cluster.snapshot) if config.cluster.snapshot else None
+    memory = MemorySnapshot(config.cluster.snapshot) if config.cluster.snapshot else None
     with RayCluster.open(
         config.cluster,
         config.model.device,
@@ -110,7 +110,7 @@ def run_on_ray(
             )
 
 
-def _check(given: Given) -> None:
+def _check(given: CallerObjects) -> None:
     if launched():
         raise InputError(
             "Ray starts the ranks itself.",

@@ -15,8 +15,8 @@ from reinforge.core.aio import run_sync
 
 if TYPE_CHECKING:
     from reinforge.build.attempt import Attempt
+    from reinforge.build.caller_objects import CallerObjects
     from reinforge.build.factories import Factories
-    from reinforge.build.given import Given
     from reinforge.loops.run import Run
     from reinforge.loops.view import ViewLike
 
@@ -33,7 +33,7 @@ class RunResult:
 
 
 def train_config(
-    config: Config, given: Given | None = None, view: ViewLike | None = None
+    config: Config, given: CallerObjects | None = None, view: ViewLike | None = None
 ) -> RunResult:
     """Runs one config to its end, or on from where it stopped. Every ending leaves a report."""
     from reinforge.watch.view import View
@@ -41,11 +41,11 @@ def train_config(
     view = view or View()
     view.doing("loading torch and transformers")
     from reinforge.build.attempt import Attempt
-    from reinforge.build.given import Given
+    from reinforge.build.caller_objects import CallerObjects
     from reinforge.build.local import LocalFactories
     from reinforge.build.ranks import open_ranks
 
-    given = given or Given()
+    given = given or CallerObjects()
     try:
         if config.cluster.kind == "ray":
             from reinforge.build.ray_run import run_on_ray
@@ -60,7 +60,7 @@ def train_config(
 
 
 def _execute(
-    config: Config, given: Given, view: ViewLike, attempt: Attempt, factories: Factories
+    config: Config, given: CallerObjects, view: ViewLike, attempt: Attempt, factories: Factories
 ) -> Run:
     """The run that the config describes, to its end."""
     from reinforge.build.trainer import build

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from reinforge.checkpoint import store
-from reinforge.checkpoint.stored import within
+from reinforge.checkpoint.tensors import within
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config

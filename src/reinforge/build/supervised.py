@@ -11,10 +11,10 @@ from reinforge.algorithms.losses.reward_model import RewardLoss
 from reinforge.algorithms.losses.unpaired import UnpairedLoss
 from reinforge.build.algorithm import reference_of
 from reinforge.build.attempt import Attempt
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.data import make_cursor, total_steps
 from reinforge.build.evaluation import Evaluate, make_heldout, with_average
 from reinforge.build.factories import Factories
-from reinforge.build.given import Given
 from reinforge.build.inputs import (
     ModelInputs,
     Prompts,
@@ -57,7 +57,7 @@ class UnitRows:
 
 
 def build_supervised(
-    cfg: Config, view: ViewLike, given: Given, attempt: Attempt, factories: Factories
+    cfg: Config, view: ViewLike, given: CallerObjects, attempt: Attempt, factories: Factories
 ) -> SupervisedTrainer:
     """The trainer of a run that learns from given texts."""
     inputs = read_inputs(cfg, given, view, factories.make_rewards)

@@ -10,11 +10,11 @@ from typing import cast
 
 from reinforge.build.algorithm import reference_of
 from reinforge.build.attempt import Attempt
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.critic import make_critic
 from reinforge.build.data import make_cursor, total_steps
 from reinforge.build.evaluation import make_heldout, with_average
 from reinforge.build.factories import Factories
-from reinforge.build.given import Given
 from reinforge.build.inputs import (
     encode_eval_prompts,
     encode_train_prompts,
@@ -46,12 +46,12 @@ from reinforge.rollout.journal import Journal
 def build(
     cfg: Config,
     view: ViewLike,
-    given: Given | None = None,
+    given: CallerObjects | None = None,
     attempt: Attempt | None = None,
     factories: Factories | None = None,
 ) -> RLTrainer | SupervisedTrainer:
     """The trainer that the config describes. Without `factories` everything is in this process."""
-    given = given or Given()
+    given = given or CallerObjects()
     if factories is None:
         assert cfg.cluster.kind == "local", "a run on Ray has factories of its own"
         factories = LocalFactories(given.model)
@@ -60,7 +60,7 @@ def build(
 
 
 def build_rl(
-    cfg: Config, view: ViewLike, given: Given, attempt: Attempt, factories: Factories
+    cfg: Config, view: ViewLike, given: CallerObjects, attempt: Attempt, factories: Factories
 ) -> RLTrainer:
     """The trainer of a run that learns from what its model generates."""
     inputs = read_inputs(cfg, given, view, factories.make_rewards)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from reinforge.build.given import Given
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
@@ -75,7 +75,9 @@ def check(config: Config | None = None) -> dict[str, Any]:
         }
         raw["eval"] = {}
         raw["env"] = None  # single turns: what is proved is that the reward rises
-        before, after = _first_and_last(config_from_dict(raw, where="check"), Given(data=data))
+        before, after = _first_and_last(
+            config_from_dict(raw, where="check"), CallerObjects(data=data)
+        )
     wanted = rise_from(before)
     result = {
         "reward_before": before,
@@ -92,7 +94,7 @@ def check(config: Config | None = None) -> dict[str, Any]:
     return result
 
 
-def _first_and_last(config: Config, given: Given) -> tuple[float, float]:
+def _first_and_last(config: Config, given: CallerObjects) -> tuple[float, float]:
     from reinforge.watch.runs import read_lines
 
     result = train_config(config, given)

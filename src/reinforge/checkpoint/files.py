@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-class Damaged(Exception):
+class DamagedFile(Exception):
     """A file of a checkpoint is not what was written. `file` is the one to name to the user."""
 
     def __init__(self, file: Path, what: str):
@@ -195,24 +195,24 @@ def has_marker(folder: Path) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise Damaged(path, "the file is missing.")
+        raise DamagedFile(path, "the file is missing.")
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise Damaged(path, f"not valid JSON ({error}).") from error
+        raise DamagedFile(path, f"not valid JSON ({error}).") from error
     if not isinstance(value, dict):
-        raise Damaged(path, "not a JSON object.")
+        raise DamagedFile(path, "not a JSON object.")
     return value
 
 
 def check_files(folder: Path, verify: bool) -> list[Path]:
     """Every file that the manifest names, present and of its size; with `verify` also of its hash.
 
-    Raises `Damaged`.
+    Raises `DamagedFile`.
     """
     for stray in sorted(folder.iterdir()) if folder.is_dir() else ():
         if stray.suffix.lower() in PICKLES:
-            raise Damaged(
+            raise DamagedFile(
                 stray,
                 "this kind of file can run code when it is read; a checkpoint holds safetensors and"
                 " JSON only.",
@@ -220,10 +220,10 @@ def check_files(folder: Path, verify: bool) -> list[Path]:
     manifest = read_json(folder / MANIFEST)
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or STATE not in files:
-        raise Damaged(folder / MANIFEST, f"not a manifest of the format {FORMAT}.")
+        raise DamagedFile(folder / MANIFEST, f"not a manifest of the format {FORMAT}.")
     named = STEP.fullmatch(folder.name)
     if named and manifest.get("step") != int(named[1]):
-        raise Damaged(
+        raise DamagedFile(
             folder / MANIFEST,
             f"it is the checkpoint of step {manifest.get('step')}: the directory was renamed.",
         )
@@ -234,16 +234,16 @@ def check_files(folder: Path, verify: bool) -> list[Path]:
             or file.is_symlink()
             or not file.resolve().is_relative_to(folder.resolve())
         ):
-            raise Damaged(
+            raise DamagedFile(
                 folder / MANIFEST,
                 f"it names {name!r}, which is not a safetensors or JSON file inside the"
                 " checkpoint.",
             )
         if not file.is_file():
-            raise Damaged(file, "the file is missing.")
+            raise DamagedFile(file, "the file is missing.")
         if not isinstance(entry, dict) or file.stat().st_size != entry.get("size"):
             expected = entry.get("size") if isinstance(entry, dict) else None
-            raise Damaged(
+            raise DamagedFile(
                 file,
                 f"the file has {file.stat().st_size} bytes where {expected} were written (truncated"
                 " or changed).",
@@ -253,7 +253,7 @@ def check_files(folder: Path, verify: bool) -> list[Path]:
         with ThreadPoolExecutor(4) as pool:
             for path, found in zip(paths, pool.map(sha256_of, paths), strict=True):
                 if found != files[path.name].get("sha256"):
-                    raise Damaged(
+                    raise DamagedFile(
                         path,
                         "its SHA-256 is not the one that was written: the content has changed.",
                     )
@@ -264,5 +264,5 @@ def read_state(folder: Path) -> dict[str, Any]:
     value = read_json(folder / STATE)
     for key in ("meta", "extra", "aliases"):
         if not isinstance(value.get(key), dict):
-            raise Damaged(folder / STATE, f"{key} is missing.")
+            raise DamagedFile(folder / STATE, f"{key} is missing.")
     return value

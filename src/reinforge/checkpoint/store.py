@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 
 from reinforge.checkpoint import files
 from reinforge.checkpoint.faults import crash_point
-from reinforge.checkpoint.stored import Stored
+from reinforge.checkpoint.tensors import CheckpointTensors
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 
@@ -138,7 +138,7 @@ def intact(path: Path) -> bool:
     try:
         files.check_files(path, verify=True)
         files.read_state(path)
-    except files.Damaged:
+    except files.DamagedFile:
         return False
     return True
 
@@ -147,7 +147,8 @@ def load(path: Path, verify: bool = True) -> tuple[State, dict[str, Any]]:
     """The state on the CPU and the extra values.
 
     Anything that is not as written is an InputError that names the file. What several ranks wrote
-    in pieces stays on disk, and is read tensor by tensor when it is asked for (`Stored`).
+    in pieces stays on disk, and is read tensor by tensor when it is asked for
+    (`CheckpointTensors`).
     """
     path = Path(path)
     if not path.is_dir():
@@ -155,14 +156,14 @@ def load(path: Path, verify: bool = True) -> tuple[State, dict[str, Any]]:
     try:
         paths = files.check_files(path, verify)
         stored = files.read_state(path)
-        there = Stored(paths, stored["aliases"])
+        there = CheckpointTensors(paths, stored["aliases"])
         tensors = there if there.sharded else _in_memory(there)
-    except files.Damaged as damage:
+    except files.DamagedFile as damage:
         raise InputError(damage.what, where=str(damage.file), fix=_advice(path)) from damage
     return State(tensors=tensors, meta=stored["meta"]), stored["extra"]
 
 
-def _in_memory(there: Stored) -> dict[str, torch.Tensor]:
+def _in_memory(there: CheckpointTensors) -> dict[str, torch.Tensor]:
     """All of it; two names of one tensor are one tensor again."""
     read: dict[str, torch.Tensor] = {}
     return {
@@ -232,7 +233,7 @@ def prune(run_dir: Path, keep: int, protect: Set[Path] = frozenset()) -> list[Pa
 def _looks_complete(path: Path) -> bool:
     try:
         files.check_files(path, verify=False)
-    except files.Damaged:
+    except files.DamagedFile:
         return False
     return True
 
@@ -249,10 +250,10 @@ def digest(path: Path) -> str:
     try:
         paths = files.check_files(path, verify=False)
         stored = files.read_state(path)
-        for name, tensor in Stored(paths, stored["aliases"]).items():
+        for name, tensor in CheckpointTensors(paths, stored["aliases"]).items():
             total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
             total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    except files.Damaged as damage:
+    except files.DamagedFile as damage:
         raise InputError(damage.what, where=str(damage.file), fix=_advice(path)) from damage
     extra = {key: value for key, value in stored["extra"].items() if key != "clock"}
     plain = {"step": stored["step"], "meta": stored["meta"], "extra": extra}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforge.backends.distributed.follower import Follower
+from reinforge.backends.distributed.follower import WeightFollower
 from reinforge.backends.memory_model import ModelFacts
 from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.core.backend import Loss, Metrics, Part, State
@@ -57,13 +57,13 @@ class RemoteBackend:
         self.share: bool = told["share"]
         self.steps: int = told["steps"]
         self.model = SimpleNamespace(device=torch.device(told["device"]))
-        self.reference = Follower(self, "reference") if told["reference"] else None
-        self.ema = Follower(self, "ema") if told["ema"] else None
+        self.reference = WeightFollower(self, "reference") if told["reference"] else None
+        self.ema = WeightFollower(self, "ema") if told["ema"] else None
         self.teachers = RemoteTeachers(self) if told["teachers"] else None
         self._parts: list[str] = told["parts"]
 
     def parts(self) -> dict[str, Part]:
-        return {name: Follower(self, name) for name in self._parts}
+        return {name: WeightFollower(self, name) for name in self._parts}
 
     @cached_property
     def _facts(self) -> ModelFacts:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reinforge.backends.distributed.ranks import Member, Ranks
+from reinforge.backends.distributed.ranks import RankMember, Ranks
 from reinforge.core.engine import Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.core.weights import Weights
@@ -34,7 +34,7 @@ GenerateReply = list[Completion] | str | None
 class RankEngine:
     """One rank's engine."""
 
-    def __init__(self, member: Member, make: Callable[[], NativeEngine]):
+    def __init__(self, member: RankMember, make: Callable[[], NativeEngine]):
         self.member = member
         self.engine = make()
 
@@ -149,7 +149,7 @@ class DataParallelEngine:
                 self._round = [r for r in self._waiting if not r.future.done()]
                 self._waiting = []
                 self._rounds += 1
-                shares = deal([r.cost for r in self._round], self.ranks.size)
+                shares = dispatch_requests([r.cost for r in self._round], self.ranks.size)
                 found = await self._call(
                     "generate",
                     [(self._sign, [self._round[i].asked for i in share]) for share in shares],
@@ -216,7 +216,7 @@ class DataParallelEngine:
         """The engines end with the ranks."""
 
 
-def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
+def dispatch_requests(costs: Sequence[int], ranks: int) -> list[list[int]]:
     """Which requests each rank answers: the dearest first, each to whoever has least to do, and in
     the order of asking.
 

@@ -25,7 +25,7 @@ from statistics import NormalDist
 
 from reinforge.backends import roofline
 from reinforge.backends.memory_model import GIB, ModelFacts, kv_token_bytes, weight_bytes
-from reinforge.backends.roofline import Machine, Work, forward_flops
+from reinforge.backends.roofline import Machine, StepWork, forward_flops
 
 MEMORY_GIB = {
     "B200": 180,
@@ -227,7 +227,9 @@ class ReplicaTimes:
         )
 
 
-def generate_seconds(engine: ReplicaTimes, work: Work, lengths: Lengths, replicas: int) -> float:
+def generate_seconds(
+    engine: ReplicaTimes, work: StepWork, lengths: Lengths, replicas: int
+) -> float:
     """Until the slowest replica has ended: it has the longest sequence of all.
 
     Sequences wait for a place and are then followed to their end.
@@ -264,7 +266,7 @@ def _stride(n: int) -> int:
 
 
 def steady_seconds(
-    engine: ReplicaTimes, work: Work, lengths: Lengths, replicas: int, staleness: int
+    engine: ReplicaTimes, work: StepWork, lengths: Lengths, replicas: int, staleness: int
 ) -> float:
     """The same tokens with every place taken all the time: (1 + staleness) steps' worth of
     sequences are in flight.
@@ -282,7 +284,7 @@ def steady_seconds(
 def train_seconds(
     f: ModelFacts,
     cluster: GpuCluster,
-    work: Work,
+    work: StepWork,
     lengths: Lengths,
     gpus: int,
     microbatch: int,
@@ -330,7 +332,7 @@ def sync_seconds(f: ModelFacts, cluster: GpuCluster, layout: ClusterLayout, tens
 def simulate(
     f: ModelFacts,
     cluster: GpuCluster,
-    work: Work,
+    work: StepWork,
     lengths: Lengths,
     layout: ClusterLayout,
     *,

@@ -85,7 +85,7 @@ class Prepares(Protocol):
         ...
 
 
-class Pieces(Protocol):
+class TensorShards(Protocol):
     """Tensors that lie in several processes, which write them into a checkpoint themselves: nobody
     gathers them.
     """
@@ -104,7 +104,7 @@ class State:
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
-    pieces: dict[str, Pieces] = field(default_factory=dict)  # by the prefix of their names
+    pieces: dict[str, TensorShards] = field(default_factory=dict)  # by the prefix of their names
 
 
 class Part(Protocol):

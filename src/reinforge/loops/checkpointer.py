@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reinforge.checkpoint import store
-from reinforge.checkpoint.in_memory import Memory
-from reinforge.checkpoint.stored import within
+from reinforge.checkpoint.memory_snapshot import MemorySnapshot
+from reinforge.checkpoint.tensors import within
 from reinforge.config.schema import Config
 from reinforge.core.backend import Backend, Part, State
 from reinforge.core.errors import InputError
@@ -45,7 +45,7 @@ class Checkpointer:
         *,
         settle: Callable[[], Awaitable[None]] | None = None,
         on_saved: Callable[[], None] | None = None,
-        memory: Memory | None = None,
+        memory: MemorySnapshot | None = None,
     ):
         self.cfg = cfg
         self.dir = Path(cfg.run.dir)

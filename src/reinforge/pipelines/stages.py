@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.evaluation import build_heldout
-from reinforge.build.given import Given
 from reinforge.build.inputs import read_inputs
 from reinforge.build.local import LocalFactories
 from reinforge.build.run import train_config
@@ -104,7 +104,7 @@ def eval_stage(stage: Stage, config: Config) -> Made:
     """
     view = View()
     factories = LocalFactories()
-    inputs = read_inputs(config, Given(), view, factories.make_rewards)
+    inputs = read_inputs(config, CallerObjects(), view, factories.make_rewards)
     groups: list[Group] = []
     heldout = build_heldout(inputs, factories, view, on_groups=groups.extend)
     if heldout is None:

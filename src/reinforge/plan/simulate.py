@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from reinforge.backends.memory_model import ModelFacts
-from reinforge.backends.roofline import GPUS, Work
+from reinforge.backends.roofline import GPUS, StepWork
 from reinforge.build.predict import needs_of
 from reinforge.cluster.scaling import (
     ClusterLayout,
@@ -263,7 +263,7 @@ def plan_cluster(
         else Lengths(min(mean, cap * 0.95), cap)
     )
     needs = needs_of(cfg)
-    work = Work(
+    work = StepWork(
         samples,
         seen.prompt if seen else PROMPT_TOKENS,
         mean,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from reinforge.backends.distributed.ranks import Member
+from reinforge.backends.distributed.ranks import RankMember
 from reinforge.config.deepspeed import DeepSpeedConfig
 from reinforge.config.train import OptimizerConfig
 from reinforge.core.errors import InputError
@@ -34,7 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 _world: Any = None  # the process group that DeepSpeed's own groups were made for
 
 
-class Work(nn.Module):
+class ZeroModule(nn.Module):
     """Runs a piece of work inside a module: ZeRO-3 gathers weights where modules are called, and
     our forward calls trunk and head.
     """
@@ -80,14 +80,18 @@ class ClippedAdamW(torch.optim.AdamW):
         }
 
 
-class Zero:
+class ZeroModel:
     """One rank's part of a model and its optimizer.
 
     Everything here is called by all ranks at once.
     """
 
     def __init__(
-        self, member: Member, model: PackedModel, cfg: DeepSpeedConfig, optimizer: OptimizerConfig
+        self,
+        member: RankMember,
+        model: PackedModel,
+        cfg: DeepSpeedConfig,
+        optimizer: OptimizerConfig,
     ):
         self.member = member
         self.stage = cfg.stage
@@ -242,10 +246,10 @@ class Zero:
             self.adam.state[piece]["step"].fill_(updates)
 
 
-class Frozen:
+class FrozenZeroModel:
     """A model that is only asked, its weights cut as in stage 3."""
 
-    def __init__(self, member: Member, model: PackedModel, cfg: DeepSpeedConfig):
+    def __init__(self, member: RankMember, model: PackedModel, cfg: DeepSpeedConfig):
         self.engine = start(member, model, cfg, None)
 
     def run(self, work: Callable[[], Any]) -> Any:
@@ -253,7 +257,7 @@ class Frozen:
 
 
 def start(
-    member: Member,
+    member: RankMember,
     model: PackedModel,
     cfg: DeepSpeedConfig,
     optimizer: torch.optim.Optimizer | None,
@@ -272,7 +276,7 @@ def start(
                 fix="Install g++, ninja and libaio-dev (Debian's name), or use cpu.",
             )
     settings = configuration(cfg, model, member.device.type)
-    root = Work(model.module)
+    root = ZeroModule(model.module)
     if cfg.stage == 3:
         place = None if cfg.offload_parameters == "none" else cfg.offload_parameters
         pinned = settings["zero_optimization"].get("offload_param", {}).get("pin_memory", False)
@@ -373,7 +377,7 @@ def _library(kind: str = "") -> Any:
     return deepspeed
 
 
-def _connected(member: Member) -> Any:
+def _connected(member: RankMember) -> Any:
     """DeepSpeed on the process group that is open: it keeps groups of its own, which an earlier run
     may have left.
     """
@@ -396,7 +400,7 @@ def _connected(member: Member) -> Any:
     return library
 
 
-def whole_state(zero: Zero, stored: Mapping[str, torch.dtype]) -> dict[str, Tensor] | None:
+def whole_state(zero: ZeroModel, stored: Mapping[str, torch.dtype]) -> dict[str, Tensor] | None:
     """The tensors of a checkpoint, as one process names and stores them, in the host memory of rank
     0.
     """

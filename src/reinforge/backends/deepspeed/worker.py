@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforge.backends.deepspeed.model import Frozen, Zero, whole_state
-from reinforge.backends.distributed.ranks import Member
+from reinforge.backends.deepspeed.model import FrozenZeroModel, ZeroModel, whole_state
+from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.distributed.worker import RankWorker
 from reinforge.backends.memory_model import (
     CPU_BUDGET,
@@ -24,7 +24,7 @@ from reinforge.backends.memory_model import (
 )
 from reinforge.backends.microbatch import facts_of
 from reinforge.backends.optimizer import learning_rate, step_metrics
-from reinforge.backends.reference import FrozenReference, Reference
+from reinforge.backends.reference import FrozenReference, ReferencePolicy
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
@@ -42,11 +42,11 @@ class DeepSpeedWorker(RankWorker):
     """
 
     saves = "more ranks, or train.deepspeed.stage=3"
-    optimizer: Zero  # type: ignore[assignment]
+    optimizer: ZeroModel  # type: ignore[assignment]
 
     def __init__(
         self,
-        member: Member,
+        member: RankMember,
         make: Callable[[], PackedModel],
         cfg: TrainConfig,
         settings: Mapping[str, Any],
@@ -68,7 +68,7 @@ class DeepSpeedWorker(RankWorker):
         self.stored = {name: p.dtype for name, p in trained.items()}
         self.shapes = {name: p.shape for name, p in trained.items()}
         self._frozen: CausalModel | None = None
-        self._asked: Frozen | None = None
+        self._asked: FrozenZeroModel | None = None
         if (
             settings.get("reference")
             and isinstance(model, CausalModel)
@@ -76,7 +76,7 @@ class DeepSpeedWorker(RankWorker):
         ):
             self._frozen = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
             if cfg.deepspeed.stage == 3:
-                self._asked = Frozen(member, self._frozen, cfg.deepspeed)
+                self._asked = FrozenZeroModel(member, self._frozen, cfg.deepspeed)
             else:
                 self._frozen.module.to(member.device)
         self._loading = False
@@ -105,10 +105,10 @@ class DeepSpeedWorker(RankWorker):
             share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered
         )
 
-    def _optimizer(self) -> Zero:  # type: ignore[override]
-        return Zero(self.member, self.model, self.cfg.deepspeed, self.cfg.optimizer)
+    def _optimizer(self) -> ZeroModel:  # type: ignore[override]
+        return ZeroModel(self.member, self.model, self.cfg.deepspeed, self.cfg.optimizer)
 
-    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
+    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
         return FrozenReference(model, kind, self._frozen)
 
     def close(self) -> None:

@@ -14,16 +14,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from reinforge.backends.distributed.deal import deal, even
-from reinforge.backends.distributed.follower import Follower
-from reinforge.backends.distributed.layout import Grid
+from reinforge.backends.distributed.dispatch import dispatch_packs, split_evenly
+from reinforge.backends.distributed.follower import WeightFollower
+from reinforge.backends.distributed.parallel_layout import ParallelLayout
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.distributed.worker import RankWorker, parameter_of
 from reinforge.backends.local import refuse_other_model
 from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.microbatch import annotate_nothing, combine
 from reinforge.backends.oom import fitted
-from reinforge.checkpoint.stored import Stored, within
+from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, Part, State
 from reinforge.core.batch import Batch, Totals, rejoin
@@ -60,7 +60,7 @@ class DistributedBackend:
         self.ranks = ranks
         self.cfg = cfg
         self.full = full
-        self.grid = Grid.of(cfg, ranks.size)
+        self.parallel = ParallelLayout.of(cfg, ranks.size)
         self.id = ranks.make(self.kind, [(make, cfg, settings, compiled)] * ranks.size)
         self.worker: RankWorker = ranks.own.objects[self.id]
         self._call("limit", min(self._call("__getattribute__", "budget")))
@@ -68,8 +68,10 @@ class DistributedBackend:
         self.share = self.worker.share
         self.model = self.worker.model
         self.teachers = self.worker.teachers
-        self.reference = Follower(self, "reference") if self.worker.reference is not None else None
-        self.ema = Follower(self, "ema") if self.worker.ema is not None else None
+        self.reference = (
+            WeightFollower(self, "reference") if self.worker.reference is not None else None
+        )
+        self.ema = WeightFollower(self, "ema") if self.worker.ema is not None else None
         self.sharded = self.kind.writes_pieces and (
             sharded if sharded is not None else self._state_bytes() > GATHERED
         )
@@ -101,27 +103,29 @@ class DistributedBackend:
         """The same on every rank."""
         return self.ranks.call(self.id, method, [args] * self.ranks.size)
 
-    def _deal(self, method: str, by_hand: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The same on the ranks of a hand, which find the same."""
-        return self.grid.first(self.ranks.call(self.id, method, self.grid.spread(by_hand)))
+    def _dispatch(self, method: str, by_group: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same on the ranks of a model-parallel group, which find the same."""
+        return self.parallel.first(self.ranks.call(self.id, method, self.parallel.spread(by_group)))
 
     # ---- training ----
 
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
         if not batches or not needs:
             return
-        cuts = even([fitted([batch], self.budget) for batch in batches], self.grid.hands)
+        cuts = split_evenly(
+            [fitted([batch], self.budget) for batch in batches], self.parallel.data_parallel
+        )
         packs = [part for parts in cuts for part in parts if part.n_tokens]
         for nothing in (part for parts in cuts for part in parts if not part.n_tokens):
             annotate_nothing(nothing, needs)
-        hands = deal([p.n_tokens for p in packs], self.grid.hands)
-        found = self._deal(
+        shares = dispatch_packs([p.n_tokens for p in packs], self.parallel.data_parallel)
+        found = self._dispatch(
             "annotate_packs",
-            [([(packs[i], counts) for i, counts in hand], needs) for hand in hands],
+            [([(packs[i], counts) for i, counts in share], needs) for share in shares],
         )
-        for hand, streams in zip(hands, found, strict=True):
+        for share, streams in zip(shares, found, strict=True):
             for i, (named, bootstrap) in zip(
-                [i for i, counts in hand if counts], streams, strict=True
+                [i for i, counts in share if counts], streams, strict=True
             ):
                 packs[i].streams |= named
                 packs[i].bootstrap = bootstrap
@@ -141,15 +145,16 @@ class DistributedBackend:
         ]
         packs = [
             part
-            for parts in even(whole, self.grid.hands, loss.unit)
+            for parts in split_evenly(whole, self.parallel.data_parallel, loss.unit)
             for part in parts
             if part.n_trained
         ]
         if not packs:
             return {}
-        hands = deal([p.n_tokens for p in packs], self.grid.hands)
-        found = self._deal(
-            method, [([(packs[i], counts) for i, counts in hand], loss, totals) for hand in hands]
+        shares = dispatch_packs([p.n_tokens for p in packs], self.parallel.data_parallel)
+        found = self._dispatch(
+            method,
+            [([(packs[i], counts) for i, counts in share], loss, totals) for share in shares],
         )
         return combine(
             [
@@ -188,7 +193,7 @@ class DistributedBackend:
         """
         if self.sharded:
             meta = self.worker.part(part).state().meta
-            return State(meta=meta, pieces={"": PiecesOnRanks(self, part)})
+            return State(meta=meta, pieces={"": RankShards(self, part)})
         state: State = self._call("gathered", part)[0]
         return state
 
@@ -218,7 +223,7 @@ class DistributedBackend:
         """
         self._stale = True
         keys = [key for key in state.tensors if part or key.startswith(("model/", "optimizer/"))]
-        if self.kind.writes_pieces and isinstance(state.tensors, Stored):
+        if self.kind.writes_pieces and isinstance(state.tensors, CheckpointTensors):
             self._call("read_pieces", part, state.tensors, keys, state.meta)
             return
         bucket: list[dict[str, Tensor]] = [{} for _ in range(self.ranks.size)]
@@ -238,7 +243,7 @@ class DistributedBackend:
         self._call("load_received", part, state.meta)
 
 
-class PiecesOnRanks:
+class RankShards:
     """The tensors of a state as the ranks hold them: what a checkpoint asks to be written.
 
     They write them into a checkpoint at the same time, each its own files.

@@ -9,7 +9,7 @@ from typing import Protocol
 from reinforge.core.backend import State
 
 
-class PartsElsewhere(Protocol):
+class PartOwner(Protocol):
     """A backend whose parts are held by ranks or by an actor. `part` is a name in `parts()`."""
 
     def swap_part(self, part: str, into: bool) -> None:
@@ -21,18 +21,18 @@ class PartsElsewhere(Protocol):
     def load_part(self, part: str, state: State) -> None: ...
 
 
-class Follower:
+class WeightFollower:
     """An average or a moving reference that is held where the model is, as a part of the run: the
     backend on ranks and the backend in an actor make it, loops save and load it.
     """
 
-    def __init__(self, backend: PartsElsewhere, name: str):
+    def __init__(self, backend: PartOwner, name: str):
         self.backend = backend
         self.name = name
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the model computes with the average. See `Average.swapped`."""
+        """Inside, the model computes with the average. See `WeightAverage.swapped`."""
         self.backend.swap_part(self.name, True)
         try:
             yield

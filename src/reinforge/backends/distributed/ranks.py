@@ -56,7 +56,7 @@ def rank_here() -> int:
     return int(os.environ["RANK"]) if launched() else 0
 
 
-class Member:
+class RankMember:
     """One rank's end of the connection: where it computes, and the two groups.
 
     `control` carries commands, on the CPU.
@@ -125,13 +125,13 @@ class Ranks:
         store.set("kind", kind)
 
     @cached_property
-    def own(self) -> Member:
+    def own(self) -> RankMember:
         """Rank 0's own end.
 
         Made with the first command: while the others start, rank 0 reads its data.
         """
         with self._guarded():
-            return Member(self._store, 0, self.size, self.kind)
+            return RankMember(self._store, 0, self.size, self.kind)
 
     # ---- begin and end ----
 
@@ -388,7 +388,7 @@ def serve() -> NoReturn:
         # what takes long, while rank 0 does other things
         importlib.import_module("reinforge.models.load")
         importlib.import_module("transformers.modeling_utils")
-        member = Member(store, rank, size, store.get("kind").decode())
+        member = RankMember(store, rank, size, store.get("kind").decode())
         while _serve_one(member):
             pass
     except BaseException as error:
@@ -410,7 +410,7 @@ def serve() -> NoReturn:
     os._exit(code)  # groups of a broken run do not end in an orderly way
 
 
-def _serve_one(member: Member) -> bool:
+def _serve_one(member: RankMember) -> bool:
     message: list[Any] = [None]
     dist.scatter_object_list(message, None, src=0, group=member.control)
     kind, target, name, args = unpack(message[0])

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from reinforge.backends.distributed.ranks import Member
+from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.microbatch import combine
 from reinforge.backends.oom import memory_errors
@@ -34,7 +34,7 @@ class RankWorker(LocalBackend, ABC):
     too, and one that `writes_pieces` has `write_pieces` and `read_pieces` (fsdp/worker.py).
     """
 
-    member: Member
+    member: RankMember
     saves: ClassVar[str]  # a setting with which less memory is needed
     # whether it writes and reads its own files of checkpoints
     writes_pieces: ClassVar[bool] = False

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from reinforge.backends.fsdp.tensor_parallel import Plan
+from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
 from reinforge.models.packed import PackedModel
 
 
-class Root(nn.Module):
+class FsdpModule(nn.Module):
     """Runs a piece of work inside a module, because gathering hangs on a module's call: our forward
     calls trunk and head by themselves.
     """
@@ -42,7 +42,7 @@ def shard(
     model: PackedModel,
     mesh: DeviceMesh,
     device: torch.device,
-    plan: Plan | None = None,
+    plan: TensorParallelPlan | None = None,
     tensor_mesh: DeviceMesh | None = None,
     offload: bool = False,
 ) -> FSDPModule:
@@ -58,7 +58,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         None if dtype == torch.float32 else dtype, torch.float32, cast_forward_inputs=False
     )
-    root = Root(model.module)
+    root = FsdpModule(model.module)
     for part in (*model.layers, root):
         if plan is not None and tensor_mesh is not None and part is not root:
             plan.cut(model.module, part, tensor_mesh)

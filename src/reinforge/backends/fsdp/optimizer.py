@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from reinforge.backends.fsdp.tensor_parallel import Plan
+from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
 from reinforge.backends.optimizer import MasterAdamW, host_copy
 from reinforge.config.train import OptimizerConfig
 
@@ -31,7 +31,7 @@ class ShardedAdamW(MasterAdamW):
         cfg: OptimizerConfig,
         stored: Mapping[str, torch.dtype],
         mesh: DeviceMesh,
-        plan: Plan | None = None,
+        plan: TensorParallelPlan | None = None,
         tensor_mesh: DeviceMesh | None = None,
     ):
         self.mesh = mesh

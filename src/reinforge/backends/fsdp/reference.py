@@ -12,13 +12,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from reinforge.backends.fsdp.optimizer import ShardedAdamW
-from reinforge.backends.reference import Reference
+from reinforge.backends.reference import ReferencePolicy
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.core.batch import Batch
 from reinforge.models.causal import CausalModel
 
 
-class ShardedReference(Reference):
+class ShardedReference(ReferencePolicy):
     """The copy is cut as the model is; it was made before that.
 
     `root` is that of the copy, or without one the policy's own.

@@ -38,7 +38,7 @@ def _style(name: str) -> ParallelStyle:
     }[name]()
 
 
-class Plan:
+class TensorParallelPlan:
     """Which modules of a model are cut, and how. `ranks`: of a tensor group."""
 
     def __init__(self, model: PackedModel, ranks: int):

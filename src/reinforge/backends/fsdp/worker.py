@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from reinforge.backends.distributed.layout import Grid
-from reinforge.backends.distributed.ranks import Member
+from reinforge.backends.distributed.parallel_layout import ParallelLayout
+from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.distributed.worker import Dealt, RankWorker, parameter_of
 from reinforge.backends.fsdp.model import shard
 from reinforge.backends.fsdp.optimizer import ShardedAdamW
 from reinforge.backends.fsdp.reference import ShardedReference
-from reinforge.backends.fsdp.tensor_parallel import Plan
+from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
 from reinforge.backends.memory_model import (
     KEEP,
     ModelFacts,
@@ -35,8 +35,8 @@ from reinforge.backends.memory_model import (
     optimizer_bytes,
 )
 from reinforge.backends.microbatch import CPU_BUDGET
-from reinforge.backends.reference import Reference
-from reinforge.checkpoint.stored import Box, Stored, write_pieces
+from reinforge.backends.reference import ReferencePolicy
+from reinforge.checkpoint.tensors import Box, CheckpointTensors, write_pieces
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
@@ -60,17 +60,19 @@ class FsdpWorker(RankWorker):
 
     def __init__(
         self,
-        member: Member,
+        member: RankMember,
         make: Callable[[], PackedModel],
         cfg: TrainConfig,
         settings: Mapping[str, Any],
         compiled: bool,
     ):
         self.member = member
-        self.grid = Grid.of(cfg, member.size)
-        self.mesh, self.tensor_mesh = _meshes(member.device.type, self.grid)
+        self.parallel = ParallelLayout.of(cfg, member.size)
+        self.mesh, self.tensor_mesh = _meshes(member.device.type, self.parallel)
         model = make()
-        self.plan = Plan(model, self.grid.tensor) if self.grid.tensor > 1 else None
+        self.plan = (
+            TensorParallelPlan(model, self.parallel.tensor) if self.parallel.tensor > 1 else None
+        )
         slices = self._slices(model)
         self.dtype = model.dtype
         trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
@@ -103,14 +105,14 @@ class FsdpWorker(RankWorker):
 
     def _slices(self, model: PackedModel) -> Slices | None:
         """The ranks of this one's sequence group."""
-        grid = self.grid
-        if grid.sequence == 1:
+        parallel = self.parallel
+        if parallel.sequence == 1:
             return None
-        check_heads(model.config.num_attention_heads // grid.tensor, grid.sequence)
+        check_heads(model.config.num_attention_heads // parallel.tensor, parallel.sequence)
         mesh = init_device_mesh(
             self.member.device.type,
-            (grid.hands, grid.sequence, grid.tensor),
-            mesh_dim_names=("hand", "slice", "tensor"),
+            (parallel.data_parallel, parallel.sequence, parallel.tensor),
+            mesh_dim_names=("data", "slice", "tensor"),
         )
         return Slices(mesh["slice"].get_group())
 
@@ -128,7 +130,7 @@ class FsdpWorker(RankWorker):
         the model in whole.
         """
         if self.member.device.type != "cuda":
-            return CPU_BUDGET * self.grid.sequence
+            return CPU_BUDGET * self.parallel.sequence
         share = self.facts()
         if self.cfg.offload_weights:
             # moments and gradients are not on the device
@@ -142,7 +144,7 @@ class FsdpWorker(RankWorker):
             budget(
                 share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered
             )
-            * self.grid.sequence
+            * self.parallel.sequence
         )
 
     def _optimizer(self) -> ShardedAdamW:
@@ -155,7 +157,7 @@ class FsdpWorker(RankWorker):
             self.tensor_mesh,
         )
 
-    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
+    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
         root = self.root if self._frozen_root is None else self._frozen_root
         return ShardedReference(model, self.optimizer, kind, self._frozen, root)
 
@@ -210,7 +212,7 @@ class FsdpWorker(RankWorker):
         shape = list(self.shapes[name])
         dim = self.split.get(name)
         if dim is not None:
-            shape[dim] //= self.grid.tensor
+            shape[dim] //= self.parallel.tensor
         whole = _joined(piece.to(self.member.device), self.mesh, 0, shape)
         if dim is None or self.tensor_mesh is None:
             return whole
@@ -247,7 +249,7 @@ class FsdpWorker(RankWorker):
         name = parameter_of(key)
         if not shape or name in self.optimizer.whole:
             return tuple((0, n) for n in shape)
-        return self.grid.box(shape, self.member.rank, self.split.get(name))
+        return self.parallel.box(shape, self.member.rank, self.split.get(name))
 
     def write_pieces(self, part: str, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
         """Writes what this rank holds of the state into a checkpoint; what several ranks have is
@@ -263,7 +265,7 @@ class FsdpWorker(RankWorker):
             first = (
                 self.member.rank == 0
                 if alike
-                else name in self.split or self.member.rank % self.grid.tensor == 0
+                else name in self.split or self.member.rank % self.parallel.tensor == 0
             )
             if first and piece.numel():
                 shape = tuple(piece.shape if alike else self.shapes[name])
@@ -282,7 +284,7 @@ class FsdpWorker(RankWorker):
         )
 
     def read_pieces(
-        self, part: str, there: Stored, keys: Sequence[str], meta: dict[str, Any]
+        self, part: str, there: CheckpointTensors, keys: Sequence[str], meta: dict[str, Any]
     ) -> None:
         """Loads this rank's part of a state from a checkpoint's files, which every rank
         can read.
@@ -294,7 +296,7 @@ class FsdpWorker(RankWorker):
         size = self.member.size
         if tensor.ndim == 0 or name in self.optimizer.whole:
             return [tensor] * size
-        return [self.grid.piece(tensor, rank, self.split.get(name)) for rank in range(size)]
+        return [self.parallel.piece(tensor, rank, self.split.get(name)) for rank in range(size)]
 
     def receive(self, pieces: dict[str, Tensor]) -> None:
         self._inbox.update(pieces)
@@ -313,11 +315,13 @@ class FsdpWorker(RankWorker):
             self._swapped.close()
 
 
-def _meshes(kind: str, grid: Grid) -> tuple[DeviceMesh, DeviceMesh | None]:
+def _meshes(kind: str, parallel: ParallelLayout) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Over which ranks weights are cut into pieces, and over which matrices are cut before that."""
-    if grid.tensor == 1:
-        return init_device_mesh(kind, (grid.size,)), None
-    both = init_device_mesh(kind, (grid.shards, grid.tensor), mesh_dim_names=("shard", "tensor"))
+    if parallel.tensor == 1:
+        return init_device_mesh(kind, (parallel.size,)), None
+    both = init_device_mesh(
+        kind, (parallel.shards, parallel.tensor), mesh_dim_names=("shard", "tensor")
+    )
     return both["shard"], both["tensor"]
 
 

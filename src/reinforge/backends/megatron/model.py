@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from reinforge.backends.distributed.ranks import Member
+from reinforge.backends.distributed.ranks import RankMember
 from reinforge.config.megatron import installed, uncut, unknown_in
 from reinforge.core.errors import InputError
 from reinforge.models.attention import Layout, Packed
@@ -38,7 +38,7 @@ View = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightPlacement:
     """Where a parameter of transformers lies: in `own`, a parameter of `MegatronModel.module`,
     whose part `view` it is; of a parameter that the tensor group has cut along `dim`, this rank's
     piece.
@@ -66,7 +66,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Attend(nn.Module):
+class PackedCoreAttention(nn.Module):
     """Megatron's place for attention between the linears.
 
     `now` is shared by the layers and holds the layout of the pack.
@@ -86,7 +86,7 @@ class Attend(nn.Module):
         return out.flatten(1)[:, None]
 
 
-class Parts(nn.Module):
+class MegatronModules(nn.Module):
     """What is trained, and what transformers' wrapper would be asked for."""
 
     def __init__(self, embed: nn.Module, layers: nn.ModuleList, norm: nn.Module, head: nn.Module):
@@ -102,7 +102,9 @@ class MegatronModel(CausalModel):
     its device. `places` tells where each parameter of `hosted` went.
     """
 
-    def __init__(self, member: Member, hosted: CausalModel, tensor: int, *, trained: bool = True):
+    def __init__(
+        self, member: RankMember, hosted: CausalModel, tensor: int, *, trained: bool = True
+    ):
         self.group, self.copies = connect(tensor)
         self.tensor, self.place = tensor, dist.get_rank(self.group)
         self.config = hosted.config
@@ -112,14 +114,14 @@ class MegatronModel(CausalModel):
         check_architecture(hosted, tensor)
         self.now = SimpleNamespace(layout=None)
         names = {id(p): name for name, p in hosted.module.named_parameters()}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, WeightPlacement] = {}
         layers = nn.ModuleList()
         settings = configuration(hosted, tensor)
         for i, theirs in enumerate(hosted.layers):
             layers.append(self._layer(settings, i, theirs, names))
         trunk: Any = hosted.trunk
         self.module = (
-            Parts(trunk.embed_tokens, layers, trunk.norm, hosted.head)
+            MegatronModules(trunk.embed_tokens, layers, trunk.norm, hosted.head)
             .requires_grad_(trained)
             .eval()
         )
@@ -131,7 +133,7 @@ class MegatronModel(CausalModel):
             ("head", hosted.head),
         ):
             for key, p in part.named_parameters():
-                self.places.setdefault(names[id(p)], Place(f"{name}.{key}", whole))
+                self.places.setdefault(names[id(p)], WeightPlacement(f"{name}.{key}", whole))
         odd = sorted(set(names.values()) - self.places.keys())
         if odd:
             raise unsupported(hosted, f"a parameter {odd[0]}")
@@ -148,7 +150,7 @@ class MegatronModel(CausalModel):
         """Layer `i` with this rank's part of the weights of transformers' layer."""
         attention = theirs.self_attn
         layer = build_layer(
-            settings, i, partial(Attend, self.now), normed=hasattr(attention, "q_norm")
+            settings, i, partial(PackedCoreAttention, self.now), normed=hasattr(attention, "q_norm")
         )
         groups = settings.num_query_groups // self.tensor
         size = settings.kv_channels
@@ -187,7 +189,7 @@ class MegatronModel(CausalModel):
         ours = dict(layer.named_parameters())
         for part, own, view, dim in found:
             for key, p in part.named_parameters():
-                place = Place(f"layers.{i}.{own}.{key}", view, dim)
+                place = WeightPlacement(f"layers.{i}.{own}.{key}", view, dim)
                 place.put(ours[f"{own}.{key}"].data, place.cut(p.data, self.place, self.tensor))
                 self.places[names[id(p)]] = place
         return layer

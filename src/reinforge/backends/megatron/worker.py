@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reinforge.backends.distributed.layout import Grid
-from reinforge.backends.distributed.ranks import Member
+from reinforge.backends.distributed.parallel_layout import ParallelLayout
+from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.distributed.worker import RankWorker
-from reinforge.backends.megatron.model import MegatronModel, Place
+from reinforge.backends.megatron.model import MegatronModel, WeightPlacement
 from reinforge.backends.megatron.optimizer import GroupAdamW
-from reinforge.backends.reference import FrozenReference, Reference
+from reinforge.backends.reference import FrozenReference, ReferencePolicy
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Metrics, State
@@ -41,7 +41,7 @@ class MegatronWorker(RankWorker):
 
     def __init__(
         self,
-        member: Member,
+        member: RankMember,
         make: Callable[[], PackedModel],
         cfg: TrainConfig,
         settings: Mapping[str, Any],
@@ -56,22 +56,22 @@ class MegatronWorker(RankWorker):
                 fix="Set train.backend=fsdp for critics and reward models.",
             )
         self.member = member
-        self.grid = Grid.of(cfg, member.size)
+        self.parallel = ParallelLayout.of(cfg, member.size)
         trained = dict(hosted.module.named_parameters())
         self.stored = {name: p.dtype for name, p in trained.items()}
         self.shapes = {name: p.shape for name, p in trained.items()}
         self._frozen = (
-            MegatronModel(member, loaded_again(make), self.grid.tensor, trained=False)
+            MegatronModel(member, loaded_again(make), self.parallel.tensor, trained=False)
             if settings.get("reference")
             else None
         )
         self._inbox: dict[str, Tensor] = {}
-        super().__init__(MegatronModel(member, hosted, self.grid.tensor), cfg, **settings)
+        super().__init__(MegatronModel(member, hosted, self.parallel.tensor), cfg, **settings)
 
     def _optimizer(self) -> GroupAdamW:
         return GroupAdamW(self.model, self.cfg.optimizer)
 
-    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> Reference:
+    def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
         return FrozenReference(model, kind, self._frozen)
 
     def step(self) -> Metrics:
@@ -80,11 +80,11 @@ class MegatronWorker(RankWorker):
 
     # ---- whole tensors ----
 
-    def _pieces(self) -> Iterator[tuple[str, Place, Tensor]]:
+    def _pieces(self) -> Iterator[tuple[str, WeightPlacement, Tensor]]:
         """Of each tensor of the state: its key with transformers' name, where that lies, and
         Megatron's tensor.
         """
-        places: dict[str, list[tuple[str, Place]]] = {}
+        places: dict[str, list[tuple[str, WeightPlacement]]] = {}
         for name, place in self.model.places.items():
             places.setdefault(place.own, []).append((name, place))
         for key, tensor in super().state().tensors.items():
@@ -92,14 +92,14 @@ class MegatronWorker(RankWorker):
             for name, place in places[own]:
                 yield "/".join([kind, name, *rest]), place, tensor
 
-    def _whole(self, place: Place, tensor: Tensor) -> Tensor:
+    def _whole(self, place: WeightPlacement, tensor: Tensor) -> Tensor:
         """What the pieces of a tensor group make up. A number (of steps) is what it is."""
         if tensor.ndim == 0:
             return tensor
         piece = place.take(tensor.detach()).contiguous()
-        if place.dim is None or self.grid.tensor == 1:
+        if place.dim is None or self.parallel.tensor == 1:
             return piece
-        parts = [torch.empty_like(piece) for _ in range(self.grid.tensor)]
+        parts = [torch.empty_like(piece) for _ in range(self.parallel.tensor)]
         dist.all_gather(parts, piece, group=self.model.group)
         return torch.cat(parts, place.dim)
 

@@ -13,7 +13,7 @@ from reinforge.rewards.build import GivenRewards, describe_rewards
 
 
 @dataclass
-class Given:
+class CallerObjects:
     """The objects of a Python caller, made by `reinforge.train` and by tests.
 
     None: take it from the config.

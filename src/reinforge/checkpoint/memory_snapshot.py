@@ -15,7 +15,7 @@ from reinforge.core.backend import State
 
 
 @dataclass
-class Memory:
+class MemorySnapshot:
     every: int  # steps
     step: int = -1  # of what is kept; -1: nothing
     _state: State = field(default_factory=State)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from reinforge.core.batch import Batch, cut
 
 
-def deal(sizes: Sequence[int], ranks: int) -> list[list[tuple[int, bool]]]:
+def dispatch_packs(sizes: Sequence[int], ranks: int) -> list[list[tuple[int, bool]]]:
     """For each rank the packs it computes, in order, and whether they count.
 
     All ranks get equally many: who would get none computes the smallest one for nothing. Ranks work
@@ -17,18 +17,18 @@ def deal(sizes: Sequence[int], ranks: int) -> list[list[tuple[int, bool]]]:
     [[(1, True), (0, True)], [(2, True), (0, False)]]
     """
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    hands: list[list[tuple[int, bool]]] = [[] for _ in range(ranks)]
+    shares: list[list[tuple[int, bool]]] = [[] for _ in range(ranks)]
     done = [0] * ranks
     for a in range(0, len(order), ranks):
         free = sorted(range(ranks), key=lambda rank: (done[rank], rank))
         for place, rank in enumerate(free):
             i = order[a + place] if a + place < len(order) else order[-1]
-            hands[rank].append((i, a + place < len(order)))
+            shares[rank].append((i, a + place < len(order)))
             done[rank] += sizes[i]
-    return hands
+    return shares
 
 
-def even(cuts: Sequence[Sequence[Batch]], ranks: int, unit: int = 1) -> list[list[Batch]]:
+def split_evenly(cuts: Sequence[Sequence[Batch]], ranks: int, unit: int = 1) -> list[list[Batch]]:
     """The parts of every batch, the largest cut in two until the ranks can share them equally, or
     until nothing can be cut.
     """

@@ -26,12 +26,12 @@ INDEX = "pieces"
 Box = tuple[tuple[int, int], ...]  # [begin, end) of each dimension
 
 
-class Part(NamedTuple):
+class ShardSpan(NamedTuple):
     file: Path
     box: Box
 
 
-class Stored(Mapping[str, Tensor]):
+class CheckpointTensors(Mapping[str, Tensor]):
     """By name, in order.
 
     Asking for a tensor reads it, and nothing is kept. It can be sent to another process: it holds
@@ -41,7 +41,7 @@ class Stored(Mapping[str, Tensor]):
     def __init__(self, paths: Sequence[Path], aliases: Mapping[str, str]):
         self._handles: dict[Path, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._parts: dict[str, list[Part]] = {}
+        self._parts: dict[str, list[ShardSpan]] = {}
         pieced = [
             path for path in paths if path.suffix == ".json" and path.name.startswith(f"{INDEX}-")
         ]
@@ -54,14 +54,14 @@ class Stored(Mapping[str, Tensor]):
                     shape = tuple(self._open(path).get_slice(name).get_shape())
                     self._shapes[name], self._parts[name] = (
                         shape,
-                        [Part(path, tuple((0, n) for n in shape))],
+                        [ShardSpan(path, tuple((0, n) for n in shape))],
                     )
         self.sharded = bool(pieced)
         self._check()
         for name, stored in aliases.items():
             if stored not in self._parts:
                 where = (paths[0].parent if paths else Path()) / files.STATE
-                raise files.Damaged(
+                raise files.DamagedFile(
                     where, f"the tensor {name!r} is an alias of {stored!r}, which no file holds."
                 )
         # as asked for: as in the files
@@ -74,17 +74,17 @@ class Stored(Mapping[str, Tensor]):
                 file = known[entry["file"]]
                 box = tuple((int(a), int(b)) for a, b in entry["box"])
             except (KeyError, TypeError, ValueError) as error:
-                raise files.Damaged(
+                raise files.DamagedFile(
                     index, f"what it says of {name!r} is not a piece of a tensor."
                 ) from error
             inside = len(box) == len(shape) and all(
                 0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True)
             )
             if not inside or self._shapes.setdefault(name, shape) != shape:
-                raise files.Damaged(
+                raise files.DamagedFile(
                     index, f"the piece of {name!r} does not lie in the tensor of which it is one."
                 )
-            self._parts.setdefault(name, []).append(Part(file, box))
+            self._parts.setdefault(name, []).append(ShardSpan(file, box))
 
     def _check(self) -> None:
         """Every element is in exactly one piece (pieces of one tensor do not overlap, so counting
@@ -94,7 +94,7 @@ class Stored(Mapping[str, Tensor]):
             if sum(_volume(part.box) for part in parts) != math.prod(self._shapes[name]) or len(
                 {part.box for part in parts}
             ) != len(parts):
-                raise files.Damaged(
+                raise files.DamagedFile(
                     parts[0].file, f"the pieces of {name!r} do not make up the whole tensor."
                 )
 
@@ -103,7 +103,9 @@ class Stored(Mapping[str, Tensor]):
             try:
                 self._handles[path] = safe_open(path, framework="pt").__enter__()
             except SafetensorError as error:
-                raise files.Damaged(path, f"not a readable safetensors file ({error}).") from error
+                raise files.DamagedFile(
+                    path, f"not a readable safetensors file ({error})."
+                ) from error
         return self._handles[path]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,9 +158,9 @@ class Stored(Mapping[str, Tensor]):
         assert found is not None
         return found
 
-    def within(self, prefix: str) -> Stored:
+    def within(self, prefix: str) -> CheckpointTensors:
         """Those whose names begin with `prefix`, without it."""
-        part = object.__new__(Stored)
+        part = object.__new__(CheckpointTensors)
         vars(part).update(vars(self))
         part._names = {
             name.removeprefix(prefix): stored
@@ -170,7 +172,7 @@ class Stored(Mapping[str, Tensor]):
 
 def within(tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
     """Those whose names begin with `prefix`, without it. What is on disk stays there."""
-    if isinstance(tensors, Stored):
+    if isinstance(tensors, CheckpointTensors):
         return tensors.within(prefix)
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 

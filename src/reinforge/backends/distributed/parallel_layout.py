@@ -1,8 +1,8 @@
-"""How the ranks of a run stand: size = hands x sequence x tensor, the last one innermost.
+"""How a run divides its ranks: size = data_parallel x sequence x tensor, the last one innermost.
 
-A hand is the ranks that work on the same packs: each computes a slice of every pack
-(train.sequence_parallel) or a part of every matrix product (train.tensor_parallel). Weights are cut
-over hands x sequence, and over tensor where the plan of the architecture says so.
+The ranks that work on the same packs are a model-parallel group: each computes a slice of every
+pack (train.sequence_parallel) or a part of every matrix product (train.tensor_parallel). Weights
+are cut over data_parallel x sequence, and over tensor where the plan of the architecture says so.
 """
 
 from __future__ import annotations
@@ -20,35 +20,40 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class ParallelLayout:
+    """Sizes of the parallel dimensions of a backend on ranks. The driver on rank 0 and the worker
+    on every rank make the same one from the config.
+    """
+
     size: int
     sequence: int = 1
     tensor: int = 1
 
     @classmethod
-    def of(cls, cfg: TrainConfig, size: int) -> Grid:
-        grid = cls(size, cfg.sequence_parallel, cfg.tensor_parallel)
-        if size % grid.members:
+    def of(cls, cfg: TrainConfig, size: int) -> ParallelLayout:
+        layout = cls(size, cfg.sequence_parallel, cfg.tensor_parallel)
+        if size % layout.members:
             parts = [
                 name for name in ("sequence_parallel", "tensor_parallel") if getattr(cfg, name) > 1
             ]
             raise InputError(
-                f"{size} ranks do not divide into groups of {grid.members}.",
+                f"{size} ranks do not divide into groups of {layout.members}.",
                 where=f"train.{parts[0]}",
                 fix=(
-                    f"Use a number of ranks that {' x '.join(parts)} = {grid.members} divides, or a"
-                    " smaller group."
+                    f"Use a number of ranks that {' x '.join(parts)} = {layout.members} divides,"
+                    " or a smaller group."
                 ),
             )
-        return grid
+        return layout
 
     @property
     def members(self) -> int:
-        """Ranks of a hand."""
+        """Ranks of a model-parallel group."""
         return self.sequence * self.tensor
 
     @property
-    def hands(self) -> int:
+    def data_parallel(self) -> int:
+        """How many groups there are; each gets packs of its own."""
         return self.size // self.members
 
     @property
@@ -56,12 +61,12 @@ class Grid:
         """Pieces that a matrix, or its part of a tensor group, is cut into."""
         return self.size // self.tensor
 
-    def spread(self, by_hand: Sequence[T]) -> list[T]:
-        """For each rank what its hand gets."""
-        return [by_hand[rank // self.members] for rank in range(self.size)]
+    def spread(self, by_group: Sequence[T]) -> list[T]:
+        """For each rank what its group gets."""
+        return [by_group[rank // self.members] for rank in range(self.size)]
 
     def first(self, by_rank: Sequence[T]) -> list[T]:
-        """Of each hand what its first rank found: the others found the same."""
+        """Of each group what its first rank found: the others found the same."""
         return list(by_rank[:: self.members])
 
     def piece(self, tensor: Tensor, rank: int, dim: int | None) -> Tensor:

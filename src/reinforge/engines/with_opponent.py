@@ -11,7 +11,7 @@ from reinforge.core.weights import Weights
 PREFIX = "opponent_"  # of the second one's state
 
 
-class Both:
+class EngineWithOpponent:
     """An `Engine`: it answers with the first and keeps the second in step.
 
     Who wants the second's answers asks it itself.
