@@ -30,8 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
+from helpers.open_clusters import open_cluster, watch_clusters  # noqa: E402
 from reinforge.cluster.connect import connected  # noqa: E402
-from reinforge.cluster.ray_cluster import current  # noqa: E402
 from reinforge.config.cluster import ClusterConfig  # noqa: E402
 from reinforge.models.tiny import make_tiny_model  # noqa: E402
 from tiny_runs import digest, launch, lines, make_config  # noqa: E402
@@ -85,7 +85,7 @@ class Killer(threading.Thread):
         return self.steps() >= step
 
     def kill(self, role: str) -> bool:
-        cluster = current()
+        cluster = open_cluster()
         if cluster is None or not self.until(
             lambda: role in cluster.worker_groups and bool(cluster.worker_groups[role].where), 60
         ):
@@ -141,6 +141,7 @@ def main() -> None:
         )
         with connected(ClusterConfig(kind="ray", object_store_gib=0.3), 8):
             hurt = make_config(str(model), folder, "hurt", "grpo", *overrides)
+            watch_clusters()
             killer = Killer(Path(hurt.run.dir), asked.kills, asked.seed)
             killer.start()
             began = time.monotonic()

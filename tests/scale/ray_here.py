@@ -38,9 +38,9 @@ def letters(completions: list[str], **_: Any) -> list[float]:
 
 
 def pid_of(role: str, rank: int = 0) -> int:
-    from reinforge.cluster.ray_cluster import current
+    from helpers.open_clusters import open_cluster
 
-    cluster = current()
+    cluster = open_cluster()
     assert cluster is not None
     return cluster.worker_groups[role].where[rank].pid
 
@@ -51,6 +51,9 @@ class Hurting:
     """
 
     def __init__(self, call: int, action: Callable[[], None], times: int = 1):
+        from helpers.open_clusters import watch_clusters
+
+        watch_clusters()
         self.calls = 0
         self.at = call
         self.action = action

@@ -161,9 +161,9 @@ def test_a_machine_that_goes_is_survived(tiny_dir: str, tmp_path: Path) -> None:
         where: list[str] = []
 
         def go() -> None:
-            from reinforge.cluster.ray_cluster import current
+            from helpers.open_clusters import open_cluster
 
-            cluster = current()
+            cluster = open_cluster()
             assert cluster is not None
             where.append(cluster.worker_groups["policy"].where[0].node)
             nodes.remove_node(workers[where[0]], allow_graceful=False)

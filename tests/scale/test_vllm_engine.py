@@ -119,11 +119,6 @@ def test_log_probs_are_the_trainers(both: Both, temperature: float) -> None:
         want = both.logprobs(PROMPT, done.tokens, temperature or 1.0)
         assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4
         assert len(done.tokens) == 24 and done.stop is Stop.LENGTH and set(done.versions) == {0}
-    scores = run(both.engine.score(PROMPT + done.tokens))
-    assert (
-        float(scores[0]) == 0.0
-        and scores[len(PROMPT) :].sub(both.logprobs(PROMPT, done.tokens, 1.0)).abs().max() < 1e-4
-    )
 
 
 def test_greedy_is_the_native_engines(both: Both) -> None:

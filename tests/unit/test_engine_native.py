@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from reinforge.build.served import trainer_score
 from reinforge.core.batch import Batch
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
@@ -390,12 +391,12 @@ def test_eos_counts_only_when_sampled() -> None:
     assert len(ignoring.tokens) == 4 and ignoring.stop is Stop.LENGTH
 
 
-def test_score_speaks_about_each_given_token() -> None:
+def test_sampled_tokens_have_the_log_probs_of_the_trainer() -> None:
     async def work() -> None:
         engine = NativeEngine(make_model(), kv_gib=0.01)
         prompt = tokens_of(7)
         done = (await engine.generate(prompt, Sampling(12, ignore_eos=True), key=8))[0]
-        scores = await engine.score(prompt + done.tokens)
+        scores = trainer_score(engine.model)(prompt + done.tokens)
         assert scores.dtype is torch.float32
         assert scores.shape == (len(prompt) + 12,)
         assert float(scores[0]) == 0.0

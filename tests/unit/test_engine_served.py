@@ -34,7 +34,6 @@ class OneSlot:
         self.served: dict[str, int] = {}
         self.seconds = 0.0
         self.lost: list[Any] = []  # replicas that die while they stage
-        self.interrupted = 0  # how many requests to score fail
 
     def command(self, setup: Setup, python: str, port: int) -> list[str]:
         raise AssertionError("they run already")
@@ -55,9 +54,6 @@ class OneSlot:
         ]
 
     async def score(self, http: Http, tokens: Sequence[int]) -> list[float]:
-        if self.interrupted:
-            self.interrupted -= 1
-            raise ServerFault("no log-probs of the prompt came back")
         return [0.0] * len(tokens)
 
     async def stage(self, http: Http, message: Mapping[str, Any]) -> None:
@@ -137,28 +133,6 @@ def test_a_replica_that_was_lost_after_it_staged_is_not_asked_to_serve_it(tmp_pa
         while engine.replicas[0].version != 2:
             assert (await engine.generate([1], Sampling(1), key=3))[0].versions == [2]
         assert set(dialect.served.values()) == {2}
-
-    run(asyncio.wait_for(work(), 20))
-    engine.close()
-
-
-def test_a_score_that_fails_is_asked_again_and_ends_no_server(tmp_path: Path) -> None:
-    engine, dialect, weights = made(tmp_path, 1)
-
-    async def work() -> None:
-        await engine.update(weights, 1)
-        life = engine.replicas[0].life
-        dialect.interrupted = 2
-        assert (await engine.score([1, 2, 3])).tolist() == [0.0, 0.0, 0.0]
-        dialect.interrupted = 1000
-        with pytest.raises(RuntimeError, match="no log-probs of the prompt"):
-            await engine.score([1, 2, 3])
-        assert (
-            engine.restarts == 0
-            and engine.replicas[0].up
-            and engine.replicas[0].life == life
-            and engine.replicas[0].load == 0
-        )
 
     run(asyncio.wait_for(work(), 20))
     engine.close()

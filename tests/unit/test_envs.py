@@ -24,7 +24,7 @@ from reinforge.core.env import Action, Observation, RolloutContext, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.sources import train_and_eval_rows
-from reinforge.envs.build import Mixture, as_make, entry_of
+from reinforge.envs.build import Mixture, entry_of
 from reinforge.envs.games import GuessNumber
 from reinforge.envs.names import BUILTIN
 from reinforge.models.tiny import CHAT, make_tiny_model
@@ -32,7 +32,7 @@ from reinforge.plan.preflight import preflight
 from reinforge.rollout.dialogue.episode import EpisodeLimits
 from tiny_runs import digest, lines
 from toys import SilentView, run
-from turns import CHATML, FORGETFUL, Echo, Saying, make_episodes, make_renderer
+from turns import CHATML, FORGETFUL, Saying, make_episodes, make_renderer
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -179,7 +179,6 @@ def test_a_mixture_chooses_by_column_or_by_weight() -> None:
     assert next(e for row in rows if isinstance(e := mixture(row), GuessNumber)).high == 9
     with pytest.raises(InputError, match="row 6: asks for the environment 'chess'"):
         mixture(Row("6", "x", {"env": "chess"}))
-    assert isinstance(as_make(Echo)(rows[0]), Echo) and as_make(mixture) is mixture
 
 
 def test_the_section_may_be_a_name_or_a_list() -> None:

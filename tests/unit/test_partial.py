@@ -15,6 +15,7 @@ import torch
 
 from harvests import harvest_of
 from reinforge.build.caller_objects import CallerObjects
+from reinforge.build.served import trainer_score
 from reinforge.build.source import resumable_requests
 from reinforge.build.trainer import build
 from reinforge.checkpoint import store
@@ -92,14 +93,13 @@ def test_each_token_has_the_version_and_the_log_prob_of_the_weights_that_sampled
         assert all(
             6 <= len(p.tokens) < 24 and p.stop is None and set(p.versions) == {3} for p in before
         )
-        scores: dict[int, list[torch.Tensor]] = {
-            3: [await engine.score([5, 6, 7, *p.tokens]) for p in before]
-        }
+        score = trainer_score(engine.model)
+        scores = {3: [score([5, 6, 7, *p.tokens]) for p in before]}
         shaken(engine, 0)
         await engine.update(Weights("shared", module=module), 4)
         done = await cut_after(requests, 10**9)
         assert done is not None and len(done) == 2
-        scores[4] = [await engine.score([5, 6, 7, *c.tokens]) for c in done]
+        scores[4] = [score([5, 6, 7, *c.tokens]) for c in done]
         for i, (completion, prefix) in enumerate(zip(done, before, strict=True)):
             k = len(prefix.tokens)
             assert (

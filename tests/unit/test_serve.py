@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from reinforge.build.served import trainer_score
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
@@ -206,7 +207,7 @@ def test_echo_scores_the_prompt(client: Any, service: Service) -> None:
     """What evaluation harnesses ask for: log-probs of given text, nothing generated."""
     text = "the cat sat"
     ids = service.tokenizer(text, add_special_tokens=False).input_ids
-    scored = service.engine.submit(service.engine.engine.score(ids)).result(60).tolist()
+    scored = trainer_score(service.engine.engine.model)(ids).tolist()
     only = client.completions.create(
         model="tiny", prompt=text, echo=True, max_tokens=0, logprobs=1
     ).choices[0]

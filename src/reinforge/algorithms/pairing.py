@@ -18,7 +18,6 @@ from reinforge.algorithms.losses.rows import with_stream
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Sample
 
-Pick = Callable[[Group], list[Sample]]
 OPPONENT = "by_reference"  # stream: 1 on answers of the opponent, 0 on the policy's own
 
 

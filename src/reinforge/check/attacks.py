@@ -6,13 +6,12 @@ Used by `reinforge check rewards`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Row
 
-Wrap = Callable[[str], str]
 WRAPS: Mapping[str, str] = {  # how a right answer may be written; {answer} is its place
     "as it is": "{answer}",
     "in a sentence": "The answer is {answer}.",

@@ -26,13 +26,6 @@ from reinforge.config.cluster import ClusterConfig
 
 TRAINERS = ("policy", "critic")
 
-_open: RayCluster | None = None
-
-
-def current() -> RayCluster | None:
-    """The cluster that is open."""
-    return _open
-
 
 class RayCluster:
     """The placement group, the worker groups in it, and what happened to them."""
@@ -57,7 +50,6 @@ class RayCluster:
 
         `ranks`: None: as many as the GPUs that nobody else needs. All actors end with the block.
         """
-        global _open
         more: dict[str, Any] = {"critic": critic, "rewards": rewards}
         with connected(
             cfg,
@@ -71,11 +63,10 @@ class RayCluster:
                 gpu=gpu,
             )
             enough(made.needed)
-            cluster = _open = cls(cfg, made)
+            cluster = cls(cfg, made)
             try:
                 yield cluster
             finally:
-                _open = None
                 cluster.close()
 
     def workers(self, role: str, replica: int | None = None) -> WorkerGroup:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from reinforge.core.env import Env, MakeEnv
+from reinforge.core.env import Env
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
@@ -121,17 +121,3 @@ def check_options(
         raise InputError(
             f"{name} needs the option {', '.join(missing)}.", where=where, fix="Give it."
         )
-
-
-def as_make(env: MakeEnv | Mixture | Callable[[], Env]) -> MakeEnv:
-    """Whatever Python gives as an environment: a class or function without arguments, or one that
-    wants the row.
-    """
-    if isinstance(env, Mixture):
-        return env
-    wants = [
-        p
-        for p in inspect.signature(env).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return env if wants else lambda row: env()  # type: ignore[call-arg, return-value]

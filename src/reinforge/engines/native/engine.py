@@ -195,16 +195,6 @@ class NativeEngine:
     def close(self) -> None:
         """Nothing was started."""
 
-    async def score(self, tokens: Sequence[int]) -> Tensor:
-        """[T] float32 log-probs at temperature 1 of each given token; 0 at position 0."""
-        sample = Sample.from_tokens("score", list(tokens), [True] * len(tokens))
-        batch = Batch.pack([sample]).to(self.model.device)
-        out = torch.zeros(len(tokens))
-        if batch.n_trained:
-            with torch.no_grad():
-                out[1:] = self.model.logprobs(batch, temperature=1.0)[0].cpu()
-        return out
-
     async def likeliest(
         self, tokens: Sequence[int], start: int, *, k: int, temperature: float = 1.0
     ) -> tuple[list[float], list[list[tuple[int, float]]]]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from reinforge.core.engine import Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError
@@ -168,27 +167,6 @@ class ServedEngine:
         self._waiting -= 1
         if not self._waiting:
             self.stats.seconds += time.monotonic() - self._since
-
-    async def score(self, tokens: Sequence[int]) -> Tensor:
-        """[T] float32 log-probs at temperature 1 of each given token; 0 at position 0."""
-        problem: Exception | None = None
-        for _ in range(RESENDS):
-            replica = await self._free()
-            replica.load += 1
-            life = replica.life
-            try:
-                return torch.tensor(
-                    await self.dialect.score(_of(replica), list(tokens)), dtype=torch.float32
-                )
-            except ServerFault as error:
-                # an update interrupted it, or it can never be scored: the server is well
-                problem = error
-            except ServerDown as error:
-                problem = error
-                self._lost(replica, life)
-            finally:
-                replica.load -= 1
-        raise RuntimeError(f"the same tokens could not be scored {RESENDS} times: {problem}")
 
     async def update(self, weights: Weights, version: int) -> None:
         """Old or new, never mixed: what was published before stays until every replica has proved
