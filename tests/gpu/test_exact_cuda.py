@@ -21,7 +21,7 @@ from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
-from reinforge.models import exact_attention
+from reinforge.models import exact_tiles
 from reinforge.models.attention import Segments, starts_of
 from reinforge.models.causal import CausalModel
 from reinforge.models.exact_proof import prove
@@ -126,7 +126,7 @@ def test_attention(
         torch.randn(total, n, size, device=DEVICE).to(dtype) for n in (heads, kv_heads, kv_heads)
     )
     starts = starts_of(lengths, torch.device(DEVICE))
-    positions = exact_attention.tile_shape(heads // kv_heads, True)[1]
+    positions = exact_tiles.tile_shape(heads // kv_heads, True)[1]
     options = (0.2, window or 0, softcap or 0.0)
 
     def packed(
@@ -137,7 +137,7 @@ def test_attention(
             lengths, starts_of(lengths, device), key_lengths, starts_of(key_lengths, device)
         )
         return exact_kernels.attend(
-            q, k, v, exact_attention.plan_segments(segments, positions), None, 1, *options
+            q, k, v, exact_tiles.plan_segments(segments, positions), None, 1, *options
         )
 
     got = packed(lengths, lengths, q, k, v)
@@ -166,7 +166,7 @@ def test_attention(
         cached = torch.tensor([take(n) - 1 for n in lengths], device=DEVICE)
         (keys, tables), (values, _) = cache_of(k, lengths, 16), cache_of(v, lengths, 16)
         decoded = exact_kernels.attend(
-            q[rows], keys, values, exact_attention.plan_paged(cached), tables, 16, *options
+            q[rows], keys, values, exact_tiles.plan_paged(cached), tables, 16, *options
         )
         assert torch.equal(decoded, got[rows])
 

@@ -25,7 +25,7 @@ from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
-from reinforge.models import exact, exact_attention, exact_functions, exact_proof
+from reinforge.models import exact, exact_attention, exact_functions, exact_proof, exact_tiles
 from reinforge.models.attention import Segments, starts_of
 from reinforge.models.causal import CausalModel
 from reinforge.models.exact import RowWise
@@ -307,7 +307,7 @@ def test_attention(
             q[rows],
             keys,
             values,
-            exact_attention.plan_paged(cached),
+            exact_tiles.plan_paged(cached),
             tables,
             block,
             0.2,
@@ -320,8 +320,8 @@ def test_attention(
 def test_tiles_never_straddle_a_tile_of_keys() -> None:
     for groups in range(1, 65):
         for on_gpu in (False, True):
-            rows, positions = exact_attention.tile_shape(groups, on_gpu)
-            assert exact_attention.KEYS % positions == 0 and groups * positions <= rows
+            rows, positions = exact_tiles.tile_shape(groups, on_gpu)
+            assert exact_tiles.KEYS % positions == 0 and groups * positions <= rows
             # at most half of a tile is empty
             assert on_gpu or rows < max(2 * groups * positions, 8) + 1
 

@@ -18,7 +18,8 @@ from reinforge.core.sample import Sample
 from reinforge.core.seeds import seed_of
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
-from reinforge.models.load import pick_device
+from reinforge.models.load import pick_device, without_quantization
+from reinforge.models.save import writing
 from reinforge.weights.probe import Scorer
 
 if TYPE_CHECKING:
@@ -75,8 +76,6 @@ def served_model(model: CausalModel, folder: Path, saved: str | None) -> str:
 
 def save_model(model: CausalModel, place: Path) -> None:
     """The base model in Hugging Face format; an adapter's part comes with the first update."""
-    from reinforge.models.load import without_quantization, writing
-
     plain: Any = model.causal
     if is_adapted(model.module) or hasattr(plain.config, "quantization_config"):
         plain = without_quantization(_without_adapter(model), model.dtype)

@@ -11,15 +11,12 @@ heads per key head, D head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from reinforge.models.exact_attention import Plan
+from reinforge.models import exact_tiles
 
 # one tile of a matrix product: two warp groups, each a chain of m64n128k16 products over K
 BM = 128
@@ -179,7 +176,7 @@ def _attend(
 ):
     """One program per (tile of queries, key head).
 
-    PAGED changes where keys are looked up, nothing else: see `exact_attention.Plan`.
+    PAGED changes where keys are looked up, nothing else: see `exact_tiles.Plan`.
     """
     tile = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -239,7 +236,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: Plan,
+    plan: exact_tiles.Plan,
     tables: Tensor | None,
     block: int,
     scale: float,
@@ -251,8 +248,6 @@ def attend(
     No fused multiply-adds: whether the compiler may fuse must not depend on the code around an
     operation, which differs between the two ways of finding keys.
     """
-    from reinforge.models.exact_attention import KEYS, tile_shape
-
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     heads = q.shape[1]
     size = q.shape[2]
@@ -289,8 +284,8 @@ def attend(
         D=size,
         DP=padded,
         BLOCK=block,
-        BM=tile_shape(groups, True)[0],
-        BN=KEYS,
+        BM=exact_tiles.tile_shape(groups, True)[0],
+        BN=exact_tiles.KEYS,
         CAP=softcap > 0,
         WINDOW=window > 0,
         PAGED=tables is not None,

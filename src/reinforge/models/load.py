@@ -9,11 +9,9 @@ from a hub.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,10 +21,13 @@ from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.core.hub import unavailable
 from reinforge.models import rope
-
-if TYPE_CHECKING:
-    from reinforge.models.causal import CausalModel
-    from reinforge.models.scalar import ScalarModel
+from reinforge.models.adapters import add_adapter, keep_unpacked, quantization
+from reinforge.models.causal import CausalModel
+from reinforge.models.exact import checkpoint_contexts
+from reinforge.models.exact_proof import prove
+from reinforge.models.proof import refusing
+from reinforge.models.save import no_foreign_bars
+from reinforge.models.scalar import HEAD, ScalarModel
 
 
 def _source(cfg: ModelConfig, where: str = "model.path") -> tuple[str, dict[str, Any]]:
@@ -214,37 +215,6 @@ def check_index(folder: Path, where: str = "model.path") -> None:
             )
 
 
-def no_foreign_bars() -> None:
-    """The terminal belongs to our own view: transformers draws no bars when it loads or writes
-    weights. Those of downloads stay.
-    """
-    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-    from transformers.utils import logging
-
-    hidden = are_progress_bars_disabled()
-    logging.disable_progress_bar()  # also the hub's
-    if not hidden:
-        enable_progress_bars()
-
-
-@contextmanager
-def writing() -> Iterator[None]:
-    """Around `save_pretrained` of a model that nothing wraps.
-
-    No bars; and the search for a wrapper is left out, which imports DeepSpeed where that is
-    installed: it takes seconds and prints warnings.
-    """
-    from transformers import modeling_utils
-
-    no_foreign_bars()
-    search = modeling_utils.unwrap_model
-    modeling_utils.unwrap_model = lambda model, **_: model
-    try:
-        yield
-    finally:
-        modeling_utils.unwrap_model = search
-
-
 def _load_module(
     cfg: ModelConfig, kind: Any, where: str = "model.path", *, quantize: bool = False
 ) -> Any:
@@ -257,8 +227,6 @@ def _load_module(
     source, kwargs = _source(cfg, where)
     check_index(Path(source), where)
     if quantize:
-        from reinforge.models.adapters import keep_unpacked, quantization
-
         if "gguf_file" in kwargs:
             raise InputError(
                 "a GGUF file is quantised in its own way.",
@@ -298,12 +266,6 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    from reinforge.models.adapters import add_adapter
-    from reinforge.models.causal import CausalModel
-    from reinforge.models.exact import checkpoint_contexts
-    from reinforge.models.exact_proof import prove
-    from reinforge.models.proof import refusing
-
     _check_architecture(cfg)
     tokenizer = load_tokenizer(cfg)
     module = _load_module(
@@ -341,10 +303,6 @@ def load_scalar(
     adapter the head is trained whole.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    from reinforge.models.adapters import add_adapter
-    from reinforge.models.proof import refusing
-    from reinforge.models.scalar import HEAD, ScalarModel
 
     _check_architecture(cfg, where, scores=True)
     names = load_config(cfg, where).architectures or []

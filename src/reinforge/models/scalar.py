@@ -22,6 +22,7 @@ from reinforge.core.sample import Sample
 from reinforge.models import attention, proof
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
+from reinforge.models.save import writing
 
 HEAD = "score"  # what transformers calls the head of its causal sequence classifiers
 
@@ -128,7 +129,6 @@ class ScalarModel(PackedModel):
         """Weights, configuration and tokenizer, as AutoModelForSequenceClassification
         loads them.
         """
-        from reinforge.models.load import writing
 
         self.plain.set_attn_implementation("sdpa")
         try:

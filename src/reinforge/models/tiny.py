@@ -8,6 +8,7 @@ from pathlib import Path
 
 from reinforge.core.errors import InputError
 from reinforge.core.files import readable_as_usual
+from reinforge.models.save import writing
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>")
 CHAT = (  # a template of few tokens that has a place for everything
@@ -65,8 +66,6 @@ def make_tiny_model(
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from reinforge.models.load import writing
 
     path = Path(path)
     if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():

@@ -20,8 +20,8 @@ from reinforge.models.load import (
     load_scalar,
     stop_tokens,
     without_quantization,
-    writing,
 )
+from reinforge.models.save import writing
 from reinforge.models.scalar import ScalarModel
 from reinforge.offline.card import Form, card
 
