@@ -23,7 +23,8 @@ from reinforge.models.load import load_scalar
 from reinforge.plan.plan import preflight
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.model import model_reward
-from reinforge.rewards.running import Moments, Rule, Running
+from reinforge.rewards.rule import Moments, Rule
+from reinforge.rewards.running import Running
 from scalars import make_classifier
 from tiny_runs import DATA, digest, lines
 from toys import SilentView, make_samples, run

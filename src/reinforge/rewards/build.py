@@ -17,7 +17,7 @@ from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.load import load_function
 from reinforge.rewards.names import BUILTIN
 from reinforge.rewards.place import placed, pool_for
-from reinforge.rewards.running import Rule
+from reinforge.rewards.rule import Rule
 
 Function = Callable[..., Any]
 GivenReward = str | Function | tuple[str | Function, float]

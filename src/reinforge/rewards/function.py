@@ -17,7 +17,7 @@ from reinforge.core.sample import Row
 from reinforge.rewards.adapt import IDS
 from reinforge.rewards.outcome import Outcome, checked
 from reinforge.rewards.pool import Pool
-from reinforge.rewards.running import Rule
+from reinforge.rewards.rule import Rule
 
 Tokens = Sequence[Sequence[int]]
 TIMED_OUT = object()
