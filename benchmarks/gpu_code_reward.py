@@ -39,7 +39,7 @@ from reinforge.build.run import train_config  # noqa: E402
 from reinforge.config.load import config_from_dict  # noqa: E402
 from reinforge.core.errors import InputError  # noqa: E402
 from reinforge.loops.view import NoView  # noqa: E402
-from reinforge.sandbox.isolation import choose, missing  # noqa: E402
+from reinforge.sandbox.detect import choose, missing  # noqa: E402
 from reinforge.watch.runs import read_lines  # noqa: E402
 
 PHASES = ("generate", "reward_wait", "prepare", "annotate", "train", "other")

@@ -33,7 +33,8 @@ from sandbox_attacks import ASSERTS, CALLS, CHEATS, CONTAINED, RIGHT
 
 from reinforge.rewards.code import CodeReward
 from reinforge.sandbox import Limits, Pool, Program, run_sync
-from reinforge.sandbox.isolation import Isolation, missing
+from reinforge.sandbox.detect import missing
+from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
 from reinforge.sandbox.program import interpreter
 

@@ -9,7 +9,8 @@ from typing import Literal
 import pytest
 
 import needs
-from reinforge.sandbox.isolation import Isolation, missing
+from reinforge.sandbox.detect import missing
+from reinforge.sandbox.isolation import Isolation
 
 WAYS: tuple[Literal["own", "bwrap"], ...] = ("own", "bwrap")
 

@@ -20,7 +20,7 @@ from reinforge.core.sample import Row
 from reinforge.rewards import code as code_module
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.code import UNSAFE, CodeReward, code_reward, extract, parse_tests
-from reinforge.sandbox import Limits, Program
+from reinforge.sandbox import Limits, Program, detect
 from reinforge.sandbox import isolation as isolations
 from reinforge.sandbox.judge import (
     Rules,
@@ -306,7 +306,7 @@ def test_too_large_tests_are_ours() -> None:
 
 
 def test_without_containment_it_refuses_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolations, "missing", lambda mode: "user namespaces are off")
+    monkeypatch.setattr(detect, "missing", lambda mode: "user namespaces are off")
     with pytest.raises(InputError, match="user namespaces are off"):
         build_rewards([RewardConfig(name="code")], device="cpu")
     (checked,) = build_rewards([RewardConfig(name="code")])  # only its options are looked at

@@ -27,7 +27,7 @@ from reinforge.rewards.outcome import Outcome
 from reinforge.rollout.dialogue.episode import EpisodeLimits
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.scoring import FAULTS, RewardScorer
-from reinforge.sandbox import isolation as isolations
+from reinforge.sandbox import detect
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import show_run, uncontained
 from reinforge.watch.troubles import banner, fault_rows, fault_table
@@ -89,7 +89,7 @@ def test_a_template_that_rewrites_history_is_counted_by_rows() -> None:
 def test_a_tool_whose_sandbox_fails_is_a_fault_of_the_sandbox(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(isolations, "missing", lambda mode: "user namespaces are off")
+    monkeypatch.setattr(detect, "missing", lambda mode: "user namespaces are off")
     call = '<tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>'
     group = episode_faults(lambda row: ToolEnv([tool(Python(), name="python")]), [call])
     assert dict(group.faults) == {Fault.SANDBOX_FAILURE: 1} and group.samples[0].reward is None
@@ -258,7 +258,7 @@ def test_a_run_counts_its_faults_tells_them_and_shows_them(
 def test_a_run_that_was_not_contained_says_so_everywhere_and_for_ever(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolations, "missing", lambda mode: "user namespaces are off")
+    monkeypatch.setattr(detect, "missing", lambda mode: "user namespaces are off")
     rows = [{"prompt": f"p{i}", "tests": [{"input": "", "output": "1"}]} for i in range(4)]
 
     def config(steps: int, **options: Any) -> Config:

@@ -27,9 +27,10 @@ from hypothesis import strategies as st
 from leftovers import descriptors, left_behind
 
 from reinforge.core.errors import InputError
-from reinforge.sandbox import Limits, Pool, Program, run, run_sync
+from reinforge.sandbox import Limits, Pool, Program, detect, run, run_sync
 from reinforge.sandbox import isolation as isolations
-from reinforge.sandbox.isolation import Isolation, choose
+from reinforge.sandbox.detect import choose
+from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import (
     Rules,
     judge_asserts,
@@ -263,7 +264,7 @@ def test_alone_means_that_nothing_else_of_the_pool_runs() -> None:
 
 
 def test_where_nothing_contains_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolations, "missing", lambda mode: "unshare: Operation not permitted")
+    monkeypatch.setattr(detect, "missing", lambda mode: "unshare: Operation not permitted")
     with pytest.raises(
         InputError, match=r"cannot be contained here \(bubblewrap: unshare.*allow_unsafe: true"
     ):
@@ -306,9 +307,9 @@ def test_a_missing_primitive_is_named(
         and "/no/such/folder" in result.reason
     )
     monkeypatch.undo()
-    monkeypatch.setattr(isolations, "bpf_filter", lambda: None)
+    monkeypatch.setattr(detect, "bpf_filter", lambda: None)
     assert (
-        isolations.missing.__wrapped__("own")
+        detect.missing.__wrapped__("own")
         == f"no system call filter for {os.uname().machine} (seccomp)"
     )
 

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from reinforge.core.errors import InputError
 from reinforge.rewards.outcome import Outcome
-from reinforge.sandbox.isolation import Backend, Isolation
+from reinforge.sandbox.detect import Backend
+from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import (
     Rules,
     Verdict,

@@ -1,9 +1,8 @@
-"""How programs are contained on this machine, what of it they see, and what to say where they
-cannot be contained.
+"""How programs are contained on this machine, and what of it they see.
 
 `namespaces` is our own launcher (launcher.py); `bubblewrap` lets that program make the namespaces
-and the root. Both end in the same uid, limits and system call filter. What works is tried, once per
-process, by running a program.
+and the root. Both end in the same uid, limits and system call filter. Which of them works here is
+found out by detect.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +22,6 @@ from reinforge.core.errors import InputError
 from reinforge.sandbox.program import MIB, WORK, Limits, interpreter, package_paths, tools
 from reinforge.sandbox.seccomp import bpf_filter
 
-Backend = Literal["auto", "bubblewrap", "namespaces"]
 LAUNCHER = Path(__file__).with_name("launcher.py")
 FOOTPRINT = Path(__file__).with_name("footprint.py")
 SYSTEM = (
@@ -66,12 +63,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "USER": "sandbox",
 }
-FIX = (
-    "Install bubblewrap, or allow unprivileged user namespaces (sysctl"
-    " kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a"
-    " container: --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN), or use a remote"
-    " sandbox (url), or accept the risk with allow_unsafe: true."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,58 +247,3 @@ def arguments(isolation: Isolation, limits: Limits, info_fd: int, fds: Sequence[
         "/launcher.py",
         *map(str, fds),
     ]
-
-
-@cache
-def missing(mode: Literal["own", "bwrap"]) -> str | None:
-    """Why this way does not work here, in words; None if it does."""
-    from reinforge.sandbox.process import Process
-
-    if sys.platform != "linux":
-        return f"{sys.platform} has no namespaces"
-    if bpf_filter() is None:
-        return f"no system call filter for {os.uname().machine} (seccomp)"
-    if mode == "bwrap" and shutil.which("bwrap") is None:
-        return "bwrap is not installed"
-    try:
-        with Process(
-            Isolation(mode),
-            [interpreter(), "-I", "-S", "-B", "-c", "print(1+1)"],
-            {},
-            Limits(seconds=20),
-        ) as process:
-            result = process.finish()
-    except InputError as error:  # what the interpreter needs cannot be shown
-        return str(error)
-    return (
-        None
-        if result.status == "ok" and result.stdout == b"2\n"
-        else result.reason or f"a trial run ended with {result.status}"
-    )
-
-
-def choose(backend: Backend = "auto", allow_unsafe: bool = False) -> Isolation:
-    """The way to contain programs here.
-
-    Raises InputError, which names what is missing, unless that was accepted beforehand.
-    """
-    modes: dict[str, Sequence[Literal["own", "bwrap"]]] = {
-        "auto": ("bwrap", "own"),
-        "bubblewrap": ("bwrap",),
-        "namespaces": ("own",),
-    }
-    if backend not in modes:
-        raise InputError(
-            f"unknown sandbox {backend!r}.", where="backend", fix=f"There are: {', '.join(modes)}."
-        )
-    reasons = []
-    for mode in modes[backend]:
-        reason = missing(mode)
-        if reason is None:
-            return Isolation(mode)
-        reasons.append(f"{'bubblewrap' if mode == 'bwrap' else 'namespaces'}: {reason}")
-    if allow_unsafe:
-        return Isolation("bare")
-    raise InputError(
-        f"code cannot be contained here ({'; '.join(reasons)}).", where="sandbox", fix=FIX
-    )

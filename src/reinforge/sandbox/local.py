@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from reinforge.core.errors import InputError
-from reinforge.sandbox.isolation import Backend, Isolation, choose
+from reinforge.sandbox.detect import Backend, choose
+from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.process import Process
 from reinforge.sandbox.program import Limits, Program, Result, command, interpreter, package_paths
 from reinforge.sandbox.remote import run_remote
