@@ -125,17 +125,6 @@ def test_foreign_systems_stay_in_their_adapters() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# circles of imports that are still there. Each is gone for good once it is gone: the list only
-# gets shorter
-CIRCLES: set[frozenset[str]] = {
-    frozenset({"models.exact_attention", "models.exact_kernels"}),
-    frozenset({"models.load", "models.scalar"}),
-    frozenset({"rewards.function", "rewards.running"}),
-    frozenset({"sandbox.isolation", "sandbox.process", "sandbox.zygote"}),
-    frozenset({"cluster.worker_group", "cluster.ray_cluster"}),
-}
-
-
 def circles() -> set[frozenset[str]]:
     """The sets of modules that import each other, over whatever way (Tarjan's components). Imports
     inside functions and under TYPE_CHECKING count: whoever reads one file has to read the other.
@@ -172,11 +161,7 @@ def circles() -> set[frozenset[str]]:
 
 
 def test_no_import_cycles() -> None:
-    found = circles()
-    new = [sorted(circle) for circle in found if not any(circle <= known for known in CIRCLES)]
-    assert not new, f"these modules import each other: {new}"
-    gone = [sorted(known) for known in CIRCLES if known not in found]
-    assert not gone, f"no longer a circle, or a smaller one: shorten the list by {gone}"
+    assert not [sorted(circle) for circle in circles()], "these modules import each other"
 
 
 def test_no_module_waits_for_another_to_be_imported() -> None:

@@ -16,8 +16,8 @@ from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.factories import Factories
 from reinforge.build.ray import POLICY, RayFactories
 from reinforge.checkpoint.memory_snapshot import MemorySnapshot
+from reinforge.cluster.errors import ActorLost
 from reinforge.cluster.ray_cluster import RayCluster
-from reinforge.cluster.worker_group import ActorLost
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.loops.run import Run
@@ -74,8 +74,8 @@ def run_on_ray(
         ranks=1 if config.train.backend == "local" else config.train.ranks,
         critic=own_critic,
         rewards=models,
+        modules=(RayFactories.__module__, "transformers.modeling_utils"),
     ) as cluster:
-        cluster.modules = (RayFactories.__module__, "transformers.modeling_utils")
         failures = 0
         reached = -1
         lost_at = None

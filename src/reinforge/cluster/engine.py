@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reinforge.cluster.backend import RemoteBackend, RemoteWeights
+from reinforge.cluster.errors import ActorLost
 from reinforge.cluster.mailbox import Mailbox, MailboxReply, MailboxRequest
 from reinforge.cluster.ray_cluster import RayCluster
-from reinforge.cluster.worker_group import ActorLost, WorkerGroup
+from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.weights import Weights
 

@@ -1,6 +1,4 @@
-"""The actors of a run as a whole: the placement group they are in, who works, who waits as a spare,
-and what happened to them.
-"""
+"""The actors of a run as a whole: who works, and what happened to them."""
 
 from __future__ import annotations
 
@@ -10,41 +8,39 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from reinforge.cluster.connect import (
-    PlacementGroup,
-    RayError,
-    connected,
-    enough,
-    gpus_there,
-    placement_group,
-    ray,
-    remove_placement_group,
-)
-from reinforge.cluster.placement import ActorPlacement, PlacementPlan, plan, ranks_for
-from reinforge.cluster.worker_group import ActorLost, WorkerGroup
+from reinforge.cluster.connect import connected, enough, gpus_there
+from reinforge.cluster.placement import PlacementPlan, plan, ranks_for
+from reinforge.cluster.resources import ResourcePool
+from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.config.cluster import ClusterConfig
 
 TRAINERS = ("policy", "critic")
 
 
 class RayCluster:
-    """The placement group, the worker groups in it, and what happened to them."""
+    """The worker groups of a run, the resources that they share, and what happened to them."""
 
-    def __init__(self, cfg: ClusterConfig, made: PlacementPlan):
+    def __init__(self, cfg: ClusterConfig, made: PlacementPlan, modules: Sequence[str] = ()):
+        """`modules`: what actors will need, imported while they wait."""
         self.cfg = cfg
         self.plan = made
-        self.modules: Sequence[str] = ()  # that actors will need
+        self.resources = ResourcePool(cfg, made, modules)
         self.worker_groups: dict[str, WorkerGroup] = {}
         self.events: list[dict[str, Any]] = []
         # where events go, while a run is open
         self.tell: Callable[[dict[str, Any]], None] | None = None
-        self._group: PlacementGroup | None = None
-        self._spares: dict[int, list[Any]] = {}  # by bundle
 
     @classmethod
     @contextlib.contextmanager
     def open(
-        cls, cfg: ClusterConfig, device: str, *, ranks: int | None, critic: bool, rewards: int
+        cls,
+        cfg: ClusterConfig,
+        device: str,
+        *,
+        ranks: int | None,
+        critic: bool,
+        rewards: int,
+        modules: Sequence[str] = (),
     ) -> Iterator[RayCluster]:
         """`device`: of the models.
 
@@ -63,7 +59,7 @@ class RayCluster:
                 gpu=gpu,
             )
             enough(made.needed)
-            cluster = cls(cfg, made)
+            cluster = cls(cfg, made, modules)
             try:
                 yield cluster
             finally:
@@ -74,9 +70,9 @@ class RayCluster:
         name = role if replica is None else f"{role}-{replica}"
         if name not in self.worker_groups:
             places = self.plan.places[role]
-            self.worker_groups[name] = WorkerGroup(
-                self, name, places if replica is None else [places[replica]]
-            )
+            if replica is not None:
+                places = [places[replica]]
+            self.worker_groups[name] = WorkerGroup(self.resources, name, places)
             self.worker_groups[name].start()
         return self.worker_groups[name]
 
@@ -87,44 +83,6 @@ class RayCluster:
         for role, places in self.plan.places.items():
             for replica in [None] if role in TRAINERS else range(len(places)):
                 self.workers(role, replica)
-
-    def group(self) -> PlacementGroup:
-        if self._group is None:
-            self._group = placement_group(self.plan.bundles, strategy=self.plan.strategy)
-            if not self._group.wait(self.cfg.start):
-                have = ", ".join(
-                    f"{count:g} {name}"
-                    for name, count in ray.available_resources().items()
-                    if name in ("CPU", "GPU")
-                )
-                self.close()
-                raise ActorLost(
-                    "cluster",
-                    f"{self.plan.bundles} could not be placed within {self.cfg.start:g} s (free:"
-                    f" {have or 'nothing'})",
-                )
-        return self._group
-
-    def spare(self, place: ActorPlacement) -> Any | None:
-        """An actor that waits there with everything imported.
-
-        One with a GPU cannot wait: Ray gives a GPU to who is made for it.
-        """
-        waiting = self._spares.get(place.bundle, [])
-        return waiting.pop() if waiting and not place.gpus else None
-
-    def warm_up(self, make: Callable[[ActorPlacement], Any]) -> None:
-        """Others in the places of actors, to be ready when one of those is lost.
-
-        Returns at once.
-        """
-        for place in (
-            place for places in self.plan.places.values() for place in places if not place.gpus
-        ):
-            waiting = self._spares.setdefault(place.bundle, [])
-            while len(waiting) < self.cfg.spares:
-                waiting.append(make(ActorPlacement(place.bundle, 0.0, 0.0)))
-                waiting[-1].warm.remote(self.modules)
 
     def reset(self) -> None:
         """Ends every actor that trains; the next `workers` starts it anew, in the same place or, of
@@ -140,11 +98,7 @@ class RayCluster:
         for workers in self.worker_groups.values():
             workers.stop(gently=True)
         self.worker_groups = {}
-        self._spares = {}
-        if self._group is not None:
-            with contextlib.suppress(RayError):
-                remove_placement_group(self._group)
-            self._group = None
+        self.resources.close()
 
     def note(self, kind: str, **fields: Any) -> None:
         """A typed event of the run's log.

@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from reinforge.cluster.errors import ActorLost
 from reinforge.cluster.ray_cluster import RayCluster
 from reinforge.cluster.transport import pack
-from reinforge.cluster.worker_group import ActorLost, WorkerGroup
+from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.rewards.model import ModelReward
 
 NAME = "reward"

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,34 +28,22 @@ from reinforge.cluster.connect import (
     RayTaskError,
     ray,
 )
+from reinforge.cluster.errors import ActorLost
 from reinforge.cluster.placement import ActorPlacement
+from reinforge.cluster.resources import ResourcePool
 from reinforge.cluster.transport import pack, unpack
 from reinforge.core import errors
-from reinforge.core.errors import EXIT_STOPPED, InputError, ReinforgeError
-
-if TYPE_CHECKING:
-    from reinforge.cluster.ray_cluster import RayCluster
+from reinforge.core.errors import InputError
 
 GRACE = 3.0  # seconds for the first rank to tell why another one ended
-
-
-class ActorLost(ReinforgeError):
-    """An actor is gone, or does not answer. `role` says whose."""
-
-    exit_code = EXIT_STOPPED
-
-    def __init__(self, role: str, how: str):
-        self.role = role
-        self.how = how
-        super().__init__(f"{role}: {how}")
 
 
 class WorkerGroup:
     """One actor, or the ranks of one backend. Rank 0 is asked; the others follow it."""
 
-    def __init__(self, cluster: RayCluster, role: str, places: Sequence[ActorPlacement]):
-        self.cluster = cluster
-        self.cfg = cluster.cfg
+    def __init__(self, resources: ResourcePool, role: str, places: Sequence[ActorPlacement]):
+        self.resources = resources
+        self.cfg = resources.cfg
         self.role = role
         self.places = places
         self.actors: list[Any] = []
@@ -67,7 +55,7 @@ class WorkerGroup:
     # ---- begin and end ----
 
     def start(self) -> None:
-        group = self.cluster.group()
+        group = self.resources.group()
         threads = max(1, torch.get_num_threads() // len(self.places))
         env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | {
             k: v for k, v in os.environ.items() if k.startswith("HF_")
@@ -83,7 +71,7 @@ class WorkerGroup:
         self.actors = []
         self.where = []
         for place in self.places:
-            spare = self.cluster.spare(place)
+            spare = self.resources.spare(place)
             where = None if spare is None else self._answers(spare)
             self.actors.append(spare if where is not None else make(place))
             self.where.append(where or ActorAddress(0, "", ""))
@@ -94,10 +82,10 @@ class WorkerGroup:
                 else self.where[i]
             )
         for actor in self.actors:
-            actor.warm.remote(self.cluster.modules)
+            actor.warm.remote(self.resources.modules)
         if len(self.actors) > 1:
             self._rendezvous()
-        self.cluster.warm_up(make)
+        self.resources.warm_up(make)
 
     def _answers(self, spare: Any) -> ActorAddress | None:
         """Whether a spare is there: it may have been lost with the others."""
