@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -355,3 +357,24 @@ def test_module_entry_point_is_light(tmp_path: Path) -> None:
         env=env,
     )
     assert "Traceback" not in piped.stderr and "unexpected" not in piped.stderr
+
+
+def test_tiny_says_in_three_lines_what_it_made_and_what_to_do_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from reinforge.config.load import load_config
+    from reinforge.offline import taught
+    from reinforge.plan.preflight import preflight
+
+    quickly = functools.partial(taught.make_taught_model, steps=2)
+    monkeypatch.setattr(taught, "make_taught_model", quickly)
+    monkeypatch.chdir(tmp_path)
+    assert main(["tiny", "runs/tiny"]) == 0
+    made, following, more = capfd.readouterr().out.splitlines()
+    assert made.startswith("made  runs/tiny, ") and (tmp_path / "runs/tiny/config.json").exists()
+    assert following == "next  reinforge train recipe:algorithms/grpo"
+    assert more == "more  reinforge recipes lists what else starts from it"
+    assert preflight(load_config("recipe:algorithms/grpo")).ok
+    assert main(["tiny", "other place"]) == 0
+    *_, command = shlex.split(capfd.readouterr().out.splitlines()[1])
+    assert preflight(load_config("recipe:algorithms/grpo", [command])).ok

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from reinforge.build.trainer import build
-from reinforge.config.load import config_from_dict
+from reinforge.config.load import config_from_dict, load_config
+from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.plan import hub, plan
 from reinforge.plan.checks import quantiles, run_checks
 from reinforge.plan.gold import sample
+from reinforge.plan.outside import check_other_models
 from reinforge.plan.preflight import preflight
 from toys import SilentView
 
@@ -199,14 +201,14 @@ def test_preflight_on_models_and_run_directories(model: Path, rows: Path, tmp_pa
     (adapter / "adapter_config.json").write_text("{}")
     assert "This is an adapter" in only_error(make(adapter, rows, tmp_path))
     assert preflight(make(model, rows, tmp_path, f"adapter.path={adapter}")).ok
-    # "smal" may be a model of the organisation "models" on the hub
+    # loading takes it for a directory too, and does not ask the hub
     with contextlib.chdir(tmp_path):
         (tmp_path / "models" / "small").mkdir(parents=True)
-        told = preflight(make("models/smal", rows, tmp_path)).warnings
-    assert told == [
-        "model.path: there is no directory models/smal here, so it is taken for a hub id. Did you"
-        " mean models/small?"
-    ]
+        told = only_error(make("models/smal", rows, tmp_path))
+    assert told == (
+        "model.path: models is a directory here, and there is no smal in it. Did you mean"
+        " models/small?"
+    )
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert preflight(make(model, rows, tmp_path)).ok
@@ -222,6 +224,51 @@ def test_preflight_on_models_and_run_directories(model: Path, rows: Path, tmp_pa
     assert "eval.every" in only_error(
         make(model, rows, tmp_path, "eval.every=5", "data.eval.size=0")
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "making"),
+    [
+        ("algorithms/grpo", "model.path", "reinforge tiny runs/tiny"),
+        ("envs/gem", "model.path", "reinforge tiny runs/tiny-1024 --context 1024"),
+        ("scale", "model.path", "reinforge demo --dir runs/demo"),
+        (
+            "families/forward_kl",
+            "teacher.path",
+            "reinforge train recipe:algorithms/sft && reinforge export runs/algorithms/sft"
+            " runs/teacher",
+        ),
+    ],
+)
+def test_a_recipe_says_how_to_make_the_model_that_it_starts_from(
+    recipe: str, key: str, making: str, tmp_path: Path
+) -> None:
+    with contextlib.chdir(tmp_path):
+        if key == "teacher.path":
+            (tmp_path / "runs" / "tiny").mkdir(parents=True)
+            (tmp_path / "runs" / "tiny" / "config.json").write_text("{}")
+        told = preflight(load_config(f"recipe:{recipe}")).errors
+    assert told[-1].startswith(f"{key}: there is no model in runs/")
+    assert told[-1].endswith(f"Make it: `{making}`.")
+
+
+def test_a_teacher_that_the_hub_does_not_have_is_found(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def absent(cfg: ModelConfig, where: str) -> None:
+        asked.append((cfg.path, cfg.revision, where))
+        raise InputError(f"there is no {cfg.path}.", where=where)
+
+    monkeypatch.setattr("reinforge.models.load.load_config", absent)
+    teacher = {"path": "org/teacher", "revision": "v2"}
+    config = config_from_dict(
+        settings(model, rows, tmp_path, algorithm={"name": "opd"}, rewards=[], teacher=teacher)
+    )
+    with pytest.raises(InputError, match="teacher.path: there is no org/teacher"):
+        check_other_models(config)
+    assert asked == [("org/teacher", "v2", "teacher.path")]
 
 
 def test_phase_one_is_fast_and_imports_nothing_heavy(

@@ -83,6 +83,51 @@ def summary(name: str) -> str:
     return " ".join(told)
 
 
+def how_to_make(path: str) -> str | None:
+    """The commands that make the toy model which recipes look for under this path, as a line to
+    paste; None where it is no such path.
+
+    The comments of the recipes name them: `reinforge tiny runs/tiny && reinforge train ...`. What
+    they make that is there already is left out.
+    """
+    for recipe in recipe_names():
+        for line in recipe_path(recipe).read_text(encoding="utf-8").splitlines():
+            if not line.startswith("#   "):
+                continue
+            told = line.lstrip("# ").partition(" #")[0]
+            commands = [command.split() for command in told.split(" && ")]
+            for i, command in enumerate(commands):
+                if (target := _target(command)) == path or path.startswith(f"{target}/"):
+                    needed = [each for each in commands[:i] if not _is_there(_target(each))]
+                    return " && ".join(_by_name(each) for each in [*needed, command])
+    return None
+
+
+def _target(command: list[str]) -> str | None:
+    """The directory of a model that a command makes, or of several."""
+    match command:
+        case ["reinforge", "tiny", target, *_]:
+            return target
+        case ["reinforge", "export", _, target, *_]:
+            return target
+        case ["reinforge", "demo", "--dir", target, *_]:
+            return target
+    return None
+
+
+def _is_there(target: str | None) -> bool:
+    return target is not None and Path(target).exists()
+
+
+def _by_name(command: list[str]) -> str:
+    """A command whose recipe is named as every installation knows it.
+
+    >>> _by_name(["reinforge", "train", "recipes/algorithms/sft.yaml"])
+    'reinforge train recipe:algorithms/sft'
+    """
+    return re.sub(r"\brecipes/(\S+)\.yaml", rf"{PREFIX}\1", " ".join(command))
+
+
 def copy_recipes(target: Path) -> None:
     """All of them, with the programs beside them, into a directory that is not there yet."""
     if target.exists():

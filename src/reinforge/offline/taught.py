@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reinforge.loops.view import NoView, ViewLike
 from reinforge.models.tiny import make_tiny_model
 
 
 def make_taught_model(
-    path: str | Path, *, seed: int = 0, steps: int = 250, context: int = 256
+    path: str | Path,
+    *,
+    seed: int = 0,
+    steps: int = 250,
+    context: int = 256,
+    view: ViewLike | None = None,
 ) -> Path:
     """The model that recipes/algorithms start from, in seconds on a CPU: 0.1 M parameters, taught
     sums of three digits by demonstrations of which two in five forget the last number. It gets
-    about a fifth of them right.
+    about a fifth of them right. `view` is shown the run that teaches it; its directory is gone
+    afterwards.
     """
     import tempfile
 
@@ -58,6 +65,7 @@ def make_taught_model(
                     },
                 },
                 where="tiny",
-            )
+            ),
+            view=view or NoView(),
         )
         return export(run.run_dir, Path(path))

@@ -32,6 +32,7 @@ from reinforge.plan.outside import (
     check_env,
     check_heads,
     check_model,
+    check_other_models,
     check_ranks,
 )
 from reinforge.plan.preflight import IMPORTING, Report
@@ -97,6 +98,8 @@ def _check_model(config: Config, train: list[Row], held_out: list[Row], report: 
     if report.ok:
         _stage("beginning an episode")
         check_env(config, train, report)
+    _stage("looking for the other models")
+    check_other_models(config)
     _stage("looking at the model's heads")
     check_heads(config, report)
     _stage("predicting memory and time")

@@ -9,11 +9,13 @@ import asyncio
 import os
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
+from reinforge.plan.hub import models_of
 from reinforge.plan.preflight import Report
 
 IMPORT_SECONDS = 20.0
@@ -125,6 +127,24 @@ def check_model(config: Config, report: Report) -> None:
     if note := rope.note(shape.get_text_config()):
         report.warn("model.path", note)
     rope.check(shape.get_text_config(), config.data.max_length)
+
+
+def check_other_models(config: Config) -> None:
+    """That the teachers, the critic and the reward models on the hub are there: asks for their
+    configurations. Directories were looked at before.
+    """
+    from reinforge.config.model import ModelConfig
+    from reinforge.models.load import load_config
+
+    revisions = {}
+    if config.teacher is not None:
+        teachers = [("teacher", config.teacher.revision)]
+        teachers += [(f"teacher.also.{i}", t.revision) for i, t in enumerate(config.teacher.also)]
+        revisions = {f"{key}.path": revision for key, revision in teachers}
+    for key, name in models_of(config):
+        of_the_policy = key in ("model.path", "model.tokenizer")
+        if not of_the_policy and not Path(name).expanduser().exists():
+            load_config(ModelConfig(path=name, revision=revisions.get(key)), key)
 
 
 def check_heads(config: Config, report: Report) -> None:

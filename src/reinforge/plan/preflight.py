@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.config import megatron
+from reinforge.config.recipes import how_to_make
 from reinforge.config.rules.check import doubts
 from reinforge.config.rules.machine import missing
 from reinforge.config.schema import Config
@@ -248,6 +249,12 @@ def _check_model(config: Config, report: Report) -> None:
                     f"{text} is a file, but not a .gguf file.",
                     "Give the directory that holds config.json.",
                 )
+        elif (making := how_to_make(text)) is not None:
+            report.refuse(
+                key,
+                f"there is no model in {text} yet.",
+                f"Make it: `{making}`.",
+            )
         elif (
             text.startswith((".", "/", "~")) or text.endswith(".gguf") or not HUB_ID.fullmatch(text)
         ):
@@ -261,8 +268,8 @@ def _check_model(config: Config, report: Report) -> None:
                 path.name, [child.name for child in path.parent.iterdir() if child.is_dir()], 0.6
             )
             fix = f"Did you mean {path.parent / near}?" if near else ""
-            report.warn(
-                key, f"there is no directory {text} here, so it is taken for a hub id.", fix
+            report.refuse(
+                key, f"{path.parent} is a directory here, and there is no {path.name} in it.", fix
             )
     if model.chat_template and not Path(model.chat_template).is_file():
         report.refuse("model.chat_template", f"no such file: {model.chat_template}.")

@@ -325,3 +325,31 @@ class View:
             with suppress(OSError):
                 self._live.stop()
             self._live = self._bar = None
+
+
+class BarView(View):
+    """Only the bar, and only at a terminal, where it is gone when the run is over: for a run that
+    serves another purpose, whose result whoever started it tells.
+    """
+
+    def start(self, total_steps: int, title: str, first_step: int = 0) -> None:
+        if self.console.is_terminal:
+            super().start(total_steps, title, first_step)
+
+    def doing(self, text: str) -> None:
+        if self.console.is_terminal:
+            super().doing(text)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.console.is_terminal:
+            super().update(step, metrics)
+
+    def table(self, groups: Iterable[Group], limit: int = 4) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def troubles(self, found: Sequence[Trouble]) -> None: ...
+
+    def stop(self) -> None:
+        self._bar = None  # what is left of the live part is wiped
+        super().stop()
