@@ -148,6 +148,9 @@ def test_grpo_from_rewards_to_loss(model: str, tmp_path: Path) -> None:
                 assert sample["behaviour"] < 0 and sample["logprob"] < 0
         text = shown(str(run), "--step", "2", "--group", str(place))
         assert "A = (r - mean_G) / (std_G + eps)" in text and "follow from these rewards" in text
+        assert "group_relative (reinforge/algorithms/parts/advantages.py)" in text
+        assert "combined (reinforge/rewards/combine.py)" in text
+        assert "PolicyLoss (reinforge/algorithms/losses/policy.py)" in text
     assert loss / 2 == pytest.approx(metrics[2]["train/loss"], rel=1e-4, abs=1e-6)
     moved = [s for g in record["groups"] for s in g["samples"] if s.get("minibatch") == 1]
     assert any(s["ratio"]["max"] != 1 for s in moved if "ratio" in s), "after the first update"
@@ -171,6 +174,8 @@ def test_a_wrong_advantage_is_found(
     run = trained(model, tmp_path / "run", "grpo")
     text = shown(str(run), "--step", "1")
     assert text.count("recorded advantage differs from grpo's formula on these rewards") == 1
+    assert "advantages come from" in text and "wrong (test_why.py)" in text
+    assert "Algorithm.advantages (reinforge/algorithms/algorithm.py)" in text
     told = json.loads(shown(str(run), "--step", "1", "--json"))
     first = told["groups"][0]
     assert first["wrong"] and [g["wrong"] for g in told["groups"]].count(True) == 1
@@ -199,7 +204,11 @@ def test_a_wrong_divisor_is_found(
     teaching = [g for g in record["groups"] if not all(s["no_signal"] for s in g["samples"])]
     assert teaching
     for group in teaching:
-        assert "differs from grpo's formula" in findings(record, group)[0]
+        said = findings(record, group)
+        assert "differs from grpo's formula" in said[0]
+        if len({s["advantage"] for s in group["samples"]}) > 1:
+            fits = "the recorded advantages are those of group_relative with scale group, std"
+            assert f"{fits} population" in said
 
 
 @pytest.mark.timeout(300)

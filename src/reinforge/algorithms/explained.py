@@ -1,5 +1,5 @@
-"""What an algorithm does, for people: the names of its parts, the settings that decide, and
-equations in one line, as the parts' docstrings have them.
+"""What an algorithm does, for people: the names of its parts, the settings that decide, equations
+in one line, as the parts' docstrings have them, and where in the code they are computed.
 
 The training loop records it beside the numbers of a step (loops/trace.py).
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
@@ -18,6 +20,7 @@ from reinforge.algorithms.losses.preference import PREFERENCE
 from reinforge.algorithms.pairing import PICKS
 from reinforge.algorithms.parts.advantages import ADVANTAGES
 from reinforge.algorithms.parts.reduce import REDUCERS
+from reinforge.algorithms.parts.rollouts import Rollouts
 from reinforge.algorithms.parts.surrogates import SURROGATES
 from reinforge.algorithms.settings import name_of
 
@@ -25,7 +28,7 @@ WIDTH = 200  # characters of an equation
 
 
 def explained(algorithm: Algorithm) -> dict[str, Any]:
-    """Plain values: {"name", "parts", "equations", "settings"}."""
+    """Plain values: {"name", "parts", "equations", "settings", "computed_by"}."""
     row = TABLE[algorithm.name]
     o = algorithm.options
     found: dict[str, Any] = {"name": algorithm.name, "paper": algorithm.paper}
@@ -52,13 +55,51 @@ def explained(algorithm: Algorithm) -> dict[str, Any]:
             **o.settings,
         }
     found["parts"] = {name: _name(part) for name, part in parts.items()}
+    functions = {name: _function(name, part) for name, part in parts.items()}
     found["equations"] = {
-        name: text for name, part in parts.items() if (text := equation(_function(name, part)))
+        name: text for name, function in functions.items() if (text := equation(function))
     }
+    found["computed_by"] = _computed_by(algorithm, functions)
     found["settings"] = {
         name: _plain(value) for name, value in settings.items() if value not in (None, {})
     }
     return found
+
+
+def _computed_by(
+    algorithm: Algorithm, functions: Mapping[str, Callable[..., Any] | None]
+) -> dict[str, list[str]]:
+    """Where a number that looks wrong comes from: the function first, then who calls it."""
+    found: dict[str, list[str]] = {}
+    if (advantage := functions.get("advantage")) is not None:
+        found["advantage"] = [
+            place_of(advantage),
+            place_of(Rollouts.of),
+            place_of(Algorithm.advantages),
+        ]
+    if (pick := functions.get("pick")) is not None:
+        found["pick"] = [place_of(pick)]
+    parts = [functions.get(name) for name in ("surrogate", "reduce", "loss")]
+    found["loss"] = [place_of(part) for part in parts if part is not None]
+    found["loss"].append(place_of(type(algorithm.loss)))
+    return found
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """The name of a function or class and the file that has it.
+
+    >>> place_of(Rollouts.of)
+    'Rollouts.of (reinforge/algorithms/parts/rollouts.py)'
+    """
+    while isinstance(function, partial):
+        function = function.func
+    module = str(getattr(function, "__module__", None) or type(function).__module__)
+    name = str(getattr(function, "__qualname__", None) or type(function).__qualname__)
+    if module.partition(".")[0] == __name__.partition(".")[0]:
+        return f"{name} ({module.replace('.', '/')}.py)"
+    # a function of a user's: where the file lies is not for a log that travels
+    code = getattr(function, "__code__", None)
+    return f"{name} ({module if code is None else Path(code.co_filename).name})"
 
 
 def _name(part: Any) -> str:

@@ -58,6 +58,7 @@ def print_group(record: Mapping[str, Any], group: Mapping[str, Any]) -> None:
             **_formula_lines(record),
             "divided by": why.counts(record, group) or None,
             "check": _check(told),
+            **{f"{number} from": ", ".join(of) for number, of in told["computed_by"].items()},
         }
     )
     print()

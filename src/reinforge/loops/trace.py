@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from reinforge.algorithms.algorithm import Algorithm
-from reinforge.algorithms.explained import explained
+from reinforge.algorithms.explained import explained, place_of
 from reinforge.core.backend import Metrics
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import why_masked
 from reinforge.core.trace import STREAM, TOKENS, take_traced
+from reinforge.rewards.combine import combined
+from reinforge.rollout.scoring import RewardScorer
 from reinforge.rollout.source import Harvest, has_signal
 from reinforge.watch.recorder import pick, prompt_text
 
@@ -31,6 +33,7 @@ LOGPROBS = ("behaviour", "old", "reference", "teacher")
 SPREAD = ("values", "returns")
 CONSTANT = ("wins", "score")  # streams with one number for a whole answer
 HIDDEN = (STREAM, "by_reference")
+REWARD = [place_of(combined), place_of(RewardScorer.total)]
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class StepTrace:
     def __post_init__(self) -> None:
         # now: coefficients may move after the step
         self._algorithm = explained(self.tracer.algorithm)
+        self._computed_by = self._algorithm.pop("computed_by")
         unit = self.tracer.algorithm.loss.unit
         self._places: dict[str, _Place] = {}
         for number, minibatch in enumerate(self.minibatches):
@@ -180,6 +184,7 @@ class StepTrace:
         )
         return {
             "algorithm": self._algorithm,
+            "computed_by": {"reward": REWARD, **self._computed_by},
             "weights": self.tracer.weights,
             "groups_of_step": len(everything),
             "idle_groups": dict(idle),

@@ -19,6 +19,8 @@ from reinforge.watch.logs import read_json, read_lines
 from reinforge.watch.runs import is_run
 
 FILE = "groups.jsonl"
+# advantages that the rewards of a step decide, so that they can be checked
+FORMULAS = ("group_relative", "leave_one_out", "batch_baseline", "greedy_baseline")
 CLOSE = 1e-4  # relative, and absolute below 1: numbers are recorded with seven digits
 Record = Mapping[str, Any]
 
@@ -199,6 +201,23 @@ def wrong_advantages(record: Record, group: Record) -> list[dict[str, Any]]:
     return found
 
 
+def fitting_formula(record: Record, group: Record) -> str:
+    """Another formula, or another setting, that does give the recorded advantages: a hint at what
+    was computed instead. Nothing where none does, or where too few samples tell.
+    """
+    recorded = {s["episode"]: a for s in group["samples"] if (a := advantage_of(s)) is not None}
+    if len(set(recorded.values())) < 2:
+        return ""
+    scales = ("group", "batch", "none")
+    for part, scale, std in itertools.product(FORMULAS, scales, ("sample", "population")):
+        settings = {**_settings(record), "scale": scale, "std": std}
+        algorithm = {"parts": {"advantage": part}, "settings": settings}
+        want = expected({**record, "algorithm": algorithm}, group)
+        if want and not any(_differs(a, want.get(name, math.nan)) for name, a in recorded.items()):
+            return f"{part} with scale {scale}, std {std}"
+    return ""
+
+
 def wrong_rewards(record: Record, group: Record) -> list[int]:
     """Samples whose total is not the weighted sum of their components. Components that are
     normalised by what earlier steps scored do not add up, and are left to the words.
@@ -233,11 +252,16 @@ def findings(record: Record, group: Record) -> list[str]:
             f" {wrong['sample']} has {wrong['recorded']:.4g}, the formula gives"
             f" {wrong['expected']:.4g}"
         )
+    if found:
+        found += _where_from(record, "advantage")
+        if fits := fitting_formula(record, group):
+            found.append(f"the recorded advantages are those of {fits}")
     if odd := wrong_rewards(record, group):
         found.append(
             f"the reward of {_samples(odd)} is not the weighted sum of its components: it is"
             " normalised by earlier steps, or wrong"
         )
+        found += _where_from(record, "reward")
     found += _idle(record, group)
     masked = Counter(s["no_signal"] for s in samples if s.get("no_signal"))
     for kind in ("overlong", "unscored", "error"):
@@ -248,6 +272,12 @@ def findings(record: Record, group: Record) -> list[str]:
         found.append(f"{cut} of {len(samples)} samples were cut off by the token limit, and count")
     found += _from_training(record, samples)
     return found
+
+
+def _where_from(record: Record, number: str) -> list[str]:
+    """The functions to look at when a number is wrong, as the run wrote them down."""
+    functions = record.get("computed_by", {}).get(number)
+    return [f"{number}s come from {', '.join(functions)}"] if functions else []
 
 
 def _samples(places: Sequence[int]) -> str:
@@ -360,6 +390,7 @@ def explain_group(record: Record, group: Record) -> dict[str, Any]:
     return {
         "step": record["step"],
         "algorithm": record["algorithm"],
+        "computed_by": record.get("computed_by", {}),
         "weights": record["weights"],
         "minibatches": record["minibatches"],
         **group,
