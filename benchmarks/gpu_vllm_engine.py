@@ -47,7 +47,7 @@ from reinforge.config.engine import EngineConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.core.weights import Weights
-from reinforge.engines.served.dialect import Setup
+from reinforge.engines.served.dialect import ServerSetup
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.make import make_served
 from reinforge.models.causal import CausalModel
@@ -105,7 +105,7 @@ def make_engine(
         args=extra,
     )
     return make_served(
-        Setup(
+        ServerSetup(
             "vllm",
             cfg,
             str(saved),

@@ -15,7 +15,7 @@ from reinforge.core.engine import Sampling
 from reinforge.core.env import Action, Observation, Step
 from reinforge.core.sample import Row
 from reinforge.data.chat import Renderer
-from reinforge.envs.calls import talk_of
+from reinforge.envs.calls import tool_template_of
 from reinforge.models.tiny import tiny_tokenizer
 from reinforge.rollout.dialogue.env_player import EnvPlayer
 from reinforge.rollout.dialogue.episode import EpisodeLimits
@@ -130,7 +130,7 @@ def make_episodes(
     player = EnvPlayer(
         engine,
         renderer,
-        talk_of("auto", renderer),
+        tool_template_of("auto", renderer),
         make,
         limits or EpisodeLimits(4000, 8),
         seed,

@@ -130,7 +130,7 @@ def test_the_model_that_recipes_start_from(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from reinforge.cli.main import main
-    from reinforge.offline.taught import make_taught_model
+    from reinforge.offline.starter_model import make_taught_model
 
     one, two = (
         AutoModelForCausalLM.from_pretrained(make_taught_model(tmp_path / str(n), steps=n))

@@ -22,7 +22,7 @@ from reinforge.algorithms.losses.unpaired import UnpairedLoss
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.sample import Sample
-from reinforge.models.divergence import Head, chunked_divergence
+from reinforge.models.divergence import LogitHead, chunked_divergence
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parent / "trl_preference.json").read_text())
 INPUTS = {
@@ -200,7 +200,7 @@ def divergence(case: dict[str, Any]) -> Difference:
         case,
         h,
         chunked_divergence(
-            h, Head(w), goal, Head(other), partial(distillation.jsd, **settings)
+            h, LogitHead(w), goal, LogitHead(other), partial(distillation.jsd, **settings)
         ).mean(),
     )
     assert w.grad is not None

@@ -19,7 +19,7 @@ from reinforge.config.load import config_from_dict
 from reinforge.config.model import ModelConfig
 from reinforge.core.engine import Sampling
 from reinforge.engines.native import NativeEngine
-from reinforge.engines.served.dialect import Setup
+from reinforge.engines.served.dialect import ServerSetup
 from reinforge.engines.served.make import make_served
 from reinforge.models.load import load_model
 from reinforge.models.tiny import make_tiny_model
@@ -95,7 +95,7 @@ def test_an_exported_model_says_the_same_everywhere(folder: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(out)
     cfg = EngineConfig(python=vllm_python(), start_seconds=START)
     served = make_served(
-        Setup(
+        ServerSetup(
             "vllm",
             cfg,
             str(out),

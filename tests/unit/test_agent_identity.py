@@ -20,7 +20,7 @@ from reinforge.core.engine import Sampling
 from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row
 from reinforge.data.chat import Renderer
-from reinforge.envs.calls import talk_of
+from reinforge.envs.calls import tool_template_of
 from reinforge.envs.programs import as_program
 from reinforge.envs.shipped import shipped
 from reinforge.envs.toolbox import CalculatorEnv
@@ -83,7 +83,7 @@ class Spoken(Saying):
 
 
 def through_agent(engine: Spoken, renderer: Renderer, agent: Any, new_tokens: int) -> Group:
-    model = AgentModel(engine, renderer, talk_of("auto", renderer), ROOM, seed=0)
+    model = AgentModel(engine, renderer, tool_template_of("auto", renderer), ROOM, seed=0)
     player = AgentPlayer(
         model, as_program(agent), AgentEndpoint(renderer.tokenizer, ROOM.max_tokens)
     )

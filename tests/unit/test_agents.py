@@ -33,9 +33,9 @@ from reinforge.data.chat import Renderer
 from reinforge.engines.native import NativeEngine
 from reinforge.envs.agent_client import StatusError, make_client
 from reinforge.envs.calls import FORMATS
-from reinforge.envs.calls.talk import Talk
+from reinforge.envs.calls.tool_template import ToolTemplate
 from reinforge.envs.games import GuessNumber
-from reinforge.envs.programs import Address, as_program, outcome_of
+from reinforge.envs.programs import EndpointAddress, as_program, outcome_of
 from reinforge.models.load import load_model
 from reinforge.rollout.dialogue.agent_session import AgentModel, AgentSession
 from reinforge.rollout.dialogue.agents import AgentPlayer
@@ -103,7 +103,7 @@ def episodes(
     model = AgentModel(
         engine,
         renderer,
-        Talk(FORMATS["hermes"], True),
+        ToolTemplate(FORMATS["hermes"], True),
         EpisodeLimits(max_tokens, max_calls, episode_seconds=seconds),
         seed=0,
         temperature=more.pop("temperature", "override"),
@@ -181,7 +181,12 @@ def test_an_agent_and_an_environment_that_say_the_same_become_the_same_rows(
     agents.sampling = Sampling(16, 0.0)
     model = agents.player.model  # type: ignore[union-attr]
     player = EnvPlayer(
-        engine, model.renderer, model.talk, lambda row: GuessNumber(), EpisodeLimits(400), seed=0
+        engine,
+        model.renderer,
+        model.tool_template,
+        lambda row: GuessNumber(),
+        EpisodeLimits(400),
+        seed=0,
     )
     played = EpisodeRollout(player, RewardScorer([], weights={"env": 1.0}), Sampling(16, 0.0), n=1)
     [mine], [theirs] = play(agents, row).samples, play(played, row).samples
@@ -434,11 +439,11 @@ def test_no_room_is_a_failure_of_its_own_kind_and_calls_are_counted(engine: Nati
 
 
 def test_keys_open_one_episode_each_and_only_while_it_runs(engine: NativeEngine) -> None:
-    seen: list[Address] = []
+    seen: list[EndpointAddress] = []
     errors: list[str] = []
 
     def agent(client: Any, row: dict[str, Any]) -> float:
-        seen.append(Address(str(client.base_url), client.api_key))
+        seen.append(EndpointAddress(str(client.base_url), client.api_key))
         for key in ("", "none", secrets.token_urlsafe(32)):
             stranger = openai.OpenAI(base_url=client.base_url, api_key=key or "x", max_retries=0)
             with pytest.raises(openai.AuthenticationError):
@@ -550,7 +555,7 @@ def test_what_agents_may_return() -> None:
 
 
 @contextmanager
-def one_line(engine: NativeEngine) -> Iterator[tuple[AgentSession, Address]]:
+def one_line(engine: NativeEngine) -> Iterator[tuple[AgentSession, EndpointAddress]]:
     """An endpoint with one open episode, and its engine in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -559,7 +564,7 @@ def one_line(engine: NativeEngine) -> Iterator[tuple[AgentSession, Address]]:
     assert isinstance(player, AgentPlayer)
     line = AgentSession(player.model, ROW, "u", Sampling(8, 1.0))
 
-    async def start() -> Address:
+    async def start() -> EndpointAddress:
         return player.endpoint.open(line)
 
     try:

@@ -16,7 +16,7 @@ from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.backend import State
 from reinforge.loops.checkpointer import Checkpointer
-from reinforge.loops.evaluator import Evaluator, Verdict
+from reinforge.loops.evaluator import Evaluator, EvalVerdict
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_the_best_evaluation_and_the_end_are_by_metrics_of_their_own(
     ]
     assert [verdict.improved for verdict in found] == [True, True, False, True, False]
     assert [verdict.stop for verdict in found[:-1]] == [None] * 4
-    assert found[-1] == Verdict(False, "eval/accuracy did not improve in 2 evaluations")
+    assert found[-1] == EvalVerdict(False, "eval/accuracy did not improve in 2 evaluations")
     assert evaluator.best_step() == 3
     assert evaluator.best["early_stop"] == {"value": 0.6, "step": 2, "metric": "eval/accuracy"}
     again = Evaluator(make("run.checkpoint.best=min:eval/loss"), nothing)

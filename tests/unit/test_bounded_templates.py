@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from attack_lists.templates import CONVERSATIONS, HONEST, HOSTILE, TOOL
 from reinforge.core.errors import InputError
 from reinforge.data import bounded
-from reinforge.data.bounded import Budget, TooMuch, compiled, spending
+from reinforge.data.bounded import Budget, TemplateLimitError, compiled, spending
 from reinforge.data.templates import Template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -125,7 +125,7 @@ def test_renders_of_several_threads_pay_for_themselves() -> None:
         with spending([]):
             try:
                 found[n] = compiled(source).render(messages=[{"n": n}])
-            except TooMuch:
+            except TemplateLimitError:
                 found[n] = "refused"
 
     threads = [threading.Thread(target=one, args=(n,)) for n in (1, 9999, 2, 9998)]
@@ -142,7 +142,7 @@ def test_what_is_shared_weighs_as_often_as_it_is_written() -> None:
     deep: Any = ["ab"]
     for _ in range(60):
         deep = [deep, deep]
-    with pytest.raises(TooMuch):
+    with pytest.raises(TemplateLimitError):
         Budget().weigh(deep)
 
 
@@ -160,7 +160,7 @@ def test_what_the_caller_gave_is_weighed_once_and_as_it_would_be_in_a_template()
     before = remembered.steps
     assert remembered.weigh(given) == plain and before - remembered.steps == 1, "not walked again"
     given["messages"].append(given)
-    with pytest.raises(TooMuch, match="too large to be written out"):
+    with pytest.raises(TemplateLimitError, match="too large to be written out"):
         Budget.of(given)
 
 

@@ -14,7 +14,7 @@ from reinforge.core.env import Action, Call, Observation
 from reinforge.core.errors import InputError
 from reinforge.envs import names
 from reinforge.envs.calls import FORMATS, detect, format_of
-from reinforge.envs.calls.talk import Talk
+from reinforge.envs.calls.tool_template import ToolTemplate
 
 GOOD: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
     (
@@ -274,8 +274,10 @@ def test_what_is_written_is_read_back(name: str, calls: list[tuple[str, dict[str
 
 
 def test_harmony_thinks_in_a_channel_of_its_own() -> None:
-    talk = Talk(FORMATS["harmony"], native=True)
-    assert talk.said("Four.", Action("Four.", [], "Four.", thinking="hm")) == {
+    tool_template = ToolTemplate(FORMATS["harmony"], native=True)
+    assert tool_template.assistant_message(
+        "Four.", Action("Four.", [], "Four.", thinking="hm")
+    ) == {
         "role": "assistant",
         "content": "Four.",
         "thinking": "hm",
@@ -349,28 +351,30 @@ TOOL = {
 
 
 def test_a_template_without_tools_hears_of_them_in_words() -> None:
-    talk = Talk(FORMATS["hermes"], native=False)
-    opened = talk.opened(Observation([{"role": "user", "content": "2+2?"}], [TOOL]))
+    tool_template = ToolTemplate(FORMATS["hermes"], native=False)
+    opened = tool_template.first_observation(
+        Observation([{"role": "user", "content": "2+2?"}], [TOOL])
+    )
     assert opened.tools is None and [m["role"] for m in opened.messages] == ["system", "user"]
     assert (
         '"name": "add"' in opened.messages[0]["content"]
         and "<tool_call>" in opened.messages[0]["content"]
     )
-    assert talk.heard([{"role": "tool", "name": "add", "content": "4"}]) == [
+    assert tool_template.reply_messages([{"role": "tool", "name": "add", "content": "4"}]) == [
         {"role": "user", "content": "<tool_response>\n4\n</tool_response>"}
     ]
     action = Action("x", [], "", calls=[Call("add", {"a": 1}, "i")])
-    assert talk.said("x", action) == {"role": "assistant", "content": "x"}
+    assert tool_template.assistant_message("x", action) == {"role": "assistant", "content": "x"}
 
 
 def test_a_template_with_tools_gets_calls_as_it_wants_them() -> None:
     action = Action("x", [], "thought", calls=[Call("add", {"a": 1}, "i")])
-    native = Talk(FORMATS["hermes"], native=True)
+    native = ToolTemplate(FORMATS["hermes"], native=True)
     assert native.opened(Observation([], [TOOL])).tools == [TOOL]
     assert native.said("x", action)["tool_calls"] == [
         {"type": "function", "id": "i", "function": {"name": "add", "arguments": {"a": 1}}}
     ]
-    as_text = Talk(FORMATS["deepseek"], native=True).said("x", action)
+    as_text = ToolTemplate(FORMATS["deepseek"], native=True).said("x", action)
     assert (
         as_text["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
         and as_text["content"] == "thought"

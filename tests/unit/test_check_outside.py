@@ -15,7 +15,7 @@ from reinforge.config.schema import Config
 from reinforge.core.sample import Row
 from reinforge.data.sources import train_and_eval_rows
 from reinforge.plan.outside import check_engine, check_env, check_heads, check_ranks
-from reinforge.plan.preflight import Report
+from reinforge.plan.preflight import PlanReport
 
 ENVS = """
 from reinforge.core.env import Observation
@@ -80,7 +80,7 @@ def config(model: Path, tmp_path: Path, **more: Any) -> Config:
 
 def begun(model: Path, tmp_path: Path, **options: Any) -> list[str]:
     (tmp_path / "envs.py").write_text(ENVS)
-    report = Report()
+    report = PlanReport()
     cfg = config(model, tmp_path, env={"name": f"{tmp_path}/envs.py:Says", "options": options})
     check_env(cfg, [Row("0", "episode 0"), Row("1", "episode 1")], report)
     return report.errors
@@ -105,7 +105,7 @@ def test_a_python_without_the_engine(model: Path, tmp_path: Path) -> None:
     (tmp_path / "sglang.py").write_text("")
     # the second finds a module of that name
     for env, errors in (({}, 1), ({"PYTHONPATH": str(tmp_path)}, 0)):
-        report = Report()
+        report = PlanReport()
         check_engine(
             config(
                 model,
@@ -121,7 +121,7 @@ def test_a_python_without_the_engine(model: Path, tmp_path: Path) -> None:
 
 def test_small_heads_are_refused_for_vllm_on_a_cpu(model: Path, tmp_path: Path) -> None:
     for engine, errors in (("vllm", 1), ("native", 0)):
-        report = Report()
+        report = PlanReport()
         check_heads(
             config(
                 model,
@@ -142,7 +142,7 @@ def test_ranks_that_this_machine_cannot_start_are_a_warning(
         ({"backend": "fsdp", "ranks": 2}, 0),
         ({}, 0),
     ):
-        report = Report()
+        report = PlanReport()
         check_ranks(
             config(
                 model, tmp_path, rewards=[{"name": "exact_number"}], train={"steps": 1, **train}

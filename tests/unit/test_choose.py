@@ -21,10 +21,10 @@ from reinforge.rollout.players.single_turn import SingleTurn
 from reinforge.rollout.rows.curriculum import (
     DeclaredDifficulty,
     LearnedDifficulty,
-    Ramp,
+    QuantileRamp,
     difficulties,
 )
-from reinforge.rollout.rows.pass_rates import Bands, PassRates
+from reinforge.rollout.rows.pass_rates import PassRateBands, PassRates
 from reinforge.rollout.rows.sampler import RowSampler, TeachableWeighting, coin
 from reinforge.rollout.source import GroupSource, harvest_metrics, has_signal
 from toys import run
@@ -32,7 +32,9 @@ from toys import run
 
 def store(rates: Sequence[float | None], **kw: float) -> PassRates:
     """A store that has these estimates, from 100 samples each; None: a row that was never tried."""
-    made = PassRates([f"r{i}" for i in range(len(rates))], bands=Bands(**kw) if kw else Bands())  # type: ignore[arg-type]
+    made = PassRates(
+        [f"r{i}" for i in range(len(rates))], bands=PassRateBands(**kw) if kw else PassRateBands()
+    )  # type: ignore[arg-type]
     for i, p in enumerate(rates):
         if p is not None:
             made.attempts[i], made.weight[i], made.hits[i], made.last[i] = 100, 100.0, 100.0 * p, 0
@@ -129,7 +131,7 @@ def test_a_declared_curriculum_by_hand() -> None:
     """Ten rows of difficulty 9..0, from a fifth to all in 8 steps: at step t the (2 + t) easiest;
     policies multiply.
     """
-    policy = DeclaredDifficulty([9.0 - i for i in range(10)], Ramp(0.2, 1.0, 8))
+    policy = DeclaredDifficulty([9.0 - i for i in range(10)], QuantileRamp(0.2, 1.0, 8))
     for step in range(12):
         allowed = [i for i in range(10) if policy.weigh(i, step)]
         assert allowed == list(range(10))[-min(10, 2 + step) :]
@@ -146,9 +148,9 @@ def test_a_declared_curriculum_by_hand() -> None:
 
 
 def test_ties_and_a_step_full_of_rows_are_always_allowed() -> None:
-    tied = DeclaredDifficulty([1.0, 1.0, 2.0, 3.0], Ramp(0.0, 1.0, 10))
+    tied = DeclaredDifficulty([1.0, 1.0, 2.0, 3.0], QuantileRamp(0.0, 1.0, 10))
     assert [tied.weigh(i, 0) for i in range(4)] == [1, 1, 0, 0]
-    enough = DeclaredDifficulty([1.0, 2.0, 3.0, 4.0], Ramp(0.0, 1.0, 10, least=3))
+    enough = DeclaredDifficulty([1.0, 2.0, 3.0, 4.0], QuantileRamp(0.0, 1.0, 10, least=3))
     assert [enough.weigh(i, 0) for i in range(4)] == [1, 1, 1, 0] and enough.weigh(3, 10) == 1
 
 
@@ -156,13 +158,13 @@ def test_a_learned_curriculum_starts_with_what_is_easy() -> None:
     """Known pass rates 0.9, 0.5, 0.1, 0.0: a quarter allows the first, half the second; unknown
     rows are always allowed.
     """
-    policy = LearnedDifficulty(store([0.9, 0.5, 0.1, 0.0, None]), Ramp(0.25, 1.0, 3))
+    policy = LearnedDifficulty(store([0.9, 0.5, 0.1, 0.0, None]), QuantileRamp(0.25, 1.0, 3))
     assert [[policy.weigh(i, step) for i in range(5)] for step in (0, 1, 3)] == [
         [1, 0, 0, 0, 1],
         [1, 1, 0, 0, 1],
         [1, 1, 1, 1, 1],
     ]
-    nothing = LearnedDifficulty(store([None, None]), Ramp(0.0, 1.0, 3))
+    nothing = LearnedDifficulty(store([None, None]), QuantileRamp(0.0, 1.0, 3))
     assert nothing.weigh(0, 0) == 1.0 and nothing.report(0) == {"sampling/quantile": 0.0}
 
 

@@ -363,11 +363,11 @@ def test_tiny_says_in_three_lines_what_it_made_and_what_to_do_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from reinforge.config.load import load_config
-    from reinforge.offline import taught
+    from reinforge.offline import starter_model
     from reinforge.plan.preflight import preflight
 
-    quickly = functools.partial(taught.make_taught_model, steps=2)
-    monkeypatch.setattr(taught, "make_taught_model", quickly)
+    quickly = functools.partial(starter_model.make_taught_model, steps=2)
+    monkeypatch.setattr(starter_model, "make_taught_model", quickly)
     monkeypatch.chdir(tmp_path)
     assert main(["tiny", "runs/tiny"]) == 0
     made, following, more = capfd.readouterr().out.splitlines()

@@ -14,9 +14,9 @@ from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards, describe_rewards
-from reinforge.rewards.combine import Gate, combined, gated, gates_of, total
+from reinforge.rewards.combine import RewardGate, combined, gated, gates_of, total
 from reinforge.rewards.function import FunctionReward
-from reinforge.rewards.outcome import Outcome, checked
+from reinforge.rewards.outcome import RewardOutcome, checked
 from reinforge.rollout.players.single_turn import SingleTurn
 from toys import run
 
@@ -50,13 +50,13 @@ def test_truth_table(
     counts: float | None,
     reward: float | None,
 ) -> None:
-    found = gated({"correct": correct, "format": form}, {"correct": Gate("format", at)})
+    found = gated({"correct": correct, "format": form}, {"correct": RewardGate("format", at)})
     assert found == {"correct": counts, "format": form}
     assert total(found, WEIGHTS) == (None if reward is None else pytest.approx(reward))
 
 
 def test_a_chain_is_held_back_as_a_whole() -> None:
-    gates = {"c": Gate("b"), "b": Gate("a")}
+    gates = {"c": RewardGate("b"), "b": RewardGate("a")}
     assert gated({"c": 1.0, "b": 1.0, "a": 0.0}, gates) == {"c": 0.0, "b": 0.0, "a": 0.0}
     assert gated({"c": 1.0, "b": 1.0, "a": 1.0}, gates) == {"c": 1.0, "b": 1.0, "a": 1.0}
     assert gated({"c": 1.0, "b": None, "a": 0.0}, gates) == {"c": 1.0, "b": None, "a": 0.0}
@@ -74,19 +74,25 @@ LOST = math.nan
         (
             {"a": 1.0, "b": LOST},
             {"a": 1.0, "b": 0.0},
-            {"a": Gate("b")},
+            {"a": RewardGate("b")},
             {"a": None, "b": None},
             None,
         ),
         (
             {"a": 1.0, "b": 1.0, "c": LOST},
             {"a": 1.0, "b": 0.0, "c": 0.0},
-            {"a": Gate("b"), "b": Gate("c")},
+            {"a": RewardGate("b"), "b": RewardGate("c")},
             dict.fromkeys("abc"),
             None,
         ),
         ({"a": 1.0, "b": None}, {"a": 1.0, "b": -1.0}, {}, {"a": 1.0, "b": None}, 1.0),
-        ({"a": 1.0, "b": None}, {"a": 1.0, "b": 0.0}, {"a": Gate("b")}, {"a": 1.0, "b": None}, 1.0),
+        (
+            {"a": 1.0, "b": None},
+            {"a": 1.0, "b": 0.0},
+            {"a": RewardGate("b")},
+            {"a": 1.0, "b": None},
+            1.0,
+        ),
     ],
     ids=[
         "penalty",
@@ -107,12 +113,12 @@ def test_a_lost_score_leaves_the_sample_without_a_total(
 
 def test_what_is_lost_is_told_from_what_does_not_apply() -> None:
     parts = [
-        Outcome([None]),
-        Outcome([None], timeouts=1),
-        Outcome([1.0]),
-        Outcome([None, 0.0], lost=frozenset({0})),
+        RewardOutcome([None]),
+        RewardOutcome([None], timeouts=1),
+        RewardOutcome([1.0]),
+        RewardOutcome([None, 0.0], lost=frozenset({0})),
     ]
-    joined = Outcome.joined(parts)
+    joined = RewardOutcome.joined(parts)
     assert joined.scores == [None, None, 1.0, None, 0.0] and joined.timeouts == 1
     assert [s is not None and math.isnan(s) for s in joined.marked] == [
         False,
@@ -122,14 +128,16 @@ def test_what_is_lost_is_told_from_what_does_not_apply() -> None:
         False,
     ]
     # a judge that said nothing, and did not hang
-    unread = Outcome.joined([Outcome([None], lost=frozenset({0})), Outcome([0.5])])
+    unread = RewardOutcome.joined(
+        [RewardOutcome([None], lost=frozenset({0})), RewardOutcome([0.5])]
+    )
     assert unread.timeouts == 0 and [s is not None and math.isnan(s) for s in unread.marked] == [
         True,
         False,
     ]
-    assert Outcome.joined([Outcome([1.0]), Outcome([None], crashes=1)]) == Outcome(
-        [1.0, None], crashes=1
-    )
+    assert RewardOutcome.joined(
+        [RewardOutcome([1.0]), RewardOutcome([None], crashes=1)]
+    ) == RewardOutcome([1.0, None], crashes=1)
 
 
 def test_a_reward_too_large_to_train_on_is_refused() -> None:
@@ -156,9 +164,9 @@ def test_gates_name_other_rewards() -> None:
             FunctionReward(name, lambda completions: [], gate=gate) for name, gate in kw.items()
         ]
 
-    assert gates_of(make(a="b", b=None)) == {"a": Gate("b")} and gates_of(
+    assert gates_of(make(a="b", b=None)) == {"a": RewardGate("b")} and gates_of(
         make(a="rewards.py:b", b=None)
-    ) == {"a": Gate("b")}
+    ) == {"a": RewardGate("b")}
     with pytest.raises(
         InputError, match=r"rewards\.1\.gate: b waits for x, and there is no such reward.*a, b"
     ):

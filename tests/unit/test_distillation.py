@@ -25,7 +25,7 @@ from reinforge.algorithms.losses.distillation import (
 from reinforge.algorithms.losses.supervised import DFTLoss, dft
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.models import head
-from reinforge.models.divergence import Head, chunked_divergence, log_collision
+from reinforge.models.divergence import LogitHead, chunked_divergence, log_collision
 from reinforge.models.head import LogitRule
 from reinforge.models.neftune import neftune
 
@@ -154,9 +154,9 @@ def test_chunked_equals_plain_autograd(
     ours, plain = ([x.clone().requires_grad_() for x in (h, w, b)] for _ in range(2))
     found = chunked_divergence(
         ours[0],
-        Head(ours[1], ours[2] if bias else None, own),
+        LogitHead(ours[1], ours[2] if bias else None, own),
         th,
-        Head(tw, tb if bias else None, other),
+        LogitHead(tw, tb if bias else None, other),
         function,
     )
     x = own.apply(plain[0] @ plain[1].t() + (plain[2] if bias else 0))
@@ -174,7 +174,7 @@ def test_chunked_in_half_precision_and_empty() -> None:
     h, w, t = (torch.randn(*shape, generator=generator) for shape in ((5, 8), (33, 8), (5, 8)))
     low = [x.bfloat16().requires_grad_() for x in (h, w)]
     found = chunked_divergence(
-        low[0], Head(low[1]), t.bfloat16(), Head(w.bfloat16()), distillation.forward_kl
+        low[0], LogitHead(low[1]), t.bfloat16(), LogitHead(w.bfloat16()), distillation.forward_kl
     )
     assert found.dtype == torch.float32
     want = distillation.forward_kl(
@@ -188,7 +188,9 @@ def test_chunked_in_half_precision_and_empty() -> None:
         and low[1].grad.float().norm() > 0
     )
     weight = w.clone().requires_grad_()
-    chunked_divergence(h[:0], Head(weight), t[:0], Head(w), distillation.jsd).sum().backward()
+    chunked_divergence(
+        h[:0], LogitHead(weight), t[:0], LogitHead(w), distillation.jsd
+    ).sum().backward()
     assert weight.grad is not None and float(weight.grad.abs().max()) == 0
 
 
@@ -198,7 +200,7 @@ def test_log_collision(monkeypatch: pytest.MonkeyPatch) -> None:
     want = ((h @ w.t() / 0.7).softmax(-1) ** 2).sum(-1).log()
     for n in (2, 50):
         monkeypatch.setattr(head, "chunk_rows", lambda rows, vocabulary, device, n=n: n)
-        torch.testing.assert_close(log_collision(h, Head(w), temperature=0.7), want)
+        torch.testing.assert_close(log_collision(h, LogitHead(w), temperature=0.7), want)
 
 
 # ---- losses

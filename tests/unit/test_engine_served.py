@@ -13,7 +13,7 @@ from torch import nn
 from reinforge.config.engine import SERVERS, EngineConfig, EngineName
 from reinforge.core.engine import Sampling
 from reinforge.core.weights import Weights
-from reinforge.engines.served.dialect import Draw, Piece, Setup
+from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.http import Http, ServerFault
 from reinforge.engines.served.make import DIALECTS
@@ -35,21 +35,23 @@ class OneSlot:
         self.seconds = 0.0
         self.lost: list[Any] = []  # replicas that die while they stage
 
-    def command(self, setup: Setup, python: str, port: int) -> list[str]:
+    def command(self, setup: ServerSetup, python: str, port: int) -> list[str]:
         raise AssertionError("they run already")
 
-    def environment(self, setup: Setup, key: str) -> dict[str, str]:
+    def environment(self, setup: ServerSetup, key: str) -> dict[str, str]:
         return {}
 
-    async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
+    async def status(self, http: Http, setup: ServerSetup) -> dict[str, Any]:
         return {"dtype": "float32"}
 
     async def generate(
-        self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
-    ) -> list[Piece]:
+        self, http: Http, draws: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
+    ) -> list[SampleOutput]:
         await asyncio.sleep(0.005)
         return [
-            Piece([7] * d.max_tokens, [-float(self.served[http.address])] * d.max_tokens, "length")
+            SampleOutput(
+                [7] * d.max_tokens, [-float(self.served[http.address])] * d.max_tokens, "length"
+            )
             for d in draws
         ]
 
@@ -86,7 +88,7 @@ def made(folder: Path, replicas: int) -> tuple[ServedEngine, OneSlot, Weights]:
     module = nn.Linear(2, 2)
     cfg = EngineConfig(address=[f"http://replica-{i}" for i in range(replicas)])
     engine = ServedEngine(
-        Setup("one-slot", cfg, "model", folder, "float32", "cpu", 128, 64), dialect
+        ServerSetup("one-slot", cfg, "model", folder, "float32", "cpu", 128, 64), dialect
     )
     engine.transfer.pairs = lambda weights: iter([("weight", module.weight.detach())])  # type: ignore[method-assign]
     return engine, dialect, Weights("shared", module=module)

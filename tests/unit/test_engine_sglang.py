@@ -25,7 +25,7 @@ from reinforge.core.engine import Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
-from reinforge.engines.served.dialect import Setup
+from reinforge.engines.served.dialect import ServerSetup
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.make import make_served
 from reinforge.weights.probe import WeightMismatch
@@ -89,7 +89,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Made]]:
             env={"PYTHONPATH": str(tmp_path / "site"), **(env or {})},
             **{"start_seconds": 120, **options},
         )
-        setup = Setup(
+        setup = ServerSetup(
             "sglang",
             cfg,
             str(saved),
@@ -390,7 +390,7 @@ def test_an_address_that_is_not_ours(
     assert http is not None and http.key is not None
     monkeypatch.setenv("THE_KEY", http.key)
     cfg = EngineConfig(address=[http.address], key_env="THE_KEY")
-    setup = Setup(
+    setup = ServerSetup(
         "sglang",
         cfg,
         first.engine.setup.model,

@@ -22,10 +22,10 @@ from reinforge.config.load import config_from_dict
 from reinforge.config.rules.machine import missing
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.served.dialect import Setup
+from reinforge.engines.served.dialect import ServerSetup
 from reinforge.engines.served.make import make_served
 from reinforge.engines.served.vllm import Vllm, options, plugin_file, unpacked
-from reinforge.engines.served.vllm_plugin import Front
+from reinforge.engines.served.vllm_plugin import ControlMiddleware
 from toys import run
 
 BASE = {
@@ -92,9 +92,9 @@ def test_plan_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(missing(config_from_dict(BASE, where="test"))) == []
 
 
-def setup(tmp_path: Path, **changes: Any) -> Setup:
+def setup(tmp_path: Path, **changes: Any) -> ServerSetup:
     cfg = changes.pop("cfg", EngineConfig())
-    return Setup(
+    return ServerSetup(
         **{
             "kind": "vllm",
             "cfg": cfg,
@@ -131,7 +131,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (
         asked["--gpu-memory-utilization"] == "0.3"
         and asked["--host"] == "127.0.0.1"
-        and asked["--worker-extension-cls"] == "reinforge_vllm.Worker"
+        and asked["--worker-extension-cls"] == "reinforge_vllm.WorkerExtension"
     )
     assert (
         asked["--max-num-seqs"] == "7"
@@ -281,7 +281,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
 
 
 async def ask(
-    front: Front,
+    front: ControlMiddleware,
     client: Client,
     path: str,
     body: Any,
@@ -330,7 +330,7 @@ def test_the_front(client: Client) -> None:
         await send({"body": b"{}"})
 
     async def work() -> None:
-        front = Front(vllm_itself)
+        front = ControlMiddleware(vllm_itself)
         status, reply = await ask(front, client, "/reinforge/generate", ITEMS)
         assert status == 200 and [unpacked("q", item["tokens"]) for item in reply["items"]] == [
             [7] * 4,
@@ -358,7 +358,7 @@ def test_a_client_that_leaves_takes_its_work_with_it(client: Client) -> None:
     async def work() -> None:
         client.endless = True
         leave = asyncio.Event()
-        front = Front(None)
+        front = ControlMiddleware(None)
         task = asyncio.ensure_future(ask(front, client, "/reinforge/generate", ITEMS, leave=leave))
         while len(client.output_processor.request_states) < 2:
             await asyncio.sleep(0.001)
@@ -377,7 +377,7 @@ def test_a_client_that_leaves_takes_its_work_with_it(client: Client) -> None:
 def test_an_abort_returns_what_there_is(client: Client) -> None:
     async def work() -> None:
         client.endless = True
-        front = Front(None)
+        front = ControlMiddleware(None)
         task = asyncio.ensure_future(ask(front, client, "/reinforge/generate", ITEMS))
         while len(client.output_processor.request_states) < 2:
             await asyncio.sleep(0.001)

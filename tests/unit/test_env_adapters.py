@@ -17,11 +17,11 @@ from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.env import Action, Call, Observation, RolloutContext, Step
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row, Stop
-from reinforge.envs.adapters.chance import Chance
-from reinforge.envs.adapters.endpoint import Turnstile, run
+from reinforge.envs.adapters.endpoint import AgentGate, run
 from reinforge.envs.adapters.opponents import moves_in, opponent_of
-from reinforge.envs.build import Mixture, entry_of
-from reinforge.envs.calls.talk import Talk
+from reinforge.envs.adapters.random_state import RandomState
+from reinforge.envs.build import EnvMixture, entry_of
+from reinforge.envs.calls.tool_template import ToolTemplate
 from reinforge.rollout.dialogue.env_player import EnvPlayer
 from reinforge.rollout.dialogue.episode import EpisodeLimits
 
@@ -38,7 +38,7 @@ def play(
     name: str, options: dict[str, Any], row: Row, actions: list[Action], seed: int = 0
 ) -> tuple[Observation, list[Step]]:
     async def work() -> tuple[Observation, list[Step]]:
-        env = Mixture([entry_of(name, options)])(row)
+        env = EnvMixture([entry_of(name, options)])(row)
         first = await called(env.reset(row, seed))
         steps = [await called(env.step(a)) for a in actions]
         await called(env.close())
@@ -187,12 +187,12 @@ def test_tinker_class_speaks_tokens(tmp_path: Path) -> None:
     Trained are the sampled ids alone.
     """
     (tmp_path / "count.py").write_text(TINKER)
-    make = Mixture([entry_of(f"tinker:{tmp_path}/count.py:Count", {"make": {"base": 10}})])
+    make = EnvMixture([entry_of(f"tinker:{tmp_path}/count.py:Count", {"make": {"base": 10}})])
     renderer: Any = SimpleNamespace(decode=str, template=None, chat=False)
     player = EnvPlayer(
         cast(Engine, Scripted([[1, 2], [3], [4]])),
         renderer,
-        Talk(),
+        ToolTemplate(),
         make,
         EpisodeLimits(100, 5),
         seed=0,
@@ -243,8 +243,8 @@ def test_reasoning_gym_attempts() -> None:
 def test_chance_is_each_episodes_own() -> None:
     random.seed(123)
     before = random.getstate()
-    a = Chance(1)
-    b = Chance(1)
+    a = RandomState(1)
+    b = RandomState(1)
     drawn: list[list[float]] = [[], []]
     for which in (0, 1, 1, 0, 0, 1):
         with (a, b)[which]:
@@ -311,7 +311,7 @@ def test_an_agent_is_an_environment(stream: bool) -> None:
             return f"{messages[-3]['content']}|{messages[-1].get('content', '')}|"
 
     async def work() -> None:
-        turnstile = Turnstile()
+        turnstile = AgentGate()
         task = run(agent(await turnstile.open()))
         first = await turnstile.turn(task)
         assert (
@@ -333,7 +333,7 @@ def test_an_agent_is_an_environment(stream: bool) -> None:
 
 def test_an_agent_that_rewrites_history_fails() -> None:
     async def work() -> None:
-        turnstile = Turnstile()
+        turnstile = AgentGate()
         never: asyncio.Task[Any] = run(asyncio.sleep(60))
         loop = asyncio.get_running_loop()
         turnstile.asked.put_nowait(

@@ -19,7 +19,7 @@ from reinforge.core.env import Action, Call
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.envs.adapters.bridge import Bridge
-from reinforge.envs.build import Mixture, entry_of
+from reinforge.envs.build import EnvMixture, entry_of
 from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
 
 ODD = """
@@ -57,7 +57,7 @@ def odd(tmp_path: Path) -> Any:
     (tmp_path / "odd.py").write_text(ODD)
     entry = entry_of(f"{tmp_path}/odd.py:Odd", {"scale": 2.5}, python=sys.executable)
     assert isinstance(entry.make, Bridge)
-    yield Mixture([entry])
+    yield EnvMixture([entry])
     entry.make.stop()
 
 
@@ -73,7 +73,7 @@ def row(n: int) -> Row:
     return Row(str(n), "prompt", {"n": n})
 
 
-def test_rows_actions_and_answers_pass_through(odd: Mixture) -> None:
+def test_rows_actions_and_answers_pass_through(odd: EnvMixture) -> None:
     async def work() -> None:
         env = odd(row(7))
         seen = await env.reset(row(7), 3)
@@ -93,7 +93,7 @@ def test_rows_actions_and_answers_pass_through(odd: Mixture) -> None:
     play(work())
 
 
-def test_a_worker_for_each_episode_and_one_import(odd: Mixture) -> None:
+def test_a_worker_for_each_episode_and_one_import(odd: EnvMixture) -> None:
     async def work() -> None:
         envs = [odd(row(n)) for n in range(3)]
         first = await asyncio.gather(*(env.reset(row(n), 3) for n, env in enumerate(envs)))
@@ -120,13 +120,13 @@ def test_a_worker_for_each_episode_and_one_import(odd: Mixture) -> None:
     play(work())
 
 
-def test_what_raises_fails_the_episode_and_says_why(odd: Mixture) -> None:
+def test_what_raises_fails_the_episode_and_says_why(odd: EnvMixture) -> None:
     async def work(text: str) -> EpisodeFailure:
-        world = EpisodeEnvironment(odd, row(1), 0, turn_seconds=30)
-        await world.reset()
+        environment = EpisodeEnvironment(odd, row(1), 0, turn_seconds=30)
+        await environment.reset()
         with pytest.raises(EpisodeFailure) as failed:
-            await world.step(action(text))
-        await world.close()
+            await environment.step(action(text))
+        await environment.close()
         return failed.value
 
     assert "ValueError: a sentence" in play(work("raise")).why
@@ -136,16 +136,16 @@ def test_what_raises_fails_the_episode_and_says_why(odd: Mixture) -> None:
     assert play(work("raise")).kind == "error"  # others go on after a crash
 
 
-def test_one_that_hangs_is_killed_at_its_deadline(odd: Mixture) -> None:
+def test_one_that_hangs_is_killed_at_its_deadline(odd: EnvMixture) -> None:
     async def work() -> None:
-        world = EpisodeEnvironment(odd, row(1), 0, turn_seconds=None)
-        await world.reset()
-        world.turn_seconds = 0.3
-        pid = world.env.pid  # type: ignore[union-attr]
+        environment = EpisodeEnvironment(odd, row(1), 0, turn_seconds=None)
+        await environment.reset()
+        environment.turn_seconds = 0.3
+        pid = environment.env.pid  # type: ignore[union-attr]
         began = time.monotonic()
         with pytest.raises(EpisodeFailure) as failed:
-            await world.step(action("hang"))
-        await world.close()
+            await environment.step(action("hang"))
+        await environment.close()
         assert failed.value.kind == "timeout" and time.monotonic() - began < 2.0
         await asyncio.sleep(0.2)
         assert not os.path.exists(f"/proc/{pid}")

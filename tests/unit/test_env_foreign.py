@@ -23,21 +23,23 @@ from reinforge.core.env import Action, Env, Observation, Step
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.envs.adapters.bridge import Bridge
-from reinforge.envs.build import Entry, entry_of
+from reinforge.envs.build import EnvMixtureEntry, entry_of
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "envs"
 
 
 @pytest.fixture
-def made() -> Iterator[list[Entry]]:
-    entries: list[Entry] = []
+def made() -> Iterator[list[EnvMixtureEntry]]:
+    entries: list[EnvMixtureEntry] = []
     yield entries
     for entry in entries:
         if isinstance(entry.make, Bridge):
             entry.make.stop()
 
 
-def entry(made: list[Entry], name: str, options: dict[str, Any] | None = None) -> Entry:
+def entry(
+    made: list[EnvMixtureEntry], name: str, options: dict[str, Any] | None = None
+) -> EnvMixtureEntry:
     library = name.partition(":")[0]
     python = os.environ.get(f"REINFORGE_PYTHON_{library.upper()}")
     if python is None and importlib.util.find_spec(library) is None:
@@ -54,12 +56,16 @@ async def called(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-async def begin(entry: Entry, seed: int, row: Row | None = None) -> tuple[Env, Observation]:
+async def begin(
+    entry: EnvMixtureEntry, seed: int, row: Row | None = None
+) -> tuple[Env, Observation]:
     env = entry.make(**entry.options)
     return env, await called(env.reset(row or Row("0", "ignored"), seed))
 
 
-async def episode(entry: Entry, texts: list[str], seed: int, row: Row | None = None) -> list[Step]:
+async def episode(
+    entry: EnvMixtureEntry, texts: list[str], seed: int, row: Row | None = None
+) -> list[Step]:
     env, _ = await begin(entry, seed, row)
     steps: list[Step] = []
     for text in texts:
@@ -78,7 +84,7 @@ def heard(step: Step) -> str:
 def search(low: int, high: int, wrap: str, up: str) -> Any:
     """Plays a guessing game by halving."""
 
-    async def work(entry: Entry, seed: int) -> tuple[list[int], Step]:
+    async def work(entry: EnvMixtureEntry, seed: int) -> tuple[list[int], Step]:
         env, _ = await begin(entry, seed)
         a = low
         b = high
@@ -97,7 +103,7 @@ def search(low: int, high: int, wrap: str, up: str) -> Any:
 # ---- TextArena ----
 
 
-def test_textarena_guess_the_number(made: list[Entry]) -> None:
+def test_textarena_guess_the_number(made: list[EnvMixtureEntry]) -> None:
     game = entry(made, "textarena:GuessTheNumber-v0")
 
     async def work() -> None:
@@ -120,7 +126,7 @@ def test_textarena_guess_the_number(made: list[Entry]) -> None:
     asyncio.run(work())
 
 
-def test_textarena_invalid_moves_end_the_game(made: list[Entry]) -> None:
+def test_textarena_invalid_moves_end_the_game(made: list[EnvMixtureEntry]) -> None:
     game = entry(made, "textarena:GuessTheNumber-v0", {"brackets": True})
     steps = asyncio.run(episode(game, ["1", "nonsense", "nonsense", "nonsense"], 3))
     assert [s.done for s in steps] == [False, False, True]
@@ -131,7 +137,7 @@ def test_textarena_invalid_moves_end_the_game(made: list[Entry]) -> None:
     )
 
 
-def test_textarena_two_players(made: list[Entry]) -> None:
+def test_textarena_two_players(made: list[EnvMixtureEntry]) -> None:
     """The first free cell against us: X takes 0, 1 while O takes 8, 7, 6 and wins."""
     game = entry(made, "textarena:TicTacToe-v0", {"opponent": "first"})
     steps = asyncio.run(episode(game, ["[8]", "[7]", "[6]"], 0))
@@ -145,7 +151,7 @@ def test_textarena_two_players(made: list[Entry]) -> None:
     assert lost[-1].done and lost[-1].reward == -1.0
 
 
-def test_textarena_second_seat_and_random_opponent(made: list[Entry]) -> None:
+def test_textarena_second_seat_and_random_opponent(made: list[EnvMixtureEntry]) -> None:
     game = entry(made, "textarena:TicTacToe-v0", {"player": 1, "opponent": "random"})
 
     async def opening(seed: int) -> str:
@@ -162,7 +168,7 @@ def test_textarena_second_seat_and_random_opponent(made: list[Entry]) -> None:
     assert moves[0] == moves[1] and len(set(moves)) > 2
 
 
-def test_textarena_refuses(made: list[Entry]) -> None:
+def test_textarena_refuses(made: list[EnvMixtureEntry]) -> None:
     for name, options, said in (
         ("NoSuchGame-v0", {}, "no game"),
         ("TicTacToe-v0", {"player": 2}, "no seat 2"),
@@ -175,7 +181,7 @@ def test_textarena_refuses(made: list[Entry]) -> None:
 # ---- GEM ----
 
 
-def test_gem_guess_the_number(made: list[Entry]) -> None:
+def test_gem_guess_the_number(made: list[EnvMixtureEntry]) -> None:
     game = entry(made, "gem:game:GuessTheNumber-v0-easy")
 
     async def work() -> None:
@@ -204,7 +210,7 @@ def test_gem_guess_the_number(made: list[Entry]) -> None:
     assert wrong.done and not wrong.truncated and wrong.reward is not None and wrong.reward < 0
 
 
-def test_gem_refuses(made: list[Entry]) -> None:
+def test_gem_refuses(made: list[EnvMixtureEntry]) -> None:
     with pytest.raises(InputError, match="GuessTheNumber-v0-easy"):
         asyncio.run(begin(entry(made, "gem:game:GuessTheNumber-v0"), 0))
 
@@ -212,7 +218,7 @@ def test_gem_refuses(made: list[Entry]) -> None:
 # ---- Gymnasium ----
 
 
-def test_gymnasium_frozen_lake(made: list[Entry]) -> None:
+def test_gymnasium_frozen_lake(made: list[EnvMixtureEntry]) -> None:
     words = ["left", "down", "right", "up"]
     lake = entry(
         made,
@@ -237,7 +243,7 @@ def test_gymnasium_frozen_lake(made: list[Entry]) -> None:
     assert hole.done and hole.reward == 0.0
 
 
-def test_gymnasium_numbers_seeds_and_limits(made: list[Entry]) -> None:
+def test_gymnasium_numbers_seeds_and_limits(made: list[EnvMixtureEntry]) -> None:
     jack = entry(made, "gymnasium:Blackjack-v1")
     first = [asyncio.run(begin(jack, s))[1].messages[0]["content"] for s in (4, 4, 5, 6, 7, 8)]
     assert first[0] == first[1] and len(set(first)) > 2
@@ -256,7 +262,7 @@ def test_gymnasium_numbers_seeds_and_limits(made: list[Entry]) -> None:
 
 
 @pytest.mark.slow
-def test_openenv_server_and_websocket(made: list[Entry]) -> None:
+def test_openenv_server_and_websocket(made: list[EnvMixtureEntry]) -> None:
     guess = entry(made, f"openenv:{RECIPES}/guess_server.py:app")
 
     async def one(seed: int) -> tuple[list[str], Step]:
@@ -288,7 +294,7 @@ def test_openenv_server_and_websocket(made: list[Entry]) -> None:
 
 
 @pytest.mark.slow
-def test_verifiers_taskset_and_harness(made: list[Entry]) -> None:
+def test_verifiers_taskset_and_harness(made: list[EnvMixtureEntry]) -> None:
     digits = entry(made, "verifiers:digits-v1", {"path": str(RECIPES), "max_turns": 1})
 
     async def one(text: str) -> Step:

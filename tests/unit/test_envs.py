@@ -24,7 +24,7 @@ from reinforge.core.env import Action, Observation, RolloutContext, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.sources import train_and_eval_rows
-from reinforge.envs.build import Mixture, entry_of
+from reinforge.envs.build import EnvMixture, entry_of
 from reinforge.envs.games import GuessNumber
 from reinforge.envs.names import BUILTIN
 from reinforge.models.tiny import CHAT, make_tiny_model
@@ -162,7 +162,7 @@ def test_wrong_names_and_options_are_told() -> None:
 
 
 def test_a_mixture_chooses_by_column_or_by_weight() -> None:
-    mixture = Mixture(
+    mixture = EnvMixture(
         [entry_of("guess_number", {"high": 9}, weight=3.0), entry_of("single", {}, weight=1.0)],
         seed=1,
     )

@@ -22,7 +22,7 @@ from reinforge.core.env import Action, Observation, RolloutContext, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Stop
 from reinforge.core.seeds import seed_of
-from reinforge.data.dialogue import Dialogue
+from reinforge.data.dialogue import DialogueTokens
 from reinforge.engines.native import NativeEngine
 from reinforge.envs.single import SingleTurnEnv
 from reinforge.envs.toolbox import ToolEnv
@@ -108,7 +108,7 @@ def test_the_context_is_what_the_template_renders() -> None:
     once.
     """
     renderer = make_renderer()
-    dialogue = Dialogue(renderer, "test")
+    dialogue = DialogueTokens(renderer, "test")
     ids = dialogue.begin([{"role": "user", "content": "a <|im_end|> b"}])
     for answer, new in (("first", "more <|im_start|>"), ("second", "enough")):
         sampled = [*renderer.template.plain(answer), end_of(renderer)]

@@ -15,7 +15,7 @@ from reinforge.backends.local import LocalBackend
 from reinforge.core.engine import Sampling
 from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row, Sample
-from reinforge.evals.heldout import HeldOut, heldout_loss
+from reinforge.evals.heldout import HeldOutEvaluation, heldout_loss
 from reinforge.evals.statistics import pass_at_k, wilson
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.players.single_turn import SingleTurn
@@ -30,7 +30,7 @@ from toys import (
 )
 
 
-def held_out(rewards: Sequence[Sequence[float | None]], **kw: float) -> HeldOut:
+def held_out(rewards: Sequence[Sequence[float | None]], **kw: float) -> HeldOutEvaluation:
     async def rollout(row: Row, context: RolloutContext) -> Group:
         name = context.group
         values = rewards[int(row.id)]
@@ -44,7 +44,9 @@ def held_out(rewards: Sequence[Sequence[float | None]], **kw: float) -> HeldOut:
             ],
         )
 
-    return HeldOut(rollout, [Row(str(i), "") for i in range(len(rewards))], len(rewards[0]), **kw)
+    return HeldOutEvaluation(
+        rollout, [Row(str(i), "") for i in range(len(rewards))], len(rewards[0]), **kw
+    )
 
 
 def test_accuracy_is_over_problems() -> None:
@@ -115,7 +117,7 @@ def test_the_same_evaluation_twice_is_the_same() -> None:
     matters.
     """
 
-    def make(rows: list[Row]) -> HeldOut:
+    def make(rows: list[Row]) -> HeldOutEvaluation:
         decode = ToyTokenizer().decode
         reward = FunctionReward(
             "a", lambda completions: [c.count("a") / 9 for c in completions], pure=True
@@ -130,7 +132,7 @@ def test_the_same_evaluation_twice_is_the_same() -> None:
             seed=0,
             purpose="eval",
         )
-        return HeldOut(rollout, rows, 3)
+        return HeldOutEvaluation(rollout, rows, 3)
 
     evaluation = make([Row(str(i), "") for i in range(6)])
     first = run(evaluation())

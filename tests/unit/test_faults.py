@@ -23,7 +23,7 @@ from reinforge.envs.toolbox import ToolEnv
 from reinforge.envs.tools import tool
 from reinforge.offline.card import card
 from reinforge.rewards.function import FunctionReward
-from reinforge.rewards.outcome import Outcome
+from reinforge.rewards.outcome import RewardOutcome
 from reinforge.rollout.dialogue.episode import EpisodeLimits
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.scoring import FAULTS, RewardScorer
@@ -98,8 +98,8 @@ def test_a_tool_whose_sandbox_fails_is_a_fault_of_the_sandbox(
 
 def test_rewards_tell_what_went_wrong_and_a_redone_step_counts_the_same(tmp_path: Path) -> None:
     def asked(**counts: int) -> Any:
-        async def function(completions: list[str]) -> Outcome:
-            return Outcome([None] * len(completions), **counts)
+        async def function(completions: list[str]) -> RewardOutcome:
+            return RewardOutcome([None] * len(completions), **counts)
 
         return FunctionReward("odd", function)
 
@@ -128,10 +128,10 @@ def test_rewards_tell_what_went_wrong_and_a_redone_step_counts_the_same(tmp_path
     run(tolerant.score([ROW] * 2, "g", [[1], [2]], ["a", "b"]))
     faults, why = tolerant.faults("g")
     assert faults == {Fault.REWARD_ERROR: 2} and "KeyError: 'gone'" in why[Fault.REWARD_ERROR]
-    joined = Outcome.joined(
-        [Outcome([1.0], timeouts=1, sandbox=2), Outcome([None], crashes=3, unsafe=4)]
+    joined = RewardOutcome.joined(
+        [RewardOutcome([1.0], timeouts=1, sandbox=2), RewardOutcome([None], crashes=3, unsafe=4)]
     )
-    assert joined == Outcome([1.0, None], 1, 3, 2, 4)
+    assert joined == RewardOutcome([1.0, None], 1, 3, 2, 4)
 
 
 # ---- counted, told, shown ----

@@ -21,10 +21,10 @@ from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.data.sources import hold_out, load_rows
-from reinforge.engines.openai import OpenAIClient, Server
+from reinforge.engines.openai import OpenAIClient, OpenAIServer
 from reinforge.offline.generate import pairs_path
-from reinforge.offline.journal import REQUEST, Generated
-from reinforge.offline.labels import Labelling, make_pairs
+from reinforge.offline.journal import REQUEST, GenerationJournal
+from reinforge.offline.labels import LabelOptions, make_pairs
 from reinforge.rewards import judge as judging
 from reinforge.rewards.judge import Judge
 from stubs import Stub, stub_server
@@ -49,8 +49,8 @@ def last_word(body: dict[str, Any]) -> str:
     return body["messages"][-1]["content"].split()[-1]
 
 
-def fast(url: str, **options: Any) -> Server:
-    return Server(url, "stub", **{"pause": 0.01, "retries": 3, **options})
+def fast(url: str, **options: Any) -> OpenAIServer:
+    return OpenAIServer(url, "stub", **{"pause": 0.01, "retries": 3, **options})
 
 
 # the client
@@ -153,15 +153,15 @@ def test_reads_logprobs_ids_and_stops() -> None:
 
 def test_a_torn_line_is_cut_and_asked_again(tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl"
-    store = Generated(out, 2)
+    store = GenerationJournal(out, 2)
     store.add([{REQUEST: "a", "x": 1}, {REQUEST: "a", "x": 2}])
     store.add([{REQUEST: "b", "x": 3}, {REQUEST: "b", "x": 4}])
     whole = store.journal.read_bytes()
     store.journal.write_bytes(whole[:-5])
-    again = Generated(out, 2)
+    again = GenerationJournal(out, 2)
     assert again.known == {"a": [{REQUEST: "a", "x": 1}, {REQUEST: "a", "x": 2}]}
     again.add([{REQUEST: "b", "x": 5}, {REQUEST: "b", "x": 6}])
-    third = Generated(out, 2)
+    third = GenerationJournal(out, 2)
     assert [line["x"] for line in third.known["b"]] == [5, 6] and len(third.known) == 2
     assert [line["x"] for line in third.finish(["b", "a"])] == [
         5,
@@ -171,8 +171,8 @@ def test_a_torn_line_is_cut_and_asked_again(tmp_path: Path) -> None:
     ] and not third.journal.exists()
     assert (
         [line["x"] for line in lines_of(out)] == [5, 6, 1, 2]
-        and list(Generated(out, 2).known) == ["b", "a"]
-        and not Generated(out, 3).known
+        and list(GenerationJournal(out, 2).known) == ["b", "a"]
+        and not GenerationJournal(out, 3).known
     )
 
 
@@ -281,7 +281,7 @@ def test_labels_come_later_and_ask_for_nothing_again(tmp_path: Path) -> None:
     with stub_server(lambda body: texts) as stub, stub_server(longer_is_better) as judge:
         options: dict[str, Any] = dict(n=3, server=fast(stub.url))
         generate("m", prompts, out, **options)
-        how = Labelling(judge=fast(judge.url), mode="pairwise", pairs="best-worst")
+        how = LabelOptions(judge=fast(judge.url), mode="pairwise", pairs="best-worst")
         generate("m", prompts, out, **options, labelling=how)
         assert len(stub.asked) == 3 and len(judge.asked) == 3 * 6
         assert [r["judge"] for r in lines_of(out)] == [0.5, 1.0, 0.0] * 3
@@ -299,7 +299,7 @@ def test_labels_come_later_and_ask_for_nothing_again(tmp_path: Path) -> None:
             RewardConfig(name="test_generate:short", weight=2.0),
             RewardConfig(name="exact_match"),
         ]
-        generate("m", prompts, out, **options, labelling=Labelling(rewards, pairs="all"))
+        generate("m", prompts, out, **options, labelling=LabelOptions(rewards, pairs="all"))
         assert len(stub.asked) == 3
         assert [(r["rewards"], r["reward"]) for r in lines_of(out)[:3]] == [
             ({"short": -len(t), "exact_match": 0.0}, -2.0 * len(t)) for t in texts
@@ -531,7 +531,7 @@ def test_a_server_of_ours_says_what_the_engine_says(tmp_path: Path) -> None:
             prompts,
             tmp_path / "remote.jsonl",
             **options,
-            server=Server(url),
+            server=OpenAIServer(url),
             token_ids=True,
         )
     for native, remote in zip(

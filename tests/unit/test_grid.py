@@ -21,7 +21,7 @@ from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
-from reinforge.models.sequence import Reading, Slices, check_heads
+from reinforge.models.sequence import SequenceSlices, SliceReading, check_heads
 from toys import make_model, make_module, train_config
 
 
@@ -134,21 +134,21 @@ def test_models_that_cannot_be_split() -> None:
 
 
 def test_slices_and_what_is_read_in_them() -> None:
-    def seen(rank: int, size: int) -> Slices:
-        slices = object.__new__(Slices)
+    def seen(rank: int, size: int) -> SequenceSlices:
+        slices = object.__new__(SequenceSlices)
         slices.group, slices.rank, slices.size = None, rank, size  # type: ignore[assignment]
         return slices
 
     spans = [seen(rank, 3).span(8) for rank in range(3)]
     assert [(s.start, s.stop) for s in spans] == [(0, 3), (3, 6), (6, 8)]
     places = torch.tensor([5, 0, 7, 3, 5])
-    readings = [Reading.of(places, 8, seen(rank, 3)) for rank in range(3)]
+    readings = [SliceReading.of(places, 8, seen(rank, 3)) for rank in range(3)]
     assert [(r.places.tolist(), r.own(places).tolist()) for r in readings] == [
         ([0], [0]),
         ([2, 0, 2], [5, 3, 5]),
         ([1], [7]),
     ]
-    whole = Reading.of(places, 8, None)
+    whole = SliceReading.of(places, 8, None)
     assert torch.equal(whole.rows(torch.arange(8.0)), places.float()) and torch.equal(
         whole.join(places), places
     )

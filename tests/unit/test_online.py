@@ -32,7 +32,7 @@ from reinforge.engines.native import NativeEngine
 from reinforge.engines.with_opponent import EngineWithOpponent
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
-from reinforge.models.mixture import Mixture
+from reinforge.models.mixture import ModelMixture
 from reinforge.models.tiny import make_tiny_model
 from tiny_runs import digest, lines
 from toys import SilentView, ToyTokenizer, make_module, run, tokens_of
@@ -201,7 +201,9 @@ def test_the_opponent_samples_the_geometric_mixture(coefficient: float, lora: bo
                 )
     assert backend.reference is not None
     engine = NativeEngine(policy, kv_gib=0.01)
-    opponent = NativeEngine(Mixture(policy, backend.reference.active, coefficient), kv_gib=0.01)
+    opponent = NativeEngine(
+        ModelMixture(policy, backend.reference.active, coefficient), kv_gib=0.01
+    )
     both = EngineWithOpponent(engine, opponent)
     prompts = [tokens_of(n, n) for n in (5, 19)]
     temperature = 0.7

@@ -10,7 +10,7 @@ import torch
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample
-from reinforge.rollout.rows.pass_rates import Bands, PassRates
+from reinforge.rollout.rows.pass_rates import PassRateBands, PassRates
 
 IDS = [f"r{i}" for i in range(5)]
 
@@ -63,7 +63,7 @@ def test_bands_and_shares() -> None:
     """Of 5 rows: one solved, one hopeless, one teachable, one with too few samples, one
     never seen.
     """
-    rates = PassRates(IDS, bands=Bands(solved=0.75, hopeless=0.25, min_attempts=4))
+    rates = PassRates(IDS, bands=PassRateBands(solved=0.75, hopeless=0.25, min_attempts=4))
     rates.observe(
         [
             visit(0, [1, 1, 1, 0]),

@@ -22,7 +22,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.plan import hub, plan
 from reinforge.plan.checks import quantiles, run_checks
-from reinforge.plan.gold import sample
+from reinforge.plan.gold_answers import sample
 from reinforge.plan.outside import check_other_models
 from reinforge.plan.preflight import preflight
 from toys import SilentView
@@ -739,7 +739,7 @@ def test_plan_from_end_to_end(model: Path, rows: Path, tmp_path: Path) -> None:
         and report["summary"]["rewards"] == {"score": {"gold": 1.0, "empty": 0.0}}
     )
     assert report["summary"]["check_seconds"] < 30
-    lines = dict(plan.describe(plan.Report(summary=report["summary"])))
+    lines = dict(plan.describe(plan.PlanReport(summary=report["summary"])))
     assert (
         lines["rows"] == "16 to train on, 4 held out"
         and lines["one step"] == "32 samples, at most 512 new tokens"

@@ -11,8 +11,8 @@ from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
-from reinforge.rewards.form import cosine_length, language, repetition, tag_count, tags
-from reinforge.rewards.outcome import Outcome
+from reinforge.rewards.format_rewards import cosine_length, language, repetition, tag_count, tags
+from reinforge.rewards.outcome import RewardOutcome
 from reinforge.rewards.verifiable import choice, chosen, last_value, number
 from toys import run
 
@@ -188,4 +188,4 @@ def test_reasoning_gym_answers_are_scored_apart() -> None:
     assert reward.pool is not None and reward.pool.spec.fresh and reward.each and not reward.pure
     texts = [entry["answer"], "__import__('os')._exit(0)", "[9**9**9**9]", entry["answer"]]
     outcome = run(reward.outcome([Row("r", "p", {"entry": entry})] * 4, texts), timeout=100)
-    assert outcome == Outcome([1.0, 0.0, None, 1.0], timeouts=1)
+    assert outcome == RewardOutcome([1.0, 0.0, None, 1.0], timeouts=1)

@@ -27,7 +27,7 @@ from reinforge.rewards.math import (
     gold_answer,
     too_large,
 )
-from reinforge.rewards.outcome import Outcome
+from reinforge.rewards.outcome import RewardOutcome
 from toys import run
 
 pytest.importorskip("math_verify")
@@ -39,7 +39,7 @@ def reward() -> FunctionReward:
     return build_rewards([RewardConfig(name="math", timeout=20, workers=2)])[0]
 
 
-def judged(reward: FunctionReward, text: str, gold: Any, prompt: str = QUESTION) -> Outcome:
+def judged(reward: FunctionReward, text: str, gold: Any, prompt: str = QUESTION) -> RewardOutcome:
     return run(reward.outcome([Row("r", prompt, {"answer": gold})], [text]))
 
 
@@ -73,12 +73,12 @@ EQUAL = [
 
 @pytest.mark.parametrize(("text", "gold"), EQUAL)
 def test_equal(reward: FunctionReward, text: str, gold: Any) -> None:
-    assert judged(reward, text, gold) == Outcome([1.0])
+    assert judged(reward, text, gold) == RewardOutcome([1.0])
 
 
 @pytest.mark.parametrize(("answer", "gold"), HONEST)
 def test_an_honest_answer_counts(reward: FunctionReward, answer: str, gold: str) -> None:
-    assert judged(reward, rf"\boxed{{{answer}}}", gold, ASKED) == Outcome([1.0])
+    assert judged(reward, rf"\boxed{{{answer}}}", gold, ASKED) == RewardOutcome([1.0])
 
 
 @pytest.mark.parametrize(("answer", "gold"), RESTATED)
@@ -88,7 +88,7 @@ def test_a_restated_question_is_no_answer(reward: FunctionReward, answer: str, g
     """
     texts = [rf"\boxed{{{answer}}}", rf"So ${answer}$"]
     rows = [Row("r", ASKED, {"answer": gold})] * len(texts)
-    assert run(reward.outcome(rows, texts)) == Outcome([0.0, 0.0])
+    assert run(reward.outcome(rows, texts)) == RewardOutcome([0.0, 0.0])
 
 
 def test_every_literal_is_written_so_that_it_is_read_again() -> None:
@@ -182,7 +182,7 @@ def test_zero_within_the_bound(
     reward: FunctionReward, text: str, gold: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = time.monotonic()
-    assert judged(reward, text, gold) == Outcome([0.0])
+    assert judged(reward, text, gold) == RewardOutcome([0.0])
     assert time.monotonic() - start < 20
     assert not Path("pwned").exists()
 
@@ -191,7 +191,9 @@ def test_zero_within_the_bound(
     "gold", [None, "", "1/0", "7" * 1000, "5^{5^{5^5}}", "__import__('os')", r"\boxed{}"]
 )
 def test_a_gold_answer_that_cannot_be_read_scores_nobody(reward: FunctionReward, gold: Any) -> None:
-    assert judged(reward, r"\boxed{1/0}", gold) == judged(reward, "5", gold) == Outcome([None])
+    assert (
+        judged(reward, r"\boxed{1/0}", gold) == judged(reward, "5", gold) == RewardOutcome([None])
+    )
 
 
 def test_what_no_rule_stops_is_stopped_by_the_clock() -> None:
@@ -214,7 +216,7 @@ def test_equal_answers_are_compared_once(reward: FunctionReward) -> None:
     asked: list[Any] = []
     original = pool.call
 
-    async def watched(*args: Any) -> Outcome:
+    async def watched(*args: Any) -> RewardOutcome:
         asked.append(args)
         return await original(*args)
 
@@ -236,9 +238,13 @@ def test_a_comparison_that_ran_out_of_time_is_made_again() -> None:
     """
 
     class Slow:
-        said = [Outcome([None], timeouts=1), Outcome([None], crashes=1), Outcome([1.0])]
+        said = [
+            RewardOutcome([None], timeouts=1),
+            RewardOutcome([None], crashes=1),
+            RewardOutcome([1.0]),
+        ]
 
-        async def call(self, *_: Any) -> Outcome:
+        async def call(self, *_: Any) -> RewardOutcome:
             return self.said.pop(0)
 
     slow = MathReward(Slow())  # type: ignore[arg-type]

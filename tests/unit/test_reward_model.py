@@ -23,8 +23,8 @@ from reinforge.models.load import load_scalar
 from reinforge.plan.plan import preflight
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.model import model_reward
-from reinforge.rewards.rule import Moments, Rule
-from reinforge.rewards.running import Running
+from reinforge.rewards.normalization import RewardNormalization
+from reinforge.rewards.rule import NormalizationRule, RunningMoments
 from scalars import make_classifier
 from tiny_runs import DATA, digest, lines
 from toys import SilentView, make_samples, run
@@ -212,30 +212,36 @@ def test_the_four_models_of_rlhf_in_one_run(make: Callable[..., Config], judge: 
 def test_moments_are_exact_however_they_are_cut() -> None:
     values = [1e6 + x for x in (0.5, 1.25, -3.0, 2.0, 7.75, 0.0, 0.25)]
     for cuts in ([7], [1, 6], [3, 0, 4], [1] * 7):
-        seen = Moments()
+        seen = RunningMoments()
         start = 0
         for n in cuts:
             seen.add(values[start : start + n])
             start += n
         assert (seen.n, seen.mean) == (7, pytest.approx(statistics.fmean(values), abs=1e-9))
         assert seen.std == pytest.approx(statistics.stdev(values), rel=1e-9)
-    assert Moments().std == 0 and Moments(1, 5.0, 0.0).std == 0
+    assert RunningMoments().std == 0 and RunningMoments(1, 5.0, 0.0).std == 0
 
 
 def test_rules_by_hand() -> None:
-    seen = Moments()
+    seen = RunningMoments()
     seen.add([1.0, 3.0])  # mean 2, std sqrt(2)
-    assert Rule().apply(5.0, seen) == 5.0
-    assert Rule(center=True).apply(5.0, seen) == 3.0
-    assert Rule(scale=True).apply(5.0, seen) == pytest.approx(5 / 2**0.5)
-    assert Rule(center=True, scale=True, clip=(-2.0, 2.0)).apply(5.0, seen) == 2.0
-    assert Rule(center=True, scale=True, clip=(-2.0, 2.0)).apply(-5.0, seen) == -2.0
-    assert Rule(center=True, scale=True).apply(5.0, Moments()) == 5.0  # nothing seen yet
-    assert Rule(scale=True).apply(5.0, Moments(2, 4.0, 0.0)) == 5.0  # a constant so far
+    assert NormalizationRule().apply(5.0, seen) == 5.0
+    assert NormalizationRule(center=True).apply(5.0, seen) == 3.0
+    assert NormalizationRule(scale=True).apply(5.0, seen) == pytest.approx(5 / 2**0.5)
+    assert NormalizationRule(center=True, scale=True, clip=(-2.0, 2.0)).apply(5.0, seen) == 2.0
+    assert NormalizationRule(center=True, scale=True, clip=(-2.0, 2.0)).apply(-5.0, seen) == -2.0
+    assert (
+        NormalizationRule(center=True, scale=True).apply(5.0, RunningMoments()) == 5.0
+    )  # nothing seen yet
+    assert (
+        NormalizationRule(scale=True).apply(5.0, RunningMoments(2, 4.0, 0.0)) == 5.0
+    )  # a constant so far
 
 
 def test_running_statistics_move_once_per_step_and_survive_a_resume() -> None:
-    running = Running({"a": Rule(center=True, scale=True), "b": Rule(clip=(0.0, 1.0))})
+    running = RewardNormalization(
+        {"a": NormalizationRule(center=True, scale=True), "b": NormalizationRule(clip=(0.0, 1.0))}
+    )
     assert running({"a": 4.0, "b": 9.0, "c": 7.0, "d": None}) == {
         "a": 4.0,
         "b": 1.0,
@@ -245,7 +251,7 @@ def test_running_statistics_move_once_per_step_and_survive_a_resume() -> None:
     samples = [s.with_(rewards={"a": float(i), "b": 3.0}) for i, s in enumerate(make_samples())]
     running.observe([*samples, samples[0].with_(rewards={"a": None})])
     assert running({"a": 4.0})["a"] == pytest.approx((4 - 1.5) / statistics.stdev([0, 1, 2, 3]))
-    other = Running(running.rules)
+    other = RewardNormalization(running.rules)
     other.load(State({}, json.loads(json.dumps(running.state().meta))))  # as a checkpoint keeps it
     other.observe(samples)
     running.observe(samples)

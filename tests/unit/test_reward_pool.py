@@ -25,8 +25,8 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.function import FunctionReward
-from reinforge.rewards.outcome import Outcome
-from reinforge.rewards.pool import Pool, PoolSpec, pool_of
+from reinforge.rewards.outcome import RewardOutcome
+from reinforge.rewards.pool import PoolSpec, RewardPool, pool_of
 from reinforge.rewards.wire import NotPlain, decode, encode
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.players.single_turn import SingleTurn
@@ -39,13 +39,13 @@ OBEY = "hostile_rewards:obey"
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(PoolSpec(OBEY, workers=3, timeout=TIMEOUT, memory_gib=1.0))
+def pool() -> Iterator[RewardPool]:
+    made = RewardPool(PoolSpec(OBEY, workers=3, timeout=TIMEOUT, memory_gib=1.0))
     yield made
     made.close()
 
 
-def call(pool: Pool, *texts: str) -> Outcome:
+def call(pool: RewardPool, *texts: str) -> RewardOutcome:
     return run(pool.call("obey", {"completions": list(texts)}, len(texts)))
 
 
@@ -57,51 +57,53 @@ def alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def test_scores_come_back(pool: Pool) -> None:
-    assert call(pool, "abc", "", "ab") == Outcome([3.0, 0.0, 2.0])
+def test_scores_come_back(pool: RewardPool) -> None:
+    assert call(pool, "abc", "", "ab") == RewardOutcome([3.0, 0.0, 2.0])
 
 
 @pytest.mark.parametrize(
     ("text", "want"),
     [
-        ("hang", Outcome([None], timeouts=1)),
-        ("sleep 5", Outcome([None], timeouts=1)),
-        ("exit", Outcome([None], crashes=1)),
-        ("segfault", Outcome([None], crashes=1)),
-        ("allocate", Outcome([None], crashes=1)),
+        ("hang", RewardOutcome([None], timeouts=1)),
+        ("sleep 5", RewardOutcome([None], timeouts=1)),
+        ("exit", RewardOutcome([None], crashes=1)),
+        ("segfault", RewardOutcome([None], crashes=1)),
+        ("allocate", RewardOutcome([None], crashes=1)),
     ],
 )
-def test_faults_leave_no_score_and_never_a_zero(pool: Pool, text: str, want: Outcome) -> None:
+def test_faults_leave_no_score_and_never_a_zero(
+    pool: RewardPool, text: str, want: RewardOutcome
+) -> None:
     start = time.monotonic()
     assert call(pool, text) == want
     assert time.monotonic() - start < TIMEOUT + 2.0
-    assert call(pool, "abc") == Outcome([3.0])  # the next one finds a worker
+    assert call(pool, "abc") == RewardOutcome([3.0])  # the next one finds a worker
     assert len(set(run(pool.ready()))) == 3
 
 
-def test_what_it_raises_arrives_by_name(pool: Pool) -> None:
+def test_what_it_raises_arrives_by_name(pool: RewardPool) -> None:
     for text, name, says in (("raise gone", "KeyError", "gone"), ("quit", "SystemExit", "3")):
         with pytest.raises(Exception, match=says) as caught:
             call(pool, text)
         assert type(caught.value).__name__ == name
-    assert call(pool, "abc") == Outcome([3.0])
+    assert call(pool, "abc") == RewardOutcome([3.0])
 
 
 def test_a_flood_is_cut(capfd: pytest.CaptureFixture[str]) -> None:
-    slow = Pool(PoolSpec(OBEY, workers=1, timeout=30.0))
+    slow = RewardPool(PoolSpec(OBEY, workers=1, timeout=30.0))
     try:
-        assert call(slow, "flood") == Outcome([5.0])
+        assert call(slow, "flood") == RewardOutcome([5.0])
     finally:
         slow.close()
     printed = capfd.readouterr().err
     assert 19_000 < len(printed) < 22_000 and "dropped" in printed
 
 
-def test_a_hundred_hung_rewards_in_a_row(pool: Pool) -> None:
+def test_a_hundred_hung_rewards_in_a_row(pool: RewardPool) -> None:
     """The pool is whole afterwards, and nobody waits longer than the bound."""
     longest = 0.0
 
-    async def one(text: str) -> Outcome:
+    async def one(text: str) -> RewardOutcome:
         nonlocal longest
         start = time.monotonic()
         outcome = await pool.call("obey", {"completions": [text]}, 1)
@@ -112,13 +114,13 @@ def test_a_hundred_hung_rewards_in_a_row(pool: Pool) -> None:
         start = time.monotonic()
         for i in range(0, 99, 3):
             outcomes = await asyncio.gather(*(one("hang") for _ in range(3)))
-            assert outcomes == [Outcome([None], timeouts=1)] * 3, i
-        assert await one("hang") == Outcome([None], timeouts=1)
+            assert outcomes == [RewardOutcome([None], timeouts=1)] * 3, i
+        assert await one("hang") == RewardOutcome([None], timeouts=1)
         assert time.monotonic() - start < 34 * (TIMEOUT + 0.5)
         pids = await pool.ready()
         assert len(set(pids)) == 3 and all(alive(pid) for pid in pids)
         assert await asyncio.gather(*(one("x" * n) for n in range(30))) == [
-            Outcome([float(n)]) for n in range(30)
+            RewardOutcome([float(n)]) for n in range(30)
         ]
 
     killed = pool.killed
@@ -126,7 +128,7 @@ def test_a_hundred_hung_rewards_in_a_row(pool: Pool) -> None:
     assert pool.killed == killed + 100 and longest < TIMEOUT + 1.0
 
 
-def test_what_a_hung_reward_started_dies_with_it(pool: Pool, tmp_path: Path) -> None:
+def test_what_a_hung_reward_started_dies_with_it(pool: RewardPool, tmp_path: Path) -> None:
     assert call(pool, f"spawn {tmp_path / 'pid'}").timeouts == 1
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 5
@@ -135,7 +137,7 @@ def test_what_a_hung_reward_started_dies_with_it(pool: Pool, tmp_path: Path) -> 
     assert not alive(pid)
 
 
-def test_a_template_that_is_killed_is_started_again(pool: Pool) -> None:
+def test_a_template_that_is_killed_is_started_again(pool: RewardPool) -> None:
     workers = run(pool.ready()) or [0]
     assert pool._template is not None
     os.kill(pool._template.pid, 9)
@@ -145,10 +147,10 @@ def test_a_template_that_is_killed_is_started_again(pool: Pool) -> None:
         time.sleep(0.01)
     assert not any(alive(pid) for pid in workers)  # none is left without a parent
     call(pool, "abc")
-    assert call(pool, "abc") == Outcome([3.0])
+    assert call(pool, "abc") == RewardOutcome([3.0])
 
 
-def test_a_cancelled_call_gives_its_worker_back(pool: Pool) -> None:
+def test_a_cancelled_call_gives_its_worker_back(pool: RewardPool) -> None:
     async def work() -> None:
         tasks = [
             asyncio.ensure_future(pool.call("obey", {"completions": ["sleep 0.2"]}, 1))
@@ -158,7 +160,7 @@ def test_a_cancelled_call_gives_its_worker_back(pool: Pool) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert await pool.call("obey", {"completions": ["abc"]}, 1) == Outcome([3.0])
+        assert await pool.call("obey", {"completions": ["abc"]}, 1) == RewardOutcome([3.0])
         assert len(set(await pool.ready())) == 3
 
     run(work())
@@ -167,7 +169,7 @@ def test_a_cancelled_call_gives_its_worker_back(pool: Pool) -> None:
 # forging
 
 
-def test_a_forged_answer_is_not_believed(pool: Pool) -> None:
+def test_a_forged_answer_is_not_believed(pool: RewardPool) -> None:
     """Frames that a completion writes into the worker's socket carry no nonce, and are of no use to
     those who come after.
     """
@@ -179,7 +181,7 @@ def test_in_fresh_processes_one_completion_cannot_forge_the_next() -> None:
     """The hole is the reward's own `eval`. What it does is gone with its process."""
     attack = "[globals().update(float=lambda ok: 1.0), 42][1]"
     worn, fresh = (
-        Pool(PoolSpec("hostile_rewards:careless", workers=1, fresh=fresh))
+        RewardPool(PoolSpec("hostile_rewards:careless", workers=1, fresh=fresh))
         for fresh in (False, True)
     )
     try:
@@ -196,7 +198,7 @@ def test_in_fresh_processes_one_completion_cannot_forge_the_next() -> None:
 
 def test_state_lasts_unless_fresh() -> None:
     worn, fresh = (
-        Pool(PoolSpec("hostile_rewards:seen_before", workers=1, fresh=fresh))
+        RewardPool(PoolSpec("hostile_rewards:seen_before", workers=1, fresh=fresh))
         for fresh in (False, True)
     )
     try:
@@ -322,8 +324,8 @@ def test_in_this_process_a_hung_function_is_left_behind() -> None:
     for function in (stuck, forever):
         reward = FunctionReward("mine", function, timeout=0.1)
         start = time.monotonic()
-        assert run(reward.outcome([Row("r", "p")], ["hang"])) == Outcome([None], timeouts=1)
-        assert run(reward.outcome([Row("r", "p")], ["go"])) == Outcome([1.0])
+        assert run(reward.outcome([Row("r", "p")], ["hang"])) == RewardOutcome([None], timeouts=1)
+        assert run(reward.outcome([Row("r", "p")], ["go"])) == RewardOutcome([1.0])
         assert time.monotonic() - start < 2.0
 
     def own(completions: list[str]) -> list[float]:
@@ -337,10 +339,10 @@ def test_in_this_process_a_hung_function_is_left_behind() -> None:
 def test_waiting_for_a_turn_is_no_timeout() -> None:
     reward = FunctionReward("mine", lambda completions: [time.sleep(0.05) or 1.0], timeout=0.2)
 
-    async def work() -> list[Outcome]:
+    async def work() -> list[RewardOutcome]:
         return await asyncio.gather(*(reward.outcome([Row("r", "p")], ["x"]) for _ in range(8)))
 
-    assert run(work()) == [Outcome([1.0])] * 8
+    assert run(work()) == [RewardOutcome([1.0])] * 8
 
 
 # other libraries' functions
@@ -405,7 +407,7 @@ pool.close()
 def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit on memory is named, not the import."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (3 << 30, 3 << 30))
-    made = Pool(PoolSpec("hostile_rewards:no_such_function", workers=1, timeout=5.0))
+    made = RewardPool(PoolSpec("hostile_rewards:no_such_function", workers=1, timeout=5.0))
     try:
         with pytest.raises(InputError, match=r"3 GiB of address space \(ulimit -v\)"):
             run(made.call("x", {"completions": ["x"]}, 1))

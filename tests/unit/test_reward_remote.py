@@ -16,7 +16,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.function import FunctionReward
-from reinforge.rewards.outcome import Outcome
+from reinforge.rewards.outcome import RewardOutcome
 from stubs import stub_server
 from toys import run
 
@@ -36,7 +36,10 @@ def test_judge_scores_from_0_to_1() -> None:
         lambda body: "fine.\nScore: 9" if "good" in said(body) else "Score: 2"
     ) as stub:
         reward = make("judge", url=stub.url)
-        assert run(reward.outcome(ROWS, ["good", "bad"])) == Outcome([0.9, 0.2]) and not reward.pure
+        assert (
+            run(reward.outcome(ROWS, ["good", "bad"])) == RewardOutcome([0.9, 0.2])
+            and not reward.pure
+        )
         assert run(reward.score(ROWS, ["good", "good"])) == [0.9, 0.9]  # in another event loop
 
 
@@ -44,7 +47,7 @@ def test_a_judge_that_does_not_say_is_asked_once_more_and_then_nothing() -> None
     with stub_server(lambda body: "I like it") as stub:
         assert (
             run(make("judge", url=stub.url).outcome(ROWS[:1], ["x"]))
-            == Outcome([None], lost=frozenset({0}))
+            == RewardOutcome([None], lost=frozenset({0}))
             and len(stub.asked) == 2
         )
     replies = iter(["hm", "Score: 10"])
@@ -80,7 +83,7 @@ def test_a_slow_server_leaves_its_own_completion_unscored() -> None:
 
     with stub_server(say) as stub:
         start = time.monotonic()
-        assert run(make("judge", 0.7, url=stub.url).outcome(ROWS, ["slow", "x"])) == Outcome(
+        assert run(make("judge", 0.7, url=stub.url).outcome(ROWS, ["slow", "x"])) == RewardOutcome(
             [None, 0.5], timeouts=1
         )
         assert time.monotonic() - start < 2.5
@@ -94,7 +97,7 @@ def test_waiting_for_the_rate_is_no_timeout() -> None:
                 ROWS[:1] * 5, list("abcde")
             )
         )
-        assert outcome == Outcome([0.5] * 5) and 0.75 < time.monotonic() - start < 4
+        assert outcome == RewardOutcome([0.5] * 5) and 0.75 < time.monotonic() - start < 4
 
 
 def test_orders_in_an_answer_stay_an_answer() -> None:
@@ -127,7 +130,7 @@ def test_http_sends_what_it_is_told_to() -> None:
     with stub_server(lambda body: (200, {}, {"scores": [1, None]})) as stub:
         assert run(
             make("http", url=f"{stub.url}/score", columns=["level"]).outcome(ROWS, ["x", "y"])
-        ) == Outcome([1.0, None])
+        ) == RewardOutcome([1.0, None])
         assert stub.asked == [
             {"prompts": ["How?", "How?"], "completions": ["x", "y"], "columns": {"level": [2, 2]}}
         ]

@@ -9,8 +9,8 @@ import asyncio
 import torch
 
 from reinforge.core.engine import Completion, Sampling
+from reinforge.engines.native.decode_batch import NEVER, DecodeBatch, LiveSequence
 from reinforge.engines.native.engine import BLOCK, NativeEngine
-from reinforge.engines.native.rows import NEVER, Live, Rows
 from toys import EOS, make_model, run, tokens_of
 
 DEVICE = torch.device("cpu")
@@ -18,9 +18,11 @@ DEVICE = torch.device("cpu")
 
 def live(
     prompt: list[int], limit: int, seed: int, blocks: list[int], stops: frozenset[int] = frozenset()
-) -> Live:
+) -> LiveSequence:
     future: asyncio.Future[Completion] = asyncio.new_event_loop().create_future()
-    return Live(prompt, Sampling(limit, 1.0), seed, stops, future, tokens=[5], blocks=blocks)
+    return LiveSequence(
+        prompt, Sampling(limit, 1.0), seed, stops, future, tokens=[5], blocks=blocks
+    )
 
 
 def test_rows_stop_by_themselves_and_fillers_never_move() -> None:
@@ -28,7 +30,7 @@ def test_rows_stop_by_themselves_and_fillers_never_move() -> None:
     run(engine.wake())
     assert engine.cache is not None
     sequences = [live(tokens_of(3), 4, 1, [0, 1]), live(tokens_of(6), 9, 2, [2, 3])]
-    rows = Rows.of(sequences, DEVICE, size=4, width=3, spare=engine.blocks)
+    rows = DecodeBatch.of(sequences, DEVICE, size=4, width=3, spare=engine.blocks)
     assert (
         rows.done.tolist() == [False, False, True, True]
         and rows.tables[2].tolist() == [engine.blocks] * 3
@@ -62,7 +64,7 @@ def test_a_window_says_the_same_as_single_steps() -> None:
     plain = again.decoder.run
     calls = []
 
-    def window(rows: Rows, cache, limit):  # type: ignore[no-untyped-def]
+    def window(rows: DecodeBatch, cache, limit):  # type: ignore[no-untyped-def]
         parts = [plain(rows, cache, limit) for _ in range(5)]
         calls.append(len(parts))
         first = parts[0]
@@ -79,7 +81,7 @@ def test_a_window_says_the_same_as_single_steps() -> None:
 
 
 def test_stop_lists_of_different_length_are_padded_with_no_token() -> None:
-    rows = Rows.of(
+    rows = DecodeBatch.of(
         [live([1, 2], 4, 1, [0], frozenset({7, 3})), live([1, 2], 4, 1, [1], frozenset())], DEVICE
     )
     assert rows.stops.tolist() == [[3, 7], [NEVER, NEVER]]

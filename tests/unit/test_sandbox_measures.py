@@ -271,9 +271,10 @@ def test_memory_is_measured_from_outside_where_proc_is_masked() -> None:
 
 def test_without_any_proc_there_is_no_run() -> None:
     """There would be no limit on memory."""
-    masked = launcher.Failed("mount /new/proc: Operation not permitted")
+    masked = launcher.ContainmentFailure("mount /new/proc: Operation not permitted")
     with pytest.raises(
-        launcher.Failed, match="Operation not permitted, and no other /proc to measure memory by"
+        launcher.ContainmentFailure,
+        match="Operation not permitted, and no other /proc to measure memory by",
     ):
         launcher.host_proc(masked)  # which looks where the launcher keeps the old root
 

@@ -15,7 +15,7 @@ from reinforge.build.run import train_config
 from reinforge.config.schema import Config
 from reinforge.core.sample import Row
 from reinforge.data.units import one_sided
-from reinforge.plan.preflight import Report
+from reinforge.plan.preflight import PlanReport
 from toys import SilentView
 
 pytestmark = pytest.mark.timeout(180)
@@ -79,7 +79,7 @@ def test_labels_that_all_say_the_same_are_told_when_training_and_planning(
     from reinforge.plan.checks import _check_labels
 
     for data, expected in ((rows, 1), (both, 0)):
-        report = Report()
+        report = PlanReport()
         _check_labels(
             make("plan", "kto", rewards=[]),
             [Row(str(i), row["prompt"], dict(row)) for i, row in enumerate(data)],

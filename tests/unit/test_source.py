@@ -30,8 +30,8 @@ from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.first_finished import first_finished
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.players.single_turn import SingleTurn
-from reinforge.rollout.rows.curriculum import LearnedDifficulty, Ramp
-from reinforge.rollout.rows.pass_rates import Bands, PassRates
+from reinforge.rollout.rows.curriculum import LearnedDifficulty, QuantileRamp
+from reinforge.rollout.rows.pass_rates import PassRateBands, PassRates
 from reinforge.rollout.rows.replay import Replay
 from reinforge.rollout.rows.sampler import RowSampler, TeachableWeighting
 from reinforge.rollout.source import GroupSource, Harvest, harvest_metrics, has_signal
@@ -193,7 +193,7 @@ def test_a_row_that_is_solved_retires_although_dynamic_sampling_discards_its_gro
     sampled in the first only.
     """
     clock = Clock(lambda i: 1, flat=[0])
-    rates = PassRates([row.id for row in ROWS], bands=Bands(min_attempts=2))
+    rates = PassRates([row.id for row in ROWS], bands=PassRateBands(min_attempts=2))
     cursor = Cursor(10, 0, False)
     source = GroupSource(
         ROWS,
@@ -368,13 +368,16 @@ def workshop(journal: Journal | None = None) -> tuple[GroupSource, dict[str, Any
         n=4,
         seed=0,
     )
-    rates = PassRates([row.id for row in rows], bands=Bands(min_attempts=4))
+    rates = PassRates([row.id for row in rows], bands=PassRateBands(min_attempts=4))
     replay = Replay(rows, size=5, share=0.34, max_staleness=3, max_uses=2)
     cursor = Cursor(15, 0, True)
     chooser = RowSampler(
         cursor,
         0,
-        [LearnedDifficulty(rates, Ramp(0.3, 1.0, 6, least=6)), TeachableWeighting(rates, 0.2)],
+        [
+            LearnedDifficulty(rates, QuantileRamp(0.3, 1.0, 6, least=6)),
+            TeachableWeighting(rates, 0.2),
+        ],
     )
     source = GroupSource(
         rows,

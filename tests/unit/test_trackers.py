@@ -265,7 +265,7 @@ class Down:
 
     name = "down"
 
-    def __init__(self, target: sinks.Target):
+    def __init__(self, target: sinks.TrackerRun):
         self.target = target
 
     def open(self) -> None:

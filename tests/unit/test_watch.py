@@ -22,7 +22,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.watch import sinks
-from reinforge.watch.memory import device_peak, process_peak
+from reinforge.watch.memory_usage import device_peak, process_peak
 from reinforge.watch.notebook import OneOutput, shortened
 from reinforge.watch.recorder import Recorder, note, pick
 from reinforge.watch.report import write_report
@@ -363,7 +363,7 @@ def test_a_sink_that_hangs_neither_delays_training_nor_the_end(
 def test_missing_tracker_packages_name_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = sinks.Target(tmp_path, {}, "p")
+    target = sinks.TrackerRun(tmp_path, {}, "p")
     for name in sinks.SINKS:
         monkeypatch.setitem(
             sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None
@@ -382,7 +382,7 @@ def test_tensorboard_holds_the_numbers_and_a_resume_purges_redone_steps(tmp_path
         recorder = Recorder(
             tmp_path,
             {},
-            sinks.make_sinks(["tensorboard"], sinks.Target(tmp_path, {}, "p", resume)),
+            sinks.make_sinks(["tensorboard"], sinks.TrackerRun(tmp_path, {}, "p", resume)),
             None if resume is None else {},
         )
         for step in steps:
@@ -418,7 +418,7 @@ def test_wandb_style_runs_keep_their_identity_over_a_resume(
 
     monkeypatch.setitem(sys.modules, "wandb", Module)  # type: ignore[arg-type]
     for resume in (None, 4, None):
-        sink = sinks.make_sinks(["wandb"], sinks.Target(tmp_path, {"a": 1}, "proj", resume))[0]
+        sink = sinks.make_sinks(["wandb"], sinks.TrackerRun(tmp_path, {"a": 1}, "proj", resume))[0]
         sink.open()
         sink.log(5, {"x": 1.0})
         sink.close()

@@ -30,9 +30,9 @@ from reinforge.core.backend import Loss, Metrics, Part, State, TrainedTokens
 from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
-from reinforge.models.balance import Balance
 from reinforge.models.causal import CausalModel
 from reinforge.models.divergence import log_collision
+from reinforge.models.load_balance import LoadBalanceLoss
 from reinforge.models.neftune import neftune
 from reinforge.models.packed import PackedModel
 
@@ -71,7 +71,7 @@ class LocalBackend:
         self.share = cfg.share_prompts and cfg.neftune is None
         self.seed = seed
         self.teachers = teachers
-        self.balance = Balance.of(model, cfg.router_aux_loss)
+        self.balance = LoadBalanceLoss.of(model, cfg.router_aux_loss)
         kind = ReferenceConfig() if isinstance(reference, bool) else reference
         self.reference = (
             self._reference(model, kind) if reference and isinstance(model, CausalModel) else None

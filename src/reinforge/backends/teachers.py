@@ -17,7 +17,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.sample import Sample
 from reinforge.models import head
 from reinforge.models.causal import CausalModel
-from reinforge.models.divergence import AsGiven, chunked_divergence
+from reinforge.models.divergence import GivenLogits, chunked_divergence
 
 # streams [M, k] of what was kept
 IDS = "teacher_ids"
@@ -146,7 +146,7 @@ def divergence_to(
     if LOGPROBS in batch.streams:
         rows = states.index_select(0, batch.sources)
         given = torch.cat((batch.streams[IDS].float(), batch.streams[LOGPROBS]), -1)
-        return chunked_divergence(rows, student.output, given, AsGiven(), loss.given)
+        return chunked_divergence(rows, student.output, given, GivenLogits(), loss.given)
     assert teachers is not None, "this backend was made without a teacher"
     return (teachers.by_position if loss.by_rank else teachers.divergence)(
         student, states, batch, loss.divergence

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from reinforge.core.errors import InputError
 from reinforge.envs.calls.reader import ModelAnswer
-from reinforge.envs.programs import Address
+from reinforge.envs.programs import EndpointAddress
 from reinforge.rollout.dialogue.agent_session import (
     AgentSession,
     RequestRefused,
@@ -83,14 +83,14 @@ class AgentEndpoint:
 
     # ---- in the loop of the engine ----
 
-    def open(self, line: AgentSession) -> Address:
+    def open(self, line: AgentSession) -> EndpointAddress:
         if self._loop is not asyncio.get_running_loop():
             self._start()
         key = secrets.token_urlsafe(32)
         self._lines[key] = line
-        return Address(f"http://127.0.0.1:{self._port}/v1", key)
+        return EndpointAddress(f"http://127.0.0.1:{self._port}/v1", key)
 
-    def close(self, address: Address) -> None:
+    def close(self, address: EndpointAddress) -> None:
         self._lines.pop(address.api_key, None)
 
     def _start(self) -> None:

@@ -12,8 +12,8 @@ from reinforge.build.limits import episode_tokens
 from reinforge.build.reward_weights import AGENT
 from reinforge.config.agent import AgentConfig
 from reinforge.core.engine import Engine, Sampling
-from reinforge.envs.calls import talk_of
-from reinforge.envs.programs import Program, as_program
+from reinforge.envs.calls import tool_template_of
+from reinforge.envs.programs import AgentProgram, as_program
 from reinforge.rewards.build import load_function
 from reinforge.rollout.dialogue.agent_session import AgentModel
 from reinforge.rollout.dialogue.agents import AgentPlayer
@@ -42,7 +42,7 @@ def make_agents(
     model = AgentModel(
         engine,
         inputs.renderer,
-        talk_of(cfg.calls, inputs.renderer),
+        tool_template_of(cfg.calls, inputs.renderer),
         EpisodeLimits(max_tokens, cfg.max_calls, episode_seconds=cfg.seconds),
         inputs.cfg.run.seed,
         purpose,
@@ -63,6 +63,6 @@ def make_agents(
     )
 
 
-def program_of(cfg: AgentConfig) -> Program:
+def program_of(cfg: AgentConfig) -> AgentProgram:
     """The program that plays: a command line, or a function."""
     return as_program(cfg.command or load_function(cfg.name or "", "agent.name"))

@@ -10,8 +10,8 @@ from reinforge.build.inputs import RunInputs
 from reinforge.build.limits import episode_tokens
 from reinforge.config.env import EnvConfig
 from reinforge.core.engine import Engine, Sampling
-from reinforge.envs.build import Mixture, entry_of
-from reinforge.envs.calls import talk_of
+from reinforge.envs.build import EnvMixture, entry_of
+from reinforge.envs.calls import tool_template_of
 from reinforge.envs.names import BUILTIN
 from reinforge.rewards.build import load_function
 from reinforge.rollout.dialogue.env_player import EnvPlayer
@@ -45,7 +45,7 @@ def make_episodes(
     player = EnvPlayer(
         engine,
         inputs.renderer,
-        talk_of(cfg.calls, inputs.renderer),
+        tool_template_of(cfg.calls, inputs.renderer),
         mixture_of(cfg, seed),
         limits,
         seed,
@@ -66,7 +66,7 @@ def make_episodes(
     )
 
 
-def mixture_of(cfg: EnvConfig, seed: int) -> Mixture:
+def mixture_of(cfg: EnvConfig, seed: int) -> EnvMixture:
     """The environments of the section, and which of them a row is played in."""
     where = "env.mix.{}" if cfg.mix else "env"
     entries = [
@@ -78,4 +78,4 @@ def mixture_of(cfg: EnvConfig, seed: int) -> Mixture:
             # ours do nothing before reset: what is wrong with the options is said here, and ends
             # the run
             entry.make(**entry.options)
-    return Mixture(entries, seed)
+    return EnvMixture(entries, seed)

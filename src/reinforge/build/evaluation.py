@@ -10,7 +10,7 @@ from reinforge.build.ranks import AnyBackend
 from reinforge.build.rollouts import eval_rollout
 from reinforge.core.engine import Engine
 from reinforge.core.sample import Group
-from reinforge.evals.heldout import HeldOut
+from reinforge.evals.heldout import HeldOutEvaluation
 from reinforge.loops.view import ViewLike
 from reinforge.models.packed import PackedModel
 
@@ -24,10 +24,10 @@ def make_heldout(
     engine: Engine,
     tell: Callable[[str], None],
     on_groups: OnGroups | None = None,
-) -> HeldOut:
+) -> HeldOutEvaluation:
     """Generates for the held-out prompts and scores the answers."""
     rollout = eval_rollout(inputs, prompts, engine, tell)
-    return HeldOut(rollout, prompts.rows, inputs.cfg.eval.samples, inputs.best, on_groups)
+    return HeldOutEvaluation(rollout, prompts.rows, inputs.cfg.eval.samples, inputs.best, on_groups)
 
 
 def build_heldout(
@@ -37,7 +37,7 @@ def build_heldout(
     *,
     load: Callable[[PackedModel], None] | None = None,
     on_groups: OnGroups | None = None,
-) -> HeldOut | None:
+) -> HeldOutEvaluation | None:
     """The generation part of an evaluation outside of a run; None where there are no held-out rows,
     or nothing to score answers with. `load` puts a checkpoint's weights into the model.
     """

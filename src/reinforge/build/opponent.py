@@ -16,7 +16,7 @@ from reinforge.engines.native import NativeEngine
 from reinforge.engines.with_opponent import EngineWithOpponent
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import stop_tokens
-from reinforge.models.mixture import Mixture
+from reinforge.models.mixture import ModelMixture
 from reinforge.rollout.players.demonstrations import DemonstrationRollout
 from reinforge.rollout.players.opponent import OpponentRollout
 from reinforge.rollout.players.single_turn import SingleTurn
@@ -50,7 +50,7 @@ def add_opponent(
     assert isinstance(rollout, SingleTurn) and backend.reference is not None
     cfg = inputs.cfg.rollout
     opponent = NativeEngine(
-        Mixture(policy, backend.reference.active, algorithm.opponent),
+        ModelMixture(policy, backend.reference.active, algorithm.opponent),
         stop_tokens={*stop_tokens(policy), *models.stop_tokens},
         max_batch=cfg.max_batch,
         kv_gib=cfg.kv_gib,

@@ -23,7 +23,7 @@ from reinforge.models.save import writing
 from reinforge.weights.probe import Scorer
 
 if TYPE_CHECKING:
-    from reinforge.engines.served.dialect import Setup
+    from reinforge.engines.served.dialect import ServerSetup
 
 
 def setup_of(
@@ -34,13 +34,13 @@ def setup_of(
     context: int,
     longest: int,
     saved: str | None,
-) -> Setup:
+) -> ServerSetup:
     """What the servers are told. Plain values: they may be started by another process."""
-    from reinforge.engines.served.dialect import Setup
+    from reinforge.engines.served.dialect import ServerSetup
 
     folder = Path(cfg.run.dir)
     device = pick_device(cfg.model.device).type if not cfg.engine.devices else "cuda"
-    return Setup(
+    return ServerSetup(
         kind=cfg.rollout.engine,
         cfg=cfg.engine,
         model=served_model(model, folder, saved if cfg.model.tokenizer is None else None),

@@ -23,10 +23,10 @@ from reinforge.rollout.partial import PartialSource
 from reinforge.rollout.rows.curriculum import (
     DeclaredDifficulty,
     LearnedDifficulty,
-    Ramp,
+    QuantileRamp,
     difficulties,
 )
-from reinforge.rollout.rows.pass_rates import Bands, PassRates
+from reinforge.rollout.rows.pass_rates import PassRateBands, PassRates
 from reinforge.rollout.rows.replay import Replay
 from reinforge.rollout.rows.sampler import RowSampler, RowWeighting, TeachableWeighting
 from reinforge.rollout.source import GroupSource
@@ -52,7 +52,7 @@ def make_source(
     parts = dict[str, Part]()
     rates = replay = None
     if sampling.tracks:
-        bands = Bands(sampling.retire_above, sampling.hopeless_below, sampling.min_attempts)
+        bands = PassRateBands(sampling.retire_above, sampling.hopeless_below, sampling.min_attempts)
         rates = PassRates(
             [row.id for row in rows],
             decay=sampling.decay,
@@ -138,7 +138,7 @@ def row_weightings(
     found: list[RowWeighting] = []
     curriculum = cfg.sampling.curriculum
     if curriculum is not None:
-        ramp = Ramp(
+        ramp = QuantileRamp(
             curriculum.start, curriculum.end, curriculum.steps, least=cfg.train.prompts_per_step
         )
         if curriculum.length:

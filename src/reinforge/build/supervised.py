@@ -36,7 +36,7 @@ from reinforge.core.engine import Engine
 from reinforge.core.sample import Row
 from reinforge.data import units as kinds
 from reinforge.data.units import Unit
-from reinforge.evals.heldout import HeldOut, heldout_loss
+from reinforge.evals.heldout import HeldOutEvaluation, heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.evaluator import Evaluator
@@ -201,7 +201,7 @@ def make_evaluate(
         return None
     algorithm = inputs.algorithm
     engine: Engine | None = None
-    generation: HeldOut | None = None
+    generation: HeldOutEvaluation | None = None
     if prompts is not None:
         view.doing(f"starting the engine ({inputs.cfg.rollout.engine})")
         engine = factories.make_engine(models, policy)

@@ -39,7 +39,7 @@ from reinforge.loops.supervised import SupervisedTrainer
 from reinforge.loops.trace import Tracer
 from reinforge.loops.view import ViewLike
 from reinforge.models.causal import CausalModel
-from reinforge.rewards.running import Running
+from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.journal import Journal
 
 
@@ -92,7 +92,7 @@ def build_rl(
 
     journal = Journal(Path(cfg.run.dir) / "journal.jsonl")
     rollout = training_rollout(inputs, prompts, engine, journal, view.message)
-    running = rollout.scorer.running = Running.of(inputs.rewards)
+    running = rollout.scorer.running = RewardNormalization.of(inputs.rewards)
     group_rollout = add_demonstrations(inputs, rows, rollout)
     group_rollout, updated_engine = add_opponent(
         inputs, models, rows, group_rollout, engine, policy, backend

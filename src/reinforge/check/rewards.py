@@ -19,7 +19,7 @@ from reinforge.config.rewards import RewardConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
-from reinforge.plan.gold import sample, tokens_for
+from reinforge.plan.gold_answers import sample, tokens_for
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.combine import combined, gates_of
 from reinforge.rewards.function import FunctionReward
@@ -31,7 +31,7 @@ SOME = 0.5
 
 
 @dataclass
-class Tried:
+class AnswerTrial:
     """What came of one kind of answer."""
 
     kind: str
@@ -57,7 +57,7 @@ class Tried:
 @dataclass
 class Findings:
     names: list[str]
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[AnswerTrial] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     @property
@@ -111,13 +111,13 @@ def check_rewards(
             fix="Map it, e.g. columns: {answer: solution}." if tried else None,
         )
     found = asyncio.run(
-        _Trial(config, tried, chosen, {"as you say": gold} if gold else WRAPS, allowed).run()
+        _RewardCheck(config, tried, chosen, {"as you say": gold} if gold else WRAPS, allowed).run()
     )
     found.left_out = [cfg.name for cfg in config.rewards if cfg.name in ("model", "process")]
     return found
 
 
-class _Trial:
+class _RewardCheck:
     def __init__(
         self,
         config: Config,
@@ -178,7 +178,7 @@ class _Trial:
                     found.tried.append(result)
         return found
 
-    async def _score(self, kind: str, texts: Sequence[str | None]) -> Tried:
+    async def _score(self, kind: str, texts: Sequence[str | None]) -> AnswerTrial:
         pairs = [
             (row, text) for row, text in zip(self.rows, texts, strict=True) if text is not None
         ]
@@ -202,7 +202,7 @@ class _Trial:
             n: [None if v is None or math.isnan(v) else v for v in values]
             for n, values in parts.items()
         }
-        return Tried(kind, [reward for _, reward in counted], scored, raised)
+        return AnswerTrial(kind, [reward for _, reward in counted], scored, raised)
 
 
 def _mean(values: Sequence[float | None]) -> str:

@@ -12,9 +12,9 @@ from reinforge.core.env import Action, Call, Observation
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.chat import Renderer
-from reinforge.data.dialogue import Dialogue
+from reinforge.data.dialogue import DialogueTokens
 from reinforge.data.templates import check_prefix, takes_tools
-from reinforge.envs.calls import detect, talk_of
+from reinforge.envs.calls import detect, tool_template_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,19 +103,19 @@ def rows_of(renderer: Renderer, turns: list[Any], *, tools: bool = False) -> int
 
     Text: why it could not be had.
     """
-    talk = talk_of("auto", renderer)
-    format = talk.format
-    dialogue = Dialogue(renderer, "check")
+    tool_template = tool_template_of("auto", renderer)
+    format = tool_template.format
+    dialogue = DialogueTokens(renderer, "check")
     rows = 1
     end = renderer.template.controls(list(renderer.stop_tokens))[-1:]
     if tools and format is None:
         return "the format of its calls is not known: name one with env.calls"
     try:
-        first = talk.opened(Observation([USER], [TOOL] if tools else None))
+        first = tool_template.first_observation(Observation([USER], [TOOL] if tools else None))
         dialogue.begin(first.messages, first.tools)
         for turn in turns:
             text, new = (
-                (format.render([CALL]) if format else "", talk.heard([RESULT]))
+                (format.render([CALL]) if format else "", tool_template.reply_messages([RESULT]))
                 if turn is None
                 else turn
             )
@@ -123,7 +123,9 @@ def rows_of(renderer: Renderer, turns: list[Any], *, tools: bool = False) -> int
                 text, [], "" if turn is None else text, calls=[CALL] if turn is None else []
             )
             rows += dialogue.go_on(
-                [*renderer.template.plain(text), *end], talk.said(text, action), new
+                [*renderer.template.plain(text), *end],
+                tool_template.assistant_message(text, action),
+                new,
             ).fresh
     except (InputError, TypeError) as error:
         return str(error)

@@ -213,10 +213,10 @@ def generate(
     more: dict[str, Any] = {} if config is None else {"config": config}
     key = os.environ.get(api_key_env) or None
     if server is not None:
-        from reinforge.engines.openai import Server
+        from reinforge.engines.openai import OpenAIServer
 
         more |= {
-            "server": Server(server, model_name, key, parallel, rate),
+            "server": OpenAIServer(server, model_name, key, parallel, rate),
             "raw": raw,
             "logprobs": logprobs,
             "token_ids": token_ids,
@@ -301,8 +301,8 @@ def _labelling(
 ) -> Any:
     """Everything that is wrong with the labels, before a model is loaded."""
     from reinforge.build.saved_model import config_of, is_run
-    from reinforge.engines.openai import Server
-    from reinforge.offline.labels import Labelling
+    from reinforge.engines.openai import OpenAIServer
+    from reinforge.offline.labels import LabelOptions
 
     if config is None and is_run(Path(model)):
         config = config_of(Path(model))[0]
@@ -324,9 +324,9 @@ def _labelling(
         )
     if prompt is not None and not prompt.is_file():
         raise InputError(f"no such file: {prompt}.", where="--judge-prompt")
-    return Labelling(
+    return LabelOptions(
         config.rewards if rewards and config is not None else (),
-        Server(judge, judge_model, key, parallel, rate) if judge else None,
+        OpenAIServer(judge, judge_model, key, parallel, rate) if judge else None,
         mode,
         None if prompt is None else prompt.read_text(),
         pairs=pairs,

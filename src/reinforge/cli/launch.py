@@ -27,7 +27,7 @@ TOOLS = {
 }
 
 
-class On(StrEnum):
+class LaunchTarget(StrEnum):
     local = "local"
     ray = "ray"
     slurm = "slurm"
@@ -53,9 +53,9 @@ def launch(
         typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file."),
     ] = None,
     on: Annotated[
-        On,
+        LaunchTarget,
         typer.Option(metavar="WHERE", help="Where it runs: local, ray, slurm or kubernetes."),
-    ] = On.local,
+    ] = LaunchTarget.local,
     nodes: Annotated[int, typer.Option(metavar="N", min=1, help="Machines.")] = 1,
     gpus: Annotated[
         int,
@@ -158,7 +158,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _adapted(
-    config: Path, overrides: tuple[str, ...], on: On, nodes: int, gpus: int
+    config: Path, overrides: tuple[str, ...], on: LaunchTarget, nodes: int, gpus: int
 ) -> tuple[str, ...]:
     """The overrides, with what follows from where the run goes: the cluster's address, the number
     of ranks on this machine.
@@ -176,7 +176,7 @@ def _adapted(
         return overrides
     world = nodes * max(1, gpus)
     ray = loaded.cluster.kind == "ray"
-    if on is On.local and nodes > 1:
+    if on is LaunchTarget.local and nodes > 1:
         raise InputError(
             "this is one machine.",
             where="--nodes",
@@ -188,20 +188,20 @@ def _adapted(
             where="train.backend",
             fix="Add train.backend=fsdp, or cluster.kind=ray.",
         )
-    if on in (On.ray, On.kubernetes) and nodes > 1 and not ray:
+    if on in (LaunchTarget.ray, LaunchTarget.kubernetes) and nodes > 1 and not ray:
         raise InputError(
             "several machines are used through Ray there.",
             where="cluster.kind",
             fix="Add cluster.kind=ray, or use one node.",
         )
-    if ray and on is not On.local and loaded.cluster.address is None:
+    if ray and on is not LaunchTarget.local and loaded.cluster.address is None:
         return (*overrides, "cluster.address=auto")  # the one that is launched
-    if on is On.local and gpus > 1 and loaded.train.ranks is None and not ray:
+    if on is LaunchTarget.local and gpus > 1 and loaded.train.ranks is None and not ray:
         return (*overrides, f"train.ranks={gpus}")
     return overrides
 
 
-def _loaded(config: Path, overrides: tuple[str, ...], on: On) -> Any:
+def _loaded(config: Path, overrides: tuple[str, ...], on: LaunchTarget) -> Any:
     """The configuration; what is wrong with it is told here and not by a job that has waited for
     hours. Paths may be of another machine.
     """
@@ -209,7 +209,7 @@ def _loaded(config: Path, overrides: tuple[str, ...], on: On) -> Any:
     from reinforge.plan.preflight import preflight
 
     loaded = load_any(config, overrides)
-    if isinstance(loaded, Pipeline) or on in (On.ray, On.kubernetes):
+    if isinstance(loaded, Pipeline) or on in (LaunchTarget.ray, LaunchTarget.kubernetes):
         return loaded
     if errors := preflight(loaded).errors:
         raise InputError(
@@ -219,24 +219,24 @@ def _loaded(config: Path, overrides: tuple[str, ...], on: On) -> Any:
 
 
 def _prepared(
-    job: Any, on: On, starter: Any, standing: bool, uses_ray: bool, address: str | None
+    job: Any, on: LaunchTarget, starter: Any, standing: bool, uses_ray: bool, address: str | None
 ) -> tuple[dict[Path, str], list[str]]:
     """(file: its text) that are written, and the command that submits them."""
     from reinforge.cluster.launchers import kubernetes, ray_job, slurm
 
     folder: Path = job.folder
-    if on is On.slurm:
+    if on is LaunchTarget.slurm:
         return {folder / "job.sh": slurm.script(job, starter)}, slurm.submission(
             job, str(folder / "job.sh")
         )
-    if on is On.kubernetes:
+    if on is LaunchTarget.kubernetes:
         documents = kubernetes.manifests(
             job, kubernetes.read_config(job.config), standing=standing, in_worker=not uses_ray
         )
         return {folder / "manifests.yaml": kubernetes.as_yaml(documents)}, kubernetes.submission(
             job, str(folder / "manifests.yaml")
         )
-    if on is On.ray:
+    if on is LaunchTarget.ray:
         sent = folder / "ray"
         runtime = folder / "runtime-env.yaml"
         files = {
@@ -252,16 +252,16 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _submit(job: Any, files: dict[Path, str], command: list[str], on: On) -> None:
+def _submit(job: Any, files: dict[Path, str], command: list[str], on: LaunchTarget) -> None:
     tool = command[0]
-    if on is not On.local and shutil.which(tool) is None:
+    if on is not LaunchTarget.local and shutil.which(tool) is None:
         raise InputError(f"there is no {tool} here.", where="--on", fix=TOOLS[tool])
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         with open(path, "w", encoding="utf-8", opener=_private) as file:  # --env may hold a secret
             file.write(text)
-    if on is On.local:
+    if on is LaunchTarget.local:
         os.execvpe(tool, command, {**os.environ, **dict(job.env)})
     # Slurm does not make it, and the job would end without a word
     (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)

@@ -246,7 +246,7 @@ def tiny(
             where="OUT",
             fix="Choose another directory, or use the model that is there.",
         )
-    from reinforge.offline.taught import make_taught_model
+    from reinforge.offline.starter_model import make_taught_model
     from reinforge.watch.view import BarView
 
     make_taught_model(out, seed=seed, context=context, view=BarView())

@@ -49,7 +49,7 @@ class FaultEvent:
     during: str = "training"  # or evaluation
 
 
-class Faulty(Protocol):
+class FaultyGroup(Protocol):
     """A group, as far as this is concerned."""
 
     @property
@@ -59,7 +59,7 @@ class Faulty(Protocol):
     def why(self) -> Mapping[str, str]: ...
 
 
-def fault_metrics(groups: Iterable[Faulty], prefix: str = "") -> dict[str, float]:
+def fault_metrics(groups: Iterable[FaultyGroup], prefix: str = "") -> dict[str, float]:
     """Counts by kind; what did not happen is absent.
 
     >>> from types import SimpleNamespace as G
@@ -74,7 +74,7 @@ def fault_metrics(groups: Iterable[Faulty], prefix: str = "") -> dict[str, float
 
 
 def fault_events(
-    metrics: Mapping[str, float], step: int, groups: Iterable[Faulty] = (), prefix: str = ""
+    metrics: Mapping[str, float], step: int, groups: Iterable[FaultyGroup] = (), prefix: str = ""
 ) -> list[FaultEvent]:
     """The events that these metrics tell of, with what the groups say about the reasons."""
     why: dict[str, str] = {}

@@ -56,7 +56,7 @@ CONTAINERS = (list, tuple, dict, set, frozenset)
 ORDERS = ("eq", "ne", "lt", "lteq", "gt", "gteq")
 
 
-class TooMuch(TemplateError):
+class TemplateLimitError(TemplateError):
     """A template wants more than a chat template needs."""
 
 
@@ -89,17 +89,19 @@ class Budget:
             now = time.thread_time()
             self.until = self.until or now + SECONDS
             if self.steps < 0 or now > self.until:
-                raise TooMuch("it runs on: more steps than any conversation of this length needs.")
+                raise TemplateLimitError(
+                    "it runs on: more steps than any conversation of this length needs."
+                )
 
     def fits(self, size: float) -> None:
         """Whether a value of this size may be made."""
         if size > self.size:
-            raise TooMuch(f"it wants a value of {size:.3g} characters.")
+            raise TemplateLimitError(f"it wants a value of {size:.3g} characters.")
 
     def charge(self, size: int) -> None:
         self.created -= size
         if self.created < 0:
-            raise TooMuch("it makes more text than any conversation of this length has.")
+            raise TemplateLimitError("it makes more text than any conversation of this length has.")
 
     def made(self, value: Any) -> Any:
         """A value that the template made."""
@@ -139,7 +141,7 @@ class Budget:
                     depth = max(depth, len(open_values))
             total += weight
             if total > self.size or depth > DEPTH:
-                raise TooMuch("it wants a value that is too large to be written out.")
+                raise TemplateLimitError("it wants a value that is too large to be written out.")
         return total
 
 
@@ -158,7 +160,7 @@ def _remember(value: Any, known: dict[int, int], depth: int) -> int:
         if inside is None:
             return 8
     if depth > DEPTH:
-        raise TooMuch("it wants a value that is too large to be written out.")
+        raise TemplateLimitError("it wants a value that is too large to be written out.")
     if (weight := known.get(id(value), 0)) == 0:
         weight = 8 + 8 * len(inside)
         for item in inside:
@@ -220,7 +222,7 @@ def _check_format(template: Any, values: Any = ()) -> None:
     if isinstance(template, str | bytes):
         text = template if isinstance(template, str) else template.decode("latin-1")
         if re.search(r"%[^a-zA-Z%]{0,40}(?:[0-9]{5}|\*)", text):
-            raise TooMuch("it formats with a width of more than 9999.")
+            raise TemplateLimitError("it formats with a width of more than 9999.")
         budget().fits(len(text) + (text.count("%") + 1) * budget().weigh(values))
 
 
@@ -252,7 +254,7 @@ def _check_translated(text: Any, table: Any = None, *_: Any) -> None:
 
 
 def _refused(*_: Any, **__: Any) -> None:
-    raise TooMuch("it calls a method that no chat template needs.")
+    raise TemplateLimitError("it calls a method that no chat template needs.")
 
 
 METHODS: dict[str, Callable[..., None]] = {  # of texts and numbers
@@ -279,25 +281,25 @@ def _check_indent(text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
 def _check_json(value: Any, *options: Any, **named: Any) -> None:
     given = [*options, *named.values()]
     if any(_number(o) > 100 or (isinstance(o, str) and len(o) > 100) for o in given):
-        raise TooMuch("it indents JSON by more than 100.")
+        raise TemplateLimitError("it indents JSON by more than 100.")
     budget().fits(budget().weigh(value))
 
 
 def _check_sum(value: Any, attribute: Any = None, start: Any = 0) -> None:
     if not isinstance(start, int | float):
-        raise TooMuch("it adds up what are no numbers.")
+        raise TemplateLimitError("it adds up what are no numbers.")
 
 
 def _check_built(text: Any, *options: Any, **named: Any) -> None:
     if _length(text) > BUILDING:
-        raise TooMuch("it rewrites a long text in a way that no chat template needs.")
+        raise TemplateLimitError("it rewrites a long text in a way that no chat template needs.")
     _check_options(text, *options, **named)
 
 
 def _check_options(_: Any, *options: Any, **named: Any) -> None:
     for option in (*options, *named.values()):
         if _number(option) > NUMBER or (isinstance(option, str | bytes) and len(option) > WORDS):
-            raise TooMuch("it gives a filter a number or a text that is too large.")
+            raise TemplateLimitError("it gives a filter a number or a text that is too large.")
 
 
 FILTERS: dict[str, Callable[..., None]] = {  # others: _check_options
@@ -425,7 +427,7 @@ def _shown(value: Any) -> Any:
     return value
 
 
-class Metered(NodeTransformer):
+class MeterInserter(NodeTransformer):
     """Puts the counting into a parsed template."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
@@ -505,14 +507,14 @@ def _text_in(node: nodes.Node) -> int:
 class Formatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> Any:
         if re.search(r"[0-9]{5}", format_spec):
-            raise TooMuch("it formats with a width of more than 9999.")
+            raise TemplateLimitError("it formats with a width of more than 9999.")
         now = budget()
         now.step()
         now.weigh(value)
         return now.made(super().format_field(value, format_spec))
 
 
-class Environment(ImmutableSandboxedEnvironment):
+class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """That of transformers, counting."""
 
     intercepted_binops = frozenset(["+", "*", "%", "**"])
@@ -538,8 +540,8 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > LONGEST_SOURCE:
-            raise TooMuch(f"it is {len(source)} characters long.")
-        return Metered().visit(super()._parse(source, name, filename))
+            raise TemplateLimitError(f"it is {len(source)} characters long.")
+        return MeterInserter().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         now = budget()
@@ -550,7 +552,7 @@ class Environment(ImmutableSandboxedEnvironment):
                 operator in "**"
                 and (bits[0] * max(1, _number(right)) if operator == "**" else sum(bits)) > BITS
             ):
-                raise TooMuch("it computes with a number of more than 10,000 bits.")
+                raise TemplateLimitError("it computes with a number of more than 10,000 bits.")
         elif operator == "*":
             now.fits(max(_length(left) * _number(right), _length(right) * _number(left)))
         elif operator == "+":
@@ -595,7 +597,7 @@ def compiled(source: str) -> Template:
     return _environment().from_string(source)
 
 
-def _environment() -> Environment:
+def _environment() -> MeteredEnvironment:
     """A new one for every template, as transformers does: the tracker of generated text belongs to
     one."""
-    return Environment(_cached_compile_jinja_template("").environment)
+    return MeteredEnvironment(_cached_compile_jinja_template("").environment)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample, Stop
 from reinforge.data.sources import check_messages, check_text
-from reinforge.data.templates import MARKER, Rendered, Span, Template, adds_bos, turn_end
+from reinforge.data.templates import MARKER, RenderedChat, Span, Template, adds_bos, turn_end
 from reinforge.data.templates import check_prefix as check_prefix
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Renderer:
         *,
         generation_prompt: bool = False,
         mark: bool = False,
-    ) -> Rendered:
+    ) -> RenderedChat:
         rendered = self.template.render(
             messages, _tools(row), generation_prompt=generation_prompt, where=_where(row), mark=mark
         )
@@ -247,7 +247,7 @@ class Renderer:
         return self._with_mask(row, whole, spans, trim=True)
 
     def _with_mask(
-        self, row: Row, whole: Rendered, spans: Sequence[Span], *, trim: bool
+        self, row: Row, whole: RenderedChat, spans: Sequence[Span], *, trim: bool
     ) -> tuple[list[int], list[bool]]:
         """Ids of the whole, and the mask of the given character spans.
 

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from reinforge.data.chat import Renderer
-from reinforge.data.templates import Rendered
+from reinforge.data.templates import RenderedChat
 
 SPACE = re.compile(r"\s+")
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class AddedTokens:
     ids: list[int]  # to be appended; where `fresh`, the whole context
     fresh: bool = False  # the template rewrote what came before
 
 
-class Dialogue:
+class DialogueTokens:
     """`begin` gives the first prompt, `go_on` what follows each answer.
 
     Without a chat template messages are plain text, one a line.
@@ -50,7 +50,7 @@ class Dialogue:
 
     def go_on(
         self, sampled: Sequence[int], answer: dict[str, Any], new: list[dict[str, Any]]
-    ) -> Added:
+    ) -> AddedTokens:
         """What the context gets after the model's turn `sampled`, which as a message is `answer`,
         and before its next one.
         """
@@ -58,7 +58,7 @@ class Dialogue:
         prompt = self._prompt
         self.messages = [*history, answer, *new]
         if not self.renderer.chat:
-            return Added(self.template.plain(f"\n{_lines(new)}\n"))
+            return AddedTokens(self.template.plain(f"\n{_lines(new)}\n"))
         whole = self._render(self.messages, generation_prompt=True)
         before = self._render([*history, answer], generation_prompt=False)
         self._prompt = whole.text
@@ -78,15 +78,17 @@ class Dialogue:
             if _squeezed(str(answer.get(part) or "")) not in said
         ]
         if not whole.text.startswith(prompt) or lost:
-            return Added(self._encode_all(whole), fresh=True)
+            return AddedTokens(self._encode_all(whole), fresh=True)
         ids = self._encode_since(whole, end)
         ends = {
             *self.template.controls(ids[:1]),
-            *(self.template.encode(Rendered(closing), self.where) if closing else []),
+            *(self.template.encode(RenderedChat(closing), self.where) if closing else []),
         }
-        return Added(ids[1:] if sampled and ids and sampled[-1] in ends and ids[0] in ends else ids)
+        return AddedTokens(
+            ids[1:] if sampled and ids and sampled[-1] in ends and ids[0] in ends else ids
+        )
 
-    def _closing(self, before: Rendered, start: int) -> str:
+    def _closing(self, before: RenderedChat, start: int) -> str:
         """The control token with which the template ends the answer, the last of `before`; empty
         where it writes none.
         """
@@ -103,7 +105,7 @@ class Dialogue:
 
     def _end_in(
         self,
-        whole: Rendered,
+        whole: RenderedChat,
         history: list[dict[str, Any]],
         answer: dict[str, Any],
         new: list[dict[str, Any]],
@@ -127,12 +129,12 @@ class Dialogue:
         found = whole.text.find(closing, start) if closing else start
         return found if found >= 0 else start
 
-    def _render(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> Rendered:
+    def _render(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> RenderedChat:
         return self.template.render(
             messages, self.tools, generation_prompt=generation_prompt, where=self.where
         )
 
-    def _encode_since(self, rendered: Rendered, start: int) -> list[int]:
+    def _encode_since(self, rendered: RenderedChat, start: int) -> list[int]:
         """Ids of the text after a cut, as they are in the whole where the cut leaves the ids before
         it alone: some tokenizers begin every text with a space.
         """
@@ -145,7 +147,7 @@ class Dialogue:
             else self.template.encode(rendered.since(start), self.where)
         )
 
-    def _encode_all(self, rendered: Rendered) -> list[int]:
+    def _encode_all(self, rendered: RenderedChat) -> list[int]:
         ids = self.template.encode(rendered, self.where)
         bos = self.renderer.bos
         return bos + ids if ids[:1] != bos else ids

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _render_with_assistant_indices, get_json_schema
 
 from reinforge.core.errors import InputError
-from reinforge.data.bounded import TooMuch, compiled, spending
+from reinforge.data.bounded import TemplateLimitError, compiled, spending
 
 Span = tuple[int, int]
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -28,18 +28,18 @@ CONTINUES = "CONTINUE_FINAL_MESSAGE_TAG "  # as transformers has it: a template 
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedChat:
     text: str
     literals: tuple[Span, ...] = ()  # special-token text that came from the messages
     generated: tuple[Span, ...] = ()  # what the template's generation markers enclose
     masked: str = ""  # the text with placeholders instead of literals, where there are literals
     differs: bool = False  # the template would have rendered another text, had it seen the literals
 
-    def until(self, end: int) -> Rendered:
-        return Rendered(self.text[:end], tuple(s for s in self.literals if s[1] <= end))
+    def until(self, end: int) -> RenderedChat:
+        return RenderedChat(self.text[:end], tuple(s for s in self.literals if s[1] <= end))
 
-    def since(self, start: int) -> Rendered:
-        return Rendered(
+    def since(self, start: int) -> RenderedChat:
+        return RenderedChat(
             self.text[start:], tuple((a - start, b - start) for a, b in self.literals if a >= start)
         )
 
@@ -84,13 +84,13 @@ class Template:
         generation_prompt: bool,
         where: str,
         mark: bool = False,
-    ) -> Rendered:
+    ) -> RenderedChat:
         """The text of a conversation, with the places of special-token literals and of the
         generation markers.
         """
         if not self.has_special_text([messages, tools]):
             text, generated = self._render(messages, tools, generation_prompt, where, mark)
-            return Rendered(text, generated=generated)
+            return RenderedChat(text, generated=generated)
         fence = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in repr([messages, tools]))
         literals: list[str] = []
 
@@ -123,7 +123,7 @@ class Template:
             )
 
         seen = self._render(messages, tools, generation_prompt, where, False)[0]
-        return Rendered(
+        return RenderedChat(
             text,
             tuple(spans),
             tuple((moved(a), moved(b)) for a, b in generated),
@@ -153,7 +153,7 @@ class Template:
                     text, generated = _render_with_assistant_indices(template, **given)
                 else:
                     text = template.render(**given)
-        except TooMuch as error:
+        except TemplateLimitError as error:
             raise InputError(
                 f"the chat template costs more than it may: {error}",
                 where=where,
@@ -209,7 +209,7 @@ class Template:
             )["input_ids"]
         )
 
-    def encode(self, rendered: Rendered, where: str) -> list[int]:
+    def encode(self, rendered: RenderedChat, where: str) -> list[int]:
         """Ids of rendered text: the template's control tokens are single ids, literals are
         characters.
         """

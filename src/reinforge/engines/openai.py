@@ -26,7 +26,7 @@ Prompt = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Server:
+class OpenAIServer:
     url: str  # up to and including /v1
     model: str | None = None  # None: the only one it has
     api_key: str | None = None
@@ -38,7 +38,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OpenAIReply:
     text: str
     stop: Stop
     logprobs: list[float] | None = None
@@ -48,7 +48,7 @@ class Answer:
 class OpenAIClient:
     """Use within one event loop, as `async with`."""
 
-    def __init__(self, server: Server, *, where: str = "--server"):
+    def __init__(self, server: OpenAIServer, *, where: str = "--server"):
         self.server = server
         self.where = where
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -91,7 +91,7 @@ class OpenAIClient:
         raw: bool = False,
         logprobs: bool = False,
         token_ids: bool = False,
-    ) -> list[Answer]:
+    ) -> list[OpenAIReply]:
         """n answers to a conversation, or to text as the first turn of one; `raw`: continuations of
         text. A server that gives fewer than asked for is asked again, with another seed.
         """
@@ -115,7 +115,7 @@ class OpenAIClient:
             body["return_token_ids"] = True
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         body |= {"prompt": prompt} if raw else {"messages": messages}
-        answers: list[Answer] = []
+        answers: list[OpenAIReply] = []
         while len(answers) < n:
             asked = body | {"n": n - len(answers), "seed": seed_of(key, len(answers)) >> 32}
             reply = await self._request("POST", "completions" if raw else "chat/completions", asked)
@@ -176,7 +176,7 @@ class OpenAIClient:
             await asyncio.sleep(at - now)
 
 
-def _answer(choice: dict[str, Any], raw: bool) -> Answer:
+def _answer(choice: dict[str, Any], raw: bool) -> OpenAIReply:
     text = choice.get("text") if raw else (choice.get("message") or {}).get("content")
     found = choice.get("logprobs") or {}
     logprobs = (
@@ -187,7 +187,7 @@ def _answer(choice: dict[str, Any], raw: bool) -> Answer:
         else None
     )
     reasons = {"length": Stop.LENGTH, "content_filter": Stop.ERROR}
-    return Answer(
+    return OpenAIReply(
         text or "",
         reasons.get(str(choice.get("finish_reason")), Stop.EOS),
         logprobs,

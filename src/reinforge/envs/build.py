@@ -19,7 +19,7 @@ from reinforge.rewards.build import load_function
 
 
 @dataclass(frozen=True)
-class Entry:
+class EnvMixtureEntry:
     """One environment of a mixture."""
 
     name: str
@@ -29,12 +29,12 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class EnvMixture:
     """A `MakeEnv`: the row's column `env` names the environment; a row without one gets one by the
     weights, always the same.
     """
 
-    entries: Sequence[Entry]
+    entries: Sequence[EnvMixtureEntry]
     seed: int = 0
     column: str = "env"
 
@@ -42,7 +42,7 @@ class Mixture:
         entry = self.choose(row)
         return entry.make(**entry.options)
 
-    def choose(self, row: Row) -> Entry:
+    def choose(self, row: Row) -> EnvMixtureEntry:
         wanted = row.columns.get(self.column)
         if wanted is not None:
             found = next((e for e in self.entries if e.name == wanted), None)
@@ -72,7 +72,7 @@ def entry_of(
     weight: float = 1.0,
     where: str = "env",
     python: str | None = None,
-) -> Entry:
+) -> EnvMixtureEntry:
     """`name`: built in, `library:its name`, `file.py:Class` or `package.module:Class`; a function
     that returns an environment will do too. `python`: another interpreter that runs it.
     """
@@ -93,8 +93,10 @@ def entry_of(
         make = partial(made, *given) if given else made
         check_options(make, options, name, f"{where}.options")
     if python is not None:
-        return Entry(name.rpartition(":")[2], Bridge(python, target, given, options, where), weight)
-    return Entry(name.rpartition(":")[2], make, weight, options)
+        return EnvMixtureEntry(
+            name.rpartition(":")[2], Bridge(python, target, given, options, where), weight
+        )
+    return EnvMixtureEntry(name.rpartition(":")[2], make, weight, options)
 
 
 def check_options(

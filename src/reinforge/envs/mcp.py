@@ -41,7 +41,7 @@ WHERE = "env.options.tools"
 
 
 @dataclass(frozen=True)
-class Server:
+class McpServer:
     """Where a server is.
 
     A command runs with PATH, HOME and the like, and `env`; nothing else of our environment.
@@ -66,9 +66,9 @@ class Server:
         )
 
 
-def server_of(given: Mapping[str, Any]) -> Server:
-    """From the config: `{command: [...]}` or `{url: ...}`, and the other fields of `Server`."""
-    unknown = sorted(set(given) - set(Server.__dataclass_fields__))
+def server_of(given: Mapping[str, Any]) -> McpServer:
+    """From the config: `{command: [...]}` or `{url: ...}`, and the other fields of `McpServer`."""
+    unknown = sorted(set(given) - set(McpServer.__dataclass_fields__))
     if unknown or ("command" in given) == ("url" in given):
         raise InputError(
             (
@@ -95,7 +95,7 @@ def server_of(given: Mapping[str, Any]) -> Server:
         )
     only = given.get("only")
     env = {str(k): str(v) for k, v in (given.get("env") or {}).items()}
-    return Server(
+    return McpServer(
         words,
         given.get("url"),
         env,
@@ -131,10 +131,10 @@ def _simple(schema: Any) -> bool:
     )
 
 
-class Connection:
+class McpConnection:
     """One session with a server, from the running event loop."""
 
-    def __init__(self, server: Server):
+    def __init__(self, server: McpServer):
         self.server = server
         self.over = False
         self._mark = secrets.token_hex(16)
@@ -181,7 +181,7 @@ class Connection:
         """
         mcp = _package()
         try:
-            with _Heard(self) as errors:
+            with _StderrTail(self) as errors:
                 async with mcp.Client(
                     self.server.url or mcp.stdio_client(self._settings(mcp), errlog=errors)
                 ) as client:
@@ -250,16 +250,18 @@ class Connection:
         return text
 
 
-_SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Connection]] = WeakKeyDictionary()
+_SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpConnection]] = (
+    WeakKeyDictionary()
+)
 
 
-def connect(server: Server) -> Connection:
+def connect(server: McpServer) -> McpConnection:
     """A connection of the running loop: the shared one, if there is one that still works."""
     if not server.shared:
-        return Connection(server)
+        return McpConnection(server)
     held = _SHARED.setdefault(asyncio.get_running_loop(), {})
     if server.key not in held or held[server.key].over:
-        held[server.key] = Connection(server)
+        held[server.key] = McpConnection(server)
     return held[server.key]
 
 
@@ -298,13 +300,13 @@ def text_of(result: Any) -> str:
     return "\n".join(parts)
 
 
-class _Heard:
+class _StderrTail:
     """A file for a server's stderr, of which the end is kept.
 
     It must not fill the terminal, nor block the server.
     """
 
-    def __init__(self, connection: Connection):
+    def __init__(self, connection: McpConnection):
         self.connection = connection
         self.loop = asyncio.get_running_loop()
 

@@ -31,19 +31,19 @@ MOST_OUTPUT = 1 << 16  # bytes of a command's stdout and stderr that are kept: t
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class EndpointAddress:
     base_url: str
     api_key: str  # of one sample; worth nothing once its episode is over
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AgentOutcome:
     reward: float | None = None  # None: that is for the config's rewards
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Program(Protocol):
-    async def run(self, address: Address, row: dict[str, Any]) -> Outcome:
+class AgentProgram(Protocol):
+    async def run(self, address: EndpointAddress, row: dict[str, Any]) -> AgentOutcome:
         """Raises whatever went wrong with the program."""
         ...
 
@@ -57,7 +57,7 @@ class FunctionAgent:
 
     function: Callable[[Any, dict[str, Any]], Any]
 
-    async def run(self, address: Address, row: dict[str, Any]) -> Outcome:
+    async def run(self, address: EndpointAddress, row: dict[str, Any]) -> AgentOutcome:
         return outcome_of(
             await (
                 self._in_own_loop(address, row)
@@ -72,14 +72,14 @@ class FunctionAgent:
             type(self.function).__call__
         )
 
-    def _call(self, address: Address, row: dict[str, Any]) -> Any:
+    def _call(self, address: EndpointAddress, row: dict[str, Any]) -> Any:
         client = make_client(address.base_url, address.api_key, asynchronous=False)
         try:
             return self.function(client, row)
         finally:
             client.close()
 
-    async def _in_own_loop(self, address: Address, row: dict[str, Any]) -> Any:
+    async def _in_own_loop(self, address: EndpointAddress, row: dict[str, Any]) -> Any:
         running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
         async def main() -> Any:
@@ -113,7 +113,7 @@ class CommandAgent:
 
     command: Sequence[str]
 
-    async def run(self, address: Address, row: dict[str, Any]) -> Outcome:
+    async def run(self, address: EndpointAddress, row: dict[str, Any]) -> AgentOutcome:
         text = json.dumps(row, default=str)
         with contextlib.ExitStack() as stack:
             command = [
@@ -160,7 +160,7 @@ class CommandAgent:
         return out
 
 
-def environment(address: Address) -> dict[str, str]:
+def environment(address: EndpointAddress) -> dict[str, str]:
     """Ours, with the address. Proxies are not asked for loopback."""
     skip = ",".join(
         part
@@ -195,7 +195,7 @@ def _kill(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _printed(output: str) -> Outcome:
+def _printed(output: str) -> AgentOutcome:
     lines = [line for line in output.splitlines() if line.strip()]
     values = [_json(line) for line in lines]
     named = next((v for v in reversed(values) if isinstance(v, dict) and "reward" in v), None)
@@ -210,7 +210,7 @@ def _json(line: str) -> Any:
         return None
 
 
-def outcome_of(value: Any) -> Outcome:
+def outcome_of(value: Any) -> AgentOutcome:
     """What an agent returned, as a reward and metrics.
 
     >>> outcome_of(True), outcome_of({"reward": 0.5, "tries": 3})
@@ -226,12 +226,12 @@ def outcome_of(value: Any) -> Outcome:
             isinstance(number, int | float) and math.isfinite(number)
         ):
             raise TypeError(f"the agent returned {number!r} as {name}, which is no finite number")
-    return Outcome(
+    return AgentOutcome(
         None if reward is None else float(reward), {str(k): float(v) for k, v in rest.items()}
     )
 
 
-def as_program(agent: Program | Callable[..., Any] | Sequence[str]) -> Program:
+def as_program(agent: AgentProgram | Callable[..., Any] | Sequence[str]) -> AgentProgram:
     """Whatever Python gives as an agent: a function (client, row), a command as a list, or a
     program.
     """

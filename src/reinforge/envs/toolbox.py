@@ -15,14 +15,14 @@ from reinforge.core.env import Action, Call, Message, Observation, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.threads import in_thread
-from reinforge.envs.mcp import Connection, connect, server_of
+from reinforge.envs.mcp import McpConnection, connect, server_of
 from reinforge.envs.shipped import shipped
 from reinforge.envs.single import messages_of
 from reinforge.envs.tools import Tool, ToolError, Unavailable, tool
 from reinforge.rewards.build import load_function
 from reinforge.rewards.verifiable import exact_number
 
-Given = str | Callable[..., Any] | Tool | Mapping[str, Any]
+ToolSource = str | Callable[..., Any] | Tool | Mapping[str, Any]
 
 
 class ToolEnv:
@@ -34,7 +34,7 @@ class ToolEnv:
 
     def __init__(
         self,
-        tools: Sequence[Given] = (),
+        tools: Sequence[ToolSource] = (),
         system: str | None = None,
         tool_seconds: float = 30.0,
         max_characters: int = 8000,
@@ -46,7 +46,7 @@ class ToolEnv:
         self.servers = [server_of(_mcp(g)) for g in given if isinstance(g, Mapping)]
         self.own = [as_tool(g, options) for g in given if not isinstance(g, Mapping)]
         self.tools = _by_name(self.own)
-        self.connections: list[Connection] = []
+        self.connections: list[McpConnection] = []
         self.system = system
         self.tool_seconds = tool_seconds
         self.max_characters = max_characters

@@ -19,7 +19,7 @@ CORRECT = 0.999  # a total reward of at least this share of the best possible co
 
 
 @dataclass
-class HeldOut:
+class HeldOutEvaluation:
     """Generates for every row and scores.
 
     `best` is the largest possible total reward (the sum of positive weights).

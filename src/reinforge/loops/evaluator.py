@@ -11,7 +11,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Group
 
 
-class Verdict(NamedTuple):
+class EvalVerdict(NamedTuple):
     """What an evaluation says about the run."""
 
     improved: bool  # by the metric that the best checkpoint is kept by
@@ -51,14 +51,14 @@ class Evaluator:
             return self.at_start
         return bool(self.every) and step % self.every == 0
 
-    def judge(self, step: int, result: Metrics) -> Verdict:
+    def judge(self, step: int, result: Metrics) -> EvalVerdict:
         """The boundary is evaluated: compares it with the ones before."""
         self.evaluated = step
         improved = False
         if self.keep_best is not None:
             mode, _, metric = self.keep_best.rpartition(":")
             improved = self._better("checkpoint", metric, mode or "max", step, result)
-        return Verdict(improved, self._why_stop(step, result))
+        return EvalVerdict(improved, self._why_stop(step, result))
 
     def _why_stop(self, step: int, result: Metrics) -> str | None:
         stop = self.early_stop

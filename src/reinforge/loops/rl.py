@@ -29,7 +29,7 @@ from reinforge.core.threads import in_thread
 from reinforge.loops.critic import Critic
 from reinforge.loops.run import Run
 from reinforge.loops.trace import StepTrace, Tracer
-from reinforge.rewards.running import Running
+from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.buffer import RolloutBuffer
 from reinforge.rollout.source import GroupSource, harvest_metrics
 
@@ -55,7 +55,9 @@ class RLTrainer:
     epochs: int = 1
     minibatches: int = 1
     critic: Critic | None = None
-    running: Running = field(default_factory=lambda: Running({}))  # statistics of rewards
+    running: RewardNormalization = field(
+        default_factory=lambda: RewardNormalization({})
+    )  # statistics of rewards
     skip_idle: bool = True  # rows without gradient are not computed
     tracer: Tracer | None = None  # records for people what steps did
 

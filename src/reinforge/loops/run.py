@@ -34,11 +34,11 @@ from reinforge.loops.troubles import BadSteps, ending_of, tell_faults, tell_trou
 from reinforge.loops.view import NoView, ViewLike
 from reinforge.watch.ending import describe_end, write_summary
 from reinforge.watch.logs import read_lines
-from reinforge.watch.memory import device_peak, process_peak
+from reinforge.watch.memory_usage import device_peak, process_peak
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import OF_ONE_STEP
-from reinforge.watch.sinks import HURRIED_SECONDS, Target, make_sinks
+from reinforge.watch.sinks import HURRIED_SECONDS, TrackerRun, make_sinks
 from reinforge.watch.timing import Phases, efficiency
 from reinforge.watch.troubles import Health
 
@@ -142,7 +142,7 @@ class Run:
     def _open_logs(self, offsets: dict[str, int] | None) -> None:
         """`offsets`: where the logs of a resumed run are cut; None for a new run."""
         log = self.cfg.run.log
-        target = Target(
+        target = TrackerRun(
             self.dir,
             redact_settings(self.cfg.model_dump(mode="json")),
             log.project,

@@ -32,7 +32,7 @@ EVEN_RUNS = 4  # a pack of so many runs of equal lengths goes through the dense 
 PADDING_WASTE = 1.25
 
 
-class Layout(Protocol):
+class AttentionLayout(Protocol):
     def attend(
         self,
         layer: int,
@@ -55,7 +55,7 @@ def _attention(
     attention_mask: Any = None,
     *,
     scaling: float | None = None,
-    layout: Layout | None = None,
+    layout: AttentionLayout | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models import proof
-from reinforge.models.divergence import Head
+from reinforge.models.divergence import LogitHead
 from reinforge.models.exact import linear
 from reinforge.models.head import LogitRule, token_logprobs
 from reinforge.models.packed import PackedModel
@@ -67,9 +67,9 @@ class CausalModel(PackedModel):
         self.value_head = head
 
     @property
-    def output(self) -> Head:
+    def output(self) -> LogitHead:
         """How logits are made of hidden states."""
-        return Head(self.head.weight, self.head.bias, self.rule)
+        return LogitHead(self.head.weight, self.head.bias, self.rule)
 
     def project(self, hidden: Tensor) -> Tensor:
         """[B, V] raw logits in the model's precision."""

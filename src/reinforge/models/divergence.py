@@ -24,7 +24,7 @@ COPIES = 8  # chunks of float32 logits alive at once: two models, log-softmaxes,
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class LogitHead:
     """How a model makes logits of hidden states.
 
     Slice `weight` and `bias` where a model pads its vocabulary more than the other.
@@ -37,18 +37,18 @@ class Head:
     def logits(self, h: Tensor) -> Tensor:
         return self.rule.apply(_wide(linear(h, self.weight, self.bias)))
 
-    def first(self, size: int) -> Head:
+    def first(self, size: int) -> LogitHead:
         """For the first `size` tokens of the vocabulary alone."""
         return (
             self
             if size >= len(self.weight)
-            else Head(
+            else LogitHead(
                 self.weight[:size], None if self.bias is None else self.bias[:size], self.rule
             )
         )
 
 
-class AsGiven:
+class GivenLogits:
     """In place of a teacher's head where the teacher's rows are what the divergence compares with,
     whatever that is.
     """
@@ -75,7 +75,7 @@ class _ChunkedDivergence(torch.autograd.Function):
             dtype=torch.float64 if h.dtype == torch.float64 else torch.float32,
             device=h.device,
         )
-        student = Head(weight, bias, rule)
+        student = LogitHead(weight, bias, rule)
         for a in range(0, rows, step):
             part = slice(a, a + step)
             out[part] = divergence(student.logits(h[part]), teacher.logits(teacher_h[part]))
@@ -100,9 +100,9 @@ class _ChunkedDivergence(torch.autograd.Function):
 
 def chunked_divergence(
     student_hidden: Tensor,
-    student_head: Head,
+    student_head: LogitHead,
     teacher_hidden: Tensor,
-    teacher_head: Head | AsGiven,
+    teacher_head: LogitHead | GivenLogits,
     divergence: Divergence,
 ) -> Tensor:
     """[M] `divergence` of every row, differentiable by the student's hidden states and head.
@@ -115,9 +115,9 @@ def chunked_divergence(
     assert student_hidden.ndim == teacher_hidden.ndim == 2 and len(student_hidden) == len(
         teacher_hidden
     ), "rows do not align"
-    frozen: Head | AsGiven = teacher_head
-    if isinstance(teacher_head, Head):
-        frozen = Head(
+    frozen: LogitHead | GivenLogits = teacher_head
+    if isinstance(teacher_head, LogitHead):
+        frozen = LogitHead(
             teacher_head.weight.detach(),
             None if teacher_head.bias is None else teacher_head.bias.detach(),
             teacher_head.rule,
@@ -134,7 +134,7 @@ def chunked_divergence(
 
 
 @torch.no_grad()
-def log_collision(h: Tensor, source: Head, *, temperature: float = 1.0) -> Tensor:
+def log_collision(h: Tensor, source: LogitHead, *, temperature: float = 1.0) -> Tensor:
     """[M] log sum_v p(v)^2, p = softmax(logits / temperature): how likely two draws agree.
 
     The stream `collision` of WPO (2406.11827).

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from reinforge.models import exact_functions
-from reinforge.models.attention import Layout, Packed, Paged, Prefill, Segments
-from reinforge.models.exact_tiles import KEYS, Plan, plan_paged, plan_segments, tile_shape
+from reinforge.models.attention import AttentionLayout, Packed, Paged, Prefill, Segments
+from reinforge.models.exact_tiles import KEYS, TilePlan, plan_paged, plan_segments, tile_shape
 
 SCORES = 1 << 14  # numbers in the tiles that a CPU works on at once
 
@@ -27,7 +27,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: Plan,
+    plan: TilePlan,
     tables: Tensor | None,
     block: int,
     scale: float,
@@ -78,7 +78,7 @@ def _attend_jobs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: Plan,
+    plan: TilePlan,
     tables: Tensor | None,
     block: int,
     scale: float,
@@ -154,7 +154,7 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(slots=True)
 class ExactSegments(Segments):
-    plans: dict[int, Plan] = field(default_factory=dict)
+    plans: dict[int, TilePlan] = field(default_factory=dict)
 
     def attend(
         self,
@@ -179,7 +179,7 @@ class ExactSegments(Segments):
 class ExactPaged:
     paged: Paged
     slots: Tensor
-    plan: Plan
+    plan: TilePlan
 
     @classmethod
     def of(cls, paged: Paged) -> ExactPaged:
@@ -218,7 +218,7 @@ class ExactPaged:
 class _Foreign:
     """A layout that is not known here (one that only looks at shapes) does what it does."""
 
-    ordinary: Layout
+    ordinary: AttentionLayout
 
     def attend(
         self,
@@ -234,7 +234,7 @@ class _Foreign:
             return self.ordinary.attend(layer, q, k, v, scale, window, softcap)
 
 
-def layout(ordinary: Layout) -> Layout:
+def layout(ordinary: AttentionLayout) -> AttentionLayout:
     """The exact counterpart of a layout."""
     if isinstance(ordinary, (Packed, Prefill)):
         s = ordinary.segments

@@ -176,7 +176,7 @@ def _attend(
 ):
     """One program per (tile of queries, key head).
 
-    PAGED changes where keys are looked up, nothing else: see `exact_tiles.Plan`.
+    PAGED changes where keys are looked up, nothing else: see `exact_tiles.TilePlan`.
     """
     tile = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -236,7 +236,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: exact_tiles.Plan,
+    plan: exact_tiles.TilePlan,
     tables: Tensor | None,
     block: int,
     scale: float,

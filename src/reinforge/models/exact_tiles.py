@@ -4,7 +4,7 @@
 A tile of queries is P neighbouring positions of one segment times the G query heads of a key head.
 P is a power of two that divides the tile of keys and tiles begin at multiples of P, so all queries
 of a tile need the same tiles of keys. In a decode step a tile holds one position, its other rows
-are empty. A `Plan` says where queries and keys of the tiles lie; T tiles.
+are empty. A `TilePlan` says where queries and keys of the tiles lie; T tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GPU_QUERIES = 64  # a tile on a GPU: what one warp group multiplies at once
 
 
 @dataclass(slots=True)
-class Plan:
+class TilePlan:
     """[T] int32 each, on the device: a query at position p of tile t is row base + p of q, if low
     <= p < high; key number i is row keys + i of k, or, where there are block tables, wherever line
     t of them says.
@@ -45,7 +45,7 @@ def tile_shape(groups: int, on_gpu: bool) -> tuple[int, int]:
     return rows, min(KEYS, 1 << ((rows // groups).bit_length() - 1))
 
 
-def plan_segments(segments: Segments, positions: int) -> Plan:
+def plan_segments(segments: Segments, positions: int) -> TilePlan:
     tiles: list[tuple[int, int, int, int, int]] = []
     start = key_start = 0
     for n, n_keys in zip(segments.lengths, segments.key_lengths, strict=True):
@@ -64,10 +64,10 @@ def plan_segments(segments: Segments, positions: int) -> Plan:
         .to(segments.starts.device)
         .unbind(0)
     )
-    return Plan(first, base, low, high, keys, positions)
+    return TilePlan(first, base, low, high, keys, positions)
 
 
-def plan_paged(cached: Tensor) -> Plan:
+def plan_paged(cached: Tensor) -> TilePlan:
     now = cached.to(torch.int32)
     row = torch.arange(len(now), dtype=torch.int32, device=now.device)
-    return Plan(now, row - now, now, now + 1, row, 1)
+    return TilePlan(now, row - now, now, now + 1, row, 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reinforge.models.attention import Layout
+from reinforge.models.attention import AttentionLayout
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import LogitRule
 
@@ -22,10 +22,10 @@ Active = Callable[[], AbstractContextManager[CausalModel]]
 
 
 @dataclass(slots=True)
-class _Behind:
+class _SecondModelLayout:
     """The same layout for a second model, whose layers are counted on from the first one's."""
 
-    layout: Layout
+    layout: AttentionLayout
     layers: int
 
     def attend(
@@ -41,7 +41,7 @@ class _Behind:
         return self.layout.attend(layer + self.layers, q, k, v, scale, window, softcap)
 
 
-class Mixture(CausalModel):
+class ModelMixture(CausalModel):
     """What an engine asks of a model, answered by two.
 
     `coefficient` c is the second one's share. They must have the same tokens.
@@ -70,13 +70,15 @@ class Mixture(CausalModel):
             self.layer_count = len(policy.layers)
             assert len(model.head.weight) == len(policy.head.weight), "two vocabularies"
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         """[N, E] of the second model, or [N, 2 E] of both."""
         parts = [] if self.coefficient == 1 else [self.policy.hidden(tokens, positions, layout)]
         with self.other() as model:
             parts.append(
                 model.hidden(
-                    tokens, positions, _Behind(layout, self.layer_count) if parts else layout
+                    tokens,
+                    positions,
+                    _SecondModelLayout(layout, self.layer_count) if parts else layout,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

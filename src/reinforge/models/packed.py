@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models import attention, rope
-from reinforge.models.attention import Layout, Packed
+from reinforge.models.attention import AttentionLayout, Packed
 from reinforge.models.exact import RowWise
 from reinforge.models.exact_attention import layout as exact_layout
-from reinforge.models.sequence import Reading, Slices, Ulysses
+from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
 
 
 class PackedModel:
@@ -33,7 +33,7 @@ class PackedModel:
     # the longest sequence that is computed right; None: any (see `models.rope`)
     reach: int | None = None
     # the ranks that each compute a part of every pack; None: this process computes it all
-    slices: Slices | None = None
+    slices: SequenceSlices | None = None
 
     def __init__(self, module: nn.Module, tokenizer: Any = None, *, exact: bool = False):
         # what is trained and saved: the transformers model, or its peft wrapper
@@ -106,7 +106,7 @@ class PackedModel:
             if getattr(part, "gradient_checkpointing", False):
                 part.training = on
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         """[N, E] last hidden states of N tokens whose relations `layout` describes."""
         if self.exact:
             layout = exact_layout(layout)
@@ -141,9 +141,9 @@ class PackedModel:
                 fix=f"Keep prompt and answer together within {self.reach} tokens.",
             )
 
-    def reading(self, batch: Batch, places: Tensor) -> Reading:
+    def reading(self, batch: Batch, places: Tensor) -> SliceReading:
         """How the hidden states at `places` of a pack are read."""
-        return Reading.of(places, batch.n_tokens, self.slices)
+        return SliceReading.of(places, batch.n_tokens, self.slices)
 
     def values(self, batch: Batch, states: Tensor | None = None, *, after: bool = False) -> Tensor:
         """[M] float32: the head before each trained token, at row t-1 for token t, so it cannot

@@ -35,7 +35,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.models import attention
-from reinforge.models.attention import Layout, Packed, starts_of
+from reinforge.models.attention import AttentionLayout, Packed, starts_of
 
 if TYPE_CHECKING:
     from reinforge.models.packed import PackedModel
@@ -122,7 +122,7 @@ def prove_layers(model: PackedModel, where: str) -> None:
     )
 
 
-def _forward(model: PackedModel, layout: Layout) -> None:
+def _forward(model: PackedModel, layout: AttentionLayout) -> None:
     tokens = torch.zeros(2, dtype=torch.int64, device=model.device)
     model.hidden(tokens, torch.arange(2, device=model.device), layout)
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from reinforge.core.errors import InputError
-from reinforge.models.attention import Layout
+from reinforge.models.attention import AttentionLayout
 
 
-class Slices:
+class SequenceSlices:
     """The ranks that share every pack of a model, seen from one of them."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -45,7 +45,7 @@ class Slices:
 
 
 @dataclass(slots=True)
-class Reading:
+class SliceReading:
     """M places of a pack whose hidden states are read, and which m of them lie here.
 
     Without slices that is all of them.
@@ -54,10 +54,10 @@ class Reading:
     places: Tensor  # [m] rows of this rank's states
     mine: Tensor | None = None  # [m] which of the M they are; None: all
     total: int = 0  # M
-    slices: Slices | None = None
+    slices: SequenceSlices | None = None
 
     @classmethod
-    def of(cls, places: Tensor, tokens: int, slices: Slices | None) -> Reading:
+    def of(cls, places: Tensor, tokens: int, slices: SequenceSlices | None) -> SliceReading:
         if slices is None:
             return cls(places)
         here = slices.span(tokens)
@@ -130,8 +130,8 @@ class Ulysses:
     slices.
     """
 
-    whole: Layout
-    slices: Slices
+    whole: AttentionLayout
+    slices: SequenceSlices
     tokens: int  # N
 
     def attend(

@@ -23,15 +23,15 @@ from reinforge.core.seeds import seed_of
 from reinforge.data.chat import Renderer
 from reinforge.data.sources import hold_out, load_rows
 from reinforge.engines.native import NativeEngine
-from reinforge.engines.openai import OpenAIClient, Server
+from reinforge.engines.openai import OpenAIClient, OpenAIServer
 from reinforge.models.load import load_model, stop_tokens
-from reinforge.offline.journal import LABELS, REQUEST, Generated, Line, digest, write_whole
-from reinforge.offline.labels import Labeller, Labelling, make_pairs
+from reinforge.offline.journal import LABELS, REQUEST, GenerationJournal, Line, digest, write_whole
+from reinforge.offline.labels import Labeller, LabelOptions, make_pairs
 
 AT_ONCE = 2048  # prompts under way
 
 
-class Source(Protocol):
+class CompletionSource(Protocol):
     """Where completions come from."""
 
     identity: Any  # what they depend on, beside prompt, sampling and seed
@@ -39,7 +39,7 @@ class Source(Protocol):
     async def complete(self, row: Row, sampling: Sampling, *, key: int, n: int) -> list[Line]: ...
 
 
-class Native:
+class NativeSource:
     def __init__(self, name: str, data: DataConfig, config: Config | None, adapter: str | None):
         if config is not None and not is_run(Path(name)):
             self.model = load_model(config.model, AdapterConfig(path=adapter) if adapter else None)
@@ -66,7 +66,7 @@ class Native:
         ]
 
 
-class Remote:
+class ServerSource:
     def __init__(
         self, client: OpenAIClient, model: str, *, raw: bool, logprobs: bool, token_ids: bool
     ):
@@ -97,8 +97,8 @@ async def generate_file(
     seed: int,
     adapter: str | None,
     config: Config | None = None,
-    server: Server | None = None,
-    labelling: Labelling | None = None,
+    server: OpenAIServer | None = None,
+    labelling: LabelOptions | None = None,
     raw: bool = False,
     logprobs: bool = True,
     token_ids: bool = False,
@@ -108,7 +108,7 @@ async def generate_file(
     The file appears whole or not at all; what was answered before a kill is kept beside it and not
     asked again.
     """
-    how = labelling or Labelling()
+    how = labelling or LabelOptions()
     if config is None and is_run(Path(model_name)):
         config = config_of(Path(model_name))[0]
     data = data_of(prompts, config)
@@ -119,12 +119,12 @@ async def generate_file(
         config.rollout.max_new_tokens if config is not None else DEFAULT_NEW_TOKENS
     )
     sampling = Sampling(longest, temperature, top_p=top_p)
-    store = Generated(out, n)
+    store = GenerationJournal(out, n)
     async with AsyncExitStack() as stack:
-        source: Source
+        source: CompletionSource
         if server is not None:
             client = await stack.enter_async_context(OpenAIClient(server))
-            source = Remote(
+            source = ServerSource(
                 client,
                 await client.model(),
                 raw=raw or data.chat == "never",
@@ -132,7 +132,7 @@ async def generate_file(
                 token_ids=token_ids,
             )
         else:
-            source = Native(model_name, data, config, adapter)
+            source = NativeSource(model_name, data, config, adapter)
         judge = (
             None
             if how.judge is None

@@ -25,7 +25,7 @@ def digest(*parts: Any) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-class Generated:
+class GenerationJournal:
     """`known`: request -> the lines of its n completions."""
 
     def __init__(self, out: Path, n: int):

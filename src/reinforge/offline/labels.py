@@ -13,22 +13,22 @@ from reinforge.config.rewards import RewardConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
-from reinforge.engines.openai import OpenAIClient, Server
+from reinforge.engines.openai import OpenAIClient, OpenAIServer
 from reinforge.offline.journal import LABELS, REQUEST, Line, digest
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.combine import combined, gates_of
 from reinforge.rewards.judge import Judge, Mode
-from reinforge.rewards.running import Running
+from reinforge.rewards.normalization import RewardNormalization
 
 PairRule = Literal["best-worst", "all"]
 
 
 @dataclass(frozen=True)
-class Labelling:
+class LabelOptions:
     """How to label. Nothing set: not at all."""
 
     rewards: Sequence[RewardConfig] = ()
-    judge: Server | None = None
+    judge: OpenAIServer | None = None
     mode: Mode = "score"
     template: str | None = None  # the judge's prompt
     temperature: float = 0.0  # of the judge
@@ -62,7 +62,7 @@ class Labelling:
 class Labeller:
     """Adds `rewards` and `reward` (the weighted total), and `judge`, to the lines of one prompt."""
 
-    how: Labelling
+    how: LabelOptions
     client: OpenAIClient | None = None  # of the judge
     device: str = "auto"
     failed: int = 0  # completions that got no label
@@ -70,7 +70,7 @@ class Labeller:
 
     def __post_init__(self) -> None:
         self._rewards = build_rewards(self.how.rewards, device=self.device)
-        self._gates, self._running = gates_of(self._rewards), Running.of(self._rewards)
+        self._gates, self._running = gates_of(self._rewards), RewardNormalization.of(self._rewards)
         self._judge = (
             Judge(self._ask, mode=self.how.mode, template=self.how.template)
             if self.client is not None

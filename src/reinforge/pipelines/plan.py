@@ -26,23 +26,23 @@ from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.pipelines.artefact import path_in, read_artefact
 from reinforge.pipelines.run import check_finished, redone
 from reinforge.plan.plan import DEADLINE_SECONDS, plan_run, worker_report
-from reinforge.plan.preflight import Report, preflight
+from reinforge.plan.preflight import PlanReport, preflight
 
 
 def plan(
     config_path: Path, overrides: Sequence[str] = (), *, deadline: float = DEADLINE_SECONDS
-) -> Report:
+) -> PlanReport:
     """What is wrong with the run or pipeline that a file describes. No model is loaded for it."""
     try:
         config = load_any(Path(config_path), overrides)
     except ReinforgeError as error:
-        return Report(errors=[str(error)])
+        return PlanReport(errors=[str(error)])
     if isinstance(config, Pipeline):
         return plan_pipeline(config, deadline=deadline)
     return plan_run(config, Path(config_path), overrides, deadline=deadline)
 
 
-def plan_pipeline(pipeline: Pipeline, *, deadline: float = DEADLINE_SECONDS) -> Report:
+def plan_pipeline(pipeline: Pipeline, *, deadline: float = DEADLINE_SECONDS) -> PlanReport:
     """Both phases of all stages. The second is done only if the first found nothing wrong."""
     report, ready = first_phase(pipeline)
     if report.ok and ready:
@@ -68,11 +68,11 @@ def plan_pipeline(pipeline: Pipeline, *, deadline: float = DEADLINE_SECONDS) -> 
 
 def first_phase(
     pipeline: Pipeline, force: Sequence[str] = ()
-) -> tuple[Report, list[tuple[str, Config]]]:
+) -> tuple[PlanReport, list[tuple[str, Config]]]:
     """What can be told without torch, and the stages whose rows and rewards can be looked at, as
     configurations.
     """
-    report = Report(summary={"run_dir": str(pipeline.dir), "stages": []})
+    report = PlanReport(summary={"run_dir": str(pipeline.dir), "stages": []})
     again = redone(pipeline, force)
     ready: list[tuple[str, Config]] = []
     for stage in pipeline.stages:
@@ -161,7 +161,7 @@ def _likely(pipeline: Pipeline, stage: Stage, reference: Reference) -> str:
     )
 
 
-def describe_pipeline(report: Report) -> list[dict[str, Any]]:
+def describe_pipeline(report: PlanReport) -> list[dict[str, Any]]:
     """The summary as table rows for people."""
     rows = []
     for stage in report.summary.get("stages", ()):
@@ -183,11 +183,11 @@ def describe_pipeline(report: Report) -> list[dict[str, Any]]:
     return rows
 
 
-def run_stage_checks(stages: Sequence[dict[str, Any]]) -> Report:
+def run_stage_checks(stages: Sequence[dict[str, Any]]) -> PlanReport:
     """Phase 2 of each stage, its name in front of every message."""
     from reinforge.plan.checks import run_checks
 
-    total = Report()
+    total = PlanReport()
     for item in stages:
         name = item["stage"]
         print(f"stage: checking the stage {name}", file=sys.stderr, flush=True)

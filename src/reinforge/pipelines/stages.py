@@ -32,7 +32,7 @@ from reinforge.data.sources import fingerprint
 from reinforge.offline.export import export, hub_token, upload
 from reinforge.offline.generate import generate_file, pairs_path
 from reinforge.offline.journal import LABELS, REQUEST, write_whole
-from reinforge.offline.labels import Labelling
+from reinforge.offline.labels import LabelOptions
 from reinforge.pipelines.artefact import (
     ADAPTER,
     DATA,
@@ -53,7 +53,7 @@ TEXTS = ("completion", "chosen", "rejected")
 
 
 @dataclass
-class Made:
+class StageOutput:
     what: str
     paths: dict[str, str]
     id: str  # a hash of what came out
@@ -63,7 +63,7 @@ class Made:
     steps: int = 0
 
 
-def train_stage(stage: Stage, config: Config, lineage: Sequence[str]) -> Made:
+def train_stage(stage: Stage, config: Config, lineage: Sequence[str]) -> StageOutput:
     """Trains to the end, then exports the model; of an adapter also the adapter."""
     result = train_config(config)
     checkpoint = stage.export.checkpoint
@@ -87,7 +87,7 @@ def train_stage(stage: Stage, config: Config, lineage: Sequence[str]) -> Made:
     }
     metrics, machine = split_metrics(result.metrics)
     what = "reward model" if scores else "model"
-    return Made(
+    return StageOutput(
         what,
         paths,
         hash_of([what, hashes["weights"], hashes["tokenizer"]]),
@@ -98,7 +98,7 @@ def train_stage(stage: Stage, config: Config, lineage: Sequence[str]) -> Made:
     )
 
 
-def eval_stage(stage: Stage, config: Config) -> Made:
+def eval_stage(stage: Stage, config: Config) -> StageOutput:
     """Scores the model on the held-out rows; evaluation.json has the result, samples.jsonl every
     completion.
     """
@@ -130,12 +130,12 @@ def eval_stage(stage: Stage, config: Config) -> Made:
     )
     (stage.dir / EVALUATION).write_text(json.dumps(metrics, indent=1))
     hashes = {"data": fingerprint(inputs.eval_rows)}
-    return Made(
+    return StageOutput(
         "evaluation", {"evaluation": EVALUATION}, hash_of(["evaluation", metrics]), hashes, metrics
     )
 
 
-def generate_stage(stage: Stage, config: Config) -> Made:
+def generate_stage(stage: Stage, config: Config) -> StageOutput:
     """Completions of every row of `data`, labelled by the rewards where there are some, as rows
     that a later stage can read.
     """
@@ -147,7 +147,7 @@ def generate_stage(stage: Stage, config: Config) -> Made:
             where=f"{stage.where}, generate",
             fix="Add a `rewards` section.",
         )
-    labelling = Labelling(rewards=tuple(config.rewards), pairs=how.pairs, margin=how.margin)
+    labelling = LabelOptions(rewards=tuple(config.rewards), pairs=how.pairs, margin=how.margin)
     work = generate_file(
         config.model.path,
         None,
@@ -189,7 +189,7 @@ def generate_stage(stage: Stage, config: Config) -> Made:
         **({"reward/mean": sum(rewards) / len(rewards)} if rewards else {}),
     }
     data = hash_file(stage.dir / DATA)
-    return Made("data", {"data": DATA}, hash_of(["data", data]), {"data": data}, metrics)
+    return StageOutput("data", {"data": DATA}, hash_of(["data", data]), {"data": data}, metrics)
 
 
 def _best(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ def _best(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(best.values())
 
 
-def export_stage(stage: Stage, source: Stage, lineage: Sequence[str], again: bool) -> Made:
+def export_stage(stage: Stage, source: Stage, lineage: Sequence[str], again: bool) -> StageOutput:
     """Exports another stage's run once more: elsewhere, unmerged, or onto the hub.
 
     `again`: what is there is ours, of a run that was cut.
@@ -228,7 +228,7 @@ def export_stage(stage: Stage, source: Stage, lineage: Sequence[str], again: boo
     adapter = bool(source.settings.get("adapter")) and not how.merge and not scores
     what = "reward model" if scores else "adapter" if adapter else "model"
     hashes = weights_of(out)
-    return Made(
+    return StageOutput(
         what,
         {what: how.out or MODEL},
         hash_of([what, hashes["weights"], hashes["tokenizer"]]),

@@ -25,7 +25,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.data.readers import kind_of
 from reinforge.data.sources import MIXTURE, PYTHON
-from reinforge.plan.gold import check_rewards, named, sample
+from reinforge.plan.gold_answers import check_rewards, named, sample
 from reinforge.plan.hub import go_offline_if_unreachable, not_here
 from reinforge.plan.outside import (
     check_engine,
@@ -35,7 +35,7 @@ from reinforge.plan.outside import (
     check_other_models,
     check_ranks,
 )
-from reinforge.plan.preflight import IMPORTING, Report
+from reinforge.plan.preflight import IMPORTING, PlanReport
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Row
@@ -55,9 +55,9 @@ UNUSUAL = {
 }
 
 
-def run_checks(config: Config) -> Report:
+def run_checks(config: Config) -> PlanReport:
     """Everything that needs the rows, the tokenizer and the rewards, but no weights."""
-    report = Report()
+    report = PlanReport()
     offline = go_offline_if_unreachable(config)
     if offline:
         report.warn("hub", f"{offline}; only what is already cached on this machine can be used.")
@@ -91,7 +91,7 @@ def run_checks(config: Config) -> Report:
     return report
 
 
-def _check_model(config: Config, train: list[Row], held_out: list[Row], report: Report) -> None:
+def _check_model(config: Config, train: list[Row], held_out: list[Row], report: PlanReport) -> None:
     """What the tokenizer and the model's configuration tell."""
     _stage("rendering prompts")
     _check_prompts(config, sample(train, SAMPLE_ABOVE), sample(held_out, SAMPLE_ABOVE), report)
@@ -128,7 +128,7 @@ def _import(config: Config, *, tokenizer: bool) -> None:
             import_module(module)
 
 
-def _rows(config: Config, report: Report) -> tuple[list[Row], list[Row]]:
+def _rows(config: Config, report: PlanReport) -> tuple[list[Row], list[Row]]:
     from reinforge.data.sources import train_and_eval_rows
 
     train, held_out = train_and_eval_rows(config.data)
@@ -159,7 +159,7 @@ def _rows(config: Config, report: Report) -> tuple[list[Row], list[Row]]:
     return train, held_out
 
 
-def check_disjoint(train: Sequence[Row], held_out: Sequence[Row], report: Report) -> None:
+def check_disjoint(train: Sequence[Row], held_out: Sequence[Row], report: PlanReport) -> None:
     """Refuses evaluation rows that ask what is trained on, whatever their ids: their scores would
     measure memory.
     """
@@ -177,7 +177,7 @@ def check_disjoint(train: Sequence[Row], held_out: Sequence[Row], report: Report
         )
 
 
-def _check_algorithm(config: Config, report: Report) -> None:
+def _check_algorithm(config: Config, report: PlanReport) -> None:
     """Settings that no part takes, and parts that do not go together; what a user should know about
     the rest.
     """
@@ -204,7 +204,7 @@ def _check_curriculum(config: Config, train: Sequence[Row]) -> None:
         difficulties(train, curriculum.column)
 
 
-def _check_labels(config: Config, train: Sequence[Row], report: Report) -> None:
+def _check_labels(config: Config, train: Sequence[Row], report: PlanReport) -> None:
     """Judged answers need both verdicts."""
     from reinforge.build.algorithm import algorithm_of
     from reinforge.build.units import units_of
@@ -216,7 +216,9 @@ def _check_labels(config: Config, train: Sequence[Row], report: Report) -> None:
         report.warn("data", what, BOTH_LABELS)
 
 
-def _check_prompts(config: Config, train: list[Row], held_out: list[Row], report: Report) -> None:
+def _check_prompts(
+    config: Config, train: list[Row], held_out: list[Row], report: PlanReport
+) -> None:
     from reinforge.build.algorithm import algorithm_of
     from reinforge.build.units import units_of
     from reinforge.data.chat import Renderer
@@ -296,7 +298,7 @@ def check_lengths(
     rows: Sequence[Row],
     lengths: Sequence[int],
     limit: int,
-    report: Report,
+    report: PlanReport,
 ) -> None:
     """What `data.length` does to the rows past the limit."""
     long = [(n, i) for i, n in enumerate(lengths) if n > limit]

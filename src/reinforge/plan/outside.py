@@ -16,7 +16,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
 from reinforge.plan.hub import models_of
-from reinforge.plan.preflight import Report
+from reinforge.plan.preflight import PlanReport
 
 IMPORT_SECONDS = 20.0
 CPU_HEAD = 32
@@ -26,7 +26,7 @@ NO_ENGINE = (
 )
 
 
-def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
+def check_env(config: Config, rows: Sequence[Row], report: PlanReport) -> None:
     """Makes each environment with its options and begins one episode: its first prompt must leave
     room for an answer.
     """
@@ -35,8 +35,8 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
     from reinforge.build.environments import mixture_of
     from reinforge.build.limits import episode_tokens
     from reinforge.data.chat import Renderer
-    from reinforge.data.dialogue import Dialogue
-    from reinforge.envs.calls import talk_of
+    from reinforge.data.dialogue import DialogueTokens
+    from reinforge.envs.calls import tool_template_of
     from reinforge.models.load import context_length, load_tokenizer
     from reinforge.rollout.dialogue.env_player import opening
     from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
@@ -44,7 +44,7 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
     mixture = mixture_of(config.env, config.run.seed)
     renderer = Renderer(load_tokenizer(config.model), config.data)
     most = episode_tokens(config, context_length(config.model))
-    talk = talk_of(config.env.calls, renderer)
+    tool_template = tool_template_of(config.env.calls, renderer)
     firsts: dict[str, Row] = {}  # a row for each environment
     for row in rows:
         firsts.setdefault(mixture.choose(row).name, row)
@@ -52,13 +52,15 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
             break
 
     async def begin(row: Row, seconds: float | None) -> int:
-        world = EpisodeEnvironment(
+        environment = EpisodeEnvironment(
             mixture, row, seed_of(config.run.seed, "plan", row.id, "env"), turn_seconds=seconds
         )
         try:
-            return len(await opening(Dialogue(renderer, f"row {row.id}"), talk, world))
+            return len(
+                await opening(DialogueTokens(renderer, f"row {row.id}"), tool_template, environment)
+            )
         finally:
-            await world.close()
+            await environment.close()
 
     for name, row in firsts.items():
         try:
@@ -80,7 +82,7 @@ def check_env(config: Config, rows: Sequence[Row], report: Report) -> None:
             )
 
 
-def check_engine(config: Config, report: Report) -> None:
+def check_engine(config: Config, report: PlanReport) -> None:
     """`engine.python` must find what it is to run."""
     kind = config.rollout.engine
     engine = config.engine
@@ -107,7 +109,7 @@ def check_engine(config: Config, report: Report) -> None:
         )
 
 
-def check_model(config: Config, report: Report) -> None:
+def check_model(config: Config, report: PlanReport) -> None:
     """That the model's architecture can be trained, as far as its config.json tells, and generated
     with where the native engine does it.
     """
@@ -147,7 +149,7 @@ def check_other_models(config: Config) -> None:
             load_config(ModelConfig(path=name, revision=revisions.get(key)), key)
 
 
-def check_heads(config: Config, report: Report) -> None:
+def check_heads(config: Config, report: PlanReport) -> None:
     """vLLM's attention on a CPU has no kernel for small heads: its server would end at the first
     token.
     """
@@ -169,7 +171,7 @@ def check_heads(config: Config, report: Report) -> None:
         )
 
 
-def check_ranks(config: Config, report: Report) -> None:
+def check_ranks(config: Config, report: PlanReport) -> None:
     """A warning, because the machine that plans need not be the one that trains."""
     if config.train.backend == "local" or config.cluster.kind == "ray":
         return

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from reinforge.build.predict import shown
 from reinforge.config.schema import Config
-from reinforge.plan.preflight import IMPORTING, Report, preflight
+from reinforge.plan.preflight import IMPORTING, PlanReport, preflight
 
 DEADLINE_SECONDS = 30.0
 IMPORT_SECONDS = 600.0  # for importing libraries, beside the deadline
@@ -37,7 +37,7 @@ def plan_run(
     overrides: Sequence[str] = (),
     *,
     deadline: float = DEADLINE_SECONDS,
-) -> Report:
+) -> PlanReport:
     """Both phases for the config that was read from `config_path` with `overrides`.
 
     Phase 2 runs only if phase 1 found nothing wrong.
@@ -195,7 +195,7 @@ class _Tail:
         return b"".join(list(self._chunks)).decode(errors="replace")
 
 
-def describe(report: Report) -> list[tuple[str, str]]:
+def describe(report: PlanReport) -> list[tuple[str, str]]:
     """The summary as (label, text) lines for people."""
     s = report.summary
     lines = [

@@ -6,10 +6,10 @@ from reinforge.backends.memory_model import GIB, ModelFacts
 from reinforge.build.predict import USABLE, machine_at, predict
 from reinforge.config.schema import Config
 from reinforge.models.load import load_config
-from reinforge.plan.preflight import Report
+from reinforge.plan.preflight import PlanReport
 
 
-def predict_plan(cfg: Config, report: Report) -> None:
+def predict_plan(cfg: Config, report: PlanReport) -> None:
     """Adds the prediction to the report of `plan`, from the model's configuration alone, and warns
     where it will not fit.
     """

@@ -33,7 +33,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass
-class Report:
+class PlanReport:
     """What `plan` found.
 
     Errors mean that the run would fail; warnings that it may not do what was meant.
@@ -62,13 +62,13 @@ class Report:
         return {"ok": self.ok, **asdict(self)}
 
 
-def preflight(config: Config) -> Report:
+def preflight(config: Config) -> PlanReport:
     """Phase 1 of `plan`: everything wrong that the file system and the lists of names can tell, in
     well under a second.
     """
     from reinforge.algorithms.catalogue import TABLE
 
-    report = Report(summary=_step_summary(config))
+    report = PlanReport(summary=_step_summary(config))
     if config.algorithm.name not in TABLE:
         report.refuse(
             "algorithm.name",
@@ -101,7 +101,7 @@ def preflight(config: Config) -> Report:
     return report
 
 
-def _check_cut(config: Config, report: Report) -> None:
+def _check_cut(config: Config, report: PlanReport) -> None:
     """What the config.json of a model in a directory tells about ranks that share its matrices."""
     train = config.train
     path = Path(config.model.path).expanduser() / "config.json"
@@ -121,7 +121,7 @@ def _check_cut(config: Config, report: Report) -> None:
         report.refuse("train.tensor_parallel", why, "Set it to a number that divides them.")
 
 
-def _check_agent(config: Config, report: Report) -> None:
+def _check_agent(config: Config, report: PlanReport) -> None:
     agent = config.agent
     if agent is None:
         return
@@ -142,7 +142,7 @@ def _check_agent(config: Config, report: Report) -> None:
         )
 
 
-def _check_parts(config: Config, report: Report) -> None:
+def _check_parts(config: Config, report: PlanReport) -> None:
     """The parts of the algorithm: names that there are, or functions that their files define."""
     from reinforge.algorithms import catalogue
 
@@ -220,7 +220,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return (f"Did you mean {close}? " if close else "") + f"There are: {', '.join(names)}."
 
 
-def _check_model(config: Config, report: Report) -> None:
+def _check_model(config: Config, report: PlanReport) -> None:
     from reinforge.algorithms.settings import closest
 
     model = config.model
@@ -290,7 +290,7 @@ def _check_model(config: Config, report: Report) -> None:
             )
 
 
-def _check_source(key: str, source: str, options: dict[str, Any], report: Report) -> None:
+def _check_source(key: str, source: str, options: dict[str, Any], report: PlanReport) -> None:
     from reinforge.data.readers import FILES, kind_of, size_of
 
     try:
@@ -321,7 +321,7 @@ def _check_source(key: str, source: str, options: dict[str, Any], report: Report
         )
 
 
-def _check_rewards(config: Config, report: Report) -> None:
+def _check_rewards(config: Config, report: PlanReport) -> None:
     from reinforge.rewards.names import BUILTIN
 
     seen: set[str] = set()
@@ -359,7 +359,7 @@ def _check_rewards(config: Config, report: Report) -> None:
         )
 
 
-def _check_env(config: Config, report: Report) -> None:
+def _check_env(config: Config, report: PlanReport) -> None:
     """Environments and formats that there are; and somebody who says what an episode is worth."""
     if config.env is None:
         return
@@ -399,7 +399,7 @@ def _check_env(config: Config, report: Report) -> None:
         _check_function("env.compare", config.env.compare, report)
 
 
-def _check_function(key: str, name: str, report: Report) -> None:
+def _check_function(key: str, name: str, report: PlanReport) -> None:
     """`file.py:function`: the file parses and defines the name at its top level.
 
     Nothing is executed.
@@ -438,7 +438,7 @@ def _names_in(body: list[ast.stmt]) -> Iterable[str]:
             yield from _names_in([*node.body, *node.orelse])
 
 
-def _check_run_dir(config: Config, report: Report) -> None:
+def _check_run_dir(config: Config, report: PlanReport) -> None:
     path = Path(config.run.dir)
     resume = config.run.resume
     full = path.resolve()

@@ -41,7 +41,7 @@ GPU = "H100"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """What a run's files tell: medians over its steps, the first left out (it compiles and warms
     up).
     """
@@ -101,7 +101,7 @@ def facts_of(cfg: Config) -> ModelFacts:
     )
 
 
-def measured_of(run: Path) -> Measured:
+def measured_of(run: Path) -> MeasuredRun:
     """Reads metrics.jsonl and prediction.json of a run on GPUs."""
     if not (run / "metrics.jsonl").exists():
         raise InputError(
@@ -139,7 +139,7 @@ def measured_of(run: Path) -> Measured:
         return median(sum(float(line.get(name) or 0.0) for name in names) for line in lines)
 
     rates = prediction.get("rates", {})
-    return Measured(
+    return MeasuredRun(
         int(rates.get("devices", 1)),
         int(rates.get("engines", 0)),
         prediction["machine"]["name"],
@@ -165,7 +165,7 @@ def spread(mean: float, longest: float, cap: int, samples: int) -> Lengths:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterForecast:
     """All layouts of every number of GPUs, and what was assumed."""
 
     steps: dict[int, list[StepEstimate]]
@@ -234,7 +234,7 @@ def plan_cluster(
     run: Path | None = None,
     length: float | None = None,
     node: int = 8,
-) -> Plan:
+) -> ClusterForecast:
     """Every layout for every number of GPUs.
 
     `length`: mean tokens of a completion, where no run tells it.
@@ -318,4 +318,4 @@ def plan_cluster(
         "ratio generate": round(ratios.generate, 2),
         "ratio train": round(ratios.train, 2),
     }
-    return Plan(steps, assumed)
+    return ClusterForecast(steps, assumed)

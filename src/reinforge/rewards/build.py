@@ -13,11 +13,11 @@ from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.rewards.builtin import FUNCTIONS
 from reinforge.rewards.combine import gates_of
+from reinforge.rewards.execution import placed, pool_for
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.load import load_function
 from reinforge.rewards.names import BUILTIN
-from reinforge.rewards.place import placed, pool_for
-from reinforge.rewards.rule import Rule
+from reinforge.rewards.rule import NormalizationRule
 
 Function = Callable[..., Any]
 GivenReward = str | Function | tuple[str | Function, float]
@@ -109,7 +109,7 @@ def build_rewards(
     for cfg, reward in zip(rewards, built, strict=True):
         reward.gate = cfg.gate
         reward.gate_at = cfg.gate_at
-        reward.rule = Rule(cfg.center is not None, cfg.scale is not None, cfg.clip)
+        reward.rule = NormalizationRule(cfg.center is not None, cfg.scale is not None, cfg.clip)
     gates_of(built)  # wrong ones are told here, before anything runs
     return built
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from reinforge.rewards import form, verifiable
+from reinforge.rewards import format_rewards, verifiable
 
 FUNCTIONS: dict[str, Callable[..., list[float | None]]] = {
     **verifiable.FUNCTIONS,
-    "tags": form.tags,
-    "tag_count": form.tag_count,
-    "cosine_length": form.cosine_length,
-    "repetition": form.repetition,
-    "language": form.language,
+    "tags": format_rewards.tags,
+    "tag_count": format_rewards.tag_count,
+    "cosine_length": format_rewards.cosine_length,
+    "repetition": format_rewards.repetition,
+    "language": format_rewards.language,
 }

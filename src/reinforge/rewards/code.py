@@ -21,7 +21,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from reinforge.core.errors import InputError
-from reinforge.rewards.outcome import Outcome
+from reinforge.rewards.outcome import RewardOutcome
 from reinforge.sandbox.detect import Backend
 from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import (
@@ -68,7 +68,7 @@ def extract(completion: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class CodeTests:
     kind: Kind
     cases: list[Any]  # stdin: (input, output); calls: (args, expected); asserts: text
     entry: str | None = None
@@ -76,7 +76,7 @@ class Tests:
 
 def parse_tests(
     given: Any, entry: str | None = None, kind: Kind | None = None, where: str = "tests"
-) -> Tests:
+) -> CodeTests:
     """What a data set says about tests, in any of the usual forms: [{input, output}], [[args,
     expected]], {inputs, outputs[, fn_name]}, a list of assert statements, or HumanEval's text with
     `check`. JSON in a text is read.
@@ -113,13 +113,13 @@ def parse_tests(
             fix="Give a list; its forms are in docs/sandbox.md.",
         )
     if all(isinstance(test, str) for test in given):
-        return Tests("asserts", list(given), entry)
+        return CodeTests("asserts", list(given), entry)
     cases = [_pair(test, where) for test in given]
     kind = kind or (
         "stdin" if all(isinstance(a, str) and isinstance(b, str) for a, b in cases) else "calls"
     )
     if kind == "stdin":
-        return Tests(
+        return CodeTests(
             "stdin",
             [
                 (
@@ -141,7 +141,7 @@ def parse_tests(
             where=where,
             fix="Write [[args, expected]], e.g. [[[1, 2], 3]] for f(1, 2) == 3.",
         )
-    return Tests("calls", cases, entry)
+    return CodeTests("calls", cases, entry)
 
 
 def _pair(test: Any, where: str) -> tuple[Any, Any]:
@@ -246,7 +246,7 @@ class CodeReward:
         """Columns that rows must have."""
         return (self.tests,)
 
-    async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> Outcome:
+    async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> RewardOutcome:
         self.open()
         if self.tests not in columns:
             raise InputError(
@@ -277,9 +277,11 @@ class CodeReward:
         }
         lost = frozenset(failed | unusable)
         scores = [self.score(v) for v in verdicts]
-        return Outcome(scores, sandbox=len(failed), unsafe=sum(v.unsafe for v in ran), lost=lost)
+        return RewardOutcome(
+            scores, sandbox=len(failed), unsafe=sum(v.unsafe for v in ran), lost=lost
+        )
 
-    def _parsed(self, given: Any, entry: str | None) -> Tests | None:
+    def _parsed(self, given: Any, entry: str | None) -> CodeTests | None:
         """None for a row without tests, and for one whose tests make no sense: that row is
         unscored, and the others are not.
         """
@@ -305,7 +307,7 @@ class CodeReward:
             else float(verdict.passed == verdict.total)
         )
 
-    async def judge(self, programs: Sequence[tuple[str, Tests]]) -> list[Verdict]:
+    async def judge(self, programs: Sequence[tuple[str, CodeTests]]) -> list[Verdict]:
         """All of them at once, several in a message where they are quick: each message costs the
         process that trains.
         """
@@ -360,7 +362,7 @@ class CodeReward:
         """Called by a thread of the pool with what `several` returned, before its turn is over."""
         self.greedy.extend(span for verdict, span in found or () if verdict.greedy)
 
-    def _call(self, code: str, tests: Tests) -> Call:
+    def _call(self, code: str, tests: CodeTests) -> Call:
         """What judges it, and how many tests there are."""
         rules = self.rules
         total = len(tests.cases)

@@ -15,7 +15,7 @@ Components = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class RewardGate:
     on: str  # the component that must pass
     at: float | None = None  # at least this; None: above 0
 
@@ -23,12 +23,14 @@ class Gate:
         return value > 0 if self.at is None else value >= self.at
 
 
-def gates_of(rewards: Sequence[FunctionReward]) -> dict[str, Gate]:
+def gates_of(rewards: Sequence[FunctionReward]) -> dict[str, RewardGate]:
     """The gates of the rewards that have one. Each must name another reward, and no chain of them
     may come back to its start."""
     names = [r.name for r in rewards]
     gates = {
-        r.name: Gate(r.gate.rpartition(":")[2], r.gate_at) for r in rewards if r.gate is not None
+        r.name: RewardGate(r.gate.rpartition(":")[2], r.gate_at)
+        for r in rewards
+        if r.gate is not None
     }
     for i, name in enumerate(names):
         where = f"rewards.{i}.gate"
@@ -51,7 +53,7 @@ def gates_of(rewards: Sequence[FunctionReward]) -> dict[str, Gate]:
     return gates
 
 
-def gated(components: Mapping[str, float | None], gates: Mapping[str, Gate]) -> Components:
+def gated(components: Mapping[str, float | None], gates: Mapping[str, RewardGate]) -> Components:
     """The components as they count: 0 where the gate does not pass. None (not applicable, or not
     scored) stays None, and a gate that is None holds nothing back. A gate that is held back itself
     does not pass, unless 0 is enough for it.
@@ -73,15 +75,15 @@ def gated(components: Mapping[str, float | None], gates: Mapping[str, Gate]) -> 
 
 def combined(
     components: Mapping[str, float | None],
-    gates: Mapping[str, Gate],
+    gates: Mapping[str, RewardGate],
     weights: Mapping[str, float],
     running: Callable[[Components], Components] | None = None,
 ) -> tuple[Components, float | None]:
     """The components as they count, and the total: Σ weight·score over those that have something to
     say, None if none has.
 
-    A component that is NaN is lost: its reward hung or died (`Outcome.marked`). It counts in no
-    sum, and 0 is not what it would have been: a completion that makes a penalty or a gate hang
+    A component that is NaN is lost: its reward hung or died (`RewardOutcome.marked`). It counts in
+    no sum, and 0 is not what it would have been: a completion that makes a penalty or a gate hang
     would get away with it, and one whose reward died by accident would be punished. So the sample
     has no total. A lost reward that counts nothing (weight 0, no gate) takes nothing with it.
 
@@ -102,7 +104,7 @@ def combined(
     return counted, reward
 
 
-def _behind(lost: set[str], gates: Mapping[str, Gate]) -> set[str]:
+def _behind(lost: set[str], gates: Mapping[str, RewardGate]) -> set[str]:
     """The components that wait for a lost one, directly or through others."""
     found: set[str] = set()
     while more := {name for name, gate in gates.items() if gate.on in lost | found} - found:

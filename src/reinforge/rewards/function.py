@@ -15,9 +15,9 @@ from typing import Any
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.rewards.adapt import IDS
-from reinforge.rewards.outcome import Outcome, checked
-from reinforge.rewards.pool import Pool
-from reinforge.rewards.rule import Rule
+from reinforge.rewards.outcome import RewardOutcome, checked
+from reinforge.rewards.pool import RewardPool
+from reinforge.rewards.rule import NormalizationRule
 
 Tokens = Sequence[Sequence[int]]
 TIMED_OUT = object()
@@ -38,8 +38,10 @@ class FunctionReward:
     pure: bool = False  # ours: fast and repeatable, called in place and never journalled
     gate: str | None = None  # the reward that must pass, or this one counts 0
     gate_at: float | None = None  # ... with at least this; None: above 0
-    rule: Rule = field(default_factory=Rule)  # how it counts: centred, scaled, clipped
-    pool: Pool | None = None
+    rule: NormalizationRule = field(
+        default_factory=NormalizationRule
+    )  # how it counts: centred, scaled, clipped
+    pool: RewardPool | None = None
     # ask for one completion at a time: one that hangs does not take the others of its group with it
     each: bool = False
     # seconds for a call that is not in a pool, which has its own; None: for ever
@@ -49,7 +51,7 @@ class FunctionReward:
     steps: Callable[[Sequence[Any], Sequence[str]], list[list[tuple[int, float]]]] | None = None
 
     def __post_init__(self) -> None:
-        self._lane = Lane(self.name)
+        self._lane = SerialThread(self.name)
         self._turns = _NO_TURNS
         parameters: Mapping[str, inspect.Parameter] = {}
         try:
@@ -75,14 +77,14 @@ class FunctionReward:
 
     async def outcome(
         self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None = None
-    ) -> Outcome:
+    ) -> RewardOutcome:
         """The scores, and how many of them are missing because of the clock or a crash.
 
         `tokens`: of the completions, for a function that asks for `completion_ids`.
         """
         if self.each and len(rows) > 1:
             ids = [None] * len(rows) if tokens is None else [[t] for t in tokens]
-            return Outcome.joined(
+            return RewardOutcome.joined(
                 await _together(
                     [self._one([r], [c], t) for r, c, t in zip(rows, completions, ids, strict=True)]
                 )
@@ -91,15 +93,19 @@ class FunctionReward:
 
     async def _one(
         self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None
-    ) -> Outcome:
+    ) -> RewardOutcome:
         given = self._given(rows, completions, tokens)
         count = len(completions)
         if self.pool is not None:
             return await self.pool.call(self.name, given, count)
         result = self.function(**given) if self.pure else await self._called(given)
         if result is TIMED_OUT:
-            return Outcome([None] * count, timeouts=count)
-        return result if isinstance(result, Outcome) else Outcome(checked(self.name, result, count))
+            return RewardOutcome([None] * count, timeouts=count)
+        return (
+            result
+            if isinstance(result, RewardOutcome)
+            else RewardOutcome(checked(self.name, result, count))
+        )
 
     async def _called(self, given: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
@@ -110,7 +116,7 @@ class FunctionReward:
             result = await _within(self.timeout, self._lane.run(lambda: self.function(**given)))
             # a thread cannot be stopped: it is left behind, and the next call gets another
             if result is TIMED_OUT:
-                self._lane = Lane(self.name)
+                self._lane = SerialThread(self.name)
         return await _within(self.timeout, result) if inspect.isawaitable(result) else result
 
     def _turn(self) -> asyncio.Semaphore:
@@ -201,7 +207,7 @@ async def _within(seconds: float | None, work: Awaitable[Any]) -> Any:
         return TIMED_OUT
 
 
-async def _together(asked: Sequence[Awaitable[Outcome]]) -> list[Outcome]:
+async def _together(asked: Sequence[Awaitable[RewardOutcome]]) -> list[RewardOutcome]:
     """All at once; if one raises, the others are cancelled."""
     tasks = [asyncio.ensure_future(a) for a in asked]
     try:
@@ -211,7 +217,7 @@ async def _together(asked: Sequence[Awaitable[Outcome]]) -> list[Outcome]:
             task.cancel()
 
 
-class Lane:
+class SerialThread:
     """A thread that calls one thing after the other. It does not keep the program from ending."""
 
     def __init__(self, name: str):

@@ -89,7 +89,7 @@ _BETWEEN = re.compile(r",|;|\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b")
 
 
 @dataclass(frozen=True, slots=True)
-class Literal:
+class NumberLiteral:
     """One number: its exact value (a percent's is what stands before the sign), and how it is
     written."""
 
@@ -106,7 +106,7 @@ class Literal:
         """Written as a fraction, not in decimals."""
         return self.form[0] in ("fraction", "mixed")
 
-    def final(self, gold: Literal) -> bool:
+    def final(self, gold: NumberLiteral) -> bool:
         """Whether nothing is left to compute, or it is written as the gold answer is."""
         return self.settled or self.form == gold.form
 
@@ -169,7 +169,7 @@ def unnamed(text: str, *, joined: bool = False) -> str:
     return text[last.end() :].strip()
 
 
-def literal(text: str, *, joined: bool = False) -> Literal | None:
+def literal(text: str, *, joined: bool = False) -> NumberLiteral | None:
     """The number that `text` is, units and a name before it aside (`unnamed` says what `joined`
     is); None if it is anything else.
 
@@ -193,7 +193,7 @@ def literal(text: str, *, joined: bool = False) -> Literal | None:
         tail = found and _TAIL.fullmatch(inside, found.end())
         if found and tail and not _VALUES.intersection((tail.group("word") or "").split()):
             number = _number(kind, [g for g in found.groups() if g is not None], negative)
-            return number and Literal(
+            return number and NumberLiteral(
                 *number, tail.group("percent") is not None, (tail.group("word") or "").strip()
             )
     return None

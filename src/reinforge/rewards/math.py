@@ -16,8 +16,8 @@ from typing import Any
 
 from reinforge.core.errors import InputError
 from reinforge.rewards.literal import is_number_or_infinite, listed, literal, spaced, unnamed
-from reinforge.rewards.outcome import Outcome
-from reinforge.rewards.pool import Pool
+from reinforge.rewards.outcome import RewardOutcome
+from reinforge.rewards.pool import RewardPool
 
 TARGET = "reinforge.rewards.math_worker:equal"
 LONGEST = 1_000_000  # characters of a completion; a longer one has no answer
@@ -223,13 +223,13 @@ class MathReward:
     `pool` compares what no rule decides; the same two answers are compared once.
     """
 
-    pool: Pool
+    pool: RewardPool
     boxed_only: bool = False
     known: dict[tuple[str, str], float | None] = field(default_factory=dict)
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any]
-    ) -> Outcome:
+    ) -> RewardOutcome:
         golds = [gold_answer(a) for a in answer]
         found = [
             decided(c, g, str(p), boxed_only=self.boxed_only)
@@ -239,11 +239,13 @@ class MathReward:
         outcomes = dict(
             zip(pairs, await asyncio.gather(*(self._compare(*pair) for pair in pairs)), strict=True)
         )
-        return Outcome.joined(outcomes[f] if isinstance(f, tuple) else Outcome([f]) for f in found)
+        return RewardOutcome.joined(
+            outcomes[f] if isinstance(f, tuple) else RewardOutcome([f]) for f in found
+        )
 
-    async def _compare(self, answer: str, gold: str) -> Outcome:
+    async def _compare(self, answer: str, gold: str) -> RewardOutcome:
         if (answer, gold) in self.known:
-            return Outcome([self.known[answer, gold]])
+            return RewardOutcome([self.known[answer, gold]])
         outcome = await self.pool.call("math", {"answer": [answer], "gold": [gold]}, 1)
         if not outcome.timeouts and not outcome.crashes:
             if len(self.known) > 100_000:
@@ -252,7 +254,7 @@ class MathReward:
         return outcome
 
 
-def math_reward(options: dict[str, Any], where: str, pool: Callable[[], Pool]) -> MathReward:
+def math_reward(options: dict[str, Any], where: str, pool: Callable[[], RewardPool]) -> MathReward:
     unknown = set(options) - {"boxed_only"}
     if unknown:
         raise InputError(

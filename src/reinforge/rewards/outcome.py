@@ -14,7 +14,7 @@ LARGEST = 1e16  # of a reward: the square of a larger one, summed over a batch, 
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RewardOutcome:
     """One score per completion; None = could not be scored. What depends on the clock is counted
     and never becomes a 0.
 
@@ -48,7 +48,7 @@ class Outcome:
         ]
 
     @classmethod
-    def joined(cls, parts: Iterable[Outcome]) -> Outcome:
+    def joined(cls, parts: Iterable[RewardOutcome]) -> RewardOutcome:
         parts = list(parts)
         counts = {
             name: sum(getattr(p, name) for p in parts)

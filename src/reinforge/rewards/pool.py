@@ -26,7 +26,7 @@ from typing import Any
 from reinforge.core.errors import InputError
 from reinforge.core.frames import HEAD
 from reinforge.rewards.outcome import LARGEST as LARGEST_SCORE
-from reinforge.rewards.outcome import Outcome
+from reinforge.rewards.outcome import RewardOutcome
 from reinforge.rewards.wire import NotPlain, encode
 from reinforge.rewards.worker import packed
 
@@ -46,7 +46,7 @@ class RewardRaised(Exception):
     trace: str = ""
 
 
-class Crashed(Exception):
+class WorkerCrashed(Exception):
     """The worker died."""
 
 
@@ -65,7 +65,7 @@ class PoolSpec:
 
 
 @dataclass
-class Worker:
+class RewardWorker:
     channel: socket.socket
     pid: int = 0
     calls: int = 0
@@ -79,7 +79,7 @@ class Worker:
         while (found := self.taken()) is None:
             part = await loop.sock_recv(self.channel, 1 << 20)
             if not part:
-                raise Crashed
+                raise WorkerCrashed
             self.buffer += part
         return found
 
@@ -97,13 +97,13 @@ class Worker:
             return None
         (length,) = HEAD.unpack(self.buffer[: HEAD.size])
         if length > LARGEST:
-            raise Crashed
+            raise WorkerCrashed
         if len(self.buffer) < HEAD.size + length:
             return None
         return json.loads(self.buffer[HEAD.size : HEAD.size + length])
 
 
-class Pool:
+class RewardPool:
     """`await pool.call(name, given, count)`. Works in any event loop, one at a time."""
 
     def __init__(self, spec: PoolSpec):
@@ -111,7 +111,7 @@ class Pool:
         self.killed = 0  # workers that had to go, for tests and reports
         self._template: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._idle: deque[Worker] = deque()
+        self._idle: deque[RewardWorker] = deque()
         self._busy = 0
         self._room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self.start()
@@ -145,7 +145,7 @@ class Pool:
                 await self._greet(worker)
         return [w.pid for w in self._idle]
 
-    async def call(self, name: str, given: Mapping[str, Any], count: int) -> Outcome:
+    async def call(self, name: str, given: Mapping[str, Any], count: int) -> RewardOutcome:
         """The scores of `count` completions. Raises what the reward raised."""
         request = {
             "name": name,
@@ -158,8 +158,8 @@ class Pool:
             reply = None
             try:
                 reply = await self._ask(worker, request)
-            except Crashed:
-                return Outcome([None] * count, crashes=count)
+            except WorkerCrashed:
+                return RewardOutcome([None] * count, crashes=count)
             finally:  # also when we are cancelled: a worker in the middle of a call is of no use
                 worker.calls += 1
                 self._busy -= 1
@@ -169,12 +169,12 @@ class Pool:
                     self._end(worker)
                     self._idle.append(self._order())  # the pool never shrinks
         return (
-            Outcome([None] * count, timeouts=count)
+            RewardOutcome([None] * count, timeouts=count)
             if reply is None
             else _outcome(name, reply, count)
         )
 
-    async def _ask(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any] | None:
+    async def _ask(self, worker: RewardWorker, request: dict[str, Any]) -> dict[str, Any] | None:
         """The reply, or None if there was none in time."""
         worker.buffer.clear()
         reply: dict[str, Any] | None
@@ -185,11 +185,11 @@ class Pool:
         except TimeoutError:
             reply = worker.at_hand()
         except OSError as error:
-            raise Crashed from error
+            raise WorkerCrashed from error
         if reply is not None and (
             reply.get("nonce") != request["nonce"] or reply.get("raised") == "MemoryError"
         ):
-            raise Crashed  # an answer to nothing that was asked: somebody else wrote it
+            raise WorkerCrashed  # an answer to nothing that was asked: somebody else wrote it
         return reply
 
     def _slot(self) -> asyncio.Semaphore:
@@ -198,7 +198,7 @@ class Pool:
             self._room = (loop, asyncio.Semaphore(self.spec.workers))
         return self._room[1]
 
-    async def _worker(self) -> Worker:
+    async def _worker(self) -> RewardWorker:
         """One that has said hello. A template process that died is started again."""
         for _ in range(TRIES):
             self._idle.extend(
@@ -210,7 +210,7 @@ class Pool:
                 if worker.pid == 0:
                     await self._greet(worker)
                 return worker
-            except (Crashed, OSError):  # with its template
+            except (WorkerCrashed, OSError):  # with its template
                 self._busy -= 1
                 worker.channel.close()
             except BaseException:
@@ -222,7 +222,7 @@ class Pool:
             fix=_why_it_died(),
         )
 
-    async def _greet(self, worker: Worker) -> None:
+    async def _greet(self, worker: RewardWorker) -> None:
         try:
             async with asyncio.timeout(START):
                 hello = await worker.receive()
@@ -249,7 +249,7 @@ class Pool:
             )
         worker.pid = hello["pid"]
 
-    def _order(self) -> Worker:
+    def _order(self) -> RewardWorker:
         """Asks the template for a worker; the worker's hello comes when it is there."""
         if self._template is None or self._template.poll() is not None:
             self.close()
@@ -262,9 +262,9 @@ class Pool:
         except OSError:  # it died just now: no hello will come
             pass
         theirs.close()
-        return Worker(ours)
+        return RewardWorker(ours)
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: RewardWorker) -> None:
         """SIGKILL for the worker and its children, by its parent, who knows that the number is
         still its own.
         """
@@ -306,7 +306,7 @@ def _ulimit() -> str:
     )
 
 
-def _outcome(name: str, reply: dict[str, Any], count: int) -> Outcome:
+def _outcome(name: str, reply: dict[str, Any], count: int) -> RewardOutcome:
     """What a worker said, believed as far as it is numbers."""
     if "raised" in reply:
         error = type(str(reply["raised"]), (RewardRaised,), {"trace": str(reply.get("trace"))})(
@@ -322,8 +322,8 @@ def _outcome(name: str, reply: dict[str, Any], count: int) -> Outcome:
         or len(scores) != count
         or not all(s is None or (type(s) is float and abs(s) <= LARGEST_SCORE) for s in scores)
     ):
-        return Outcome([None] * count, crashes=count)
-    return Outcome(scores)
+        return RewardOutcome([None] * count, crashes=count)
+    return RewardOutcome(scores)
 
 
 def _plain(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,17 +344,17 @@ def _plain(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-_POOLS: dict[PoolSpec, Pool] = {}
+_POOLS: dict[PoolSpec, RewardPool] = {}
 
 
-def pool_of(spec: PoolSpec) -> Pool:
+def pool_of(spec: PoolSpec) -> RewardPool:
     """The pool of this process for a spec: importing a reward may take seconds, so it outlives the
     run that asked first.
     """
     if spec not in _POOLS:
         if not _POOLS:
             atexit.register(close_all)
-        _POOLS[spec] = Pool(spec)
+        _POOLS[spec] = RewardPool(spec)
     return _POOLS[spec]
 
 

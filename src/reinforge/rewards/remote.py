@@ -22,22 +22,22 @@ from typing import Any, Literal
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
-from reinforge.engines.openai import OpenAIClient, Server
+from reinforge.engines.openai import OpenAIClient, OpenAIServer
 from reinforge.rewards.judge import HIGHEST, Judge, Mode
-from reinforge.rewards.outcome import LARGEST, Outcome
+from reinforge.rewards.outcome import LARGEST, RewardOutcome
 
 KEY = "REINFORGE_API_KEY"
 
 
-class TooSlow(Exception):
+class RewardTimeout(Exception):
     """A request took longer than it may."""
 
 
 @dataclass
-class Asker:
+class RewardClient:
     """One server, its limits, and a client for every event loop that asks."""
 
-    server: Server
+    server: OpenAIServer
     timeout: float
     where: str
     per_minute: float | None = None
@@ -68,10 +68,10 @@ class Asker:
             except TimeoutError as error:
                 if not limit.expired():
                     raise
-                raise TooSlow from error
+                raise RewardTimeout from error
 
 
-class Replies:
+class JudgeReplyCache:
     """A judge's replies on disk, one JSON line each, by what was asked.
 
     Without a path nothing is kept.
@@ -103,35 +103,35 @@ class JudgeReward:
     All completions of a call answer the same prompt.
     """
 
-    asker: Asker
+    asker: RewardClient
     mode: Mode
     template: str | None
-    replies: Replies
+    replies: JudgeReplyCache
     sampling: Sampling
     tries: int = 2  # for a reply in another form than the judge was told to use
 
-    async def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> Outcome:
+    async def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> RewardOutcome:
         if self.mode == "pairwise":
             return await self._judged(prompts[0], completions)
         parts = await asyncio.gather(
             *(self._judged(p, [c]) for p, c in zip(prompts, completions, strict=True))
         )
-        return Outcome.joined(parts)
+        return RewardOutcome.joined(parts)
 
-    async def _judged(self, prompt: Any, completions: Sequence[str]) -> Outcome:
+    async def _judged(self, prompt: Any, completions: Sequence[str]) -> RewardOutcome:
         scores: list[float | None] = [None] * len(completions)
         for attempt in range(self.tries):
             judge = Judge(partial(self._ask, attempt), mode=self.mode, template=self.template)
             try:
                 scores = await judge(prompt, completions)
-            except TooSlow:
-                return Outcome([None] * len(completions), timeouts=len(completions))
+            except RewardTimeout:
+                return RewardOutcome([None] * len(completions), timeouts=len(completions))
             if None not in scores:
                 break
         top = HIGHEST if self.mode == "score" else 1.0
         # an answer may have confused the judge
         unread = frozenset(i for i, score in enumerate(scores) if score is None)
-        return Outcome([None if s is None else s / top for s in scores], lost=unread)
+        return RewardOutcome([None if s is None else s / top for s in scores], lost=unread)
 
     async def _ask(self, attempt: int, text: str) -> str:
         server = self.asker.server
@@ -163,7 +163,7 @@ class HttpReward:
     `reinforge serve --reward` gives.
     """
 
-    asker: Asker
+    asker: RewardClient
     columns: Sequence[str] = ()
 
     @property
@@ -173,7 +173,7 @@ class HttpReward:
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any
-    ) -> Outcome:
+    ) -> RewardOutcome:
         missing = [name for name in self.columns if name not in columns]
         if missing:
             raise InputError(
@@ -186,8 +186,8 @@ class HttpReward:
             body["columns"] = {name: columns[name] for name in self.columns}
         try:
             reply = await self.asker(lambda client: client.post(self.asker.server.url, body))
-        except TooSlow:
-            return Outcome([None] * len(completions), timeouts=len(completions))
+        except RewardTimeout:
+            return RewardOutcome([None] * len(completions), timeouts=len(completions))
         scores = reply.get("scores")
         if (
             not isinstance(scores, list)
@@ -203,7 +203,7 @@ class HttpReward:
                     " completion, none beyond 1e16."
                 ),
             )
-        return Outcome([None if s is None else float(s) for s in scores])
+        return RewardOutcome([None if s is None else float(s) for s in scores])
 
 
 def _is_number(value: Any) -> bool:
@@ -235,7 +235,7 @@ def remote_reward(
             where=f"{where}.url",
             fix="Write e.g. options: {url: http://127.0.0.1:8000/v1}.",
         )
-    server = Server(
+    server = OpenAIServer(
         url,
         options.get("model"),
         os.environ.get(str(options.get("api_key_env", KEY))) or None,
@@ -244,7 +244,7 @@ def remote_reward(
         timeout=timeout,
     )
     rate = options.get("rate")
-    asker = Asker(server, timeout, where, None if rate is None else float(rate))
+    asker = RewardClient(server, timeout, where, None if rate is None else float(rate))
     if name == "http":
         return HttpReward(asker, tuple(options.get("columns", ())))
     mode = options.get("mode", "score")
@@ -265,7 +265,7 @@ def remote_reward(
             )
         template = path.read_text()
     Judge(_nobody, mode=mode, template=template)  # a prompt without its places is refused here
-    replies = Replies(Path(options["cache"]).expanduser() if options.get("cache") else None)
+    replies = JudgeReplyCache(Path(options["cache"]).expanduser() if options.get("cache") else None)
     return JudgeReward(
         asker,
         mode,

@@ -12,7 +12,7 @@ SMALLEST = 1e-8  # a standard deviation below it is that of a constant: nothing 
 
 
 @dataclass(slots=True)
-class Moments:
+class RunningMoments:
     n: int = 0
     mean: float = 0.0
     m2: float = 0.0  # sum of squared deviations from the mean
@@ -38,12 +38,12 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class NormalizationRule:
     center: bool = False
     scale: bool = False
     clip: tuple[float, float] | None = None
 
-    def apply(self, value: float, seen: Moments) -> float:
+    def apply(self, value: float, seen: RunningMoments) -> float:
         if self.center and seen.n:
             value -= seen.mean
         if self.scale and seen.std > SMALLEST:

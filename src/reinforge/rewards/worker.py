@@ -39,7 +39,7 @@ def packed(message: Any) -> bytes:
     return frame(json.dumps(message).encode())
 
 
-class Printed(io.TextIOBase):
+class PrintLimit(io.TextIOBase):
     """Standard output of a reward: goes to the real standard error until a call has printed too
     much.
     """
@@ -61,7 +61,7 @@ class Printed(io.TextIOBase):
 
 
 def main(control: socket.socket, spec: dict[str, Any]) -> None:
-    printed = Printed(os.dup(2))
+    printed = PrintLimit(os.dup(2))
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):  # C code writes here, and nobody reads
         os.dup2(nothing, fd)
@@ -110,7 +110,7 @@ def serve(
     channel: socket.socket,
     function: Callable[..., Any] | str,
     spec: dict[str, Any],
-    printed: Printed,
+    printed: PrintLimit,
 ) -> NoReturn:
     """A worker: says hello, then answers calls until its socket closes."""
     problem = function if isinstance(function, str) else None

@@ -14,7 +14,7 @@ from reinforge.core.sample import Row
 from reinforge.core.seeds import tokens_hash
 from reinforge.rewards.combine import combined, gates_of
 from reinforge.rewards.function import FunctionReward
-from reinforge.rewards.running import Running
+from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.baseline import greedy_name
 from reinforge.rollout.journal import Journal, Scores
 
@@ -48,7 +48,7 @@ class RewardScorer:
         self.gates = gates_of(rewards)
         self.journal = journal or Journal(None)
         # how components count in the total, where that depends on earlier steps
-        self.running: Running | None = None
+        self.running: RewardNormalization | None = None
         self.shape = shape  # response length -> extra reward (soft overlong punishment)
         self.on_error = on_error
         self.errors: list[str] = []  # rewards that failed and were tolerated, for the log

@@ -76,7 +76,7 @@ class Isolation:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MachineView:
     """What a program sees of the machine."""
 
     binds: tuple[tuple[str, str], ...] = ()  # (source, path) of what is shown, read only
@@ -85,7 +85,7 @@ class Layout:
 
 
 @cache
-def layout(packages: tuple[str, ...] = ()) -> Layout:
+def layout(packages: tuple[str, ...] = ()) -> MachineView:
     """The folders of the system, what the interpreter needs, and the packages that were asked for.
 
     No package that was not.
@@ -122,7 +122,7 @@ def layout(packages: tuple[str, ...] = ()) -> Layout:
         *devices,
         *zip(packages, package_paths(packages), strict=True),
     ]
-    return Layout(
+    return MachineView(
         tuple((os.path.realpath(source), path) for source, path in shown),
         (*links, (WORK, "/dev/shm"), ("/proc/self/fd", "/dev/fd")),
         tuple(sorted({*needed["installed"], *(p for p in installed if os.path.realpath(p) == p)})),
@@ -165,7 +165,7 @@ def job_of(
 
     Node reserves address space by the gigabyte: there only what it uses is limited.
     """
-    seen = Layout() if isolation.unsafe else layout(limits.packages)
+    seen = MachineView() if isolation.unsafe else layout(limits.packages)
     memory = limits.memory_mb * MIB
     return {
         "mode": isolation.mode,
@@ -196,7 +196,7 @@ def job_of(
     }
 
 
-def root_of(seen: Layout) -> dict[str, Any]:
+def root_of(seen: MachineView) -> dict[str, Any]:
     """The same, as the launcher is told."""
     return {"binds": list(seen.binds), "links": list(seen.links), "empty": list(seen.empty)}
 

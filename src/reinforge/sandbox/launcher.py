@@ -70,14 +70,14 @@ PREPARED: list[bool] = []  # whether the root and an empty network are there alr
 HOST_PROC: list[int] = []
 
 
-class Failed(Exception):
+class ContainmentFailure(Exception):
     """A primitive of the containment is missing; the text names it."""
 
 
 def must(name: str, *arguments: Any) -> int:
     value = getattr(libc, name)(*arguments)
     if value < 0:
-        raise Failed(
+        raise ContainmentFailure(
             f"{'user namespaces (unshare)' if name == 'unshare' else name}:"
             f" {os.strerror(ctypes.get_errno())}"
         )
@@ -136,7 +136,7 @@ def new_namespaces() -> None:
         os.close(r)
         os.close(w)
         if status:
-            raise Failed("cannot map uids (uid_map)")
+            raise ContainmentFailure("cannot map uids (uid_map)")
     else:
         must("unshare", flags)
         write_file("/proc/self/setgroups", "deny")
@@ -153,7 +153,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
         data.encode() or None,
     )
     if libc.mount(*encoded) < 0:
-        raise Failed(f"mount {target}: {os.strerror(ctypes.get_errno())}")
+        raise ContainmentFailure(f"mount {target}: {os.strerror(ctypes.get_errno())}")
 
 
 def read_only(path: str, nodev: int = MS_NODEV) -> None:
@@ -169,7 +169,7 @@ def read_only(path: str, nodev: int = MS_NODEV) -> None:
         )
         < 0
     ):
-        raise Failed(f"mount_setattr (Linux 5.12): {os.strerror(ctypes.get_errno())}")
+        raise ContainmentFailure(f"mount_setattr (Linux 5.12): {os.strerror(ctypes.get_errno())}")
 
 
 def pivot_root(new: str, old: str) -> None:
@@ -177,7 +177,7 @@ def pivot_root(new: str, old: str) -> None:
         libc.syscall(ctypes.c_long(SYS_PIVOT_ROOT[os.uname().machine]), new.encode(), old.encode())
         < 0
     ):
-        raise Failed(f"pivot_root: {os.strerror(ctypes.get_errno())}")
+        raise ContainmentFailure(f"pivot_root: {os.strerror(ctypes.get_errno())}")
 
 
 def mount_work(limits: dict[str, Any], target: str, owner: int = INSIDE) -> None:
@@ -221,7 +221,7 @@ def new_root(job: dict[str, Any], whole: bool = True) -> None:
     if whole:
         try:
             mount("proc", "/new/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
-        except Failed as error:
+        except ContainmentFailure as error:
             # the host's is masked, as in most containers: the run has none, and is measured from
             # outside
             HOST_PROC.append(host_proc(error))
@@ -238,7 +238,7 @@ def new_root(job: dict[str, Any], whole: bool = True) -> None:
         must("sethostname", b"sandbox", 7)
 
 
-def host_proc(error: Failed) -> int:
+def host_proc(error: ContainmentFailure) -> int:
     """A descriptor of the host's /proc, for process 1 alone.
 
     Without any /proc there would be no limit on memory: then there is no run.
@@ -247,7 +247,7 @@ def host_proc(error: Failed) -> int:
         proc = os.open("/old/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.readlink("self", dir_fd=proc)
     except OSError:
-        raise Failed(f"{error}, and no other /proc to measure memory by") from None
+        raise ContainmentFailure(f"{error}, and no other /proc to measure memory by") from None
     return proc
 
 

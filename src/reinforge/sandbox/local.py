@@ -20,7 +20,7 @@ from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.process import Process
 from reinforge.sandbox.program import Limits, Program, Result, command, interpreter, package_paths
 from reinforge.sandbox.remote import run_remote
-from reinforge.sandbox.workers import Workers
+from reinforge.sandbox.workers import JudgeWorkers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,7 +78,7 @@ def drive(
     )
 
 
-class Turns:
+class RunTurns:
     """Who runs beside whom: many at once, or one with nobody beside it.
 
     Used by the threads of a pool.
@@ -144,8 +144,8 @@ class Pool:
         warm: bool = False,
     ):
         self.isolation = Isolation("remote", url) if url else choose(backend, allow_unsafe)
-        self._workers = Workers() if warm and url is None else None
-        self._turns = Turns()
+        self._workers = JudgeWorkers() if warm and url is None else None
+        self._turns = RunTurns()
         size = size or os.cpu_count() or 1
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="sandbox")
         if (workers := self._workers) is not None:  # they start while there is nothing to judge yet

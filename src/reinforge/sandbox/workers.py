@@ -32,7 +32,7 @@ BOOT = (
 )
 
 
-class Worker:
+class JudgeWorker:
     """Used by one thread at a time."""
 
     def __init__(self) -> None:
@@ -84,12 +84,12 @@ class Worker:
         return self._socket.fileno() >= 0 and self._popen.poll() is None
 
 
-class Workers:
+class JudgeWorkers:
     """A worker for every thread that asks."""
 
     def __init__(self) -> None:
         self._own = threading.local()
-        self._all: list[Worker] = []
+        self._all: list[JudgeWorker] = []
 
     def call(
         self,
@@ -99,12 +99,12 @@ class Workers:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        worker: Worker | None = getattr(self._own, "worker", None)
+        worker: JudgeWorker | None = getattr(self._own, "worker", None)
         if worker is None or not worker.alive:
             if worker is not None:
                 worker.close(kill=True)
                 self._all.remove(worker)
-            worker = self._own.worker = Worker()
+            worker = self._own.worker = JudgeWorker()
             self._all.append(worker)
         try:
             return worker.call(function, isolation, cancel, args, kwargs)

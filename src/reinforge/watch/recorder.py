@@ -26,7 +26,7 @@ from reinforge.core.redact import redact, redact_settings
 from reinforge.version import __version__
 from reinforge.watch import sinks as trackers
 from reinforge.watch.logs import read_lines
-from reinforge.watch.sinks import Background, Sink
+from reinforge.watch.sinks import Sink, SinkThread
 from reinforge.watch.transcripts import turns_of
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Recorder:
         begins = "started" if resume_offsets is None else "resumed"
         self.event(begins, argv=sys.argv, pid=os.getpid(), dropped_bytes=dropped, steps=steps)
         self._told_of_sinks = sink_failed
-        self.sinks = [Background(sink, self._sink_failed) for sink in sinks]
+        self.sinks = [SinkThread(sink, self._sink_failed) for sink in sinks]
 
     def _prepare(self, name: str, offsets: Mapping[str, int] | None) -> int:
         """Cuts a log to its offset, or sets it aside; returns the bytes that went (negative: that

@@ -52,7 +52,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Background:
+class SinkThread:
     """Feeds one sink from a thread.
 
     When the queue is full (the tracker hangs) metrics are dropped, not waited for.
@@ -119,7 +119,7 @@ def _need(module: str, extra: str) -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TrackerRun:
     """What a tracker is told about the run."""
 
     run_dir: Path
@@ -192,7 +192,7 @@ def fenced(value: Any) -> str:
 class TensorBoard:
     name = "tensorboard"
 
-    def __init__(self, target: Target):
+    def __init__(self, target: TrackerRun):
         self.target, self.module = target, _need("torch.utils.tensorboard", self.name)
 
     def open(self) -> None:
@@ -220,7 +220,7 @@ class TensorBoard:
 class Wandb:
     name = "wandb"
 
-    def __init__(self, target: Target):
+    def __init__(self, target: TrackerRun):
         self.target, self.module = target, _need("wandb", self.name)
 
     def open(self) -> None:
@@ -262,7 +262,7 @@ class Mlflow:
 
     name = "mlflow"
 
-    def __init__(self, target: Target):
+    def __init__(self, target: TrackerRun):
         self.target, self.module, self.entities = (
             target,
             _need("mlflow", self.name),
@@ -309,7 +309,7 @@ class Mlflow:
 class Trackio:
     name = "trackio"
 
-    def __init__(self, target: Target):
+    def __init__(self, target: TrackerRun):
         self.target, self.module = target, _need("trackio", self.name)
 
     def open(self) -> None:
@@ -334,12 +334,12 @@ class Trackio:
         self.run.finish()
 
 
-SINKS: dict[str, Callable[[Target], Sink]] = {
+SINKS: dict[str, Callable[[TrackerRun], Sink]] = {
     sink.name: sink for sink in (TensorBoard, Wandb, Mlflow, Trackio)
 }
 
 
-def make_sinks(names: Sequence[str], target: Target) -> list[Sink]:
+def make_sinks(names: Sequence[str], target: TrackerRun) -> list[Sink]:
     """The trackers named in run.log.sinks.
 
     A missing package is an error now; an unreachable server only later, as an event.

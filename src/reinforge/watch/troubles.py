@@ -44,7 +44,7 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class EvalScore:
     """One evaluation: the metric's value and its interval, where it has one."""
 
     step: int
@@ -72,7 +72,7 @@ class Health:
     # means of steps in which all answers got the same reward
     rewards: set[float] = field(default_factory=set)
     varied: bool = False  # whether any step had answers with different rewards
-    scores: dict[str, list[Score]] = field(default_factory=dict)
+    scores: dict[str, list[EvalScore]] = field(default_factory=dict)
     trackers: dict[str, str] = field(default_factory=dict)  # those that failed, and what they said
 
     @classmethod
@@ -90,7 +90,7 @@ class Health:
         for name in EVALUATIONS:
             if (value := _finite(metrics.get(name))) is not None:
                 bounds = (_finite(metrics.get(f"{name}_{end}")) for end in ("low", "high"))
-                self.scores.setdefault(name, []).append(Score(step, value, *bounds))
+                self.scores.setdefault(name, []).append(EvalScore(step, value, *bounds))
         if "train/skipped" in metrics:
             self._observe_step(metrics)
 

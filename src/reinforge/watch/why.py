@@ -38,7 +38,7 @@ NO_SIGNAL = {
 
 
 @dataclass(frozen=True)
-class Statistics:
+class GroupStatistics:
     """Of the scored episodes of a group, as the algorithm's settings say."""
 
     n: int
@@ -98,14 +98,14 @@ def totals_of(group: Record) -> dict[str, float]:
     return found
 
 
-def statistics(record: Record, group: Record) -> Statistics:
+def statistics(record: Record, group: Record) -> GroupStatistics:
     values = list(totals_of(group).values())
     ddof = 0 if _settings(record).get("std") == "population" else 1
     if not values:
-        return Statistics(0, math.nan, math.nan, ddof)
+        return GroupStatistics(0, math.nan, math.nan, ddof)
     mean = math.fsum(values) / len(values)
     squares = math.fsum((value - mean) ** 2 for value in values)
-    return Statistics(len(values), mean, math.sqrt(squares / max(1, len(values) - ddof)), ddof)
+    return GroupStatistics(len(values), mean, math.sqrt(squares / max(1, len(values) - ddof)), ddof)
 
 
 def _settings(record: Record) -> Mapping[str, Any]:

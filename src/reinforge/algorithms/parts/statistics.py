@@ -16,7 +16,7 @@ from reinforge.core.errors import InputError
 
 
 @dataclass(frozen=True)
-class Moments:
+class GroupMoments:
     """Per group, each [G] float64."""
 
     n: Tensor
@@ -103,7 +103,7 @@ class Episodes:
         """[G] sums per group."""
         return torch.zeros(self.n_groups, dtype=torch.float64).index_add_(0, self.group, values_E)
 
-    def moments(self, std: str) -> Moments:
+    def moments(self, std: str) -> GroupMoments:
         """Two passes: rewards of 1e6 with a spread of 1 lose nothing."""
         n = self.sums(torch.ones_like(self.value))
         mean = self.sums(self.value) / n.clamp(min=1)
@@ -116,7 +116,7 @@ class Episodes:
         high = torch.full((self.n_groups,), -torch.inf, dtype=torch.float64).scatter_reduce_(
             0, self.group, self.value, "amax"
         )
-        return Moments(n, mean, var, low, high)
+        return GroupMoments(n, mean, var, low, high)
 
     def pooled(self) -> Episodes:
         """The same episodes as one group: the batch."""

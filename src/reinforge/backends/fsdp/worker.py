@@ -44,7 +44,7 @@ from reinforge.core.batch import Batch, Totals
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
-from reinforge.models.sequence import Slices, check_heads
+from reinforge.models.sequence import SequenceSlices, check_heads
 
 
 class FsdpWorker(RankWorker):
@@ -103,7 +103,7 @@ class FsdpWorker(RankWorker):
         self._swapped = ExitStack()
         super().__init__(model, cfg, **settings)
 
-    def _slices(self, model: PackedModel) -> Slices | None:
+    def _slices(self, model: PackedModel) -> SequenceSlices | None:
         """The ranks of this one's sequence group."""
         parallel = self.parallel
         if parallel.sequence == 1:
@@ -114,7 +114,7 @@ class FsdpWorker(RankWorker):
             (parallel.data_parallel, parallel.sequence, parallel.tensor),
             mesh_dim_names=("data", "slice", "tensor"),
         )
-        return Slices(mesh["slice"].get_group())
+        return SequenceSlices(mesh["slice"].get_group())
 
     def facts(self) -> ModelFacts:
         """With this rank's share of the weights."""

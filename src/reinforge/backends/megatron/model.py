@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from reinforge.backends.distributed.ranks import RankMember
 from reinforge.config.megatron import installed, uncut, unknown_in
 from reinforge.core.errors import InputError
-from reinforge.models.attention import Layout, Packed
+from reinforge.models.attention import AttentionLayout, Packed
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
@@ -211,7 +211,7 @@ class MegatronModel(CausalModel):
     def recompute(self, on: bool) -> None:
         self.recomputes = on and self.checkpointing
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         """[N, E]. Every rank of the tensor group has all tokens."""
         self.now.layout = layout
         x = self.module.embed(tokens)[:, None]  # [N, 1, E], as Megatron has it

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reinforge.engines.native.rows import Rows
+from reinforge.engines.native.decode_batch import DecodeBatch
 from reinforge.models.attention import HAS_TRITON, Cache
 from reinforge.models.causal import CausalModel
 
@@ -32,7 +32,7 @@ def window(limit: int) -> int:
 
 
 @dataclass(slots=True)
-class Window:
+class DecodeWindow:
     """What the rows said: tokens and log-probs, [B][steps], of which the first `counts[b]` are
     real.
     """
@@ -43,9 +43,9 @@ class Window:
 
 
 @dataclass(slots=True)
-class _Captured:
+class _CapturedGraph:
     graph: torch.cuda.CUDAGraph
-    rows: Rows  # the tensors that the graph reads and advances
+    rows: DecodeBatch  # the tensors that the graph reads and advances
     tokens: Tensor  # [WINDOW, B]
     logprobs: Tensor  # [WINDOW, B]
     at: Tensor  # [1] which line of them comes next
@@ -55,7 +55,7 @@ class Decoder:
     def __init__(self, model: CausalModel):
         self.model = model
         self.graphs = model.device.type == "cuda" and HAS_TRITON
-        self._captured: dict[tuple[int, int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int, int], _CapturedGraph] = {}
         self.captures = 0  # for the metrics
 
     def size(self, rows: int) -> int:
@@ -66,12 +66,12 @@ class Decoder:
         """The cache that the graphs were captured with is gone."""
         self._captured.clear()
 
-    def run(self, rows: Rows, cache: Cache, limit: int) -> Window:
+    def run(self, rows: DecodeBatch, cache: Cache, limit: int) -> DecodeWindow:
         """The next tokens of every row; no completion is longer than `limit`."""
         if not self.graphs or rows.filters is not None:
             before = rows.produced.clone()
             picked, logprobs = rows.step(self.model, cache)
-            return Window(
+            return DecodeWindow(
                 picked[:, None].tolist(),
                 logprobs[:, None].tolist(),
                 (rows.produced - before).tolist(),
@@ -84,19 +84,19 @@ class Decoder:
             captured.graph.replay()
         counts = captured.rows.produced - rows.produced
         rows.copy_(captured.rows)
-        return Window(
+        return DecodeWindow(
             captured.tokens[:steps].t().tolist(),
             captured.logprobs[:steps].t().tolist(),
             counts.tolist(),
         )
 
-    def _capture(self, rows: Rows, cache: Cache) -> _Captured:
+    def _capture(self, rows: DecodeBatch, cache: Cache) -> _CapturedGraph:
         """Captures one step on rows that are all done: they stand still, and write only into the
         spare block.
         """
         size = len(rows.newest)
-        still = Rows(**{name: getattr(rows, name) for name in Rows.__slots__})
-        for name in Rows.__slots__:
+        still = DecodeBatch(**{name: getattr(rows, name) for name in DecodeBatch.__slots__})
+        for name in DecodeBatch.__slots__:
             value = getattr(still, name)
             if isinstance(value, Tensor):
                 setattr(still, name, value.clone())
@@ -104,7 +104,7 @@ class Decoder:
         still.cached.zero_()
         still.tables.fill_(cache.keys[0].shape[0] - 1)
         tokens = torch.zeros(WINDOW, size, dtype=torch.int64, device=still.newest.device)
-        captured = _Captured(
+        captured = _CapturedGraph(
             torch.cuda.CUDAGraph(),
             still,
             tokens,

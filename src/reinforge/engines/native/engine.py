@@ -28,9 +28,9 @@ from reinforge.core.sample import Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
 from reinforge.engines.native.blocks import BlockPool, block_keys
-from reinforge.engines.native.decoder import Decoder, Window
-from reinforge.engines.native.prefill import Fork, admit, prefill
-from reinforge.engines.native.rows import Live, Rows
+from reinforge.engines.native.decode_batch import DecodeBatch, LiveSequence
+from reinforge.engines.native.decoder import Decoder, DecodeWindow
+from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
 from reinforge.models.attention import Cache, Packed
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import chunk_rows
@@ -83,11 +83,11 @@ class NativeEngine:
         self.decoder = Decoder(model)
         # of block tables, so that graphs need not be captured again
         self.width = self.pool.needed(longest) if longest else 0
-        self._waiting: deque[Fork] = deque()
-        self._entering: list[Fork] = []  # admitted, not yet in the cache as a whole
+        self._waiting: deque[SharedPrefix] = deque()
+        self._entering: list[SharedPrefix] = []  # admitted, not yet in the cache as a whole
         # in the order of the decoder's rows; who is done may stand among them
-        self._running: list[Live] = []
-        self._rows: Rows | None = None
+        self._running: list[LiveSequence] = []
+        self._rows: DecodeBatch | None = None
         self._driver: asyncio.Task[None] | None = None
 
     def _pool_size(self, kv_gib: float | None, longest: int | None) -> int:
@@ -161,7 +161,7 @@ class NativeEngine:
             frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
         )
         sequences = [
-            Live(
+            LiveSequence(
                 prompt,
                 params,
                 seed_of(key, i),
@@ -181,13 +181,13 @@ class NativeEngine:
                 self._drop(sequence)
             raise
 
-    def _enqueue(self, tokens: list[int], sequences: list[Live]) -> None:
+    def _enqueue(self, tokens: list[int], sequences: list[LiveSequence]) -> None:
         """Requests that follow each other with the same prompt are prefilled together."""
         if self._waiting and self._waiting[-1].tokens == tokens:
             self._waiting[-1].sequences += sequences
         else:
             self._waiting.append(
-                Fork(
+                SharedPrefix(
                     tokens, list(sequences), block_keys(tokens, BLOCK) if self.prefix_cache else []
                 )
             )
@@ -245,7 +245,7 @@ class NativeEngine:
         self._rows = None
         self.pool.forget()
         for fork in reversed(entering):
-            self._waiting.appendleft(Fork(fork.tokens, fork.live, fork.keys))
+            self._waiting.appendleft(SharedPrefix(fork.tokens, fork.live, fork.keys))
         for sequence in running:
             self._enqueue(sequence.prompt + sequence.tokens, [sequence])
 
@@ -258,7 +258,7 @@ class NativeEngine:
             self.pool.forget()
             torch.cuda.empty_cache()
 
-    def _sequences(self) -> list[Live]:
+    def _sequences(self) -> list[LiveSequence]:
         return [
             *self._running,
             *(s for fork in [*self._entering, *self._waiting] for s in fork.sequences),
@@ -365,10 +365,10 @@ class NativeEngine:
         entering = [s for fork in complete for s in fork.live]
         for fork in complete:
             self.pool.remember(fork.live[0].blocks, fork.keys)
-        picked, logprobs = Rows.of(entering, self.model.device).draw(self.model, hidden)
+        picked, logprobs = DecodeBatch.of(entering, self.model.device).draw(self.model, hidden)
         self._accept(
             entering,
-            Window(picked[:, None].tolist(), logprobs[:, None].tolist(), [1] * len(entering)),
+            DecodeWindow(picked[:, None].tolist(), logprobs[:, None].tolist(), [1] * len(entering)),
         )
         self._running = [s for s in [*self._running, *entering] if not s.future.done()]
         self._rows = None
@@ -379,7 +379,7 @@ class NativeEngine:
         size = self.decoder.size(len(live))
         if self._rows is None or size < len(self._rows.newest):
             self._running = live
-            self._rows = Rows.of(
+            self._rows = DecodeBatch.of(
                 live, self.model.device, size=size, width=self.width, spare=self.blocks
             )
         self._accept(
@@ -390,7 +390,7 @@ class NativeEngine:
         if gone:
             self._rows.retire(gone, self.blocks)
 
-    def _accept(self, sequences: list[Live], window: Window) -> None:
+    def _accept(self, sequences: list[LiveSequence], window: DecodeWindow) -> None:
         """Takes sampled tokens in.
 
         A row stopped by itself at a stop token or at its limit; stop strings only the host can see.
@@ -418,7 +418,7 @@ class NativeEngine:
             if stop is not None:
                 self._finish(sequence, stop)
 
-    def _until_string(self, sequence: Live, tokens: list[int]) -> int:
+    def _until_string(self, sequence: LiveSequence, tokens: list[int]) -> int:
         """How many of these tokens come before a stop string is complete."""
         so_far = list(sequence.tokens)
         for i, token in enumerate(tokens):
@@ -434,7 +434,7 @@ class NativeEngine:
         tail = self.model.tokenizer.decode(tokens[-(longest + 4) :])
         return any(s in tail for s in params.stop_strings)
 
-    def _finish(self, sequence: Live, stop: Stop) -> None:
+    def _finish(self, sequence: LiveSequence, stop: Stop) -> None:
         if self.prefix_cache:  # the newest token was never fed, so it is not in the cache
             self.pool.remember(
                 sequence.blocks, block_keys((sequence.prompt + sequence.tokens)[:-1], BLOCK)
@@ -444,11 +444,11 @@ class NativeEngine:
             Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop)
         )
 
-    def _leave(self, sequence: Live) -> None:
+    def _leave(self, sequence: LiveSequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 
-    def _drop(self, sequence: Live) -> None:
+    def _drop(self, sequence: LiveSequence) -> None:
         """A cancelled sequence gives its blocks back; the next round forgets it."""
         self._leave(sequence)
         sequence.future.cancel()

@@ -11,27 +11,27 @@ from torch import Tensor
 
 from reinforge.core.arrays import ints
 from reinforge.engines.native.blocks import BlockPool
-from reinforge.engines.native.rows import Live
+from reinforge.engines.native.decode_batch import LiveSequence
 from reinforge.models.attention import Cache, Prefill, starts_of
 from reinforge.models.causal import CausalModel
 
 
 @dataclass(slots=True, eq=False)
-class Fork:
+class SharedPrefix:
     """Sequences that continue the same tokens."""
 
     tokens: list[int]
-    sequences: list[Live]
+    sequences: list[LiveSequence]
     # of its full blocks, where prefixes are remembered
     keys: list[bytes] = field(default_factory=list)
     done: int = 0  # tokens whose keys and values are in the cache
 
     @property
-    def live(self) -> list[Live]:
+    def live(self) -> list[LiveSequence]:
         return [s for s in self.sequences if not s.future.done()]
 
 
-def admit(fork: Fork, pool: BlockPool, room: int) -> Fork | None:
+def admit(fork: SharedPrefix, pool: BlockPool, room: int) -> SharedPrefix | None:
     """Gives blocks to as many of the fork's sequences as fit and takes them out of it.
 
     Full blocks of the tokens are shared, among the sequences and with whoever has them already;
@@ -42,7 +42,7 @@ def admit(fork: Fork, pool: BlockPool, room: int) -> Fork | None:
     # the last token is computed anew: it predicts the first one
     known = pool.find(fork.keys)[: (len(fork.tokens) - 1) // size]
     free = pool.free - pool.idle(known) - (shared - len(known))
-    fitting: list[Live] = []
+    fitting: list[LiveSequence] = []
     for sequence in fork.sequences[:room]:
         own = pool.needed(len(sequence.prompt) + sequence.params.max_new_tokens) - shared
         if own > free:
@@ -56,12 +56,12 @@ def admit(fork: Fork, pool: BlockPool, room: int) -> Fork | None:
         own = pool.needed(len(sequence.prompt) + sequence.params.max_new_tokens) - shared
         sequence.blocks = (prefix if i == 0 else pool.share(prefix)) + pool.take(own)
     fork.sequences = fork.sequences[len(fitting) :]
-    return Fork(fork.tokens, fitting, fork.keys, len(known) * size)
+    return SharedPrefix(fork.tokens, fitting, fork.keys, len(known) * size)
 
 
 def prefill(
-    model: CausalModel, cache: Cache, forks: list[Fork], budget: int
-) -> tuple[list[Fork], Tensor | None, int]:
+    model: CausalModel, cache: Cache, forks: list[SharedPrefix], budget: int
+) -> tuple[list[SharedPrefix], Tensor | None, int]:
     """Computes the next pieces of the forks, at most about `budget` tokens.
 
     Returns the forks that are complete, the hidden state [.., E] of the last token of each of them,
@@ -72,7 +72,7 @@ def prefill(
     """
     device = model.device
     size = cache.block_size
-    pieces: list[tuple[Fork, int]] = []  # and where its piece ends
+    pieces: list[tuple[SharedPrefix, int]] = []  # and where its piece ends
     for fork in forks:
         if budget <= 0:
             break
@@ -109,7 +109,7 @@ def prefill(
     return [fork for fork, _ in complete], hidden.index_select(0, rows), sum(lengths)
 
 
-def _copy_tails(cache: Cache, forks: list[Fork]) -> None:
+def _copy_tails(cache: Cache, forks: list[SharedPrefix]) -> None:
     """The part-filled last block of a prompt, from the sequence it was computed for to its
     siblings.
     """

@@ -27,7 +27,7 @@ from reinforge.engines.served.http import Http
 
 
 @dataclass(frozen=True)
-class Setup:
+class ServerSetup:
     """Everything a served engine is made of, as plain values: it can be sent to another process.
     `build/served.py` makes it of a run's config.
     """
@@ -63,7 +63,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampleRequest:
     """What one sample still needs: a request for a completion. `ServedEngine` makes it."""
 
     tokens: list[int]  # prompt, and what was written before it was interrupted
@@ -72,9 +72,9 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What a server answered to one `Draw`: a whole completion, or its first part where an update
-    of the weights interrupted it. A dialect makes it.
+class SampleOutput:
+    """What a server answered to one `SampleRequest`: a whole completion, or its first part where an
+    update of the weights interrupted it. A dialect makes it.
     """
 
     tokens: list[int]  # sampled ids, the stop token included
@@ -84,7 +84,7 @@ class Piece:
 
 class Dialect(Protocol):
     """One kind of server. `make.py` makes one for an engine; `Replica` calls it to start a server
-    and to ask whether it lives, `ServedEngine` to generate, `Transfer` to send weights.
+    and to ask whether it lives, `ServedEngine` to generate, `WeightTransfer` to send weights.
 
     Every call with an `http` is about the one server behind that address. A call that the server
     does not survive raises `ServerDown`; one that only this request fails of raises `ServerFault`;
@@ -97,26 +97,26 @@ class Dialect(Protocol):
     # forms of ours (weights/), for servers that load a plug-in of ours.
     channels: tuple[str, ...]
 
-    def command(self, setup: Setup, python: str, port: int) -> list[str]:
+    def command(self, setup: ServerSetup, python: str, port: int) -> list[str]:
         """The command line of a server on the loopback address. Options of the user
         (`setup.cfg.args`) count more than ours. The key is no argument: those of a process are
         there for every user to read.
         """
         ...
 
-    def environment(self, setup: Setup, key: str) -> dict[str, str]:
+    def environment(self, setup: ServerSetup, key: str) -> dict[str, str]:
         """What is added to the server's environment. `key` is what it must ask of every request
         (Authorization: Bearer).
         """
         ...
 
-    async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
+    async def status(self, http: Http, setup: ServerSetup) -> dict[str, Any]:
         """Facts of a server that is ready: dtype, sleeps. Raises ServerDown while it is not."""
         ...
 
     async def generate(
-        self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
-    ) -> list[Piece]:
+        self, http: Http, draws: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
+    ) -> list[SampleOutput]:
         """One piece for each draw, in order. A sample ends at a token of `stops` (the server's own
         idea of an end is turned off), which stays in its tokens.
         """
@@ -146,7 +146,7 @@ class Dialect(Protocol):
 
     async def sleep(self, http: Http, level: int) -> None:
         """Gives GPU memory back: 1 the KV cache, 2 the weights too. Called only where
-        `Setup.sleep_level` is above 0.
+        `ServerSetup.sleep_level` is above 0.
         """
         ...
 

@@ -22,10 +22,10 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
-from reinforge.engines.served.dialect import Dialect, Draw, Piece, Setup
+from reinforge.engines.served.dialect import Dialect, SampleOutput, SampleRequest, ServerSetup
 from reinforge.engines.served.http import Http, ServerDown, ServerFault
 from reinforge.engines.served.replica import Replica
-from reinforge.engines.served.transfer import Transfer
+from reinforge.engines.served.transfer import WeightTransfer
 from reinforge.weights.probe import Scorer
 
 T = TypeVar("T")
@@ -34,21 +34,21 @@ STARTS = 3  # of one replica, that fail one after the other
 
 
 @dataclass(slots=True)
-class Draft:
+class SampleInProgress:
     """One sample on its way, across interruptions."""
 
     index: int
     done: Completion = field(default_factory=lambda: Completion([], [], [], Stop.LENGTH))
     open: bool = True
 
-    def draw(self, prompt: list[int], key: int, limit: int, seeded: bool) -> Draw:
+    def draw(self, prompt: list[int], key: int, limit: int, seeded: bool) -> SampleRequest:
         at = len(self.done.tokens)
         seed = (
             (seed_of(key, self.index, at) if at else seed_of(key, self.index)) if seeded else None
         )
-        return Draw(prompt + self.done.tokens, seed, limit - at)
+        return SampleRequest(prompt + self.done.tokens, seed, limit - at)
 
-    def take(self, piece: Piece, version: int, limit: int, stops: frozenset[int]) -> None:
+    def take(self, piece: SampleOutput, version: int, limit: int, stops: frozenset[int]) -> None:
         self.done.tokens.extend(piece.tokens)
         self.done.logprobs.extend(piece.logprobs)
         self.done.versions.extend([version] * len(piece.tokens))
@@ -60,7 +60,7 @@ class Draft:
             )
 
 
-class Here:
+class EventLoopState:
     """What belongs to one event loop: the gate that an update closes, and the work of bringing
     replicas up.
     """
@@ -88,7 +88,7 @@ class Here:
 
 
 class ServedEngine:
-    def __init__(self, setup: Setup, dialect: Dialect, score: Scorer | None = None):
+    def __init__(self, setup: ServerSetup, dialect: Dialect, score: Scorer | None = None):
         """Starts the servers; they are waited for when they are needed.
 
         `score`: the trainer's own log-probs, for the proof of an update.
@@ -106,14 +106,14 @@ class ServedEngine:
         self.replicas = [
             Replica(i, setup, dialect) for i in range(len(setup.cfg.address) or setup.cfg.replicas)
         ]
-        self.transfer = Transfer(setup, dialect, score)
-        self._state: Here | None = None
+        self.transfer = WeightTransfer(setup, dialect, score)
+        self._state: EventLoopState | None = None
         for replica in self.replicas:
             replica.start()
 
-    def _here(self) -> Here:
+    def _here(self) -> EventLoopState:
         if self._state is None or self._state.loop is not asyncio.get_running_loop():
-            self._state = Here()
+            self._state = EventLoopState()
             for replica in self.replicas:
                 replica.load = 0  # what another loop was waiting for went with it
         return self._state
@@ -143,7 +143,7 @@ class ServedEngine:
         stops = (
             frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
         )
-        drafts = [Draft(i) for i in range(n)]
+        drafts = [SampleInProgress(i) for i in range(n)]
         self._begin()
         try:
             while waiting := [d for d in drafts if d.open]:
@@ -244,8 +244,8 @@ class ServedEngine:
     # ---- sending ----
 
     async def _send(
-        self, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
-    ) -> tuple[list[Piece], int]:
+        self, draws: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
+    ) -> tuple[list[SampleOutput], int]:
         """Somebody's answer, and the version that gave it.
 
         The gate is looked at last: nothing is sent into an update.

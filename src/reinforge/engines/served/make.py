@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from reinforge.engines.served.dialect import Dialect, Setup
+from reinforge.engines.served.dialect import Dialect, ServerSetup
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.sglang import Sglang
 from reinforge.engines.served.vllm import Vllm
@@ -19,7 +19,7 @@ DIALECTS: dict[str, Callable[[], Dialect]] = {
 }
 
 
-def make_served(setup: Setup, score: Scorer | None = None) -> ServedEngine:
+def make_served(setup: ServerSetup, score: Scorer | None = None) -> ServedEngine:
     """The engine that a setup describes, its servers starting.
 
     `score`: the trainer's own log-probs, if the trainer is in this process.

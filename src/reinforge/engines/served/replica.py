@@ -13,7 +13,7 @@ from typing import Any
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.served.dialect import Dialect, Draw, Setup
+from reinforge.engines.served.dialect import Dialect, SampleRequest, ServerSetup
 from reinforge.engines.served.http import Http, ServerDown
 from reinforge.engines.served.server_process import ServerProcess, free_port
 
@@ -41,7 +41,7 @@ class Replica:
     """
 
     index: int
-    setup: Setup
+    setup: ServerSetup
     dialect: Dialect
     http: Http | None = None
     process: ServerProcess | None = None
@@ -147,7 +147,7 @@ class Replica:
         assert self.http is not None
         try:
             asked = self.dialect.generate(
-                self.http, [Draw([1], 0, 1)], Sampling(1, ignore_eos=True), frozenset()
+                self.http, [SampleRequest([1], 0, 1)], Sampling(1, ignore_eos=True), frozenset()
             )
             return bool((await asyncio.wait_for(asked, max(5.0, every)))[0].tokens)
         except (ServerDown, TimeoutError):

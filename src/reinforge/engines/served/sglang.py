@@ -15,7 +15,7 @@ from typing import Any
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.served.dialect import Draw, Piece, Setup
+from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
 from reinforge.engines.served.http import Http, ServerDown
 from reinforge.engines.served.vllm import ASK, LOAD, options
 
@@ -36,7 +36,7 @@ class Sglang:
     def __init__(self) -> None:
         self.staged: dict[str, Mapping[str, Any]] = {}  # address -> what it is to load
 
-    def command(self, setup: Setup, python: str, port: int) -> list[str]:
+    def command(self, setup: ServerSetup, python: str, port: int) -> list[str]:
         args: dict[str, Any] = {
             "model-path": setup.model,
             "host": "127.0.0.1",
@@ -55,18 +55,18 @@ class Sglang:
         given = {name.strip("-").replace("_", "-"): value for name, value in setup.cfg.args.items()}
         return [python, "-c", BOOT, *options({**args, **given})]
 
-    def environment(self, setup: Setup, key: str) -> dict[str, str]:
+    def environment(self, setup: ServerSetup, key: str) -> dict[str, str]:
         # log-probs after temperature: those of sampling
         return {KEY: key, "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
-    async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
+    async def status(self, http: Http, setup: ServerSetup) -> dict[str, Any]:
         await http.get("/health_generate", timeout=ASK)
         info = await http.get("/model_info", timeout=ASK)
         return {"dtype": setup.dtype, "sleeps": setup.sleep_level > 0, "model": info["model_path"]}
 
     async def generate(
-        self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
-    ) -> list[Piece]:
+        self, http: Http, draws: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
+    ) -> list[SampleOutput]:
         shared: dict[str, Any] = {
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -98,11 +98,11 @@ class Sglang:
         )
         return [self._piece(answer) for answer in reply]
 
-    def _piece(self, answer: dict[str, Any]) -> Piece:
+    def _piece(self, answer: dict[str, Any]) -> SampleOutput:
         meta = answer["meta_info"]
         drawn = meta.get("output_token_logprobs") or []
         reason = (meta.get("finish_reason") or {}).get("type", "abort")
-        return Piece(
+        return SampleOutput(
             [int(token) for _, token, *_ in drawn],
             [float(logprob) for logprob, *_ in drawn],
             reason,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reinforge.core.weights import Weights
-from reinforge.engines.served.dialect import Dialect, Setup
+from reinforge.engines.served.dialect import Dialect, ServerSetup
 from reinforge.engines.served.http import ServerFault
 from reinforge.engines.served.replica import Replica
 from reinforge.models.named import LowRank, base_weights, low_rank, named_weights
@@ -25,7 +25,7 @@ Channel = FileChannel | IpcChannel
 
 
 @dataclass
-class Published:
+class PublishedWeights:
     """One set of weights, and what the trainer says about the probe under it."""
 
     channel: Channel
@@ -33,15 +33,15 @@ class Published:
     want: Tensor | None
 
 
-class Transfer:
-    def __init__(self, setup: Setup, dialect: Dialect, score: Scorer | None):
+class WeightTransfer:
+    def __init__(self, setup: ServerSetup, dialect: Dialect, score: Scorer | None):
         self.setup = setup
         self.dialect = dialect
         self.score = score
         self.tokens = probe_tokens(setup.vocabulary, min(48, setup.context // 2))
         self.fix_head = True  # a test turns it off to see that the proof notices
         self.kind = self._kind()
-        self.published: Published | None = None  # what replicas serve
+        self.published: PublishedWeights | None = None  # what replicas serve
         # what an adapter is added to
         self.base: tuple[weakref.ref[torch.nn.Module], FileChannel] | None = None
         self.note = ""
@@ -58,7 +58,7 @@ class Transfer:
         )
         return "ipc" if near and "ipc" in self.dialect.channels and usable() else "memory"
 
-    def publish(self, weights: Weights, version: int) -> Published:
+    def publish(self, weights: Weights, version: int) -> PublishedWeights:
         """The new weights, ready to be staged; those of before are still there."""
         # not where ranks gather into host memory
         ours = weights.module is not None and next(weights.module.parameters()).is_cuda
@@ -79,7 +79,7 @@ class Transfer:
             pairs = self.pairs(weights)
         channel.publish(pairs, version)
         score = weights.probe or self.score
-        return Published(
+        return PublishedWeights(
             channel, version, None if score is None else score(self.tokens).float().cpu()
         )
 
@@ -128,7 +128,7 @@ class Transfer:
             for name, t in pairs
         )
 
-    def keep(self, fresh: Published) -> None:
+    def keep(self, fresh: PublishedWeights) -> None:
         """The update is through: what was served before may go."""
         old = self.published
         self.published = fresh
@@ -139,7 +139,7 @@ class Transfer:
             ):
                 old.channel.base.close()  # of another model
 
-    async def stage(self, replica: Replica, source: Published) -> None:
+    async def stage(self, replica: Replica, source: PublishedWeights) -> None:
         """Phase one.
 
         Where handles of GPU memory cannot be opened, files in memory do it from now on.
@@ -164,7 +164,7 @@ class Transfer:
             source.channel.publish(pairs, source.version)
             await self.dialect.stage(replica.http, source.channel.message())
 
-    async def commit(self, replica: Replica, source: Published) -> Check | None:
+    async def commit(self, replica: Replica, source: PublishedWeights) -> Check | None:
         """Phase two, and the proof."""
         assert replica.http is not None
         replica.version = None

@@ -16,7 +16,7 @@ from typing import Any
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.served.dialect import Draw, Piece, Setup
+from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
 from reinforge.engines.served.http import Http
 
 MODULE = "reinforge_vllm"
@@ -60,7 +60,7 @@ class Vllm:
     name = "vllm"
     channels: tuple[str, ...] = ("ipc", "files", "adapter")
 
-    def command(self, setup: Setup, python: str, port: int) -> list[str]:
+    def command(self, setup: ServerSetup, python: str, port: int) -> list[str]:
         args: dict[str, Any] = {
             "model": setup.model,
             "served-model-name": "policy",
@@ -73,8 +73,8 @@ class Vllm:
             ),
             "max-num-seqs": setup.max_batch,
             "logprobs-mode": "processed_logprobs",
-            "worker-extension-cls": f"{MODULE}.Worker",
-            "middleware": f"{MODULE}.Front",
+            "worker-extension-cls": f"{MODULE}.WorkerExtension",
+            "middleware": f"{MODULE}.ControlMiddleware",
             "disable-uvicorn-access-log": True,
         }
         if setup.device == "cuda":
@@ -92,7 +92,7 @@ class Vllm:
         given = {name.strip("-").replace("_", "-"): value for name, value in setup.cfg.args.items()}
         return [python, "-m", "vllm.entrypoints.openai.api_server", *options({**args, **given})]
 
-    def environment(self, setup: Setup, key: str) -> dict[str, str]:
+    def environment(self, setup: ServerSetup, key: str) -> dict[str, str]:
         found = {
             "PYTHONPATH": str(install_plugin(setup.folder).absolute()),
             "VLLM_API_KEY": key,
@@ -104,7 +104,7 @@ class Vllm:
             found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(setup.kv_gib or 1)))
         return found
 
-    async def status(self, http: Http, setup: Setup) -> dict[str, Any]:
+    async def status(self, http: Http, setup: ServerSetup) -> dict[str, Any]:
         facts: dict[str, Any] = await http.post("/reinforge/status", timeout=ASK)
         if facts["logprobs"] != "processed_logprobs":
             raise InputError(
@@ -122,8 +122,8 @@ class Vllm:
         return facts
 
     async def generate(
-        self, http: Http, draws: Sequence[Draw], params: Sampling, stops: frozenset[int]
-    ) -> list[Piece]:
+        self, http: Http, draws: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
+    ) -> list[SampleOutput]:
         shared: dict[str, Any] = {
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -136,7 +136,9 @@ class Vllm:
         items = [{"tokens": d.tokens, "seed": d.seed, "max_tokens": d.max_tokens} for d in draws]
         reply = await http.post("/reinforge/generate", {"items": items, "params": shared})
         return [
-            Piece(unpacked("q", item["tokens"]), unpacked("f", item["logprobs"]), item["reason"])
+            SampleOutput(
+                unpacked("q", item["tokens"]), unpacked("f", item["logprobs"]), item["reason"]
+            )
             for item in reply["items"]
         ]
 

@@ -1,11 +1,11 @@
 """Runs INSIDE a vLLM server, in vLLM's own Python: imports torch, vllm and the standard library,
 nothing of ours. Known there as `reinforge_vllm`.
 
-`Front` (--middleware) answers POST /reinforge/* in the API process: tokens in, tokens and log-probs
-out, and the phases of a weight update; everything but /health wants the key. `Worker`
-(--worker-extension-cls) stages and loads weights where the model lives. Both sides of the wire are
-in this repository: `engines/served/vllm.py` speaks to it, `weights/` writes what it reads. vLLM
-0.26 and 0.32.
+`ControlMiddleware` (--middleware) answers POST /reinforge/* in the API process: tokens in, tokens
+and log-probs out, and the phases of a weight update; everything but /health wants the key.
+`WorkerExtension` (--worker-extension-cls) stages and loads weights where the model lives. Both
+sides of the wire are in this repository: `engines/served/vllm.py` speaks to it, `weights/` writes
+what it reads. vLLM 0.26 and 0.32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def packed(code: str, values: Any) -> str:
     return base64.b64encode(array.array(code, values).tobytes()).decode()
 
 
-class Front:
+class ControlMiddleware:
     """ASGI middleware around vLLM's own application."""
 
     def __init__(self, app: Any):
@@ -170,7 +170,7 @@ class Front:
         return {"logprobs": packed("f", found)}
 
     async def do_call(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-        """A method of `Worker` on every worker."""
+        """A method of `WorkerExtension` on every worker."""
         found = await engine.collective_rpc(
             "reinforge_" + asked["method"], args=tuple(asked.get("args", []))
         )
@@ -229,7 +229,7 @@ class Front:
         return {}
 
 
-class Worker:
+class WorkerExtension:
     """Mixed into vLLM's worker: `self` has its `model_runner`. Replies are JSON text."""
 
     def reinforge_facts(self) -> str:

@@ -2,7 +2,7 @@
 observations and whose answers are actions.
 
 A harness or agent wants to ask a model when it pleases; an environment is asked in turns.
-`Turnstile` serves one episode on a port of loopback. Each chat completion that is asked for waits
+`AgentGate` serves one episode on a port of loopback. Each chat completion that is asked for waits
 there until the trainer has sampled it. Only the standard library is needed, so that it runs in the
 agent's own interpreter.
 """
@@ -19,7 +19,7 @@ from reinforge.core.env import Action, Message, Observation
 BODY = 32 << 20  # bytes of one request
 
 
-class Turnstile:
+class AgentGate:
     """`await open()` gives the base URL.
 
     `await turn(agent)` waits for the agent's next request or its end; `answer` lets a request

@@ -9,8 +9,8 @@ from typing import Any
 from reinforge.core.env import Action, Observation, Step
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
-from reinforge.envs.adapters.chance import Chance
 from reinforge.envs.adapters.common import first, library, number, numbers, said
+from reinforge.envs.adapters.random_state import RandomState
 
 
 class GemEnv:
@@ -25,7 +25,7 @@ class GemEnv:
         self.game = game or {}
         self.boxed = boxed
         self.env: Any = None
-        self.chance = Chance(0)
+        self.chance = RandomState(0)
         self.prepare(id)
 
     @staticmethod
@@ -42,7 +42,7 @@ class GemEnv:
 
     def reset(self, row: Row, seed: int) -> Observation:
         gem = library("gem", "gem-llm")
-        self.chance = Chance(seed)
+        self.chance = RandomState(seed)
         with self.chance:
             self.env = gem.make(self.id, **self.game)
             text, _ = self.env.reset(seed=seed % 2**32)

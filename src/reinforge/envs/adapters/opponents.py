@@ -30,7 +30,7 @@ def opponent_of(name: str, where: str = "env.options.opponent") -> Opponent:
             moves_in(seen)[0] if name == "first" else rng.choice(moves_in(seen))
         )
     if name.startswith(("http://", "https://")):
-        return Server(name)
+        return ServerOpponent(name)
     if ":" in name:
         return load_function(name, where)
     raise InputError(
@@ -51,7 +51,7 @@ def moves_in(seen: str) -> list[str]:
     )
 
 
-class Server:
+class ServerOpponent:
     """A chat with a model elsewhere."""
 
     def __init__(self, url: str):

@@ -11,8 +11,8 @@ from typing import Any
 from reinforge.core.env import Action, Observation, Step
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
-from reinforge.envs.adapters.chance import Chance
 from reinforge.envs.adapters.common import first, library, said
+from reinforge.envs.adapters.random_state import RandomState
 
 
 class ReasoningGymEnv:
@@ -57,7 +57,7 @@ class ReasoningGymEnv:
         gym = library("reasoning_gym", "reasoning-gym")
         self.entry = row.columns.get("entry")
         if self.entry is None:
-            with Chance(seed):
+            with RandomState(seed):
                 self.entry = gym.create_dataset(self.id, size=1, seed=seed % 2**31, **self.task)[0]
         return first(row, str(self.entry["question"]))
 

@@ -13,9 +13,9 @@ from reinforge.core.env import Action, Observation, Step
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.core.seeds import seed_of
-from reinforge.envs.adapters.chance import Chance
 from reinforge.envs.adapters.common import first, library, number, said
 from reinforge.envs.adapters.opponents import opponent_of
+from reinforge.envs.adapters.random_state import RandomState
 
 MOST_PLAYERS = 15
 
@@ -48,7 +48,7 @@ class TextArenaEnv:
         self.opponent = opponent_of(opponent)
         self.player = 0
         self.env: Any = None
-        self.chance = Chance(0)
+        self.chance = RandomState(0)
         # by player: what was not yet shown to them, and whether it is a board
         self.seen: dict[int, list[tuple[str, bool]]] = {}
         self.prepare(id)
@@ -65,7 +65,7 @@ class TextArenaEnv:
 
     def reset(self, row: Row, seed: int) -> Observation:
         ta = library("textarena", "textarena")
-        self.chance = Chance(seed)
+        self.chance = RandomState(seed)
         with self.chance:
             self.env = ta.make(self.id, **self.game)
             while isinstance(self.env, ta.Wrapper):

@@ -19,7 +19,7 @@ from typing import Any
 from reinforge.core.env import Action, Observation, Step
 from reinforge.core.row import Row
 from reinforge.envs.adapters.common import library, number, numbers
-from reinforge.envs.adapters.endpoint import Turnstile, run
+from reinforge.envs.adapters.endpoint import AgentGate, run
 
 MOST_TASKS = 10_000  # of a taskset that has no end
 _LOADED: dict[str, tuple[Any, list[Any]]] = {}
@@ -46,7 +46,7 @@ class VerifiersEnv:
         self.env, self.tasks = self.prepare(
             id, taskset=taskset, harness=harness, runtime=runtime, max_turns=max_turns, path=path
         )
-        self.turnstile = Turnstile()
+        self.turnstile = AgentGate()
         self.agent: asyncio.Task[Any] | None = None
 
     @staticmethod

@@ -7,18 +7,17 @@ from __future__ import annotations
 from reinforge.core.errors import InputError
 from reinforge.data.chat import Renderer
 from reinforge.data.templates import takes_system, takes_tools
-from reinforge.envs.calls.base import Format as Format
-from reinforge.envs.calls.base import Parsed as Parsed
+from reinforge.envs.calls.base import CallFormat
 from reinforge.envs.calls.deepseek import DeepSeek
 from reinforge.envs.calls.harmony import Harmony
 from reinforge.envs.calls.hermes import Hermes
 from reinforge.envs.calls.llama import LlamaJson
 from reinforge.envs.calls.mistral import Mistral
 from reinforge.envs.calls.pythonic import LFM2, LLAMA_PYTHONIC, PYTHONIC
-from reinforge.envs.calls.talk import Talk
+from reinforge.envs.calls.tool_template import ToolTemplate
 from reinforge.envs.calls.xml import GLM, QWEN_XML
 
-_ALL: tuple[Format, ...] = (
+_ALL: tuple[CallFormat, ...] = (
     Hermes(),
     LlamaJson(),
     LLAMA_PYTHONIC,
@@ -30,7 +29,7 @@ _ALL: tuple[Format, ...] = (
     GLM,
     LFM2,
 )
-FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
+FORMATS: dict[str, CallFormat] = {format.name: format for format in _ALL}
 SIGNS = (
     ("<|channel|>", "harmony"),
     ("<｜tool▁call", "deepseek"),
@@ -50,23 +49,23 @@ def detect(template: str | None) -> str | None:
     return next((name for sign, name in SIGNS if template and sign in template), None)
 
 
-def talk_of(wanted: str, renderer: Renderer) -> Talk:
+def tool_template_of(wanted: str, renderer: Renderer) -> ToolTemplate:
     """How conversations with tools are had through this chat template.
 
     `auto` with a template that has tools but writes calls in no way that we know leaves the format
     open: the first environment with tools is refused.
     """
     if not renderer.chat:
-        return Talk(format_of(wanted, None))
+        return ToolTemplate(format_of(wanted, None))
     source = renderer.template.source()
     native = takes_tools(renderer.template)
     unknown = wanted == "auto" and native and detect(source) is None
-    return Talk(
+    return ToolTemplate(
         None if unknown else format_of(wanted, source), native, takes_system(renderer.template)
     )
 
 
-def format_of(wanted: str, template: str | None) -> Format:
+def format_of(wanted: str, template: str | None) -> CallFormat:
     """`auto`: as the template; a template that says nothing gets hermes, the commonest."""
     name = (detect(template) or "hermes") if wanted == "auto" else wanted
     if name not in FORMATS:

@@ -17,7 +17,7 @@ DEEPEST = 64  # levels of nesting in arguments
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedAnswer:
     content: str  # the text without the calls
     calls: tuple[Call, ...] = ()
     errors: tuple[str, ...] = ()  # what is wrong with those that could not be read
@@ -25,7 +25,7 @@ class Parsed:
     thinking: str | None = None
 
 
-class Format(Protocol):
+class CallFormat(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -39,7 +39,7 @@ class Format(Protocol):
         """Whether the family's chat templates want arguments as JSON text."""
         ...
 
-    def parse(self, text: str) -> Parsed:
+    def parse(self, text: str) -> ParsedAnswer:
         """Reads a whole turn, control tokens spelled out, the stop token left away."""
         ...
 
@@ -52,7 +52,7 @@ class Format(Protocol):
         ...
 
 
-class Malformed(ValueError):
+class MalformedCall(ValueError):
     """What a parser could not read. The text goes to the model."""
 
 
@@ -61,11 +61,11 @@ def call_of(
 ) -> Call:
     """A call from a JSON object. Arguments may be an object, JSON text of one, or absent."""
     if not isinstance(value, dict):
-        raise Malformed(
+        raise MalformedCall(
             f"a call must be a JSON object with a name and arguments, not {_kind(value)}"
         )
     if not isinstance(value.get(name), str) or not value[name]:
-        raise Malformed(f'the call has no "{name}"')
+        raise MalformedCall(f'the call has no "{name}"')
     given: Any = next((value[key] for key in arguments if key in value), {})
     return Call(value[name], object_of(given, value[name]))
 
@@ -77,7 +77,7 @@ def object_of(given: Any, tool: str) -> dict[str, Any]:
     if given is None:
         given = {}
     if not isinstance(given, dict):
-        raise Malformed(f"the arguments of {tool} must be a JSON object, not {_kind(given)}")
+        raise MalformedCall(f"the arguments of {tool} must be a JSON object, not {_kind(given)}")
     return given
 
 
@@ -85,7 +85,9 @@ def json_of(text: str, what: str) -> Any:
     """The one JSON value that the text is."""
     value, rest = json_prefix(text, what)
     if rest.strip():
-        raise Malformed(f"{what}: there is more text after the JSON value: {shown(rest.strip())}")
+        raise MalformedCall(
+            f"{what}: there is more text after the JSON value: {shown(rest.strip())}"
+        )
     return value
 
 
@@ -98,11 +100,11 @@ def json_prefix(text: str, what: str) -> tuple[Any, str]:
     try:
         value, end = json.JSONDecoder(parse_constant=_refuse).raw_decode(body)
     except RecursionError:
-        raise Malformed(f"{what} is nested too deeply") from None
+        raise MalformedCall(f"{what} is nested too deeply") from None
     except ValueError as error:
-        raise Malformed(f"{what} is not valid JSON: {error}") from None
+        raise MalformedCall(f"{what} is not valid JSON: {error}") from None
     if _depth(value) > DEEPEST:
-        raise Malformed(f"{what} is nested too deeply")
+        raise MalformedCall(f"{what} is nested too deeply")
     return value, body[end:]
 
 
@@ -110,7 +112,7 @@ def literal(text: str) -> Any:
     """JSON where it is JSON, otherwise the text: how XML formats write values."""
     try:
         return json_of(text, "value")
-    except Malformed:
+    except MalformedCall:
         return text
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from reinforge.core.env import Call
-from reinforge.envs.calls.base import Malformed, Parsed, dumps, json_of, object_of
+from reinforge.envs.calls.base import MalformedCall, ParsedAnswer, dumps, json_of, object_of
 
 BEGIN = "<｜tool▁calls▁begin｜>"
 END = "<｜tool▁calls▁end｜>"
@@ -23,7 +23,7 @@ class DeepSeek:
     marks = (BEGIN, CALL)
     text_arguments = True
 
-    def parse(self, text: str) -> Parsed:
+    def parse(self, text: str) -> ParsedAnswer:
         """
         >>> call = 'add<｜tool▁sep｜>{"a": 1}'
         >>> DeepSeek().parse(f'<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>').calls
@@ -31,17 +31,17 @@ class DeepSeek:
         """
         first = min((at for mark in self.marks if (at := text.find(mark)) >= 0), default=-1)
         if first < 0:
-            return Parsed(text)
+            return ParsedAnswer(text)
         calls: list[Call] = []
         errors: list[str] = []
         for part in text[first:].replace(BEGIN, "").partition(END)[0].split(CALL)[1:]:
             try:
                 calls.append(_call(part.partition(CALL_END)[0]))
-            except Malformed as error:
+            except MalformedCall as error:
                 errors.append(str(error))
         if not calls and not errors:
             errors.append(f"there is no {CALL} after {BEGIN}")
-        return Parsed(text[:first].strip(), tuple(calls), tuple(errors))
+        return ParsedAnswer(text[:first].strip(), tuple(calls), tuple(errors))
 
     def render(self, calls: Sequence[Call]) -> str:
         return (
@@ -58,14 +58,14 @@ def _call(body: str) -> Call:
     """`name<sep>{...}` (V3.1), or `function<sep>name` and a fenced block (V3, R1)."""
     kind, sep, rest = body.partition(SEP)
     if not sep:
-        raise Malformed(f"the call has no {SEP} between its name and its arguments")
+        raise MalformedCall(f"the call has no {SEP} between its name and its arguments")
     fenced = FENCE.search(rest)
     name, arguments = (
         (rest[: fenced.start()].strip(), fenced.group(1)) if fenced else (kind.strip(), rest)
     )
     name = name or kind.strip()
     if not name:
-        raise Malformed("the call has no name")
+        raise MalformedCall("the call has no name")
     return Call(
         name,
         object_of(

@@ -9,7 +9,14 @@ import re
 from collections.abc import Sequence
 
 from reinforge.core.env import Call
-from reinforge.envs.calls.base import Malformed, Parsed, dumps, json_of, object_of, tool_response
+from reinforge.envs.calls.base import (
+    MalformedCall,
+    ParsedAnswer,
+    dumps,
+    json_of,
+    object_of,
+    tool_response,
+)
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -23,14 +30,14 @@ class Harmony:
     marks = (CHANNEL, START)
     text_arguments = False
 
-    def parse(self, text: str) -> Parsed:
+    def parse(self, text: str) -> ParsedAnswer:
         """
         >>> head = '<|channel|>commentary to=functions.add <|constrain|>json'
         >>> Harmony().parse(head + '<|message|>{"a": 1}').calls
         (Call(name='add', arguments={'a': 1}, id=''),)
         """
         if CHANNEL not in text and MESSAGE not in text:
-            return Parsed(text)
+            return ParsedAnswer(text)
         final: list[str] = []
         thinking: list[str] = []
         calls: list[Call] = []
@@ -47,7 +54,7 @@ class Harmony:
             name = to.group(1).removeprefix("functions.")
             try:
                 if not mark:
-                    raise Malformed(f"the call of {name} has no {MESSAGE} and no arguments")
+                    raise MalformedCall(f"the call of {name} has no {MESSAGE} and no arguments")
                 calls.append(
                     Call(
                         name,
@@ -56,9 +63,9 @@ class Harmony:
                         ),
                     )
                 )
-            except Malformed as error:
+            except MalformedCall as error:
                 errors.append(str(error))
-        return Parsed(
+        return ParsedAnswer(
             "".join(final).strip(), tuple(calls), tuple(errors), "\n".join(thinking).strip()
         )
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from reinforge.core.env import Call
 from reinforge.envs.calls.base import (
-    Malformed,
-    Parsed,
+    MalformedCall,
+    ParsedAnswer,
     call_of,
     dumps,
     function,
@@ -27,7 +27,7 @@ class Hermes:
     marks = (OPEN,)
     text_arguments = False
 
-    def parse(self, text: str) -> Parsed:
+    def parse(self, text: str) -> ParsedAnswer:
         """
         >>> call = '{"name": "add", "arguments": {"a": 1}}'
         >>> Hermes().parse(f'So: <tool_call>{call}</tool_call>').calls
@@ -41,17 +41,19 @@ class Hermes:
                 value, rest = json_prefix(rest, "the call")
                 after = rest.lstrip()
                 if not after.startswith(CLOSE) and after:  # the last one may end with the text
-                    raise Malformed(
+                    raise MalformedCall(
                         f"after the JSON object comes {shown(after)} instead of {CLOSE}"
                     )
                 calls.append(call_of(value))
                 rest = after.removeprefix(CLOSE)
-            except Malformed as error:
+            except MalformedCall as error:
                 errors.append(str(error))
                 rest = rest.partition(CLOSE)[2]
             between, mark, rest = rest.partition(OPEN)
             content += between if between.strip() else ""
-        return Parsed(content.strip() if calls or errors else text, tuple(calls), tuple(errors))
+        return ParsedAnswer(
+            content.strip() if calls or errors else text, tuple(calls), tuple(errors)
+        )
 
     def render(self, calls: Sequence[Call]) -> str:
         return "\n".join(f"{OPEN}\n{dumps(function(call))}\n{CLOSE}" for call in calls)

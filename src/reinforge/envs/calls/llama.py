@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from reinforge.core.env import Call
 from reinforge.envs.calls.base import (
-    Malformed,
-    Parsed,
+    MalformedCall,
+    ParsedAnswer,
     call_of,
     dumps,
     json_prefix,
@@ -27,7 +27,7 @@ class LlamaJson:
     marks = (TAG, '{"name"')
     text_arguments = False
 
-    def parse(self, text: str) -> Parsed:
+    def parse(self, text: str) -> ParsedAnswer:
         """
         >>> LlamaJson().parse('{"name": "add", "parameters": {"a": 1}}').calls
         (Call(name='add', arguments={'a': 1}, id=''),)
@@ -36,7 +36,7 @@ class LlamaJson:
         body = (body if tag else content).strip()
         if not tag:
             if not CALL.match(body):  # an answer, even one in JSON
-                return Parsed(text)
+                return ParsedAnswer(text)
             content = ""
         calls: list[Call] = []
         try:
@@ -46,13 +46,15 @@ class LlamaJson:
                 calls.append(call_of(nested if isinstance(nested, dict) else value))
                 body = body.strip()
                 if body and not body.startswith((";", "{")):
-                    raise Malformed(f"after the call comes {shown(body)}; separate calls with ;")
+                    raise MalformedCall(
+                        f"after the call comes {shown(body)}; separate calls with ;"
+                    )
                 body = body.removeprefix(";").strip()
-        except Malformed as error:
-            return Parsed(content.strip(), tuple(calls), (str(error),))
+        except MalformedCall as error:
+            return ParsedAnswer(content.strip(), tuple(calls), (str(error),))
         if not calls:
-            return Parsed(content.strip(), (), (f"there is nothing after {TAG}",))
-        return Parsed(content.strip(), tuple(calls))
+            return ParsedAnswer(content.strip(), (), (f"there is nothing after {TAG}",))
+        return ParsedAnswer(content.strip(), tuple(calls))
 
     def render(self, calls: Sequence[Call]) -> str:
         return "; ".join(dumps({"name": c.name, "parameters": dict(c.arguments)}) for c in calls)

@@ -10,8 +10,8 @@ from typing import Any
 
 from reinforge.core.env import Call
 from reinforge.envs.calls.base import (
-    Malformed,
-    Parsed,
+    MalformedCall,
+    ParsedAnswer,
     call_of,
     dumps,
     function,
@@ -30,14 +30,14 @@ class Mistral:
     marks = (MARK,)
     text_arguments = False
 
-    def parse(self, text: str) -> Parsed:
+    def parse(self, text: str) -> ParsedAnswer:
         """
         >>> Mistral().parse('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]').calls
         (Call(name='add', arguments={'a': 1}, id=''),)
         """
         content, mark, rest = text.partition(MARK)
         if not mark:
-            return Parsed(text)
+            return ParsedAnswer(text)
         calls: list[Call] = []
         try:
             while mark:
@@ -51,12 +51,12 @@ class Mistral:
                     calls.append(call)
                 between, mark, rest = rest.partition(MARK)
                 if between.strip():
-                    raise Malformed(f"after the calls comes {shown(between.strip())}")
+                    raise MalformedCall(f"after the calls comes {shown(between.strip())}")
             if not calls:
-                raise Malformed("the list of calls is empty")
-        except Malformed as error:
-            return Parsed(content.strip(), tuple(calls), (str(error),))
-        return Parsed(content.strip(), tuple(calls))
+                raise MalformedCall("the list of calls is empty")
+        except MalformedCall as error:
+            return ParsedAnswer(content.strip(), tuple(calls), (str(error),))
+        return ParsedAnswer(content.strip(), tuple(calls))
 
     def render(self, calls: Sequence[Call]) -> str:
         return MARK + dumps([function(c) for c in calls])
@@ -70,7 +70,7 @@ def _named(rest: str) -> tuple[Call, str]:
     if not args:
         brace = rest.find("{")
         if brace < 0:
-            raise Malformed(
+            raise MalformedCall(
                 f"after {MARK} comes {shown(rest.strip())}, neither a JSON list of calls nor a name"
                 " with arguments"
             )
@@ -79,7 +79,7 @@ def _named(rest: str) -> tuple[Call, str]:
     name, _, id = name.partition(ID)
     value, rest = json_prefix(body, f"the arguments of {name.strip()}")
     if not name.strip():
-        raise Malformed("the call has no name")
+        raise MalformedCall("the call has no name")
     return Call(name.strip(), object_of(value, name.strip()), id.strip()), rest
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reinforge.core.env import Call
-from reinforge.envs.calls.base import Malformed, Parsed, shown, tool_response
+from reinforge.envs.calls.base import MalformedCall, ParsedAnswer, shown, tool_response
 
 LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 MOST = 20_000  # characters that are parsed: Python's parser is no match for megabytes
@@ -28,7 +28,7 @@ class Pythonic:
     def marks(self) -> tuple[str, ...]:
         return (*(opening for opening, _ in self.tags), "[")
 
-    def parse(self, text: str) -> Parsed:
+    def parse(self, text: str) -> ParsedAnswer:
         """
         >>> Pythonic().parse("[add(a=1, b=-2)]").calls
         (Call(name='add', arguments={'a': 1, 'b': -2}, id=''),)
@@ -40,13 +40,13 @@ class Pythonic:
                     content.strip(), body.partition(closing)[0].strip() if closing else body.strip()
                 )
         body = text.strip()
-        return self._read("", body) if LIST.match(body) else Parsed(text)
+        return self._read("", body) if LIST.match(body) else ParsedAnswer(text)
 
-    def _read(self, content: str, body: str) -> Parsed:
+    def _read(self, content: str, body: str) -> ParsedAnswer:
         try:
-            return Parsed(content, tuple(_call(node) for node in _nodes(body)))
-        except Malformed as error:
-            return Parsed(content, (), (str(error),))
+            return ParsedAnswer(content, tuple(_call(node) for node in _nodes(body)))
+        except MalformedCall as error:
+            return ParsedAnswer(content, (), (str(error),))
 
     def render(self, calls: Sequence[Call]) -> str:
         listed = ", ".join(
@@ -61,34 +61,34 @@ class Pythonic:
 
 def _nodes(body: str) -> list[ast.expr]:
     if len(body) > MOST:
-        raise Malformed(f"the calls are {len(body)} characters long; at most {MOST} are read")
+        raise MalformedCall(f"the calls are {len(body)} characters long; at most {MOST} are read")
     try:
         tree = ast.parse(body, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise Malformed(
+        raise MalformedCall(
             f"the calls are not a Python list of calls: {getattr(error, 'msg', error)} in"
             f" {shown(body)}"
         ) from None
     nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
     if not nodes:
-        raise Malformed("the list of calls is empty")
+        raise MalformedCall("the list of calls is empty")
     return nodes
 
 
 def _call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call):
-        raise Malformed(f"{shown(ast.unparse(node))} is no call")
+        raise MalformedCall(f"{shown(ast.unparse(node))} is no call")
     name = ast.unparse(node.func).removesuffix(".call")
     if node.args:
-        raise Malformed(f"the arguments of {name} must be named: {name}(argument=value)")
+        raise MalformedCall(f"the arguments of {name} must be named: {name}(argument=value)")
     arguments = {}
     for keyword in node.keywords:
         if keyword.arg is None:
-            raise Malformed(f"the arguments of {name} must be named one by one")
+            raise MalformedCall(f"the arguments of {name} must be named one by one")
         try:
             arguments[keyword.arg] = ast.literal_eval(_constants(keyword.value))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            raise Malformed(
+            raise MalformedCall(
                 f"the argument {keyword.arg} of {name} must be a literal, not"
                 f" {shown(ast.unparse(keyword.value))}"
             ) from None

@@ -9,8 +9,8 @@ from reinforge.core.engine import Completion
 from reinforge.core.env import Call
 from reinforge.core.sample import Stop
 from reinforge.data.chat import Renderer
-from reinforge.envs.calls.base import Parsed
-from reinforge.envs.calls.talk import Talk
+from reinforge.envs.calls.base import ParsedAnswer
+from reinforge.envs.calls.tool_template import ToolTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AnswerReader:
     """Reads the answers of one model. Players of episodes and agent sessions make one each."""
 
     renderer: Renderer
-    talk: Talk  # how tool calls are written
+    tool_template: ToolTemplate  # how tool calls are written
 
     def read(
         self,
@@ -41,7 +41,11 @@ class AnswerReader:
     ) -> ModelAnswer:
         """`call_id` names the k-th call where the model gave it no id."""
         text = self.visible(completion, stop_strings)
-        parsed = self.talk.read(self.spelled(completion)) if self.talk.reads else Parsed(text)
+        parsed = (
+            self.tool_template.read(self.spelled(completion))
+            if self.tool_template.reads
+            else ParsedAnswer(text)
+        )
         if parsed.thinking is not None:
             text = parsed.content  # the answer alone
         calls = [replace(call, id=call.id or call_id(k)) for k, call in enumerate(parsed.calls)]

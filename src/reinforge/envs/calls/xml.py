@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reinforge.core.env import Call
-from reinforge.envs.calls.base import Malformed, Parsed, literal, shown, tool_response, written
+from reinforge.envs.calls.base import (
+    MalformedCall,
+    ParsedAnswer,
+    literal,
+    shown,
+    tool_response,
+    written,
+)
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -24,17 +31,17 @@ GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
 
 
 @dataclass(frozen=True)
-class Tags:
+class TagFormat:
     name: str
     read: Callable[[str], Call]
     write: Callable[[Call], str]
     marks: tuple[str, ...] = (OPEN,)
     text_arguments: bool = False
 
-    def parse(self, text: str) -> Parsed:
+    def parse(self, text: str) -> ParsedAnswer:
         first = min((at for mark in self.marks if (at := text.find(mark)) >= 0), default=-1)
         if first < 0:
-            return Parsed(text)
+            return ParsedAnswer(text)
         calls: list[Call] = []
         errors: list[str] = []
         for part in [p for p in text[first:].split(OPEN) if p.strip()] or [""]:
@@ -42,10 +49,10 @@ class Tags:
             try:
                 calls.append(self.read(body))
                 if after.strip():
-                    raise Malformed(f"after the call comes {shown(after.strip())}")
-            except Malformed as error:
+                    raise MalformedCall(f"after the call comes {shown(after.strip())}")
+            except MalformedCall as error:
                 errors.append(str(error))
-        return Parsed(text[:first].strip(), tuple(calls), tuple(errors))
+        return ParsedAnswer(text[:first].strip(), tuple(calls), tuple(errors))
 
     def render(self, calls: Sequence[Call]) -> str:
         return "\n".join(self.write(call) for call in calls)
@@ -57,7 +64,7 @@ class Tags:
 def _qwen(body: str) -> Call:
     found = FUNCTION.match(body)
     if found is None:
-        raise Malformed(f"the call must begin with <function=name>, not {shown(body.strip())}")
+        raise MalformedCall(f"the call must begin with <function=name>, not {shown(body.strip())}")
     name = found.group(1)
     rest = found.group(2).partition("</function>")[0]
     arguments = {
@@ -66,7 +73,7 @@ def _qwen(body: str) -> Call:
     }
     left = PARAMETER.sub("", rest).strip()
     if left:
-        raise Malformed(
+        raise MalformedCall(
             f"in the call of {name} this is no <parameter=key>value</parameter>: {shown(left)}"
         )
     return Call(name, arguments)
@@ -75,11 +82,13 @@ def _qwen(body: str) -> Call:
 def _glm(body: str) -> Call:
     found = GLM_NAME.match(body)
     if found is None:
-        raise Malformed(f"the call must begin with the name of a tool, not {shown(body.strip())}")
+        raise MalformedCall(
+            f"the call must begin with the name of a tool, not {shown(body.strip())}"
+        )
     name, rest = found.groups()
     left = GLM_PAIR.sub("", rest).strip()
     if left:
-        raise Malformed(
+        raise MalformedCall(
             f"in the call of {name} this is no <arg_key>key</arg_key><arg_value>value</arg_value>:"
             f" {shown(left)}"
         )
@@ -101,5 +110,5 @@ def _write_glm(call: Call) -> str:
     return f"{OPEN}{call.name}\n{pairs}{CLOSE}"
 
 
-QWEN_XML = Tags("qwen_xml", _qwen, _write_qwen, (OPEN, "<function="))
-GLM = Tags("glm", _glm, _write_glm)
+QWEN_XML = TagFormat("qwen_xml", _qwen, _write_qwen, (OPEN, "<function="))
+GLM = TagFormat("glm", _glm, _write_glm)

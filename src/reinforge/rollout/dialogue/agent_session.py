@@ -19,9 +19,9 @@ from reinforge.core.env import Action, Call, Message, Observation
 from reinforge.core.sample import Row, Stop
 from reinforge.core.seeds import seed_of, tokens_hash
 from reinforge.data.chat import Renderer
-from reinforge.data.dialogue import Dialogue
+from reinforge.data.dialogue import DialogueTokens
 from reinforge.envs.calls.reader import AnswerReader, ModelAnswer
-from reinforge.envs.calls.talk import Talk
+from reinforge.envs.calls.tool_template import ToolTemplate
 from reinforge.rollout.dialogue.episode import EpisodeLimits
 from reinforge.rollout.dialogue.lockstep import Lockstep
 from reinforge.rollout.dialogue.recording import Recording, Turn
@@ -61,7 +61,7 @@ class AgentModel:
 
     engine: Engine
     renderer: Renderer
-    talk: Talk  # how tool calls are written
+    tool_template: ToolTemplate  # how tool calls are written
     limits: EpisodeLimits  # max_turns: answers of the model in one episode
     seed: int
     purpose: str = "sample"
@@ -80,7 +80,7 @@ class AgentSession:
         self.uid = uid
         self.sampling = sampling
         self.where = f"row {row.id}"
-        self.reader = AnswerReader(model.renderer, model.talk)
+        self.reader = AnswerReader(model.renderer, model.tool_template)
         self.recording = Recording()
         # calls, malformed tool calls, overridden temperatures
         self.counts: Counter[str] = Counter()
@@ -134,20 +134,22 @@ class AgentSession:
     async def _chat(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: SamplingRequest
     ) -> tuple[list[int], list[ModelAnswer]]:
-        talk = self.model.talk
+        tool_template = self.model.tool_template
         parent = self.recording.continued(messages, tools)
         if parent is not None:
             assert parent.dialogue is not None
             dialogue = copy.copy(parent.dialogue)
-            new = talk.heard(named(messages)[len(parent.messages) :])
+            new = tool_template.reply_messages(named(messages)[len(parent.messages) :])
             added = dialogue.go_on(
                 parent.completion.tokens, parent.answer, [self._written(m) for m in new]
             )
             parent = None if added.fresh else parent
             given = added.ids
         else:
-            dialogue = Dialogue(self.model.renderer, self.where)
-            first = talk.opened(Observation([self._written(m) for m in named(messages)], tools))
+            dialogue = DialogueTokens(self.model.renderer, self.where)
+            first = tool_template.first_observation(
+                Observation([self._written(m) for m in named(messages)], tools)
+            )
             given = dialogue.begin(first.messages, first.tools)
         prompt = [*(parent.ids if parent is not None else []), *given]
         said = []
@@ -162,7 +164,7 @@ class AgentSession:
                 errors=heard.errors,
                 thinking=heard.thinking,
             )
-            answer = talk.said(heard.text, action)
+            answer = tool_template.assistant_message(heard.text, action)
             self._keep(
                 Turn(
                     parent,
@@ -228,8 +230,8 @@ class AgentSession:
         """Tool calls of the agent's own making, for a template without a place for them, or that
         wants arguments as text.
         """
-        talk = self.model.talk
-        if not message.get("tool_calls") or talk.format is None:
+        tool_template = self.model.tool_template
+        if not message.get("tool_calls") or tool_template.format is None:
             return message
         calls = [
             Call(
@@ -237,11 +239,13 @@ class AgentSession:
             )
             for c in message["tool_calls"]
         ]
-        if talk.native:
-            return talk.said("", Action("", [], str(message.get("content") or ""), calls=calls))
+        if tool_template.native:
+            return tool_template.assistant_message(
+                "", Action("", [], str(message.get("content") or ""), calls=calls)
+            )
         return {
             "role": "assistant",
-            "content": f"{message.get('content') or ''}{talk.format.render(calls)}",
+            "content": f"{message.get('content') or ''}{tool_template.format.render(calls)}",
         }
 
     # ---- answers ----

@@ -17,7 +17,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.data.chat import Renderer
-from reinforge.envs.programs import Address, Outcome, Program
+from reinforge.envs.programs import AgentOutcome, AgentProgram, EndpointAddress
 from reinforge.rollout.dialogue.agent_session import AgentModel, AgentSession
 from reinforge.rollout.dialogue.environment import EpisodeFailure
 from reinforge.rollout.dialogue.episode import Episode
@@ -28,9 +28,9 @@ from reinforge.rollout.journal import Journal
 class Endpoint(Protocol):
     """Where agents find the model. Called in the event loop of the engine."""
 
-    def open(self, line: AgentSession) -> Address: ...
+    def open(self, line: AgentSession) -> EndpointAddress: ...
 
-    def close(self, address: Address) -> None: ...
+    def close(self, address: EndpointAddress) -> None: ...
 
 
 @dataclass
@@ -44,7 +44,7 @@ class AgentPlayer:
     """
 
     model: AgentModel
-    program: Program
+    program: AgentProgram
     endpoint: Endpoint
     journal: Journal = field(default_factory=lambda: Journal(None))
     on_error: str = "unscored"  # or raise
@@ -82,7 +82,7 @@ class AgentPlayer:
         if self.model.lockstep is not None:
             self.model.lockstep.enter(uid)
         address = self.endpoint.open(line)
-        outcome = Outcome()
+        outcome = AgentOutcome()
         failed = None
         try:
             async with asyncio.timeout(self.model.limits.episode_seconds) as limit:
@@ -115,7 +115,9 @@ class AgentPlayer:
         return _record(line, outcome, failed)
 
 
-def _record(line: AgentSession, outcome: Outcome, failed: EpisodeFailure | None) -> dict[str, Any]:
+def _record(
+    line: AgentSession, outcome: AgentOutcome, failed: EpisodeFailure | None
+) -> dict[str, Any]:
     turns = line.recording.turns
     last = line.last
     return {

@@ -15,21 +15,23 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.data.chat import Renderer
-from reinforge.data.dialogue import Added, Dialogue
+from reinforge.data.dialogue import AddedTokens, DialogueTokens
 from reinforge.envs.calls.reader import AnswerReader
-from reinforge.envs.calls.talk import Talk
+from reinforge.envs.calls.tool_template import ToolTemplate
 from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure, deadline
 from reinforge.rollout.dialogue.episode import Episode, EpisodeLimits
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.track import TokenTrack
 
 
-async def opening(dialogue: Dialogue, talk: Talk, world: EpisodeEnvironment) -> list[int]:
+async def opening(
+    dialogue: DialogueTokens, tool_template: ToolTemplate, environment: EpisodeEnvironment
+) -> list[int]:
     """The environment's first words as the ids of the first prompt, with the tools where there are
     some.
     """
-    given = await world.reset()
-    first = talk.opened(given)
+    given = await environment.reset()
+    first = tool_template.first_observation(given)
     return list(
         dialogue.begin(first.messages, first.tools) if given.tokens is None else given.tokens
     )
@@ -44,7 +46,7 @@ class EnvPlayer:
 
     engine: Engine
     renderer: Renderer
-    talk: Talk  # how tool calls are written
+    tool_template: ToolTemplate  # how tool calls are written
     make: MakeEnv
     limits: EpisodeLimits
     seed: int
@@ -57,7 +59,7 @@ class EnvPlayer:
     ) -> Episode:
         episode = Episode(uid)
         engine = context.engine or self.engine
-        world = EpisodeEnvironment(
+        environment = EpisodeEnvironment(
             self.make,
             row,
             seed_of(self.seed, self.purpose, context.group, "env"),
@@ -67,7 +69,7 @@ class EnvPlayer:
         phase = ["reset"]
         try:
             async with asyncio.timeout(self.limits.episode_seconds) as limit:
-                await self._turns(engine, row, episode, world, sampling, phase)
+                await self._turns(engine, row, episode, environment, sampling, phase)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -85,19 +87,19 @@ class EnvPlayer:
                 ) from failed.__cause__
             episode.failed = failed
         finally:
-            await asyncio.shield(self._close(world))
+            await asyncio.shield(self._close(environment))
         if episode.failed is not None:
             episode.stop = Stop.ERROR
-        record = world.record(episode.failed, phase[0])
+        record = environment.record(episode.failed, phase[0])
         if record is not None and record != self.journal.find_episode(uid):
             self.journal.write_episode(uid, record)
         return episode
 
-    async def _close(self, world: EpisodeEnvironment) -> None:
+    async def _close(self, environment: EpisodeEnvironment) -> None:
         """What goes wrong while an episode is put away changes nothing about it."""
         try:
             async with asyncio.timeout(self.limits.turn_seconds or 60):
-                await world.close()
+                await environment.close()
         except Exception:
             return
 
@@ -106,17 +108,17 @@ class EnvPlayer:
         engine: Engine,
         row: Row,
         episode: Episode,
-        world: EpisodeEnvironment,
+        environment: EpisodeEnvironment,
         sampling: Sampling,
         phase: list[str],
     ) -> None:
-        dialogue = Dialogue(self.renderer, f"row {row.id}")
+        dialogue = DialogueTokens(self.renderer, f"row {row.id}")
         track = TokenTrack()
-        track.give(await opening(dialogue, self.talk, world))
+        track.give(await opening(dialogue, self.tool_template, environment))
         episode.tracks.append(track)
         while True:
             phase[0] = "generate"
-            world.before_turn()
+            environment.before_turn()
             room = self.limits.max_tokens - len(track.tokens)
             if room < 1:
                 break  # the conversation is full
@@ -129,7 +131,7 @@ class EnvPlayer:
             track.take(completion)
             phase[0] = "step"
             action, answer = self._action(completion, episode)
-            step = await world.step(action)
+            step = await environment.step(action)
             episode.messages = [*dialogue.messages, answer]
             self._count(episode, track, action, step)
             if step.done or action.last:
@@ -158,15 +160,17 @@ class EnvPlayer:
 
     def _added(
         self,
-        dialogue: Dialogue,
+        dialogue: DialogueTokens,
         track: TokenTrack,
         completion: Completion,
         answer: Message,
         heard: Observation,
-    ) -> Added:
+    ) -> AddedTokens:
         """What the context gets before the next turn."""
         if heard.tokens is None:
-            return dialogue.go_on(completion.tokens, answer, self.talk.heard(heard.messages))
+            return dialogue.go_on(
+                completion.tokens, answer, self.tool_template.reply_messages(heard.messages)
+            )
         known = len(track.tokens)
         goes_on = heard.tokens[:known] == track.tokens
         new = heard.tokens[known:] if goes_on else heard.tokens
@@ -175,13 +179,13 @@ class EnvPlayer:
             answer,
             {"role": "user", "content": self.renderer.decode(new)},
         ]
-        return Added(new, fresh=not goes_on)
+        return AddedTokens(new, fresh=not goes_on)
 
     def _action(self, completion: Completion, episode: Episode) -> tuple[Action, Message]:
         """The model's turn as the environment sees it, and as a message for the chat template."""
         turn = episode.turns
         most = self.limits.max_turns
-        answer = AnswerReader(self.renderer, self.talk).read(
+        answer = AnswerReader(self.renderer, self.tool_template).read(
             completion, call_id=lambda k: _call_id(episode.uid, turn, k)
         )
         action = Action(
@@ -202,7 +206,7 @@ class EnvPlayer:
         episode.last_tokens = len(completion.tokens)
         episode.calls += len(answer.calls)
         episode.malformed += len(answer.errors)
-        return action, self.talk.said(answer.text, action)
+        return action, self.tool_template.assistant_message(answer.text, action)
 
     @staticmethod
     def _count(episode: Episode, track: TokenTrack, action: Action, step: Step) -> None:

@@ -40,7 +40,7 @@ async def call(function: Callable[..., Any], *given: Any) -> Any:
 class EpisodeEnvironment:
     """One episode's environment.
 
-    `reset` and `step` raise `Failed` where the environment raised or its deadline passed.
+    `reset` and `step` raise `EpisodeFailure` where the environment raised or its deadline passed.
     """
 
     def __init__(

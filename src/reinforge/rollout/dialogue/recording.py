@@ -16,7 +16,7 @@ from typing import Any
 from reinforge.core.engine import Completion
 from reinforge.core.env import Message
 from reinforge.core.sample import Stop
-from reinforge.data.dialogue import Dialogue
+from reinforge.data.dialogue import DialogueTokens
 from reinforge.rollout.track import TokenTrack
 
 
@@ -28,7 +28,7 @@ class Turn:
     # ids between the parent's end and the answer; without a parent the whole prompt
     given: list[int]
     completion: Completion
-    dialogue: Dialogue | None = None  # as it was when the model was asked
+    dialogue: DialogueTokens | None = None  # as it was when the model was asked
     messages: list[Message] = field(default_factory=list)  # as the agent has them, this answer last
     tools: list[dict[str, Any]] | None = None
     answer: Message = field(default_factory=dict)  # the answer as the chat template has it

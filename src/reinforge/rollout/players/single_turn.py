@@ -16,7 +16,7 @@ from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.rewards.function import FunctionReward
-from reinforge.rewards.running import Running
+from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.baseline import greedy_name, greedy_sampling, with_baseline
 from reinforge.rollout.first_finished import all_finished
 from reinforge.rollout.journal import Journal, Scores
@@ -55,7 +55,7 @@ class SingleTurn:
         shape: Callable[[int], float] | None = None,
         on_error: str = "raise",
         greedy_baseline: bool = False,
-        running: Running | None = None,
+        running: RewardNormalization | None = None,
     ):
         self.engine = engine
         self.encode = encode

@@ -17,7 +17,7 @@ from reinforge.rollout.rows.pass_rates import PassRates
 
 
 @dataclass(frozen=True, slots=True)
-class Ramp:
+class QuantileRamp:
     """q(t) = start + (end - start) * min(1, t / steps); at least the `least` easiest rows are
     always allowed.
     """
@@ -71,7 +71,7 @@ def difficulties(rows: Sequence[Row], column: str) -> list[float]:
 class DeclaredDifficulty:
     """Difficulty is a column of the data."""
 
-    def __init__(self, difficulty: Sequence[float], ramp: Ramp):
+    def __init__(self, difficulty: Sequence[float], ramp: QuantileRamp):
         self.difficulty = torch.tensor(difficulty, dtype=torch.float64)
         self.ramp = ramp
         self._limit = (-1, 0.0)  # (step, limit): sorted once a step
@@ -97,7 +97,7 @@ class LearnedDifficulty:
     Unknown rows are always allowed: otherwise they would never become known.
     """
 
-    def __init__(self, rates: PassRates, ramp: Ramp):
+    def __init__(self, rates: PassRates, ramp: QuantileRamp):
         self.rates = rates
         self.ramp = ramp
         self._limit = (-1, 0.0)

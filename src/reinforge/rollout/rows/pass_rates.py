@@ -22,7 +22,7 @@ COLUMNS = ("attempts", "successes", "weight", "hits", "last")
 
 
 @dataclass(frozen=True, slots=True)
-class Bands:
+class PassRateBands:
     """When a row counts as known, and which pass rates then mean that it can teach nothing."""
 
     solved: float = 0.95  # at or above
@@ -48,7 +48,7 @@ class PassRates:
         decay: float = 0.5,
         success_at: float | None = None,
         best: float = 1.0,
-        bands: Bands = Bands(),
+        bands: PassRateBands = PassRateBands(),
     ):
         self.decay = decay
         self.success_at = success_at

@@ -16,7 +16,7 @@ from typing import Any
 _LOCK = threading.RLock()
 
 
-class Chance:
+class RandomState:
     """
     >>> a, b = Chance(1), Chance(1)
     >>> with a: x = random.random()

@@ -31,7 +31,7 @@ ARGUMENTS = ["gate_logits", "num_experts", "top_k"]
 
 
 @dataclass(frozen=True)
-class Balance:
+class LoadBalanceLoss:
     """The loss of one model, and its coefficient."""
 
     model: CausalModel
@@ -39,7 +39,7 @@ class Balance:
     function: Callable[..., Tensor]  # of logits [N, E] of every layer, E, experts per token
 
     @classmethod
-    def of(cls, model: PackedModel, asked: float | None) -> Balance | None:
+    def of(cls, model: PackedModel, asked: float | None) -> LoadBalanceLoss | None:
         """`asked` is the coefficient; None: what the model's own config says
         (`output_router_logits`, `router_aux_loss_coef`). None comes back where there is no such
         loss. A critic and a reward model have none, as in transformers.

@@ -16,7 +16,7 @@ from reinforge.core.errors import InputError
 from reinforge.rewards.adapt import adapted, kind_of
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.load import importable
-from reinforge.rewards.pool import Pool, PoolSpec, pool_of
+from reinforge.rewards.pool import PoolSpec, RewardPool, pool_of
 
 MOST_WORKERS = 4
 # built-ins that run a library's code on completions, and what they import
@@ -74,7 +74,7 @@ def pool_for(
     *,
     fresh: bool = False,
     preload: tuple[str, ...] = (),
-) -> Pool:
+) -> RewardPool:
     workers = cfg.workers or min(MOST_WORKERS, os.cpu_count() or 1)
     return pool_of(
         PoolSpec(

@@ -29,7 +29,7 @@ Listener = Callable[[list[int], list[float], Stop | None], None]
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveSequence:
     """One sequence on its way from prompt to completion."""
 
     prompt: list[int]
@@ -51,7 +51,7 @@ class Live:
 
 
 @dataclass(slots=True)
-class Rows:
+class DecodeBatch:
     """Rebuilt when somebody enters or leaves, advanced in place otherwise.
 
     A row that is done stands still.
@@ -72,13 +72,13 @@ class Rows:
     @classmethod
     def of(
         cls,
-        sequences: list[Live],
+        sequences: list[LiveSequence],
         device: torch.device,
         *,
         size: int | None = None,
         width: int = 0,
         spare: int = 0,
-    ) -> Rows:
+    ) -> DecodeBatch:
         """`size` rows at least: those beyond the sequences are done and point at the
         block `spare`.
         """
@@ -130,7 +130,7 @@ class Rows:
         """What a captured graph is made for: rows, table width, stop tokens."""
         return len(self.newest), self.tables.shape[1], self.stops.shape[1]
 
-    def copy_(self, other: Rows) -> None:
+    def copy_(self, other: DecodeBatch) -> None:
         """The values of `other`, in the tensors of this one."""
         for part in fields(self):
             mine = getattr(self, part.name)
@@ -188,7 +188,7 @@ class Rows:
         return picked, logprobs
 
 
-def _tables(sequences: list[Live], width: int, pad: int, spare: int) -> Tensor:
+def _tables(sequences: list[LiveSequence], width: int, pad: int, spare: int) -> Tensor:
     """[B + pad, W] block tables, filled up with `spare`."""
     tables = np.full((len(sequences) + pad, width), spare, dtype=np.int64)
     for row, sequence in zip(tables, sequences, strict=False):

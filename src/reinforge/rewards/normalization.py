@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 from reinforge.core.backend import State
 from reinforge.core.sample import Sample
 from reinforge.rewards.function import FunctionReward
-from reinforge.rewards.rule import Moments, Rule
+from reinforge.rewards.rule import NormalizationRule, RunningMoments
 
 
 @dataclass
-class Running:
+class RewardNormalization:
     """The rules of the rewards that have one, by name, and what was seen of each.
 
     A part of the run.
     """
 
-    rules: Mapping[str, Rule]
-    seen: dict[str, Moments] = field(default_factory=dict)
+    rules: Mapping[str, NormalizationRule]
+    seen: dict[str, RunningMoments] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rewards: Iterable[FunctionReward]) -> Running:
-        return cls({r.name: r.rule for r in rewards if r.rule != Rule()})
+    def of(cls, rewards: Iterable[FunctionReward]) -> RewardNormalization:
+        return cls({r.name: r.rule for r in rewards if r.rule != NormalizationRule()})
 
     def __call__(self, components: Mapping[str, float | None]) -> dict[str, float | None]:
         """The components as they count in the total."""
@@ -37,7 +37,7 @@ class Running:
             name: (
                 value
                 if value is None or name not in self.rules
-                else self.rules[name].apply(value, self.seen.get(name, Moments()))
+                else self.rules[name].apply(value, self.seen.get(name, RunningMoments()))
             )
             for name, value in components.items()
         }
@@ -47,7 +47,7 @@ class Running:
         samples = list(samples)
         for name, rule in self.rules.items():
             if rule.center or rule.scale:
-                self.seen.setdefault(name, Moments()).add(
+                self.seen.setdefault(name, RunningMoments()).add(
                     [v for s in samples if (v := s.rewards.get(name)) is not None]
                 )
 
@@ -55,4 +55,4 @@ class Running:
         return State({}, {name: [m.n, m.mean, m.m2] for name, m in self.seen.items()})
 
     def load(self, state: State) -> None:
-        self.seen = {name: Moments(*values) for name, values in state.meta.items()}
+        self.seen = {name: RunningMoments(*values) for name, values in state.meta.items()}

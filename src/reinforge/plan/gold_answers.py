@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reinforge.config.schema import Config
 from reinforge.core.errors import ReinforgeError
-from reinforge.plan.preflight import Report
+from reinforge.plan.preflight import PlanReport
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Row
@@ -37,7 +37,7 @@ def named(row: Row) -> str:
     return f"row {row.id!r} ({text[:60]!r}{'...' if len(text) > 60 else ''})"
 
 
-def check_rewards(config: Config, rows: list[Row], report: Report) -> None:
+def check_rewards(config: Config, rows: list[Row], report: PlanReport) -> None:
     """Scores the gold answers of a few rows with every reward.
 
     The rows' `answer` column is the gold.
@@ -58,7 +58,7 @@ def check_rewards(config: Config, rows: list[Row], report: Report) -> None:
 
 
 async def _score_gold(
-    config: Config, rewards: Sequence[Any], rows: list[Row], report: Report
+    config: Config, rewards: Sequence[Any], rows: list[Row], report: PlanReport
 ) -> None:
     """Every reward must take the gold answers without raising, and together they should prefer them
     to silence.
@@ -114,7 +114,7 @@ async def _score(
     texts: list[str],
     tokens: list[list[int]] | None,
     kind: str,
-    report: Report,
+    report: PlanReport,
 ) -> list[float | None] | None:
     """The scores of all rows at once, or None after noting what was wrong."""
     try:

@@ -10,18 +10,21 @@ from typing import Any
 
 from reinforge.core.env import Action, Call, Message, Observation
 from reinforge.core.errors import InputError
-from reinforge.envs.calls.base import Format, Parsed, dumps, schema
+from reinforge.envs.calls.base import CallFormat, ParsedAnswer, dumps, schema
 from reinforge.envs.names import FORMATS
 
 
 @dataclass(frozen=True)
-class Talk:
-    """`native`: the template has a place for tools and a role for their answers.
+class ToolTemplate:
+    """How tools and their calls go through a chat template. `tool_template_of` makes it for the
+    players of episodes and for agent sessions.
+
+    `native`: the template has a place for tools and a role for their answers.
 
     `system`: it has one for a system message. Without a format calls are text like any other.
     """
 
-    format: Format | None = None
+    format: CallFormat | None = None
     native: bool = False
     system: bool = True
 
@@ -29,10 +32,10 @@ class Talk:
     def reads(self) -> bool:
         return self.format is not None
 
-    def read(self, text: str) -> Parsed:
-        return Parsed(text) if self.format is None else self.format.parse(text)
+    def read(self, text: str) -> ParsedAnswer:
+        return ParsedAnswer(text) if self.format is None else self.format.parse(text)
 
-    def opened(self, observation: Observation) -> Observation:
+    def first_observation(self, observation: Observation) -> Observation:
         """The first observation as the template can take it."""
         tools = observation.tools
         if tools and self.format is None:
@@ -42,10 +45,10 @@ class Talk:
                 fix=f"Name the format: {', '.join(FORMATS)}.",
             )
         if not tools or self.native:
-            return Observation(self.heard(observation.messages), tools or None)
+            return Observation(self.reply_messages(observation.messages), tools or None)
         assert self.format is not None
         text = described(tools, self.format)
-        messages = self.heard(observation.messages)
+        messages = self.reply_messages(observation.messages)
         if messages and messages[0].get("role") == "system":
             return Observation(
                 [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
@@ -56,7 +59,7 @@ class Talk:
             )
         return Observation([{"role": "system", "content": text}, *messages])
 
-    def heard(self, messages: list[Message]) -> list[Message]:
+    def reply_messages(self, messages: list[Message]) -> list[Message]:
         """New messages; answers of tools become the user's where the template has no
         role for them.
         """
@@ -76,7 +79,7 @@ class Talk:
             for m in messages
         ]
 
-    def said(self, text: str, action: Action) -> Message:
+    def assistant_message(self, text: str, action: Action) -> Message:
         """The model's turn as a message: with tool calls where the template knows them and all
         could be read.
         """
@@ -104,7 +107,7 @@ class Talk:
         }
 
 
-def described(tools: list[dict[str, Any]], format: Format) -> str:
+def described(tools: list[dict[str, Any]], format: CallFormat) -> str:
     """The tools, and how to call them, in words."""
     listed = "\n".join(dumps(schema(tool)) for tool in tools)
     example = format.render([Call("name_of_the_tool", {"argument": "value"})])
