@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.build.serving import load_service
-from reinforge.serve.http import Limits, make_app, server_of
+from reinforge.serve.http import ConnectionLimits, make_app, server_of
 from reinforge.serve.options import ServeOptions, is_loopback, listen
 
 TEMPLATE = (
@@ -36,7 +36,9 @@ def make_chat_model(path: Path, *, context: int = 512) -> str:
 
 
 @contextmanager
-def serving(app: Any, listener: socket.socket, limits: Limits | None = None) -> Iterator[str]:
+def serving(
+    app: Any, listener: socket.socket, limits: ConnectionLimits | None = None
+) -> Iterator[str]:
     """The address of a server that runs in a thread until the block ends."""
     server = server_of(app, limits)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
@@ -51,7 +53,7 @@ def serving(app: Any, listener: socket.socket, limits: Limits | None = None) -> 
 
 @contextmanager
 def served_model(
-    path: str, *, limits: Limits | None = None, api_key: str | None = None, **options: Any
+    path: str, *, limits: ConnectionLimits | None = None, api_key: str | None = None, **options: Any
 ) -> Iterator[tuple[str, Any]]:
     """(address, service) of a model."""
     chosen = ServeOptions(
@@ -59,7 +61,11 @@ def served_model(
     )
     service = load_service(path, chosen)
     app = make_app(
-        service, None, limits=limits or Limits(), api_key=api_key, local=is_loopback(chosen.host)
+        service,
+        None,
+        limits=limits or ConnectionLimits(),
+        api_key=api_key,
+        local=is_loopback(chosen.host),
     )
     with serving(app, listen(chosen), limits) as url:
         try:

@@ -19,7 +19,7 @@ from reinforge.build.served import trainer_score
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
-from reinforge.serve.http import Limits
+from reinforge.serve.http import ConnectionLimits
 from reinforge.serve.requests import CompletionRequest
 from reinforge.serve.service import Service
 from serving import make_chat_model, served_model, until
@@ -555,7 +555,9 @@ def test_pages_of_other_sites_are_refused(server: tuple[str, Service]) -> None:
 
 
 def test_key_size_and_crowd(chat_model: str) -> None:
-    with served_model(chat_model, limits=Limits(requests=1, body=1000), api_key="secret") as (
+    with served_model(
+        chat_model, limits=ConnectionLimits(requests=1, body=1000), api_key="secret"
+    ) as (
         url,
         service,
     ):

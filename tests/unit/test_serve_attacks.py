@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from attack_lists import web
-from reinforge.serve.http import Limits
+from reinforge.serve.http import ConnectionLimits
 from serving import make_chat_model, served_model
 
 HONEST = b'{"prompt": "hi", "max_tokens": 2}'
@@ -28,14 +28,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def address(model: str) -> Iterator[str]:
     """A server with the deadlines that everybody has."""
-    with served_model(model, limits=Limits(connections=32)) as (url, _):
+    with served_model(model, limits=ConnectionLimits(connections=32)) as (url, _):
         yield urlsplit(url).netloc
 
 
 @pytest.fixture(scope="module")
 def hasty(model: str) -> Iterator[str]:
     """A server with deadlines so short that the rude need not be waited for."""
-    limits = Limits(connections=32, header_seconds=0.5, body_seconds=1.0)
+    limits = ConnectionLimits(connections=32, header_seconds=0.5, body_seconds=1.0)
     with served_model(model, limits=limits) as (url, _):
         yield urlsplit(url).netloc
 

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from reinforge.serve import connections as serve_connections
-from reinforge.serve.connections import HEADER_BYTES, Limits, Sparse
+from reinforge.serve.connections import HEADER_BYTES, ConnectionLimits, LogLimiter
 from reinforge.serve.http import server_of
 from serving import until
 
@@ -107,7 +107,7 @@ def protocol(request: pytest.FixtureRequest) -> Any:
 
 
 class Served:
-    def __init__(self, limits: Limits, protocol: Any, loop: str):
+    def __init__(self, limits: ConnectionLimits, protocol: Any, loop: str):
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         self.server = server_of(answers, limits, protocol)
@@ -159,7 +159,7 @@ class Served:
 
 @contextmanager
 def served(protocol: Any, loop: str = "auto", **limits: Any) -> Iterator[Served]:
-    found = Served(Limits(**limits), protocol, loop)
+    found = Served(ConnectionLimits(**limits), protocol, loop)
     try:
         yield found
     finally:
@@ -250,7 +250,10 @@ def test_the_cap_leaves_files_for_everything_else(monkeypatch: pytest.MonkeyPatc
         (resource.RLIM_INFINITY, 1024, 1024),
     ):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))
-        assert (Limits().backlog, Limits().open_connections) == (backlog, connections)
+        assert (ConnectionLimits().backlog, ConnectionLimits().open_connections) == (
+            backlog,
+            connections,
+        )
 
 
 def test_endless_headers_are_cut(protocol: Any) -> None:
@@ -313,7 +316,7 @@ def test_a_flood_of_messages_is_counted_and_not_written() -> None:
             seen.append(record.getMessage())
 
     logger = logging.Logger("flood")
-    sparse = Sparse(most=3, seconds=1e9)
+    sparse = LogLimiter(most=3, seconds=1e9)
     logger.addFilter(sparse)
     logger.addHandler(Collect())
     for i in range(1000):
@@ -331,7 +334,7 @@ def test_a_flood_of_messages_is_counted_and_not_written() -> None:
 
 
 def test_the_servers_loggers_are_bounded(protocol: Any) -> None:
-    server_of(answers, Limits(), protocol)
-    server_of(answers, Limits(), protocol)
+    server_of(answers, ConnectionLimits(), protocol)
+    server_of(answers, ConnectionLimits(), protocol)
     for name in ("uvicorn.error", "asyncio", "reinforge.serve"):
-        assert sum(isinstance(f, Sparse) for f in logging.getLogger(name).filters) == 1
+        assert sum(isinstance(f, LogLimiter) for f in logging.getLogger(name).filters) == 1

@@ -15,7 +15,7 @@ from reinforge.build.serving import load_scorer
 from reinforge.core.errors import InputError
 from reinforge.offline.export import export
 from reinforge.rewards.model import ModelReward, model_reward
-from reinforge.serve.http import Limits, make_app
+from reinforge.serve.http import ConnectionLimits, make_app
 from reinforge.serve.options import ServeOptions, listen
 from scalars import make_classifier
 from serving import TEMPLATE, serving
@@ -44,7 +44,7 @@ def test_scores(tiny_dir: str, tmp_path: Path) -> None:
     texts = ["4", "five", "no idea", "4 4 4 4"]
     expected = model_reward({"path": str(path)}, "here").load("cpu")(["2+2?"] * 4, texts)
     with serving(
-        make_app(None, scorer, limits=Limits(), api_key=None, local=True), listen(options)
+        make_app(None, scorer, limits=ConnectionLimits(), api_key=None, local=True), listen(options)
     ) as url:
         status, found = post(url, {"model": "judge", "prompts": ["2+2?"] * 4, "completions": texts})
         assert (

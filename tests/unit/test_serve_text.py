@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reinforge.envs.calls import stream
+from reinforge.envs.calls.hermes import Hermes
+from reinforge.envs.calls.stream import CallStream, held_back, read_calls
 from reinforge.models.tiny import tiny_tokenizer
-from reinforge.serve import text as serve_text
-from reinforge.serve.text import Decoding, Text, ToolText, held_back, parse_calls
+from reinforge.serve.text import TokenDecoder, VisibleText
 
 TOKENIZER = tiny_tokenizer()
 
@@ -26,7 +28,7 @@ def decode(tokens: Sequence[int]) -> str:
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=40))
 def test_any_bytes_decode_as_a_whole(tokens: list[int]) -> None:
     """Single bytes, in any order, mostly no characters at all."""
-    decoding = Decoding(decode)
+    decoding = TokenDecoder(decode)
     assert "".join([*(decoding.push(t) for t in tokens), decoding.close()]) == decode(tokens)
 
 
@@ -37,7 +39,7 @@ def test_any_bytes_decode_as_a_whole(tokens: list[int]) -> None:
 )
 def test_stop_strings(text: str, stops: list[str]) -> None:
     ids = TOKENIZER(text, add_special_tokens=False).input_ids
-    out = Text(decode, stops)
+    out = VisibleText(decode, stops)
     pieces = [out.push(t) for t in ids]
     # the first to be complete ends it
     cuts = sorted((text.index(s) + len(s), text.index(s)) for s in stops if s in text)
@@ -50,7 +52,7 @@ def test_stop_strings(text: str, stops: list[str]) -> None:
 
 
 def test_whole_characters_leave_at_once() -> None:
-    out = Text(decode, ["END"])
+    out = VisibleText(decode, ["END"])
     assert [out.push(t) for t in TOKENIZER("aé🙂 END", add_special_tokens=False).input_ids] == [
         "a",
         "",
@@ -87,8 +89,8 @@ def test_whole_characters_leave_at_once() -> None:
 def test_tool_text_loses_nothing(parts: list[str]) -> None:
     """Content and calls together are all that was said, whatever the pieces."""
     text = "".join(parts)
-    whole = ToolText()
-    single = ToolText()
+    whole = CallStream(Hermes())
+    single = CallStream(Hermes())
     first = whole.push(text)
     ends = whole.close()
     pieces = "".join(single.push(ch) for ch in text)
@@ -96,16 +98,18 @@ def test_tool_text_loses_nothing(parts: list[str]) -> None:
     if not ends[1]:
         assert first + ends[0] == text
     else:
-        assert text.startswith(first) and parse_calls(text[len(first) :]) == ends[1]
+        assert text.startswith(first) and read_calls(text[len(first) :], Hermes()) == ends[1]
 
 
 def test_calls() -> None:
-    assert doctest.testmod(serve_text).failed == 0
-    nested = parse_calls(
-        '<tool_call>{"name": "f", "arguments": {"x": {"y": [1, "</tool_call>"]}}}</tool_call>'
+    assert doctest.testmod(stream).failed == 0
+    nested = read_calls(
+        '<tool_call>{"name": "f", "arguments": {"x": {"y": [1, "</tool_call>"]}}}</tool_call>',
+        Hermes(),
     )
-    assert nested is not None and nested[0].arguments == '{"x": {"y": [1, "</tool_call>"]}}'
-    assert parse_calls("<tool_call>" + "[" * 100_000) is None and parse_calls("") == []
+    assert nested is not None and nested[0].arguments == {"x": {"y": [1, "</tool_call>"]}}
+    assert read_calls("<tool_call>" + "[" * 100_000, Hermes()) is None
+    assert read_calls("", Hermes()) == []
 
 
 def test_the_engine_sees_stop_strings_of_many_bytes() -> None:

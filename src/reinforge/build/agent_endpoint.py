@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import secrets
 import socket
 import threading
@@ -25,17 +24,17 @@ from reinforge.rollout.dialogue.agent_session import (
     RequestRefused,
     SamplingRequest,
 )
-from reinforge.serve.engine_thread import Piece
-from reinforge.serve.replies import Choice, Replies, Wanted
+from reinforge.serve.engine_thread import AnswerPiece
+from reinforge.serve.replies import Choice, PreparedRequest, ReplyFormatter
 from reinforge.serve.requests import (
     CALLER,
     ApiError,
+    ApiRequest,
     ChatRequest,
     CompletionRequest,
-    Request,
     plain_messages,
 )
-from reinforge.serve.text import Call, Decode
+from reinforge.serve.text import Decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,17 +48,14 @@ class CompleteChoice(Choice):
     episode has them.
     """
 
-    def __init__(self, decode: Decode, wanted: Wanted, said: ModelAnswer):
+    def __init__(self, decode: Decode, wanted: PreparedRequest, said: ModelAnswer):
         super().__init__(decode, wanted)
         self.said = said
 
-    def take(self, piece: Piece) -> str:
+    def take(self, piece: AnswerPiece) -> str:
         super().take(piece)
         self.content = self.said.content
-        self.calls = [
-            Call(c.name, json.dumps(dict(c.arguments), ensure_ascii=False), c.id)
-            for c in self.said.calls
-        ]
+        self.calls = list(self.said.calls)
         self.finish = "tool_calls" if self.calls else self.finish
         return self.content
 
@@ -76,26 +72,26 @@ class AgentEndpoint:
         self.name = name
         self.context = context
         self._tokenizer = copy.deepcopy(tokenizer)  # must not be used by two threads at once
-        self._lines: dict[str, AgentSession] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._port = 0
         self._watch: asyncio.Task[None] | None = None
 
     # ---- in the loop of the engine ----
 
-    def open(self, line: AgentSession) -> EndpointAddress:
+    def open(self, session: AgentSession) -> EndpointAddress:
         if self._loop is not asyncio.get_running_loop():
             self._start()
         key = secrets.token_urlsafe(32)
-        self._lines[key] = line
+        self._sessions[key] = session
         return EndpointAddress(f"http://127.0.0.1:{self._port}/v1", key)
 
     def close(self, address: EndpointAddress) -> None:
-        self._lines.pop(address.api_key, None)
+        self._sessions.pop(address.api_key, None)
 
     def _start(self) -> None:
         try:
-            from reinforge.serve.http import Limits, make_app, server_of
+            from reinforge.serve.http import ConnectionLimits, make_app, server_of
         except ModuleNotFoundError as error:
             raise InputError(
                 f"agents need {error.name}, which is not installed.",
@@ -103,9 +99,9 @@ class AgentEndpoint:
                 fix="pip install 'reinforge[serve]'",
             ) from error
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        limits = Limits(requests=AT_ONCE, body=BODY, connections=AT_ONCE)
+        limits = ConnectionLimits(requests=AT_ONCE, body=BODY, connections=AT_ONCE)
         app = make_app(
-            self, None, limits=limits, api_key=lambda key: key in self._lines, local=True
+            self, None, limits=limits, api_key=lambda key: key in self._sessions, local=True
         )
         server = server_of(app, limits)
 
@@ -122,27 +118,29 @@ class AgentEndpoint:
         threading.Thread(target=serve, name="agent endpoint", daemon=True).start()
         self._loop = asyncio.get_running_loop()
         self._port = listener.getsockname()[1]
-        self._lines = {}
+        self._sessions = {}
         self._watch = self._loop.create_task(until_the_end())
 
     # ---- in the loop of the server ----
 
-    async def chat(self, request: ChatRequest) -> tuple[Replies, AsyncGenerator[Piece, None]]:
-        line = self._line()
+    async def chat(
+        self, request: ChatRequest
+    ) -> tuple[ReplyFormatter, AsyncGenerator[AnswerPiece, None]]:
+        session = self._line()
         asked = self._asked(request, request.max_completion_tokens or request.max_tokens)
         if request.top_logprobs:
             raise ApiError(
                 400, "top_logprobs: not in training; logprobs alone are there", param="top_logprobs"
             )
         prompt, said = await self._there(
-            line.chat(plain_messages(request.messages), request.used_tools, asked)
+            session.chat(plain_messages(request.messages), request.used_tools, asked)
         )
         return self._replies("chat", request, prompt, said, bool(request.logprobs))
 
     async def complete(
         self, request: CompletionRequest
-    ) -> tuple[Replies, AsyncGenerator[Piece, None]]:
-        line = self._line()
+    ) -> tuple[ReplyFormatter, AsyncGenerator[AnswerPiece, None]]:
+        session = self._line()
         asked = self._asked(request, request.max_tokens)
         if request.echo or request.logprobs or request.max_tokens == 0:
             raise ApiError(
@@ -154,21 +152,21 @@ class AgentEndpoint:
                 f"{len(request.prompts)} prompts: in training a request has one",
                 param="prompt",
             )
-        prompt, said = await self._there(line.complete(request.prompts[0], asked))
+        prompt, said = await self._there(session.complete(request.prompts[0], asked))
         return self._replies("text", request, prompt, said, request.logprobs is not None)
 
     def _line(self) -> AgentSession:
-        line = self._lines.get(CALLER.get())
-        if line is None:
+        session = self._sessions.get(CALLER.get())
+        if session is None:
             raise ApiError(
                 401,
                 "the episode that this API key belongs to is over",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
-        return line
+        return session
 
-    def _asked(self, request: Request, max_tokens: int | None) -> SamplingRequest:
+    def _asked(self, request: ApiRequest, max_tokens: int | None) -> SamplingRequest:
         """What the request wants of the sampling.
 
         What would change the distribution that is trained is refused.
@@ -219,12 +217,12 @@ class AgentEndpoint:
     def _replies(
         self,
         kind: str,
-        request: Request,
+        request: ApiRequest,
         prompt: list[int],
         said: Sequence[ModelAnswer],
         logprobs: bool,
-    ) -> tuple[Replies, Any]:
-        wanted = Wanted(
+    ) -> tuple[ReplyFormatter, Any]:
+        wanted = PreparedRequest(
             kind,
             request.model or self.name,
             [prompt],
@@ -234,7 +232,7 @@ class AgentEndpoint:
             stops=request.stops,
             usage=request.stream_options is not None and request.stream_options.include_usage,
         )
-        replies = Replies(wanted, self._decode, self._spell)
+        replies = ReplyFormatter(wanted, self._decode, self._spell)
         replies.choices = [CompleteChoice(self._decode, wanted, s) for s in said]
         return replies, _told(said)
 
@@ -253,7 +251,7 @@ class AgentEndpoint:
         )
 
 
-async def _told(said: Sequence[ModelAnswer]) -> AsyncGenerator[Piece, None]:
+async def _told(said: Sequence[ModelAnswer]) -> AsyncGenerator[AnswerPiece, None]:
     """An answer is told when it is complete and on record; a streamed one comes in one piece."""
     for i, s in enumerate(said):
-        yield Piece(i, s.completion.tokens, s.completion.logprobs, s.completion.stop)
+        yield AnswerPiece(i, s.completion.tokens, s.completion.logprobs, s.completion.stop)

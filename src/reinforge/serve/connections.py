@@ -3,9 +3,9 @@ many there are, a bound on the log.
 
 uvicorn waits for ever: for the rest of a request's headers, and for a client to read what it was
 sent. Whoever opens a few hundred connections and says half a line in each would leave no file
-descriptor for anybody else, and every failed accept would be a traceback in the log. `Impatient`
-stands in front of uvicorn's own class for a connection and knows nothing else of it than asyncio's
-protocol and two of its fields.
+descriptor for anybody else, and every failed accept would be a traceback in the log.
+`DeadlineConnection` stands in front of uvicorn's own class for a connection and knows nothing else
+of it than asyncio's protocol and two of its fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WAITS = itertools.count()
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     requests: int = 256  # at once; more are told to come again
     body: int = 8 << 20  # bytes of one request
     connections: int = 1024  # open at once, fewer where the process may not have as many files open
@@ -52,7 +52,7 @@ def _files() -> int:
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
-class Impatient(asyncio.Protocol):
+class DeadlineConnection(asyncio.Protocol):
     """One connection. Stands before uvicorn's class (`connection_class`), which does the talking.
 
     A connection waits while no request of it is being answered. At the cap one of those makes room
@@ -60,7 +60,7 @@ class Impatient(asyncio.Protocol):
     and is kept open.
     """
 
-    limits: Limits
+    limits: ConnectionLimits
     # uvicorn's
     transport: asyncio.Transport
     connections: set[Any]
@@ -163,9 +163,11 @@ class Impatient(asyncio.Protocol):
         self.transport.close()
 
 
-def connection_class(base: type[asyncio.Protocol], limits: Limits) -> type[asyncio.Protocol]:
+def connection_class(
+    base: type[asyncio.Protocol], limits: ConnectionLimits
+) -> type[asyncio.Protocol]:
     """uvicorn's class with these limits before it."""
-    return type("Connection", (Impatient, base), {"limits": limits})
+    return type("Connection", (DeadlineConnection, base), {"limits": limits})
 
 
 def later(seconds: float, do: Callable[[], None]) -> asyncio.TimerHandle:
@@ -180,7 +182,7 @@ def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
     return None
 
 
-class Sparse(logging.Filter):
+class LogLimiter(logging.Filter):
     """Lets a few messages of a kind through in a minute and counts the others: strangers decide how
     many there are.
     """
@@ -211,5 +213,5 @@ def bound_logs(*names: str) -> None:
     """Their messages are counted from now on."""
     for name in names:
         logger = logging.getLogger(name)
-        if not any(isinstance(f, Sparse) for f in logger.filters):
-            logger.addFilter(Sparse())
+        if not any(isinstance(f, LogLimiter) for f in logger.filters):
+            logger.addFilter(LogLimiter())

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """New tokens of one completion.
 
     `index` counts the completions of all prompts of a request, those of a prompt together.
@@ -75,7 +75,7 @@ class EngineThread:
         keys: Sequence[int],
         n: int = 1,
         top: int = 0,
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[AnswerPiece, None]:
         """Tokens as they come, of n completions of every prompt.
 
         Whoever stops listening cancels them, and their cache is free again.
@@ -84,16 +84,16 @@ class EngineThread:
         the whole, so that a completion then comes in one piece.
         """
         here = asyncio.get_running_loop()
-        queue: asyncio.Queue[Piece | Future[list[Completion]]] = asyncio.Queue()
+        queue: asyncio.Queue[AnswerPiece | Future[list[Completion]]] = asyncio.Queue()
 
-        def put(item: Piece | Future[list[Completion]]) -> None:
+        def put(item: AnswerPiece | Future[list[Completion]]) -> None:
             if not here.is_closed():
                 here.call_soon_threadsafe(queue.put_nowait, item)
 
         def heard(
             prompt: int, i: int, tokens: list[int], logprobs: list[float], stop: Stop | None
         ) -> None:
-            put(Piece(prompt * n + i, tokens, logprobs, stop))
+            put(AnswerPiece(prompt * n + i, tokens, logprobs, stop))
 
         futures = [
             self.submit(
@@ -101,7 +101,7 @@ class EngineThread:
             )
             for p, (ids, key) in enumerate(zip(prompts, keys, strict=True))
         ]
-        whole: dict[int, Piece] = {}  # collected, where they are wanted in one piece
+        whole: dict[int, AnswerPiece] = {}  # collected, where they are wanted in one piece
         try:
             for future in futures:
                 future.add_done_callback(put)
@@ -114,8 +114,8 @@ class EngineThread:
                 elif not top:
                     yield item
                 else:
-                    before = whole.get(item.index, Piece(item.index, [], []))
-                    whole[item.index] = piece = Piece(
+                    before = whole.get(item.index, AnswerPiece(item.index, [], []))
+                    whole[item.index] = piece = AnswerPiece(
                         item.index,
                         before.tokens + item.tokens,
                         before.logprobs + item.logprobs,
@@ -129,14 +129,16 @@ class EngineThread:
             for future in futures:
                 future.cancel()
 
-    async def _with_top(self, piece: Piece, prompt: list[int], params: Sampling, top: int) -> Piece:
+    async def _with_top(
+        self, piece: AnswerPiece, prompt: list[int], params: Sampling, top: int
+    ) -> AnswerPiece:
         work = self.engine.likeliest(
             prompt + piece.tokens, len(prompt), k=top, temperature=params.temperature
         )
         _, found = await self.call(work)
         # a token has one log-prob: the one it was sampled with
         own = zip(piece.tokens, piece.logprobs, found, strict=True)
-        return Piece(
+        return AnswerPiece(
             piece.index,
             piece.tokens,
             piece.logprobs,

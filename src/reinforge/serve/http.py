@@ -28,10 +28,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from reinforge.core.errors import InputError
-from reinforge.serve.connections import Limits, bound_logs, connection_class
-from reinforge.serve.engine_thread import Piece
+from reinforge.serve.connections import ConnectionLimits, bound_logs, connection_class
+from reinforge.serve.engine_thread import AnswerPiece
 from reinforge.serve.options import is_loopback
-from reinforge.serve.replies import Replies
+from reinforge.serve.replies import ReplyFormatter
 from reinforge.serve.requests import (
     CALLER,
     ApiError,
@@ -48,21 +48,23 @@ Handler = Callable[[bytes], Coroutine[Any, Any, Response]]
 Key = str | Callable[[str], bool] | None  # what clients must show, or a judge of it
 
 
-class Answering(Protocol):
+class CompletionService(Protocol):
     """What answers completions."""
 
     name: str
     context: int
     any_name: bool  # answers whatever model is asked for
 
-    async def chat(self, request: ChatRequest) -> tuple[Replies, AsyncGenerator[Piece, None]]: ...
+    async def chat(
+        self, request: ChatRequest
+    ) -> tuple[ReplyFormatter, AsyncGenerator[AnswerPiece, None]]: ...
 
     async def complete(
         self, request: CompletionRequest
-    ) -> tuple[Replies, AsyncGenerator[Piece, None]]: ...
+    ) -> tuple[ReplyFormatter, AsyncGenerator[AnswerPiece, None]]: ...
 
 
-class Guard:
+class AccessGuard:
     """Host, Origin and key, before anything else is looked at. /health answers without a key and
     says nothing.
     """
@@ -117,10 +119,12 @@ def _hostname(host: str) -> str:
         return ""
 
 
-class Door:
+class Endpoints:
     """The endpoints. Counts who is inside, and watches for those who leave before their answer."""
 
-    def __init__(self, service: Answering | None, scorer: Scorer | None, limits: Limits):
+    def __init__(
+        self, service: CompletionService | None, scorer: Scorer | None, limits: ConnectionLimits
+    ):
         self.service = service
         self.scorer = scorer
         self.limits = limits
@@ -163,7 +167,7 @@ class Door:
         self._known(asked.model)
         replies, pieces = await self.service.chat(asked)
         return (
-            Events(replies.chunks(pieces), self)
+            EventStream(replies.chunks(pieces), self)
             if asked.stream
             else JSONResponse(await replies.whole(pieces))
         )
@@ -174,7 +178,7 @@ class Door:
         self._known(asked.model)
         replies, pieces = await self.service.complete(asked)
         return (
-            Events(replies.chunks(pieces), self)
+            EventStream(replies.chunks(pieces), self)
             if asked.stream
             else JSONResponse(await replies.whole(pieces))
         )
@@ -230,7 +234,7 @@ class Door:
             except Exception as error:
                 response = error_response(as_api_error(error))
             finally:
-                if not isinstance(response, Events):  # a stream stays inside until its end
+                if not isinstance(response, EventStream):  # a stream stays inside until its end
                     self.inside -= 1
             return response
 
@@ -278,16 +282,16 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-class Events(Response):
+class EventStream(Response):
     """Server-sent events.
 
     An error in the middle is the last event: the status line has left long ago.
     """
 
-    def __init__(self, chunks: AsyncGenerator[dict[str, Any], None], door: Door):
+    def __init__(self, chunks: AsyncGenerator[dict[str, Any], None], endpoints: Endpoints):
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
         self.chunks = chunks
-        self.door = door
+        self.endpoints = endpoints
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -296,7 +300,7 @@ class Events(Response):
         except ClientDisconnect:
             pass
         finally:
-            self.door.inside -= 1
+            self.endpoints.inside -= 1
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -344,25 +348,32 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def make_app(
-    service: Answering | None, scorer: Scorer | None, *, limits: Limits, api_key: Key, local: bool
+    service: CompletionService | None,
+    scorer: Scorer | None,
+    *,
+    limits: ConnectionLimits,
+    api_key: Key,
+    local: bool,
 ) -> ASGIApp:
-    door = Door(service, scorer, limits)
+    endpoints = Endpoints(service, scorer, limits)
     app = Starlette(
-        routes=door.routes(), exception_handlers={ApiError: _failed, HTTPException: _failed}
+        routes=endpoints.routes(), exception_handlers={ApiError: _failed, HTTPException: _failed}
     )
-    return Guard(app, api_key=api_key, local=local)
+    return AccessGuard(app, api_key=api_key, local=local)
 
 
-def run(app: ASGIApp, listener: socket.socket, limits: Limits) -> None:
+def run(app: ASGIApp, listener: socket.socket, limits: ConnectionLimits) -> None:
     """Serves until Ctrl-C or SIGTERM."""
     server_of(app, limits).run(sockets=[listener])
 
 
 def server_of(
-    app: ASGIApp, limits: Limits | None = None, http: type[asyncio.Protocol] = AutoHTTPProtocol
+    app: ASGIApp,
+    limits: ConnectionLimits | None = None,
+    http: type[asyncio.Protocol] = AutoHTTPProtocol,
 ) -> uvicorn.Server:
     """`http`: uvicorn's class for a connection, which gets our limits before it."""
-    limits = limits or Limits()
+    limits = limits or ConnectionLimits()
     config = uvicorn.Config(
         app,
         http=connection_class(http, limits),

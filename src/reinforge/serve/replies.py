@@ -5,6 +5,7 @@ A streamed answer and a whole one are built from the same pieces by the same cod
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
@@ -14,16 +15,19 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from reinforge.core.env import Call
 from reinforge.core.sample import Stop
-from reinforge.serve.engine_thread import Piece
-from reinforge.serve.text import Call, Decode, Text, ToolText
+from reinforge.envs.calls.hermes import Hermes
+from reinforge.envs.calls.stream import CallStream
+from reinforge.serve.engine_thread import AnswerPiece
+from reinforge.serve.text import Decode, VisibleText
 
 Json = dict[str, Any]
 Top = list[tuple[int, float]]
 
 
 @dataclass
-class Wanted:
+class PreparedRequest:
     """What a request asked for, ready for the engine."""
 
     kind: str  # chat or text
@@ -46,10 +50,10 @@ class Wanted:
 class Choice:
     """One completion on its way."""
 
-    def __init__(self, decode: Decode, wanted: Wanted):
-        self.text = Text(decode, wanted.stops)
+    def __init__(self, decode: Decode, wanted: PreparedRequest):
+        self.text = VisibleText(decode, wanted.stops)
         self.hidden = wanted.hidden
-        self.tool_text = ToolText() if wanted.tools else None
+        self.call_stream = CallStream(Hermes()) if wanted.tools else None
         self.content = ""
         self.calls: list[Call] = []
         self.tokens: list[int] = []
@@ -58,7 +62,7 @@ class Choice:
         self.offsets: list[int] = []  # characters before each token
         self.finish: str | None = None
 
-    def take(self, piece: Piece) -> str:
+    def take(self, piece: AnswerPiece) -> str:
         """The text that this piece makes certain."""
         out = ""
         for token in piece.tokens:
@@ -67,10 +71,10 @@ class Choice:
                 out += self.text.push(token)
         if piece.stop is not None:
             out += self.text.close()
-        if self.tool_text is not None:
-            out = self.tool_text.push(out)
+        if self.call_stream is not None:
+            out = self.call_stream.push(out)
             if piece.stop is not None:
-                rest, self.calls = self.tool_text.close()
+                rest, self.calls = self.call_stream.close()
                 out += rest
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
@@ -82,18 +86,18 @@ class Choice:
         return out
 
 
-class Replies:
+class ReplyFormatter:
     """Formats the pieces of one request.
 
     `decode` gives visible text, `spell` that of one token, control tokens included.
     """
 
-    def __init__(self, wanted: Wanted, decode: Decode, spell: Decode):
+    def __init__(self, wanted: PreparedRequest, decode: Decode, spell: Decode):
         self.wanted = wanted
         self.spell = spell
         self.choices = [Choice(decode, wanted) for _ in range(len(wanted.prompts) * wanted.n)]
 
-    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Json:
+    async def whole(self, pieces: AsyncGenerator[AnswerPiece, None]) -> Json:
         async with aclosing(pieces):
             async for piece in pieces:
                 self.choices[piece.index].take(piece)
@@ -101,7 +105,7 @@ class Replies:
         reply = self._frame("", [make(i, choice) for i, choice in enumerate(self.choices)])
         return {**reply, "usage": self._usage()}
 
-    async def chunks(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Json, None]:
+    async def chunks(self, pieces: AsyncGenerator[AnswerPiece, None]) -> AsyncGenerator[Json, None]:
         if self.wanted.kind == "chat":
             for i in range(len(self.choices)):
                 yield self._chunk(i, {"role": "assistant", "content": ""})
@@ -112,7 +116,7 @@ class Replies:
         if self.wanted.usage:
             yield {**self._frame(".chunk", []), "usage": self._usage()}
 
-    def _pieced(self, piece: Piece) -> Iterator[Json]:
+    def _pieced(self, piece: AnswerPiece) -> Iterator[Json]:
         chat = self.wanted.kind == "chat"
         choice = self.choices[piece.index]
         out = choice.take(piece)
@@ -142,7 +146,7 @@ class Replies:
         return frame
 
     def _chunk(
-        self, index: int, delta: Any, piece: Piece | None = None, *, finish: str | None = None
+        self, index: int, delta: Any, piece: AnswerPiece | None = None, *, finish: str | None = None
     ) -> Json:
         chat = self.wanted.kind == "chat"
         choice: Json = {
@@ -269,8 +273,9 @@ class Replies:
 
 
 def _call(call: Call) -> Json:
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
     return {
         "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
+        "function": {"name": call.name, "arguments": arguments},
     }

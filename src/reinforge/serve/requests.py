@@ -41,16 +41,16 @@ class ApiError(Exception):
         return cls(400, str(error), param=error.where)
 
 
-class _Part(BaseModel):
+class _ContentPart(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class StreamOptions(_Part):
+class StreamOptions(_ContentPart):
     include_usage: bool = False
     include_obfuscation: Any = None
 
 
-class Request(_Part):
+class ApiRequest(_ContentPart):
     """What chat and text completions have in common."""
 
     model: str | None = None
@@ -104,7 +104,7 @@ class Request(_Part):
 Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
-class CompletionRequest(Request):
+class CompletionRequest(ApiRequest):
     prompt: Annotated[
         str
         | Annotated[list[str], Field(fail_fast=True)]
@@ -129,7 +129,7 @@ class CompletionRequest(Request):
         return list(given)  # type: ignore[arg-type]
 
 
-class ChatRequest(Request):
+class ChatRequest(ApiRequest):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -155,7 +155,7 @@ class ChatRequest(Request):
         return None if self.tool_choice == "none" else self.tools or None
 
 
-class ScoreRequest(_Part):
+class ScoreRequest(_ContentPart):
     """Prompts and completions, or whole conversations whose last turn is the one to score."""
 
     model: str | None = None
@@ -193,7 +193,7 @@ def parsed(kind: type[R], body: bytes) -> R:
             else first["msg"]
         )
         raise ApiError(400, f"{param}: {what}", param=param) from None
-    if isinstance(request, Request):
+    if isinstance(request, ApiRequest):
         for name, fine in request.neutral().items():
             if getattr(request, name) not in fine:
                 raise ApiError(

@@ -16,14 +16,14 @@ def serve(load: Callable[[], Any], options: ServeOptions, *, reward: bool = Fals
     """
     key = key_of(options)
     try:
-        from reinforge.serve.http import Limits, make_app, run
+        from reinforge.serve.http import ConnectionLimits, make_app, run
     except ModuleNotFoundError as error:
         raise InputError(
             f"serving needs {error.name}, which is not installed.",
             where="serve",
             fix="pip install 'reinforge[serve]'",
         ) from error
-    limits = Limits(
+    limits = ConnectionLimits(
         requests=options.max_requests,
         body=options.max_body_mib << 20,
         connections=options.max_connections,

@@ -16,13 +16,13 @@ from reinforge.core.seeds import seed_of
 from reinforge.data.chat import Renderer, check_prefix
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native.engine import BLOCK
-from reinforge.serve.engine_thread import EngineThread, Piece
-from reinforge.serve.replies import Replies, Top, Wanted
+from reinforge.serve.engine_thread import AnswerPiece, EngineThread
+from reinforge.serve.replies import PreparedRequest, ReplyFormatter, Top
 from reinforge.serve.requests import (
     ApiError,
+    ApiRequest,
     ChatRequest,
     CompletionRequest,
-    Request,
     plain_messages,
 )
 
@@ -69,7 +69,9 @@ class Service:
         self.engine.close()
         self._worker.shutdown(wait=False)
 
-    async def chat(self, request: ChatRequest) -> tuple[Replies, AsyncGenerator[Piece, None]]:
+    async def chat(
+        self, request: ChatRequest
+    ) -> tuple[ReplyFormatter, AsyncGenerator[AnswerPiece, None]]:
         tools = request.used_tools
         if not self.renderer.chat:
             raise ApiError(
@@ -105,7 +107,7 @@ class Service:
 
     async def complete(
         self, request: CompletionRequest
-    ) -> tuple[Replies, AsyncGenerator[Piece, None]]:
+    ) -> tuple[ReplyFormatter, AsyncGenerator[AnswerPiece, None]]:
         given = request.prompts
         self._count(len(given), request.n or 1)
         # one by one: between two of them others have their turn
@@ -193,9 +195,11 @@ class Service:
             self.engine.engine.likeliest(ids, 1, k=request.logprobs, temperature=temperature)
         )
 
-    def _wanted(self, kind: str, request: Request, prompts: list[list[int]], **more: Any) -> Wanted:
+    def _wanted(
+        self, kind: str, request: ApiRequest, prompts: list[list[int]], **more: Any
+    ) -> PreparedRequest:
         stops = self.engine.engine.stop_tokens | frozenset(request.stop_token_ids)
-        return Wanted(
+        return PreparedRequest(
             kind,
             self.name,
             prompts,
@@ -219,8 +223,8 @@ class Service:
         return room
 
     def _start(
-        self, wanted: Wanted, request: Request, asked: int | None
-    ) -> tuple[Replies, AsyncGenerator[Piece, None]]:
+        self, wanted: PreparedRequest, request: ApiRequest, asked: int | None
+    ) -> tuple[ReplyFormatter, AsyncGenerator[AnswerPiece, None]]:
         room = min(self._room(ids) for ids in wanted.prompts)
         if asked is not None and asked > room:
             longest = max(map(len, wanted.prompts))
@@ -231,7 +235,7 @@ class Service:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        replies = Replies(wanted, self.decode, self.spell)
+        replies = ReplyFormatter(wanted, self.decode, self.spell)
         if asked == 0:
             return replies, _nothing()
         sampling = Sampling(
@@ -269,7 +273,7 @@ class Service:
         )
 
 
-async def _nothing() -> AsyncGenerator[Piece, None]:
-    pieces: list[Piece] = []
+async def _nothing() -> AsyncGenerator[AnswerPiece, None]:
+    pieces: list[AnswerPiece] = []
     for piece in pieces:
         yield piece

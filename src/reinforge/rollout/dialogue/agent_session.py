@@ -1,4 +1,4 @@
-"""One agent's line to the model: requests in, answers out, and everything that was sampled on
+"""One agent's session with the model: requests in, answers out, and everything that was sampled on
 record.
 
 A conversation that goes on keeps its ids; only new messages are tokenised (data/dialogue.py).

@@ -28,7 +28,7 @@ from reinforge.rollout.journal import Journal
 class Endpoint(Protocol):
     """Where agents find the model. Called in the event loop of the engine."""
 
-    def open(self, line: AgentSession) -> EndpointAddress: ...
+    def open(self, session: AgentSession) -> EndpointAddress: ...
 
     def close(self, address: EndpointAddress) -> None: ...
 
@@ -78,10 +78,10 @@ class AgentPlayer:
         What happened as JSON, so that an episode is the same whether it was just played or
         journalled.
         """
-        line = AgentSession(self.model, row, uid, sampling)
+        session = AgentSession(self.model, row, uid, sampling)
         if self.model.lockstep is not None:
             self.model.lockstep.enter(uid)
-        address = self.endpoint.open(line)
+        address = self.endpoint.open(session)
         outcome = AgentOutcome()
         failed = None
         try:
@@ -94,17 +94,17 @@ class AgentPlayer:
                 )
             else:
                 failed = EpisodeFailure(
-                    "length" if line.full else "error", f"{type(error).__name__}: {error}"[:2000]
+                    "length" if session.full else "error", f"{type(error).__name__}: {error}"[:2000]
                 )
                 failed.__cause__ = error
         finally:
             self.endpoint.close(address)
-            await asyncio.shield(line.close())
+            await asyncio.shield(session.close())
             if self.model.lockstep is not None:
                 self.model.lockstep.leave(uid)
-        if line.broken is not None:
-            raise line.broken
-        if failed is None and not line.recording.turns:
+        if session.broken is not None:
+            raise session.broken
+        if failed is None and not session.recording.turns:
             failed = EpisodeFailure("error", "the agent never asked the model")
         if failed is not None and failed.kind == "error" and self.on_error == "raise":
             raise InputError(
@@ -112,23 +112,23 @@ class AgentPlayer:
                 where=f"row {row.id}",
                 fix="Fix it, or set agent.on_error=unscored to go on without such episodes.",
             ) from failed.__cause__
-        return _record(line, outcome, failed)
+        return _record(session, outcome, failed)
 
 
 def _record(
-    line: AgentSession, outcome: AgentOutcome, failed: EpisodeFailure | None
+    session: AgentSession, outcome: AgentOutcome, failed: EpisodeFailure | None
 ) -> dict[str, Any]:
-    turns = line.recording.turns
-    last = line.last
+    turns = session.recording.turns
+    last = session.last
     return {
-        "turns": line.recording.record(),
+        "turns": session.recording.record(),
         "messages": turns[-1].messages if turns else [],
         "text": last.content if last is not None else "",
         "reward": outcome.reward,
-        "metrics": {"overridden": float(line.counts["overridden"]), **outcome.metrics},
-        "calls": line.counts["calls"],
-        "malformed": line.counts["malformed"],
-        "cut": line.cut,
+        "metrics": {"overridden": float(session.counts["overridden"]), **outcome.metrics},
+        "calls": session.counts["calls"],
+        "malformed": session.counts["malformed"],
+        "cut": session.cut,
         "failed": None if failed is None else [failed.kind, failed.why],
     }
 
