@@ -2,11 +2,11 @@
 
     python benchmarks/attacks.py [--list NAME ...] [--out FILE]
 
-Each list is data in tests/attack_lists, which the tests run too, one case each; how a list is run
-is written below. An attack holds if it gets what it deserves: no reward, no time of the trainer, no
-memory, an error that says so. What a hostile text could stall is run in a process with a deadline
-and a limit on memory, so that an attack that breaks something is counted and not waited for.
-Attacks on the sandbox have their own measurement: benchmarks/sandbox.py.
+Each list is data in tests/helpers/attack_lists, which the tests run too, one case each; how a list
+is run is written below. An attack holds if it gets what it deserves: no reward, no time of the
+trainer, no memory, an error that says so. What a hostile text could stall is run in a process with
+a deadline and a limit on memory, so that an attack that breaks something is counted and not waited
+for. Attacks on the sandbox have their own measurement: benchmarks/sandbox.py.
 
 Exits with 1 if one broke. To add a list: a generator of (name, held) with @attacks("its name")
 before it.
@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1] / "tests"), os.environ.get("PYTHONPATH", "")]
 )
-from attack_lists import bombs, escapes, restatements, web
-from attack_lists import templates as chat_templates
+from helpers.attack_lists import bombs, escapes, restatements, web
+from helpers.attack_lists import templates as chat_templates
 from reinforge.config.rewards import RewardConfig
 from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards
@@ -175,7 +175,7 @@ def gates() -> Cases:
 
     async def total(role: str, verb: str) -> Any:
         failing = RewardConfig(
-            name="hostile_rewards:obey",
+            name="helpers.hostile_rewards:obey",
             timeout=0.5,
             workers=1,
             memory_gib=1.0,
@@ -294,7 +294,7 @@ class HonestClient(threading.Thread):
 
 @contextmanager
 def reinforge_serve() -> Iterator[Server]:
-    from serving import make_chat_model
+    from helpers.chat_server import make_chat_model
 
     def few_files() -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

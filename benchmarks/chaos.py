@@ -31,10 +31,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from helpers.open_clusters import open_cluster, watch_clusters  # noqa: E402
+from helpers.tiny_runs import digest, launch, lines, make_config  # noqa: E402
 from reinforge.cluster.connect import connected  # noqa: E402
 from reinforge.config.cluster import ClusterConfig  # noqa: E402
 from reinforge.models.tiny import make_tiny_model  # noqa: E402
-from tiny_runs import digest, launch, lines, make_config  # noqa: E402
 
 ROLES = ("policy", "engine-0", "engine-1")
 APART = 3  # steps from one kill to the next

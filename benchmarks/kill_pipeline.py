@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "e2e")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-import runs  # noqa: E402
 from kill_resume import last_step  # noqa: E402
 
+from helpers import cli_runs  # noqa: E402
 from reinforge.pipelines.run import digest_pipeline, whole_digest  # noqa: E402
 from reinforge.watch.pipeline import stages_of  # noqa: E402
 
@@ -50,7 +50,7 @@ def reached(folder: Path, name: str, step: int) -> bool:
 
 
 def finish(command: list[str], folder: Path) -> float:
-    process = runs.start(command, folder)
+    process = cli_runs.start(command, folder)
     if process.wait(HOUR) != 0:
         raise SystemExit(f"the pipeline failed:\n{process.output()[-3000:]}")
     return time.monotonic() - process.began
@@ -58,7 +58,7 @@ def finish(command: list[str], folder: Path) -> float:
 
 def killed_at(command: list[str], folder: Path, stage: str, step: int) -> str:
     """Starts the pipeline and kills it once the stage has logged the step: says where that was."""
-    process = runs.start(command, folder)
+    process = cli_runs.start(command, folder)
     if not process.until(lambda: reached(folder, stage, step), HOUR):
         raise SystemExit(f"it ended before step {step} of {stage}:\n{process.output()[-3000:]}")
     assert process.kill() == -signal.SIGKILL
@@ -105,7 +105,7 @@ def main() -> int:
         whole = Path(name) / "whole"
         killed = Path(name) / "killed"
         whole.mkdir()
-        if runs.start(["tiny", "runs/tiny"], whole).wait() != 0:
+        if cli_runs.start(["tiny", "runs/tiny"], whole).wait() != 0:
             raise SystemExit("no tiny model could be made")
         shutil.copytree(whole, killed)
         command = ["train", str(args.pipeline.resolve()), *args.overrides]

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "e2e")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-import runs  # noqa: E402
+from helpers import cli_runs  # noqa: E402
 
 STEPS = {"grpo": 14, "sft": 40}  # SFT steps are shorter
 POINTS = (
@@ -59,33 +59,33 @@ class Bench:
     def command(self, name: str) -> list[str]:
         return ["train", str(self.config), f"run.dir={name}"]
 
-    def measure(self) -> runs.Evidence:
+    def measure(self) -> cli_runs.Evidence:
         """The uninterrupted run, as a user starts it; then once forked, for the times (and it must
         be equal already).
         """
         # the first fork waits for the server's imports
         for name, forked in (("whole", False), ("warm-up", True), ("whole-forked", True)):
-            process = runs.start(self.command(name), self.folder, forked=forked)
+            process = cli_runs.start(self.command(name), self.folder, forked=forked)
             process.until((self.folder / name / "events.jsonl").exists)
             self.startup = time.monotonic() - process.began
             if process.wait() != 0:
                 raise SystemExit(f"the uninterrupted run failed:\n{process.output()}")
-            events = runs.lines(self.folder / name / "events.jsonl")
+            events = cli_runs.lines(self.folder / name / "events.jsonl")
             self.seconds = events[-1]["time"] - events[0]["time"]
-        expected = runs.evidence(self.folder / "whole")
-        found = runs.differences(self.folder / "whole-forked", expected, self.steps)
+        expected = cli_runs.evidence(self.folder / "whole")
+        found = cli_runs.differences(self.folder / "whole-forked", expected, self.steps)
         if found:
             raise SystemExit(f"two uninterrupted runs differ: {'; '.join(found)}")
         return expected
 
-    def trial(self, name: str, forked: bool, expected: runs.Evidence) -> tuple[str, list[str]]:
+    def trial(self, name: str, forked: bool, expected: cli_runs.Evidence) -> tuple[str, list[str]]:
         """One run that is killed, perhaps twice, and resumed to its end: (what happened, what
         differs).
         """
         run_dir = self.folder / name
         kills = []
         while not kills:
-            process = runs.start(self.command(name), self.folder, forked=forked)
+            process = cli_runs.start(self.command(name), self.folder, forked=forked)
             process.until((run_dir / "events.jsonl").exists)
             at = self.rng.uniform(0.0, self.seconds)
             time.sleep(at)
@@ -95,24 +95,24 @@ class Bench:
                 name += "x"
                 run_dir = self.folder / name
         if self.rng.random() < AGAIN:
-            process = runs.start(self.command(name), self.folder, forked=True)
+            process = cli_runs.start(self.command(name), self.folder, forked=True)
             time.sleep(self.rng.uniform(0.0, self.startup + self.seconds / 2))
             if process.kill() == -signal.SIGKILL:
                 kills.append(f"again at step {last_step(run_dir):2d}")
         return "; ".join(kills), self.finish(name, forked, expected)
 
-    def finish(self, name: str, forked: bool, expected: runs.Evidence) -> list[str]:
-        process = runs.start(self.command(name), self.folder, forked=forked)
+    def finish(self, name: str, forked: bool, expected: cli_runs.Evidence) -> list[str]:
+        process = cli_runs.start(self.command(name), self.folder, forked=forked)
         code = process.wait()
         return (
-            runs.differences(self.folder / name, expected, self.steps)
+            cli_runs.differences(self.folder / name, expected, self.steps)
             if code == 0
             else [f"exit code {code}: {process.output()[-500:]}"]
         )
 
-    def crash(self, point: str, expected: runs.Evidence) -> list[str]:
+    def crash(self, point: str, expected: cli_runs.Evidence) -> list[str]:
         name = "crash-" + point.replace(":", "-").replace("@", "-")
-        code = runs.start(
+        code = cli_runs.start(
             self.command(name), self.folder, env={"REINFORGE_CRASH_AT": point}, forked=True
         ).wait()
         return (
@@ -153,8 +153,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kill-resume-") as name:
         folder = Path(name)
         steps = STEPS[args.algorithm]
-        config = runs.write_config(
-            folder, runs.make_model(folder), args.algorithm, train={"steps": steps}
+        config = cli_runs.write_config(
+            folder, cli_runs.make_model(folder), args.algorithm, train={"steps": steps}
         )
         bench = Bench(folder, config, steps, random.Random(args.seed))
         expected = bench.measure()

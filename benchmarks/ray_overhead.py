@@ -23,10 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
+from helpers.tiny_runs import digest, launch, lines, make_config  # noqa: E402
 from reinforge.cluster.connect import connected  # noqa: E402
 from reinforge.config.cluster import ClusterConfig  # noqa: E402
 from reinforge.models.tiny import make_tiny_model  # noqa: E402
-from tiny_runs import digest, launch, lines, make_config  # noqa: E402
 
 
 def main() -> None:

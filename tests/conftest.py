@@ -1,5 +1,5 @@
-"""Shared by every test: few threads, no network, `toys` on the path, and what the machine must have
-(needs.py).
+"""Shared by every test: no network, the tiny model, and what the machine must have
+(helpers/needs.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
-import needs
+from helpers import needs
 
 # `nohup make test` starts everything with SIGHUP ignored, and a run that finds it so keeps it so;
 # several tests say what happens to a run that hears it
@@ -50,6 +50,6 @@ def make(tiny_dir: str, tmp_path: Path) -> Callable[..., Any]:
     """`make(name, algorithm, *overrides, **sections)`: the config of a small run of the
     tiny model.
     """
-    from tiny_runs import make_config
+    from helpers.tiny_runs import make_config
 
     return partial(make_config, tiny_dir, tmp_path)

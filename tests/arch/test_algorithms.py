@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from source_tree import ROOT
 
+from helpers.source_tree import ROOT
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.config.load import load_config
 
@@ -21,7 +21,7 @@ OVER_THE_TABLE = ("test_algorithms_run.py", "test_learning.py")
 GOLDEN = "\n".join(
     path.read_text()
     for folder in ("unit", "parity")
-    for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))
+    for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))
     if path.name not in OVER_THE_TABLE
 )
 
@@ -73,7 +73,7 @@ def test_every_row_is_run_and_learns() -> None:
     for name in OVER_THE_TABLE:
         assert re.search(
             r"^from reinforge\.algorithms\.\w+ import .*\bTABLE\b",
-            (ROOT / "tests" / "unit" / name).read_text(),
+            (ROOT / "tests" / "unit" / "algorithms" / name).read_text(),
             re.MULTILINE,
         ), name
 

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from source_tree import PACKAGE, modules
 
+from helpers.source_tree import PACKAGE, modules
 from reinforge.algorithms.catalogue import TABLE
 
 CATALOGUE = "algorithms/catalogue.py"

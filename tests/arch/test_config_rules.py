@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from source_tree import imports, modules
+from helpers.source_tree import imports, modules
 
 CONFIG = "reinforge.config"
 RULES = "reinforge.config.rules"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from source_tree import ROOT
 
+from helpers.source_tree import ROOT
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.pipeline import Pipeline, Stage, load_any
 from reinforge.config.reference import reference_markdown

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from source_tree import PACKAGE, ROOT, modules, tree
+
+from helpers.source_tree import PACKAGE, ROOT, modules, tree
 
 # of each contract: where it stands, and the methods by which an implementation is known
 CONTRACTS = {
@@ -103,4 +104,4 @@ def test_every_implementation_is_made_by_a_test(name: str) -> None:
 
 
 def _tests(folder: str) -> list[Path]:
-    return sorted((ROOT / "tests" / folder).glob("*.py"))
+    return sorted((ROOT / "tests" / folder).rglob("*.py"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from source_tree import ROOT, modules
 
+from helpers.source_tree import ROOT, modules
 from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -10,7 +10,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from source_tree import PACKAGE, ROOT, SRC, imports, modules, project_files
+
+from helpers.source_tree import PACKAGE, ROOT, SRC, imports, modules, project_files
 
 FLOORS = {
     "cli": 10,

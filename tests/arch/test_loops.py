@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from source_tree import PACKAGE, modules, tree
+from helpers.source_tree import PACKAGE, modules, tree
 
 OWNERS = ("run", "evaluator", "checkpointer", "signals", "attempt")
 

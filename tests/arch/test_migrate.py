@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from source_tree import ROOT
 
+from helpers.source_tree import ROOT
 from reinforge.algorithms import catalogue
 from reinforge.config.reference import reference_markdown
 from reinforge.config.schema import Config

@@ -9,7 +9,8 @@ import sys
 from types import ModuleType
 
 import pytest
-from source_tree import ROOT
+
+from helpers.source_tree import ROOT
 
 
 def _tool() -> ModuleType:

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from source_tree import SRC
 
 import reinforge
+from helpers.source_tree import SRC
 
 PUBLIC = [
     "Config",

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from source_tree import SRC
+from helpers.source_tree import SRC
 
 SEEN = (
     "reinforge",

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.split_backends import LENGTHS, frozen, identical, load, policy_loss, update
+from helpers.toys import gradients, make_samples, parameters, relative, train_config
 from reinforge.algorithms.losses.policy import PolicyLoss
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.algorithms.parts.reduce import REDUCERS
@@ -20,8 +22,6 @@ from reinforge.backends.local import LocalBackend
 from reinforge.core.backend import Backend
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.sample import Sample
-from split_backends import LENGTHS, frozen, identical, load, policy_loss, update
-from toys import gradients, make_samples, parameters, relative, train_config
 
 
 @dataclass
@@ -67,7 +67,7 @@ def test_is_a_backend(case: Case) -> None:
 
 @pytest.mark.parametrize("reduce", list(REDUCERS))
 def test_gradient_does_not_depend_on_the_cut(case: Case, reduce: str) -> None:
-    """Any budget and any order: the same gradient and the same metrics (12, 13, 31)."""
+    """Any budget and any order: the same gradient and the same metrics."""
     backend = case.make()
     loss = policy_loss(reduce=reduce)
     samples = make_samples(LENGTHS)
@@ -100,7 +100,7 @@ def test_mean_of_means_would_be_seen(case: Case) -> None:
 
 def test_untrained_tokens_have_no_gradient(case: Case) -> None:
     """A tool answer inside an episode is context only: its ids as targets get no gradient, an
-    all-masked batch gives none at all (13, 28).
+    all-masked batch gives none at all.
     """
     backend = case.make()
     sample = make_samples((20,))[0]
@@ -165,7 +165,7 @@ def test_a_bad_gradient_leaves_everything_untouched(case: Case, bad: float) -> N
 
 def test_state_continues_bit_for_bit(case: Case) -> None:
     """Four updates in a row, against two, a state moved to a new backend of another seed, and two
-    more (33).
+    more.
     """
     settings = {
         "learning_rate": 1e-2,
@@ -227,9 +227,7 @@ def test_state_is_plain_and_complete(case: Case) -> None:
 
 
 def test_small_learning_rates_move_the_weights(case: Case) -> None:
-    """lr 1e-6 a hundred times: in bf16 each step alone would round away; together they must be seen
-    (39).
-    """
+    """lr 1e-6 a hundred times: in bf16 each step alone would round away; together they are seen."""
     backend = case.make(learning_rate=1e-6)
     samples = make_samples((20,))
     before = {k: m.detach().clone() for k, m in backend.optimizer.masters.items()}
@@ -269,9 +267,7 @@ def test_schedule_and_clipping_per_optimizer_step(case: Case) -> None:
 
 
 def test_annotate_is_the_policy_at_its_temperature(case: Case) -> None:
-    """Before any step old = reference = current at the rollout temperature; both without gradient
-    (1, 2).
-    """
+    """Before any step old = reference = current at the rollout temperature, without gradient."""
     backend = case.make()
     batches = pack(make_samples(LENGTHS), 64)
     backend.annotate(batches, frozenset({"old", "reference"}))

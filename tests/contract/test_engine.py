@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fake_engine import FakeEngine
+from helpers.fake_engine import FakeEngine
+from helpers.toys import VOCABULARY, ToyTokenizer, make_model, run, tokens_of
 from reinforge.core.engine import Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
@@ -21,7 +22,6 @@ from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.resumable import ResumableEngine, ResumableRequests
 from reinforge.engines.with_opponent import EngineWithOpponent
-from toys import VOCABULARY, ToyTokenizer, make_model, run, tokens_of
 
 
 @dataclass

@@ -7,22 +7,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import runs
-from runs import Whole
+
+from helpers import cli_runs
+from helpers.cli_runs import Whole
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make_model(tmp_path_factory.mktemp("model"))
+    return cli_runs.make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def grpo(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("grpo")
-    return runs.whole(folder, runs.write_config(folder, tiny), 14)
+    return cli_runs.whole(folder, cli_runs.write_config(folder, tiny), 14)
 
 
 @pytest.fixture(scope="session")
 def sft(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("sft")
-    return runs.whole(folder, runs.write_config(folder, tiny, "sft", train={"steps": 40}), 40)
+    return cli_runs.whole(
+        folder, cli_runs.write_config(folder, tiny, "sft", train={"steps": 40}), 40
+    )

@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import runs
 
-from architectures import ORIGINAL, save_architecture
+from helpers import cli_runs
+from helpers.toy_architectures import ORIGINAL, save_architecture
 
 NARROW = ("model.dtype=bfloat16",)
 SHORT = ("rollout.max_new_tokens=8",)  # prompts of the task have a few tokens
@@ -81,13 +81,13 @@ def write_tokenizer(folder: Path) -> None:
 def test_trained_right_or_refused_before_training(case: str, tmp_path: Path) -> None:
     name, changes, refused = CASES[case]
     model = save_architecture(name, tmp_path / "model", write_tokenizer)
-    config = runs.write_config(
+    config = cli_runs.write_config(
         tmp_path, model, train={"steps": 2}, data={"eval": {"size": 0}}, eval={"every": 0}
     )
-    code, said = runs.forked("train", config, *changes, cwd=tmp_path)
+    code, said = cli_runs.forked("train", config, *changes, cwd=tmp_path)
     if refused is None:
         assert code == 0, said
-        metrics = runs.lines(tmp_path / "run" / "metrics.jsonl")
+        metrics = cli_runs.lines(tmp_path / "run" / "metrics.jsonl")
         assert [line["step"] for line in metrics] == [1, 2]
         # engine and trainer agree
         assert all(
@@ -111,8 +111,8 @@ def test_yes_on_standard_input_runs_no_code_of_a_model(tmp_path: Path, tiny: Pat
     settings = json.loads((model / "config.json").read_text())
     settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
     (model / "config.json").write_text(json.dumps(settings))
-    config = runs.write_config(tmp_path, model)
-    done = runs.cli(
+    config = cli_runs.write_config(tmp_path, model)
+    done = cli_runs.cli(
         "train",
         config,
         cwd=tmp_path,

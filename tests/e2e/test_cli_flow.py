@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import runs
 import torch
 
+from helpers import cli_runs
 from reinforge.checkpoint import store
 
 STEPS = 30
@@ -30,14 +30,14 @@ class Trained:
 def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """An SFT run with evaluation, made by the command as a user types it."""
     folder = tmp_path_factory.mktemp("flow")
-    config = runs.write_config(
+    config = cli_runs.write_config(
         folder,
         tiny,
         "sft",
         train={"steps": STEPS, "learning_rate": 1e-2, "prompts_per_step": 16},
         eval={"every": 10},
     )
-    done = runs.cli("train", config.name, "run.dir=runs/sft", cwd=folder)
+    done = cli_runs.cli("train", config.name, "run.dir=runs/sft", cwd=folder)
     assert done.returncode == 0, done.stderr
     return Trained(folder, config, done.stdout)
 
@@ -49,15 +49,15 @@ def lora(tiny: Path, trained: Trained) -> Path:
         "adapter": {"kind": "lora", "rank": 4},
         "train": {"steps": 3, "learning_rate": 3e-2, "schedule": {"kind": "constant"}},
     }
-    config = runs.write_config(trained.folder / "lora", tiny, **changes)
-    code, said = runs.forked("train", config, "run.dir=runs/lora", cwd=trained.folder)
+    config = cli_runs.write_config(trained.folder / "lora", tiny, **changes)
+    code, said = cli_runs.forked("train", config, "run.dir=runs/lora", cwd=trained.folder)
     assert code == 0, said
     return trained.folder / "runs" / "lora"
 
 
 @pytest.fixture(scope="module")
 def exported(trained: Trained) -> Path:
-    code, said = runs.forked("export", "runs/sft", "out", cwd=trained.folder)
+    code, said = cli_runs.forked("export", "runs/sft", "out", cwd=trained.folder)
     assert code == 0 and said.splitlines()[-1] == "out", said
     return trained.folder / "out"
 
@@ -78,7 +78,9 @@ def logits(model: torch.nn.Module, tokenizer: object, text: str) -> torch.Tensor
 
 
 def test_plan(trained: Trained) -> None:
-    done = runs.cli("plan", trained.config.name, "run.dir=runs/new", "--json", cwd=trained.folder)
+    done = cli_runs.cli(
+        "plan", trained.config.name, "run.dir=runs/new", "--json", cwd=trained.folder
+    )
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["ok"] and report["errors"] == []
     assert report["summary"]["samples_per_step"] == 16 and report["summary"]["steps"] == STEPS
@@ -86,7 +88,7 @@ def test_plan(trained: Trained) -> None:
 
 
 def test_training_learned_and_said_so(trained: Trained) -> None:
-    lines = runs.lines(trained.folder / "runs" / "sft" / "metrics.jsonl")
+    lines = cli_runs.lines(trained.folder / "runs" / "sft" / "metrics.jsonl")
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
     assert len(losses) == 4 and losses[0] == pytest.approx(5.5, abs=0.2), (
         "about ln(vocabulary) before the first step"
@@ -110,11 +112,11 @@ def test_eval_of_a_run_and_of_its_config(trained: Trained) -> None:
     """
     last = [
         line
-        for line in runs.lines(trained.folder / "runs" / "sft" / "metrics.jsonl")
+        for line in cli_runs.lines(trained.folder / "runs" / "sft" / "metrics.jsonl")
         if "eval/reward" in line
     ]
     for source, expected in (("runs/sft", last[-1]), (trained.config.name, last[0])):
-        code, said = runs.forked("eval", source, cwd=trained.folder)
+        code, said = cli_runs.forked("eval", source, cwd=trained.folder)
         assert code == 0, said
         for name in ("eval/reward", "eval/accuracy", "eval/length", "eval/n"):
             assert value(said, name) == pytest.approx(expected[name], rel=1e-3), (source, name)
@@ -154,7 +156,7 @@ def test_generate_agrees_with_transformers(trained: Trained, exported: Path) -> 
     (trained.folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": p, "tag": i}) + "\n" for i, p in enumerate(PROMPTS))
     )
-    code, said = runs.forked(
+    code, said = cli_runs.forked(
         "generate",
         "runs/sft",
         "--prompts",
@@ -170,7 +172,7 @@ def test_generate_agrees_with_transformers(trained: Trained, exported: Path) -> 
     assert code == 0 and said.splitlines()[-1] == "3 rows in got.jsonl", said
     model = AutoModelForCausalLM.from_pretrained(exported)
     tokenizer = AutoTokenizer.from_pretrained(exported)
-    rows = runs.lines(trained.folder / "got.jsonl")
+    rows = cli_runs.lines(trained.folder / "got.jsonl")
     assert [(r["prompt"], r["tag"]) for r in rows] == list(zip(PROMPTS, range(3)))
     for row in rows:
         prompt = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
@@ -185,7 +187,7 @@ def test_sampling_is_a_function_of_the_seed(trained: Trained, exported: Path) ->
     (trained.folder / "one.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
     texts = []
     for seed in (0, 0, 1):
-        code, said = runs.forked(
+        code, said = cli_runs.forked(
             "generate",
             "out",
             "--prompts",
@@ -201,7 +203,7 @@ def test_sampling_is_a_function_of_the_seed(trained: Trained, exported: Path) ->
             cwd=trained.folder,
         )
         assert code == 0, said
-        texts.append([row["tokens"] for row in runs.lines(trained.folder / "s.jsonl")])
+        texts.append([row["tokens"] for row in cli_runs.lines(trained.folder / "s.jsonl")])
     assert (
         texts[0] == texts[1] != texts[2]
         and len(texts[0]) == 4
@@ -214,7 +216,7 @@ def test_lora_adapter_and_merged_agree(trained: Trained, lora: Path, tiny: Path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     for out, merge in (("adapter", []), ("merged", ["--merge"])):
-        code, said = runs.forked("export", lora, out, *merge, cwd=trained.folder)
+        code, said = cli_runs.forked("export", lora, out, *merge, cwd=trained.folder)
         assert code == 0, said
     tokenizer = AutoTokenizer.from_pretrained(trained.folder / "merged")
     base = AutoModelForCausalLM.from_pretrained(tiny)
@@ -234,7 +236,7 @@ def test_lora_adapter_and_merged_agree(trained: Trained, lora: Path, tiny: Path)
 
 
 def test_runs_list_show_compare_digest(trained: Trained, lora: Path) -> None:
-    code, said = runs.forked("runs", "list", "runs", "--json", cwd=trained.folder)
+    code, said = cli_runs.forked("runs", "list", "runs", "--json", cwd=trained.folder)
     found = {Path(run["dir"]).name: run for run in json.loads(said)}
     assert code == 0 and found.keys() == {"sft", "lora"}
     assert (found["sft"]["status"], found["sft"]["step"], found["sft"]["algorithm"]) == (
@@ -242,10 +244,10 @@ def test_runs_list_show_compare_digest(trained: Trained, lora: Path) -> None:
         STEPS,
         "sft",
     )
-    code, said = runs.forked("runs", "show", "runs/sft", "--json", cwd=trained.folder)
+    code, said = cli_runs.forked("runs", "show", "runs/sft", "--json", cwd=trained.folder)
     shown = json.loads(said)
     assert code == 0 and [c["step"] for c in shown["checkpoints"]] == [STEPS - 2, STEPS]
-    code, said = runs.forked(
+    code, said = cli_runs.forked(
         "runs", "compare", "runs/sft", "runs/lora", "--json", cwd=trained.folder
     )
     compared = json.loads(said)
@@ -256,7 +258,7 @@ def test_runs_list_show_compare_digest(trained: Trained, lora: Path) -> None:
     )
     assert compared["metrics"]["train/loss"][0] == shown["last"]["train/loss"]
     digests = [
-        runs.forked("runs", "digest", f"runs/{name}", cwd=trained.folder)[1].strip()
+        cli_runs.forked("runs", "digest", f"runs/{name}", cwd=trained.folder)[1].strip()
         for name in ("sft", "lora")
     ]
     assert (
@@ -266,7 +268,7 @@ def test_runs_list_show_compare_digest(trained: Trained, lora: Path) -> None:
 
 
 def test_chat_through_a_pipe(trained: Trained) -> None:
-    done = runs.cli(
+    done = cli_runs.cli(
         "chat",
         "runs/sft",
         "-t",
@@ -285,14 +287,14 @@ def test_chat_through_a_pipe(trained: Trained) -> None:
 
 
 def test_schema_and_algorithms(tmp_path: Path) -> None:
-    done = runs.cli("schema", cwd=tmp_path)
+    done = cli_runs.cli("schema", cwd=tmp_path)
     schema = json.loads(done.stdout)
     assert (
         done.returncode == 0
         and schema["additionalProperties"] is False
         and {"model", "algorithm", "data", "train", "run"} <= set(schema["required"])
     )
-    code, said = runs.forked("algorithms", cwd=tmp_path)
+    code, said = cli_runs.forked("algorithms", cwd=tmp_path)
     assert code == 0 and {"sft", "grpo", "dapo"} <= {
         line.split("\t")[0] for line in said.splitlines()
     }
@@ -376,7 +378,7 @@ def nan(completions, **columns): return [float("nan") for _ in completions]
 @pytest.fixture(scope="module")
 def mistakes(trained: Trained, exported: Path, tiny: Path) -> Path:
     folder = trained.folder
-    runs.write_config(folder, tiny)
+    cli_runs.write_config(folder, tiny)
     (folder / "bad.py").write_text(BAD_REWARDS)
     (folder / "torn.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": \n')
     (folder / "unnamed.jsonl").write_text('{"colour": "red"}\n')
@@ -388,7 +390,7 @@ def mistakes(trained: Trained, exported: Path, tiny: Path) -> Path:
 def test_a_mistake_is_one_paragraph_and_exit_code_2(
     mistakes: Path, args: list[str], said: str
 ) -> None:
-    code, output = runs.forked(*args, cwd=mistakes)
+    code, output = cli_runs.forked(*args, cwd=mistakes)
     assert code == 2, output
     assert "Traceback" not in output and "unexpected" not in output
     assert said in output, output
@@ -401,7 +403,7 @@ def test_mistakes_as_a_user_sees_them(mistakes: Path) -> None:
     """In a process of its own: nothing on stdout, one line on stderr, and fast, because torch was
     never imported.
     """
-    done = runs.cli("train", "sft.yaml", "train.stps=3", cwd=mistakes)
+    done = cli_runs.cli("train", "sft.yaml", "train.stps=3", cwd=mistakes)
     assert (
         (done.returncode, done.stdout) == (2, "")
         and done.stderr.count("\n") == 1

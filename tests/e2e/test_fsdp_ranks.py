@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
 
+from helpers import cli_runs
+from helpers.toys import make_model, make_samples, train_config
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.checkpoint import store
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import StoppedByPolicy
-from toys import make_model, make_samples, train_config
 
 STEPS = 4
 RANKS = ("train.backend=fsdp", "train.ranks=2")
@@ -36,7 +36,7 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("fsdp")
     surrogate = {"surrogate": f"{folder / 'parts.py'}:surrogate"}
-    return runs.write_config(
+    return cli_runs.write_config(
         folder,
         tiny,
         algorithm=surrogate,
@@ -47,12 +47,12 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> runs.Evidence:
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> cli_runs.Evidence:
     """Two ranks, without interruption."""
     folder = tmp_path_factory.mktemp("whole")
-    process = runs.start(["train", str(config), "run.dir=run", *RANKS], folder, forked=True)
+    process = cli_runs.start(["train", str(config), "run.dir=run", *RANKS], folder, forked=True)
     assert process.wait() == 0, process.output()
-    return runs.evidence(folder / "run")
+    return cli_runs.evidence(folder / "run")
 
 
 def children(pid: int) -> list[int]:
@@ -76,9 +76,9 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def paused(config: Path, folder: Path, call: int) -> tuple[runs.Started, int]:
+def paused(config: Path, folder: Path, call: int) -> tuple[cli_runs.Started, int]:
     """The run in the middle of a pass, and the process of rank 1."""
-    process = runs.start(
+    process = cli_runs.start(
         ["train", str(config), "run.dir=run", *RANKS],
         folder,
         env={"PAUSE_AT": f"surrogate:{call}", "PAUSE": "60"},
@@ -91,7 +91,7 @@ def paused(config: Path, folder: Path, call: int) -> tuple[runs.Started, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(
-    config: Path, whole: runs.Evidence, tmp_path: Path
+    config: Path, whole: cli_runs.Evidence, tmp_path: Path
 ) -> None:
     process, served = paused(config, tmp_path, 3)
     os.kill(served, signal.SIGKILL)
@@ -112,12 +112,12 @@ def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(
     process, served = paused(config, tmp_path, 1)
     process.kill()
     assert gone(served)
-    again = runs.start(["train", str(config), "run.dir=run", *RANKS], tmp_path, forked=True)
+    again = cli_runs.start(["train", str(config), "run.dir=run", *RANKS], tmp_path, forked=True)
     assert again.wait() == 0, again.output()
-    assert runs.differences(tmp_path / "run", whole, STEPS) == []
+    assert cli_runs.differences(tmp_path / "run", whole, STEPS) == []
 
 
-def test_torchrun_and_one_process(config: Path, whole: runs.Evidence, tmp_path: Path) -> None:
+def test_torchrun_and_one_process(config: Path, whole: cli_runs.Evidence, tmp_path: Path) -> None:
     """torchrun gives the very same run as our own launcher; SIGTERM-free halves in one process
     continue it within rounding.
     """
@@ -134,15 +134,15 @@ def test_torchrun_and_one_process(config: Path, whole: runs.Evidence, tmp_path: 
     done = subprocess.run(
         [*command, "train", str(config), "run.dir=run", "train.backend=fsdp", "train.steps=2"],
         cwd=tmp_path,
-        timeout=runs.TIMEOUT,
-        env={**os.environ, **runs.ENVIRONMENT},
+        timeout=cli_runs.TIMEOUT,
+        env={**os.environ, **cli_runs.ENVIRONMENT},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    code, said = runs.forked("train", config, "run.dir=run", cwd=tmp_path)
+    code, said = cli_runs.forked("train", config, "run.dir=run", cwd=tmp_path)
     assert code == 0 and "train.backend was 'fsdp' and is now 'local'" in said
-    found = runs.evidence(tmp_path / "run")
+    found = cli_runs.evidence(tmp_path / "run")
     assert found.metrics[:2] == whole.metrics[:2]
     for ours, theirs in zip(found.metrics, whole.metrics, strict=True):
         shared = [k for k in theirs if not k.startswith(("mismatch/", "ratio/"))]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
-from runs import Whole
 
+from helpers import cli_runs
+from helpers.cli_runs import Whole
 from reinforge.checkpoint import store
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -31,8 +31,8 @@ def run(
     request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Whole:
     folder = tmp_path_factory.mktemp(request.param)
-    made = runs.whole(
-        folder, runs.write_config(folder, tiny, train={"steps": 9}, **KINDS[request.param]), 9
+    made = cli_runs.whole(
+        folder, cli_runs.write_config(folder, tiny, train={"steps": 9}, **KINDS[request.param]), 9
     )
     late = [
         line["rollout/staleness"] for line in made.evidence.metrics if "rollout/staleness" in line
@@ -43,7 +43,9 @@ def run(
 
 @pytest.mark.parametrize("point", ["step:end@5", "save:after-rename@2"])
 def test_killed_at_a_named_point(run: Whole, tmp_path: Path, point: str) -> None:
-    process = runs.start(run.command(), tmp_path, env={"REINFORGE_CRASH_AT": point}, forked=True)
+    process = cli_runs.start(
+        run.command(), tmp_path, env={"REINFORGE_CRASH_AT": point}, forked=True
+    )
     assert process.wait() == -signal.SIGKILL, process.output()
     extra = store.load(store.steps(tmp_path / "run")[0])[1]
     held = (
@@ -59,7 +61,7 @@ def test_killed_at_a_named_point(run: Whole, tmp_path: Path, point: str) -> None
 def test_killed_at_random(run: Whole, tmp_path: Path, trial: int) -> None:
     seconds = random.Random(trial).uniform(0.2, 0.8) * run.seconds
     while True:
-        process = runs.start(run.command(), tmp_path, forked=True)
+        process = cli_runs.start(run.command(), tmp_path, forked=True)
         process.until(lambda: (tmp_path / "run" / "events.jsonl").exists())
         time.sleep(seconds)
         if process.kill() == -signal.SIGKILL:
@@ -71,7 +73,7 @@ def test_killed_at_random(run: Whole, tmp_path: Path, trial: int) -> None:
 
 def test_asked_to_end(run: Whole, tmp_path: Path) -> None:
     """SIGTERM saves what is under way with the step it came in, and the run goes on from there."""
-    process = runs.start(run.command(), tmp_path, forked=True)
+    process = cli_runs.start(run.command(), tmp_path, forked=True)
     process.until(
         lambda: (
             (tmp_path / "run" / "metrics.jsonl").exists()
@@ -84,6 +86,6 @@ def test_asked_to_end(run: Whole, tmp_path: Path) -> None:
 
 
 def _finished(run: Whole, folder: Path) -> None:
-    process = runs.start(run.command(), folder, forked=True)
+    process = cli_runs.start(run.command(), folder, forked=True)
     assert process.wait() == 0, process.output()
     assert run.differences(folder / "run") == []

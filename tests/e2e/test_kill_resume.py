@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 import pytest
-import runs
-from runs import Whole, whole
 
+from helpers import cli_runs
+from helpers.cli_runs import Whole, whole
 from reinforge.checkpoint import store
 from reinforge.rollout.journal import Journal
 
@@ -27,7 +27,7 @@ def killed_at(run: Whole, folder: Path, seconds: float, *, forked: bool = True) 
     again, and killed earlier.
     """
     while True:
-        process = runs.start(run.command(), folder, forked=forked)
+        process = cli_runs.start(run.command(), folder, forked=forked)
         process.until(lambda: (folder / "run" / "events.jsonl").exists())
         time.sleep(seconds)
         if process.kill() == -signal.SIGKILL:
@@ -37,14 +37,14 @@ def killed_at(run: Whole, folder: Path, seconds: float, *, forked: bool = True) 
 
 
 def crash(run: Whole, folder: Path, point: str, *overrides: str) -> None:
-    process = runs.start(
+    process = cli_runs.start(
         run.command(*overrides), folder, env={"REINFORGE_CRASH_AT": point}, forked=True
     )
     assert process.wait() == -signal.SIGKILL, process.output()
 
 
 def finish(run: Whole, folder: Path, *overrides: str, forked: bool = True) -> str:
-    process = runs.start(run.command(*overrides), folder, forked=forked)
+    process = cli_runs.start(run.command(*overrides), folder, forked=forked)
     assert process.wait() == 0, process.output()
     return process.output()
 
@@ -112,7 +112,7 @@ def test_lora_with_a_reference(tiny: Path, tmp_path: Path) -> None:
         "algorithm": {"kl": {"coefficient": 0.1}, "epochs": 2, "minibatches": 2},
         "train": {"steps": 5},
     }
-    run = whole(tmp_path, runs.write_config(tmp_path, tiny, **changes), 5)
+    run = whole(tmp_path, cli_runs.write_config(tmp_path, tiny, **changes), 5)
     crash(run, tmp_path, "step:end@4")
     finish(run, tmp_path)
     assert run.differences(tmp_path / "run") == []
@@ -126,7 +126,7 @@ def test_the_micro_batch_size_is_part_of_the_state(tiny: Path, tmp_path: Path) -
     """`auto` is computed from free memory, which is another after a restart: the resumed run takes
     what it had. Here `auto` was 48, says the record.
     """
-    config = runs.write_config(tmp_path, tiny, train={"steps": 6, "tokens_per_microbatch": 48})
+    config = cli_runs.write_config(tmp_path, tiny, train={"steps": 6, "tokens_per_microbatch": 48})
     run = whole(tmp_path, config, 6)
     crash(run, tmp_path, "step:end@5")
     record = tmp_path / "run" / "config.json"
@@ -154,8 +154,8 @@ def test_dynamic_sampling_best_and_early_stop(tiny: Path, tmp_path: Path) -> Non
         },
         "run": {"checkpoint": {"best": "eval/reward", "keep": 1}},
     }
-    run = whole(tmp_path, runs.write_config(tmp_path, tiny, "dapo", **changes), 12)
-    run.steps = runs.trained_steps(tmp_path / "whole")[-1]
+    run = whole(tmp_path, cli_runs.write_config(tmp_path, tiny, "dapo", **changes), 12)
+    run.steps = cli_runs.trained_steps(tmp_path / "whole")[-1]
     rounds = [line["groups/rounds"] for line in run.evidence.metrics if "groups/rounds" in line]
     assert run.steps < 12 and len(set(rounds)) > 1, "otherwise this shows nothing"
     crash(run, tmp_path, f"step:end@{run.steps - 1}")
@@ -184,7 +184,7 @@ def test_a_reward_is_not_asked_twice(tiny: Path, tmp_path: Path) -> None:
     answers of the first time.
     """
     (tmp_path / "noise.py").write_text(RANDOM)
-    config = runs.write_config(
+    config = cli_runs.write_config(
         tmp_path,
         tiny,
         rewards=[{"name": f"{tmp_path / 'noise.py'}:noise"}],
@@ -192,18 +192,18 @@ def test_a_reward_is_not_asked_twice(tiny: Path, tmp_path: Path) -> None:
         data={"eval": {"size": 0}},
         eval={"every": 0},
     )
-    run = Whole(config, 6, runs.Evidence("", [], [], []), 0.0)
+    run = Whole(config, 6, cli_runs.Evidence("", [], [], []), 0.0)
     crash(run, tmp_path, "step:end@4")  # steps 3 and 4 are done again
-    before = runs.lines(tmp_path / "run" / "metrics.jsonl")
+    before = cli_runs.lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in before] == [1, 2, 3]
     with (tmp_path / "run" / "journal.jsonl").open("a") as file:
         file.write('{"group": "cut')  # as a machine that went down may leave it
     crash(run, tmp_path, "step:end@3")  # step 5
     finish(run, tmp_path)
-    after = runs.lines(tmp_path / "run" / "metrics.jsonl")
+    after = cli_runs.lines(tmp_path / "run" / "metrics.jsonl")
     for name in ("reward/mean", "reward/std", "train/grad_norm"):
         assert [line[name] for line in after[:3]] == [line[name] for line in before], name
-    asked = [str(line) for line in runs.lines(tmp_path / "asked.jsonl")]
+    asked = [str(line) for line in cli_runs.lines(tmp_path / "asked.jsonl")]
     assert len(asked) == 6 * 4 and len(set(asked)) == len(asked)
 
 
@@ -240,11 +240,11 @@ def test_a_finished_run_does_nothing(sft: Whole, tmp_path: Path) -> None:
 
 
 def test_resume_never_and_must(sft: Whole, tmp_path: Path) -> None:
-    refused = runs.start(sft.command("run.resume=must"), tmp_path, forked=True)
+    refused = cli_runs.start(sft.command("run.resume=must"), tmp_path, forked=True)
     assert refused.wait() == 2 and "nothing to continue" in refused.output()
     assert not (tmp_path / "run").exists()
     crash(sft, tmp_path, "step:end@5")
-    refused = runs.start(sft.command("run.resume=never"), tmp_path, forked=True)
+    refused = cli_runs.start(sft.command("run.resume=never"), tmp_path, forked=True)
     assert refused.wait() == 2 and "already holds a run" in refused.output()
     assert "resumed at step 4" in finish(sft, tmp_path, "run.resume=must")
     assert sft.differences(tmp_path / "run") == []
@@ -254,11 +254,11 @@ def test_one_owner(grpo: Whole, tmp_path: Path) -> None:
     """A second process in a live run's directory is refused and names the first; the first one does
     not notice.
     """
-    first = runs.start(
+    first = cli_runs.start(
         grpo.command(), tmp_path, env={"PAUSE_AT": "reward:12", "PAUSE": "60"}, forked=True
     )
     assert first.until(lambda: (tmp_path / "paused").exists())
-    second = runs.start(grpo.command(), tmp_path, forked=True)
+    second = cli_runs.start(grpo.command(), tmp_path, forked=True)
     assert second.wait() == 2
     assert (
         f"another run owns this directory: pid {first.pid} on " in second.output()
@@ -278,7 +278,7 @@ def test_a_damaged_checkpoint_is_named_and_never_used(
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data) if file != "MANIFEST.json" else damaged.unlink()
-    process = runs.start(sft.command(), tmp_path, forked=True)
+    process = cli_runs.start(sft.command(), tmp_path, forked=True)
     assert process.wait() == 2
     last = process.output().splitlines()[-1]
     assert (
@@ -301,7 +301,7 @@ def test_a_checkpoint_of_something_else_is_refused(sft: Whole, tmp_path: Path) -
         ("run.seed=1", "run.seed was 0 and is 1"),
         ("train.learning_rate=0.25", "and is 0.25. Use another run.dir"),
     ):
-        process = runs.start(sft.command(override), tmp_path, forked=True)
+        process = cli_runs.start(sft.command(override), tmp_path, forked=True)
         assert process.wait() == 2 and said in process.output(), process.output()
     finish(sft, tmp_path)
     assert sft.differences(tmp_path / "run") == []
@@ -309,7 +309,7 @@ def test_a_checkpoint_of_something_else_is_refused(sft: Whole, tmp_path: Path) -
 
 def run_with_limit(args: list[str], cwd: str, env: dict[str, str], log: str, limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    runs.run_command(args, cwd, env, log)
+    cli_runs.run_command(args, cwd, env, log)
 
 
 def test_a_full_disk(sft: Whole, tmp_path: Path) -> None:
@@ -320,12 +320,12 @@ def test_a_full_disk(sft: Whole, tmp_path: Path) -> None:
     crash(sft, tmp_path, "step:end@3")
     kept = store.digest_run(tmp_path / "run")
     log = tmp_path / "limited.txt"
-    with runs.environment():
-        process = runs.server().Process(
+    with cli_runs.environment():
+        process = cli_runs.server().Process(
             target=run_with_limit, args=(sft.command(), str(tmp_path), {}, str(log), 100_000)
         )
         process.start()
-    process.join(runs.TIMEOUT)
+    process.join(cli_runs.TIMEOUT)
     last = log.read_text().splitlines()[-1]
     assert process.exitcode == 2, log.read_text()
     assert (

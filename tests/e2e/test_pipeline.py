@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import yaml
 
+from helpers import cli_runs
 from reinforge.pipelines.run import digest_pipeline
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,7 +26,7 @@ STEPS = {"sft": 6, "grpo": 4}
 
 def settings(folder: Path, model: Path) -> dict[str, Any]:
     """SFT, GRPO from it with a reward that always has a signal, evaluation, export."""
-    (folder / "parts.py").write_text(runs.PARTS)
+    (folder / "parts.py").write_text(cli_runs.PARTS)
     return {
         "defaults": {
             "model": {"path": str(model)},
@@ -63,7 +63,7 @@ class Undisturbed:
     config: Path
     folder: Path
     digests: dict[str, str]
-    evidence: dict[str, runs.Evidence]
+    evidence: dict[str, cli_runs.Evidence]
     seconds: float
 
 
@@ -73,23 +73,23 @@ def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Undistu
     config = folder / "pipeline.yaml"
     config.write_text(yaml.safe_dump(settings(folder, tiny)))
     began = time.monotonic()
-    code, said = runs.forked("train", config, cwd=folder)
+    code, said = cli_runs.forked("train", config, cwd=folder)
     assert code == 0, said
-    evidence = {name: runs.evidence(folder / "run" / STAGES[name]) for name in STEPS}
+    evidence = {name: cli_runs.evidence(folder / "run" / STAGES[name]) for name in STEPS}
     return Undisturbed(
         config, folder, digest_pipeline(folder / "run"), evidence, time.monotonic() - began
     )
 
 
 def crash(pipeline: Undisturbed, folder: Path, point: str) -> None:
-    process = runs.start(
+    process = cli_runs.start(
         ["train", str(pipeline.config)], folder, env={"REINFORGE_CRASH_AT": point}, forked=True
     )
     assert process.wait() == -signal.SIGKILL, process.output()
 
 
 def finish(pipeline: Undisturbed, folder: Path, *more: str) -> str:
-    code, said = runs.forked("train", pipeline.config, *more, cwd=folder)
+    code, said = cli_runs.forked("train", pipeline.config, *more, cwd=folder)
     assert code == 0, said
     return said
 
@@ -98,7 +98,8 @@ def same(pipeline: Undisturbed, folder: Path) -> None:
     assert digest_pipeline(folder / "run") == pipeline.digests
     for name, steps in STEPS.items():
         assert (
-            runs.differences(folder / "run" / STAGES[name], pipeline.evidence[name], steps) == []
+            cli_runs.differences(folder / "run" / STAGES[name], pipeline.evidence[name], steps)
+            == []
         ), name
     weights = [
         p.relative_to(folder)
@@ -132,7 +133,7 @@ def test_every_stage_left_its_artefact(undisturbed: Undisturbed) -> None:
     assert (
         0 < found["eval"]["metrics"]["eval/reward"] < 1 and found["eval"]["metrics"]["eval/n"] == 4
     )
-    samples = runs.lines(undisturbed.folder / "run" / STAGES["eval"] / "samples.jsonl")
+    samples = cli_runs.lines(undisturbed.folder / "run" / STAGES["eval"] / "samples.jsonl")
     assert len(samples) == 8
     assert sum(line["reward"] for line in samples) / 8 == pytest.approx(
         found["eval"]["metrics"]["eval/reward"], abs=1e-9
@@ -160,7 +161,7 @@ def test_killed_in_two_stages(undisturbed: Undisturbed, tmp_path: Path) -> None:
     crash(undisturbed, tmp_path, "step:end@4")
     assert not (tmp_path / "run" / STAGES["sft"] / "artefact.json").exists()
     crash(undisturbed, tmp_path, "step:end@7")
-    assert (tmp_path / "run" / STAGES["sft"] / "artefact.json").exists() and runs.trained_steps(
+    assert (tmp_path / "run" / STAGES["sft"] / "artefact.json").exists() and cli_runs.trained_steps(
         tmp_path / "run" / STAGES["grpo"]
     ) == [1, 2]
     said = finish(undisturbed, tmp_path)
@@ -181,7 +182,7 @@ def test_killed_between_training_and_its_artefact(undisturbed: Undisturbed, tmp_
 def test_killed_at_random(undisturbed: Undisturbed, tmp_path: Path) -> None:
     rng = random.Random(0)
     for _ in range(2):
-        process = runs.start(["train", str(undisturbed.config)], tmp_path, forked=True)
+        process = cli_runs.start(["train", str(undisturbed.config)], tmp_path, forked=True)
         process.until(lambda: (tmp_path / "run").exists())
         time.sleep(rng.uniform(0.1, 0.8) * undisturbed.seconds)
         process.kill()
@@ -204,13 +205,13 @@ def test_finished_stages_are_not_run_again(undisturbed: Undisturbed, tmp_path: P
     said = finish(undisturbed, tmp_path)
     assert said.count("finished before, nothing to do") == 4
     assert {p: p.stat().st_mtime_ns for p in files} == files
-    code, printed = runs.forked("runs", "digest", "run", cwd=tmp_path)
+    code, printed = cli_runs.forked("runs", "digest", "run", cwd=tmp_path)
     assert (
         code == 0
         and printed.splitlines()[0] == f"{undisturbed.digests['sft']}  sft"
         and len(printed.splitlines()) == 5
     )
-    code, shown = runs.forked("runs", "show", "run", cwd=tmp_path)
+    code, shown = cli_runs.forked("runs", "show", "run", cwd=tmp_path)
     assert code == 0 and shown.count("finished") == 4
 
 
@@ -218,7 +219,7 @@ def test_changed_inputs_are_an_error_before_anything_runs(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     copied(undisturbed, tmp_path)
-    code, said = runs.forked(
+    code, said = cli_runs.forked(
         "train", undisturbed.config, "stages.sft.train.learning_rate=0.001", cwd=tmp_path
     )
     assert (
@@ -226,7 +227,7 @@ def test_changed_inputs_are_an_error_before_anything_runs(
         and "train.learning_rate was 0.003 and is 0.001" in said
         and "--force-stage sft" in said
     )
-    code, said = runs.forked(
+    code, said = cli_runs.forked(
         "train", undisturbed.config, "stages.eval.eval.samples=3", cwd=tmp_path
     )
     assert code == 2 and "eval.samples was 2 and is 3" in said and "--force-stage eval" in said
@@ -270,7 +271,7 @@ def test_a_parent_that_was_touched_is_noticed(undisturbed: Undisturbed, tmp_path
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    code, said = runs.forked("train", undisturbed.config, cwd=tmp_path)
+    code, said = cli_runs.forked("train", undisturbed.config, cwd=tmp_path)
     assert code == 2 and "is not what the stage grpo made" in said
 
 
@@ -278,7 +279,7 @@ def test_plan_checks_all_stages(undisturbed: Undisturbed, tmp_path: Path) -> Non
     """The models of later stages do not exist yet; everything else about them is checked, and named
     by stage.
     """
-    done = runs.cli("plan", undisturbed.config, "--json", cwd=tmp_path)
+    done = cli_runs.cli("plan", undisturbed.config, "--json", cwd=tmp_path)
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["ok"], done.stdout + done.stderr
     assert [(s["stage"], s["state"]) for s in report["summary"]["stages"]] == [
@@ -293,11 +294,11 @@ def test_plan_checks_all_stages(undisturbed: Undisturbed, tmp_path: Path) -> Non
         "stages.eval.data.columns={answer: anser}",
         "stages.sft.algorithm.name=sftt",
     )
-    code, said = runs.forked("plan", undisturbed.config, *wrong, cwd=tmp_path)
+    code, said = cli_runs.forked("plan", undisturbed.config, *wrong, cwd=tmp_path)
     assert (
         code == 2
         and "stage grpo: rewards.0.name: there is no reward 'exact_numbr'" in said
         and "stage sft: algorithm.name" in said
     )
-    code, said = runs.forked("plan", undisturbed.config, wrong[1], cwd=tmp_path)
+    code, said = cli_runs.forked("plan", undisturbed.config, wrong[1], cwd=tmp_path)
     assert code == 2 and "error: stage eval: " in said and "anser" in said

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
+from helpers.paths import ROOT
+from helpers.toys import SilentView
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.build.run import train_config
 from reinforge.config.load import load_config
-from toys import SilentView
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = ROOT / "recipes"
 NAMES = sorted(path.stem for path in (RECIPES / "algorithms").glob("*.yaml"))
 SMALL = [
     "train.steps=2",

@@ -19,11 +19,11 @@ import pytest
 from leftovers import descriptors, left_behind
 from sandbox_attacks import ASSERTS, CALLS, CHEATS, CONTAINED, RIGHT, Attack
 
+from helpers.sandboxes import WAYS, containment
 from reinforge.rewards.code import CodeReward
 from reinforge.sandbox import Limits, Program, run_sync
 from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls, judge_stdin
-from sandboxes import WAYS, containment
 
 LIMITS = Limits(memory_mb=256)
 RULES = Rules(Limits(seconds=1.5, memory_mb=256), total_seconds=3.0)

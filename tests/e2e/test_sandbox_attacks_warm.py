@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import pytest
 from sandbox_attacks import ASSERTS, CHEATS, CONTAINED, RIGHT, Attack
 
+from helpers.sandboxes import containment
 from reinforge.sandbox import Limits, Program, run_sync, zygote
 from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
-from sandboxes import containment
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 
-from stubs import stub_server
+from helpers import cli_runs
+from helpers.openai_stub import stub_server
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -25,7 +25,7 @@ def start(folder: Path, *args: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, **runs.ENVIRONMENT},
+        env={**os.environ, **cli_runs.ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -78,7 +78,7 @@ def test_generate_goes_on_after_a_kill(tmp_path: Path) -> None:
         assert rows(stub) == [0, 1, 2, 3, 4, 5, 5, 6, 7], (
             "only what was not answered is asked again"
         )
-    found = [(r["tag"], r["completion"]) for r in runs.lines(tmp_path / "o.jsonl")]
+    found = [(r["tag"], r["completion"]) for r in cli_runs.lines(tmp_path / "o.jsonl")]
     assert (
         found == [(i, f"{i} {x}") for i in range(8) for x in "ab"]
         and not (tmp_path / ".o.jsonl.part").exists()
@@ -105,7 +105,7 @@ def test_serve_answers_and_ends(tiny: Path, tmp_path: Path) -> None:
     # 0: uvicorn had seen the signal before it was passed on
     assert server.returncode in (0, 130) and "Traceback" not in rest, rest
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
-    code, said = runs.forked(
+    code, said = cli_runs.forked(
         "generate",
         tiny,
         "--prompts",
@@ -119,12 +119,12 @@ def test_serve_answers_and_ends(tiny: Path, tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert code == 0, said
-    native = runs.lines(tmp_path / "o.jsonl")[0]
+    native = cli_runs.lines(tmp_path / "o.jsonl")[0]
     assert (native["tokens"], native["completion"]) == (served["token_ids"], served["text"])
 
 
 def test_serve_refuses_early(tmp_path: Path) -> None:
     """Before the model is looked at."""
     for args, told in ((["--host", "0.0.0.0"], "no API key"), (["--port", "99999"], "port")):
-        code, said = runs.forked("serve", "./no-such-model", *args, cwd=tmp_path)
+        code, said = cli_runs.forked("serve", "./no-such-model", *args, cwd=tmp_path)
         assert code == 2 and told in said, said

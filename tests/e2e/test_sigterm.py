@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-import runs
-from runs import Whole, whole
 
+from helpers import cli_runs
+from helpers.cli_runs import Whole, whole
 from reinforge.checkpoint import store
 
 STEPS = 4
@@ -31,7 +31,7 @@ def short(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     rewards = [{"name": "exact_number"}, digits]
     return whole(
         folder,
-        runs.write_config(
+        cli_runs.write_config(
             folder, tiny, train={"steps": STEPS}, algorithm=algorithm, rewards=rewards
         ),
         STEPS,
@@ -40,9 +40,9 @@ def short(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 def stopped(
     run: Whole, folder: Path, at: str, pause: float, kind: signal.Signals = signal.SIGTERM
-) -> runs.Started:
+) -> cli_runs.Started:
     """Starts the run, waits until it pauses at the given place, and sends the signal."""
-    process = runs.start(
+    process = cli_runs.start(
         run.command(), folder, env={"PAUSE_AT": at, "PAUSE": str(pause)}, forked=True
     )
     assert process.until(lambda: (folder / "paused").exists()), process.output()
@@ -56,7 +56,7 @@ def saved(folder: Path) -> int:
 
 
 def resumed(run: Whole, folder: Path, **env: str) -> list[str]:
-    process = runs.start(run.command(), folder, env=env, forked=True)
+    process = cli_runs.start(run.command(), folder, env=env, forked=True)
     assert process.wait() == 0, process.output()
     return run.differences(folder / "run")
 
@@ -82,16 +82,16 @@ def test_a_signal_saves_and_the_run_goes_on_exactly(
     process = stopped(short, tmp_path, at, 0.3)
     assert process.wait() == 143, process.output()
     assert saved(tmp_path) == step
-    assert runs.trained_steps(tmp_path / "run") == list(range(1, step + 1))
+    assert cli_runs.trained_steps(tmp_path / "run") == list(range(1, step + 1))
     assert not (tmp_path / "run" / "run.lock").exists()
-    events = runs.lines(tmp_path / "run" / "events.jsonl")
+    events = cli_runs.lines(tmp_path / "run" / "events.jsonl")
     assert [e["signal"] for e in events if e["kind"] == "signal"] == ["SIGTERM"]
     assert events[-1]["kind"] == "terminated"
     assert (
         "Traceback" not in process.output() and f"step {step}" in process.output().splitlines()[-1]
     )
     assert resumed(short, tmp_path) == []
-    assert runs.evaluated_steps(tmp_path / "run") == [0, 3, 4]
+    assert cli_runs.evaluated_steps(tmp_path / "run") == [0, 3, 4]
 
 
 def test_killed_while_replacing_the_checkpoint_of_a_signal(short: Whole, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_killed_while_replacing_the_checkpoint_of_a_signal(short: Whole, tmp_pat
     last_evaluation = f"reward:{CALLS + 3 * CALLS + CALLS + CALLS + 1}"
     assert stopped(short, tmp_path, last_evaluation, 0.3).wait() == 143
     assert (
-        runs.start(
+        cli_runs.start(
             short.command(), tmp_path, env={"REINFORGE_CRASH_AT": "save:replacing"}, forked=True
         ).wait()
         == -signal.SIGKILL
@@ -115,7 +115,7 @@ def test_generation_is_cut_at_once(short: Whole, tmp_path: Path, tiny: Path) -> 
 
     The signal ends it in the middle: the step is never trained.
     """
-    config = runs.write_config(
+    config = cli_runs.write_config(
         tmp_path / "long",
         tiny,
         train={"steps": 3},
@@ -124,14 +124,14 @@ def test_generation_is_cut_at_once(short: Whole, tmp_path: Path, tiny: Path) -> 
         eval={"every": 0},
     )
     run = whole(tmp_path / "long", config, 3)
-    process = runs.start(run.command(), tmp_path, forked=True)
+    process = cli_runs.start(run.command(), tmp_path, forked=True)
     process.until(lambda: b'"step": 1,' in read(tmp_path / "run" / "metrics.jsonl"))
     time.sleep(run.seconds / 3 / 3)  # a third of the second step
     process.send(signal.SIGTERM)
     sent = time.time()
     assert process.wait() == 143, process.output()
     assert time.time() - sent < run.seconds / 3 + 1.0
-    assert saved(tmp_path) == 1 and runs.trained_steps(tmp_path / "run") == [1]
+    assert saved(tmp_path) == 1 and cli_runs.trained_steps(tmp_path / "run") == [1]
     assert resumed(run, tmp_path) == []
 
 
@@ -139,7 +139,7 @@ def test_supervised_training_stops_after_the_step_at_hand(tmp_path: Path, tiny: 
     """Nothing in an SFT step waits for anything, yet the signal is seen in the step in which it
     arrives.
     """
-    config = runs.write_config(
+    config = cli_runs.write_config(
         tmp_path / "slow",
         tiny,
         "sft",
@@ -147,14 +147,14 @@ def test_supervised_training_stops_after_the_step_at_hand(tmp_path: Path, tiny: 
         eval={"every": 0},
     )
     run = whole(tmp_path / "slow", config, 8)
-    process = runs.start(run.command(), tmp_path, forked=True)
+    process = cli_runs.start(run.command(), tmp_path, forked=True)
     process.until(lambda: b'"step": 3,' in read(tmp_path / "run" / "metrics.jsonl"))
     process.send(signal.SIGTERM)
     sent = time.time()
     assert process.wait() == 143, process.output()
     late = [
         line["step"]
-        for line in runs.lines(tmp_path / "run" / "metrics.jsonl")
+        for line in cli_runs.lines(tmp_path / "run" / "metrics.jsonl")
         if line["time"] > sent
     ]
     assert len(late) <= 1 and saved(tmp_path) == (late or [3])[-1]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import needs
+from helpers import needs
 from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.train import TrainConfig

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.split_backends import LENGTHS, load, policy_loss
+from helpers.toys import make_model, make_samples, relative, tokens_of, train_config
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.checkpoint import store
@@ -21,8 +23,6 @@ from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Sampling
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
-from split_backends import LENGTHS, load, policy_loss
-from toys import make_model, make_samples, relative, tokens_of, train_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

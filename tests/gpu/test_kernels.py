@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 
-import needs
+from helpers import needs
 from reinforge.engines.native.sampler import draw, uniform
 from reinforge.models.attention import Cache, Paged
 from reinforge.models.head import LogitRule, gradient, statistics

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from helpers.split_backends import LENGTHS, frozen, load, policy_loss, update
+from helpers.toys import make_samples, relative, train_config
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.megatron.backend import MegatronBackend
-from split_backends import LENGTHS, frozen, load, policy_loss, update
-from toys import make_samples, relative, train_config
 
 pytestmark = [
     pytest.mark.gpu,

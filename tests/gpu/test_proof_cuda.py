@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from architectures import REFUSED, RIGHT, UNEQUAL, make_architecture
+from helpers.toy_architectures import REFUSED, RIGHT, UNEQUAL, make_architecture
 from reinforge.core.errors import InputError
 from reinforge.models import attention, proof
 from reinforge.models.causal import CausalModel

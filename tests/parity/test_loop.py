@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.paths import ROOT
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
@@ -26,8 +26,6 @@ from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.sample import Sample
 from reinforge.models.causal import CausalModel
-
-ROOT = Path(__file__).parents[2]
 
 
 def load_recipe() -> ModuleType:

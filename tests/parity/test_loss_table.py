@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from loss_twins import TWINS
 
+from helpers.paths import ROOT
 from reinforge.algorithms.catalogue import TABLE
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "algorithms" / "parity-losses.md"
 NAMES = [name for name, row in TABLE.items() if row.family != "policy_gradient"]
 

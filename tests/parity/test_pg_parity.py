@@ -17,12 +17,12 @@ from pg_differences import DIFFERENCES, LOOSER
 from pg_ours import GIVEN, PEERS, Ours, advantage, policy, stream
 from pg_parity import CONVERTED, HIGH, LIMITS, METHODS, TRAINED, _difference, differences, ours
 
+from helpers.paths import ROOT
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.algorithms.parts.advantages import ADVANTAGES
 from reinforge.algorithms.parts.ratios import safe_ratio, sequence_log_ratio
 from reinforge.algorithms.parts.surrogates import SURROGATES
 
-ROOT = Path(__file__).parents[2]
 CASES = [(peer, method) for peer in PEERS for method in PEERS[peer]["cases"]]
 
 

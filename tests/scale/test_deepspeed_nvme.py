@@ -16,13 +16,13 @@ import pytest
 if find_spec("deepspeed") is None:
     pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
 
+from helpers.toys import make_module, make_samples, relative, train_config
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.deepspeed.backend import DeepSpeedBackend
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
-from toys import make_module, make_samples, relative, train_config
 
 
 @pytest.fixture

@@ -19,13 +19,11 @@ import pytest
 
 if find_spec("deepspeed") is None:
     pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-import runs
-
+from helpers import cli_runs
+from helpers.split_runs import compare, served_by
+from helpers.tiny_runs import LORA
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.checkpoint import store
-from split_runs import compare, served_by
-from tiny_runs import LORA
 
 RANKS = ("train.backend=deepspeed", "train.ranks=2")
 STEPS = 4
@@ -33,7 +31,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make_model(tmp_path_factory.mktemp("model"))
+    return cli_runs.make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,7 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("zero")
     surrogate = {"surrogate": f"{folder / 'parts.py'}:surrogate"}
-    return runs.write_config(
+    return cli_runs.write_config(
         folder,
         tiny,
         algorithm=surrogate,
@@ -61,23 +59,23 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> runs.Evidence:
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> cli_runs.Evidence:
     """Two ranks, without interruption."""
     folder = tmp_path_factory.mktemp("whole")
-    process = runs.start(["train", str(config), "run.dir=run", *RANKS], folder, forked=True)
+    process = cli_runs.start(["train", str(config), "run.dir=run", *RANKS], folder, forked=True)
     assert process.wait() == 0, process.output()
     ours = "preparing to train (deepspeed)"
     # it keeps its words to itself
     assert "deepspeed" not in process.output().lower().replace(ours, "")
-    return runs.evidence(folder / "run")
+    return cli_runs.evidence(folder / "run")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(
-    config: Path, whole: runs.Evidence, tmp_path: Path
+    config: Path, whole: cli_runs.Evidence, tmp_path: Path
 ) -> None:
     command = ["train", str(config), "run.dir=run", *RANKS]
-    process = runs.start(
+    process = cli_runs.start(
         command, tmp_path, env={"PAUSE_AT": "surrogate:3", "PAUSE": "60"}, forked=True
     )
     assert process.until(lambda: (tmp_path / "paused").exists()), process.output()
@@ -93,12 +91,12 @@ def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(
         and "Traceback" not in process.output()
     )
     assert store.step_of(store.latest(tmp_path / "run") or Path()) == 2
-    again = runs.start(command, tmp_path, forked=True)
+    again = cli_runs.start(command, tmp_path, forked=True)
     assert again.wait() == 0, again.output()
-    assert runs.differences(tmp_path / "run", whole, STEPS) == []
+    assert cli_runs.differences(tmp_path / "run", whole, STEPS) == []
 
 
-def test_torchrun_and_one_process(config: Path, whole: runs.Evidence, tmp_path: Path) -> None:
+def test_torchrun_and_one_process(config: Path, whole: cli_runs.Evidence, tmp_path: Path) -> None:
     """torchrun gives the very same run as our own launcher; in one process it goes on within
     rounding.
     """
@@ -115,15 +113,15 @@ def test_torchrun_and_one_process(config: Path, whole: runs.Evidence, tmp_path: 
     done = subprocess.run(
         [*command, "train", str(config), "run.dir=run", "train.backend=deepspeed", "train.steps=2"],
         cwd=tmp_path,
-        timeout=runs.TIMEOUT,
-        env={**os.environ, **runs.ENVIRONMENT},
+        timeout=cli_runs.TIMEOUT,
+        env={**os.environ, **cli_runs.ENVIRONMENT},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    code, said = runs.forked("train", config, "run.dir=run", cwd=tmp_path)
+    code, said = cli_runs.forked("train", config, "run.dir=run", cwd=tmp_path)
     assert code == 0 and "train.backend was 'deepspeed' and is now 'local'" in said
-    found = runs.evidence(tmp_path / "run")
+    found = cli_runs.evidence(tmp_path / "run")
     assert found.metrics[:2] == whole.metrics[:2]
     for ours, theirs in zip(found.metrics, whole.metrics, strict=True):
         shared = [k for k in theirs if not k.startswith(("mismatch/", "ratio/"))]

@@ -15,6 +15,8 @@ import torch
 if find_spec("deepspeed") is None:
     pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
 
+from helpers.split_backends import LENGTHS, frozen, identical, load, policy_loss, update
+from helpers.toys import make_samples, relative, train_config
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.backends.deepspeed.backend import DeepSpeedBackend
@@ -25,8 +27,6 @@ from reinforge.backends.local import LocalBackend
 from reinforge.core.backend import Backend, State
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError
-from split_backends import LENGTHS, frozen, identical, load, policy_loss, update
-from toys import make_samples, relative, train_config
 
 KINDS = ("full", "tied", "lora", "bfloat16", "checkpointed")
 STAGES = (2, 3)

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.split_backends import load
+from helpers.tiny_runs import LORA, digest, launch, lines, make_config, tensors
+from helpers.toys import relative, train_config
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.fsdp.worker import FsdpWorker
@@ -23,9 +26,6 @@ from reinforge.checkpoint import store
 from reinforge.checkpoint.tensors import CheckpointTensors
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.offline.export import export
-from split_backends import load
-from tiny_runs import LORA, digest, launch, lines, make_config, tensors
-from toys import relative, train_config
 
 RANKS = ("train.backend=fsdp", "train.ranks=2")
 SHARDED = (*RANKS, "run.checkpoint.sharded=true")

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
+from helpers.split_backends import LENGTHS, both, load, one_pass, policy_loss
+from helpers.toys import make_samples, relative
 from reinforge.backends.distributed.ranks import Ranks
-from split_backends import LENGTHS, both, load, one_pass, policy_loss
-from toys import make_samples, relative
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def four() -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize(
-    ("sequence", "tensor", "hands"),
+    ("sequence", "tensor", "data_parallel"),
     [(2, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1)],
     ids=["2 groups of 2 slices", "slices and matrices", "2 groups of cut matrices", "4 slices"],
 )

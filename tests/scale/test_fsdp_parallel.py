@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 import torch
 
+from helpers.split_backends import LENGTHS, both, load, one_pass, policy_loss, summed
+from helpers.toys import gradients, make_samples, relative
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.algorithms.parts.surrogates import gspo
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.core.batch import Batch, Totals, pack
-from split_backends import LENGTHS, both, load, one_pass, policy_loss, summed
-from toys import gradients, make_samples, relative
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.tiny_runs import LORA, launch, lines, tensors
+from helpers.toys import make_model, relative, run, tokens_of
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.cluster.data_parallel import DataParallelEngine, RankEngine, dispatch_requests
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
-from tiny_runs import LORA, launch, lines, tensors
-from toys import make_model, relative, run, tokens_of
 
 DRAW = Sampling(max_new_tokens=12)
 

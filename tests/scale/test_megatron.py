@@ -15,6 +15,8 @@ import torch
 if find_spec("megatron") is None:
     pytest.skip("pip install 'reinforge[megatron]'", allow_module_level=True)
 
+from helpers.split_backends import LENGTHS, frozen, identical, load, policy_loss, update
+from helpers.toys import make_samples, relative, train_config
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
@@ -23,8 +25,6 @@ from reinforge.backends.megatron.backend import MegatronBackend
 from reinforge.core.backend import Backend, State
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError
-from split_backends import LENGTHS, frozen, identical, load, policy_loss, update
-from toys import make_samples, relative, train_config
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": partial(load, "full", "llama"),

@@ -15,12 +15,12 @@ import torch
 if find_spec("megatron") is None:
     pytest.skip("pip install 'reinforge[megatron]'", allow_module_level=True)
 
+from helpers.split_backends import LENGTHS, load, policy_loss, update
+from helpers.toys import make_samples, relative, train_config
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.megatron.backend import MegatronBackend
 from reinforge.backends.megatron.worker import MegatronWorker
-from split_backends import LENGTHS, load, policy_loss, update
-from toys import make_samples, relative, train_config
 
 MAKE = partial(load, "full", "qwen3")
 SETTINGS: dict[str, Any] = {"total_steps": 10, "temperature": 0.8, "reference": True}

@@ -13,13 +13,13 @@ import torch
 if find_spec("megatron") is None:
     pytest.skip("pip install 'reinforge[megatron]'", allow_module_level=True)
 
+from helpers.split_backends import load
+from helpers.toys import train_config
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.megatron.model import MegatronModel, check_architecture
 from reinforge.backends.megatron.worker import MegatronWorker
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
-from split_backends import load
-from toys import train_config
 
 LONG = {
     "rope_type": "longrope",

@@ -10,18 +10,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 if find_spec("megatron") is None:
     pytest.skip("pip install 'reinforge[megatron]'", allow_module_level=True)
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-import runs
-
+from helpers import cli_runs
+from helpers.split_runs import compare, served_by
 from reinforge.backends.distributed.ranks import Ranks
-from split_runs import compare, served_by
 
 RANKS = ("train.backend=megatron", "train.ranks=2", "train.tensor_parallel=2")
 STEPS = 4
@@ -54,9 +51,9 @@ def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(
 ) -> None:
     folder = tmp_path_factory.mktemp("megatron")
     surrogate = {"surrogate": f"{folder / 'parts.py'}:surrogate"}
-    config = runs.write_config(
+    config = cli_runs.write_config(
         folder,
-        runs.make_model(tmp_path_factory.mktemp("model")),
+        cli_runs.make_model(tmp_path_factory.mktemp("model")),
         algorithm=surrogate,
         train={"steps": STEPS},
         data={"eval": {"size": 0}},
@@ -65,14 +62,16 @@ def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(
     command = ["train", str(config), "run.dir=run", *RANKS]
     undisturbed = tmp_path_factory.mktemp("whole")
     cut = tmp_path_factory.mktemp("cut")
-    process = runs.start(command, undisturbed, forked=True)
+    process = cli_runs.start(command, undisturbed, forked=True)
     assert process.wait() == 0, process.output()
     said = process.output().lower()
     for ours in ("train.backend=megatron", "preparing to train (megatron)"):
         said = said.replace(ours, "")
     assert "megatron" not in said, "it keeps its words to itself"
-    whole = runs.evidence(undisturbed / "run")
-    process = runs.start(command, cut, env={"PAUSE_AT": "surrogate:3", "PAUSE": "60"}, forked=True)
+    whole = cli_runs.evidence(undisturbed / "run")
+    process = cli_runs.start(
+        command, cut, env={"PAUSE_AT": "surrogate:3", "PAUSE": "60"}, forked=True
+    )
     assert process.until(lambda: (cut / "paused").exists()), process.output()
     served = served_by(process.pid)
     os.kill(served, signal.SIGKILL)
@@ -83,6 +82,6 @@ def test_a_dead_rank_is_named_and_the_run_goes_on_exactly(
         .splitlines()[-1]
         .startswith(f"error: rank 1 (pid {served}) was ended by SIGKILL.")
     )
-    again = runs.start(command, cut, forked=True)
+    again = cli_runs.start(command, cut, forked=True)
     assert again.wait() == 0, again.output()
-    assert runs.differences(cut / "run", whole, STEPS) == []
+    assert cli_runs.differences(cut / "run", whole, STEPS) == []

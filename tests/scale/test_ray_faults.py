@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray_here
 import yaml
-from ray_here import FAST, Hurting, need_ray, plain
 
+from helpers import ray_cluster
+from helpers.paths import SRC
+from helpers.ray_cluster import FAST, Hurting, need_ray, plain
+from helpers.tiny_runs import digest, launch, lines, make_config
+from helpers.toys import make_samples
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.checkpoint import store
 from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
-from tiny_runs import digest, launch, lines, make_config
-from toys import make_samples
 
 need_ray()
 pytestmark = pytest.mark.timeout(600)
-SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 def ours(folder: str) -> set[int]:
@@ -188,7 +188,7 @@ def test_a_machine_that_goes_is_survived(tiny_dir: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ray_is_up() -> Iterator[None]:
-    with ray_here.one_ray():
+    with ray_cluster.one_ray():
         yield
 
 
@@ -227,17 +227,17 @@ def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
 
         def engine_workers(i: int) -> WorkerGroup:
             workers = cluster.workers("engine", i)
-            workers.make("model", ray_here.toy_model)
+            workers.make("model", ray_cluster.toy_model)
             return workers
 
         policy = cluster.workers("policy")
-        policy.make("model", ray_here.toy_model)
-        backend = RemoteBackend(policy, "policy", ray_here.toy_backend, shares=False)
+        policy.make("model", ray_cluster.toy_model)
+        backend = RemoteBackend(policy, "policy", ray_cluster.toy_backend, shares=False)
         engine = RemoteEngine(
             cluster,
             [partial(engine_workers, i) for i in range(2)],
             "engine",
-            ray_here.toy_engine,
+            ray_cluster.toy_engine,
             shares=False,
         )
         during, after = asyncio.run(scenario(backend, engine))
@@ -246,7 +246,7 @@ def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
         c.versions == sorted(c.versions) for c in during
     )
     assert {v for c in after for v in c.versions} == {1}
-    model = ray_here.toy_model({})
+    model = ray_cluster.toy_model({})
     own = dict(model.module.named_parameters())
     for name, tensor in trained.items():
         if name.startswith("model/"):

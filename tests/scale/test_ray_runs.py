@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray_here
-from ray_here import FAST, Hurting, kill, need_ray, plain
 
+from helpers import ray_cluster
+from helpers.ray_cluster import FAST, Hurting, kill, need_ray, plain
+from helpers.tiny_runs import EVAL, digest, launch, lines, make_config
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
-from tiny_runs import EVAL, digest, launch, lines, make_config
 
 need_ray()
 pytestmark = pytest.mark.timeout(600)
@@ -37,7 +37,7 @@ SAID = (
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_is_up() -> Iterator[None]:
-    with ray_here.one_ray():
+    with ray_cluster.one_ray():
         yield
 
 
@@ -169,7 +169,7 @@ def test_who_is_lost_again_and_again_ends_the_run(setup: Callable[..., Config]) 
         run(cfg, Hurting(1, kill("policy"), times=9))
     assert not {
         p
-        for p in ray_here.ray_processes()
+        for p in ray_cluster.ray_processes()
         if b"ray::Actor"
         in (Path(f"/proc/{p}/cmdline").read_bytes() if os.path.exists(f"/proc/{p}") else b"")
     }

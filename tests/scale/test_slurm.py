@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import slurm_here
 import yaml
 
+from helpers import slurm_cluster
+from helpers.paths import SRC
 from reinforge.checkpoint import store
 from reinforge.cluster.launchers import slurm
 from reinforge.cluster.launchers.job import Job
 from reinforge.models.tiny import make_tiny_model
 
-SRC = Path(__file__).resolve().parents[2] / "src"
 STEPS = 6
 ON_RAY = ("cluster.kind=ray", "cluster.address=auto")
 REWARD = '''"""Counts digits.
@@ -47,15 +47,15 @@ def digits(completions, **columns):
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_here.Slurm]:
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Slurm]:
     if os.geteuid() != 0:
         pytest.skip("starting munged and slurmctld needs root")
-    if absent := slurm_here.missing():
+    if absent := slurm_cluster.missing():
         pytest.skip(
             f"not installed: {', '.join(absent)} (Debian: slurm-wlm and munge; CI=true installs"
             " them)"
         )
-    with slurm_here.running(tmp_path_factory.mktemp("slurm")) as found:
+    with slurm_cluster.running(tmp_path_factory.mktemp("slurm")) as found:
         yield found
 
 
@@ -111,7 +111,7 @@ def job(config: Path, run: Path, *env: tuple[str, str]) -> Job:
     )
 
 
-def submit(here: slurm_here.Slurm, wanted: Job, starter: slurm.Starter) -> str:
+def submit(here: slurm_cluster.Slurm, wanted: Job, starter: slurm.Starter) -> str:
     wanted.folder.mkdir(parents=True)
     (wanted.run_dir / "logs").mkdir()
     path = wanted.folder / "job.sh"
@@ -128,7 +128,7 @@ def logs(run: Path) -> str:
 
 @pytest.mark.timeout(800)
 def test_two_nodes_are_preempted_and_resume_exactly(
-    here: slurm_here.Slurm, config: Path, tmp_path: Path
+    here: slurm_cluster.Slurm, config: Path, tmp_path: Path
 ) -> None:
     """Undisturbed under torchrun; signalled and requeued under srun's own ranks: the same weights,
     optimizer and cursor.
@@ -167,7 +167,9 @@ def test_two_nodes_are_preempted_and_resume_exactly(
 
 
 @pytest.mark.timeout(500)
-def test_ray_is_started_on_all_nodes(here: slurm_here.Slurm, config: Path, tmp_path: Path) -> None:
+def test_ray_is_started_on_all_nodes(
+    here: slurm_cluster.Slurm, config: Path, tmp_path: Path
+) -> None:
     """Head on the first node, a worker on the other, one driver beside the head; nothing of it is
     left afterwards.
     """

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_here import START, vllm_python
 
+from helpers.vllm_python import START, vllm_python
 from reinforge.build.served import setup_of, trainer_score
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.load import config_from_dict

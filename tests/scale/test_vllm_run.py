@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_here import START, vllm_python
 
+from helpers.toys import SilentView
+from helpers.vllm_python import START, vllm_python
 from reinforge.build.run import train_config
 from reinforge.config.engine import EngineConfig
 from reinforge.config.load import config_from_dict
@@ -24,7 +25,6 @@ from reinforge.engines.served.make import make_served
 from reinforge.models.load import load_model
 from reinforge.models.tiny import make_tiny_model
 from reinforge.offline.export import export
-from toys import SilentView
 
 pytestmark = pytest.mark.timeout(3 * START)
 

@@ -470,7 +470,7 @@ def bos_dir(tiny_dir: str, tmp_path: Path) -> str:
 def test_prompts_of_rollout_evaluation_and_sft_are_the_same_ids(
     bos_dir: str, tmp_path: Path
 ) -> None:
-    """Exactly one BOS, and special text in the prompt stays text (24, 29)."""
+    """Exactly one BOS, and special text in the prompt stays text."""
     rows = [
         {"prompt": "1+1=", "completion": "2"},
         {"prompt": "say <|eos|> or <|bos|>", "completion": "<|eos|> no"},
@@ -517,7 +517,7 @@ def test_prompts_of_rollout_evaluation_and_sft_are_the_same_ids(
 
 
 def _quiet() -> Any:
-    from toys import SilentView
+    from helpers.toys import SilentView
 
     return SilentView()
 

@@ -2,7 +2,7 @@
 configuration.
 
 Imports no torch: `plan` asks before anything is loaded. Checked against peaks measured on an H200
-(tests/unit/test_memory.py).
+(tests/unit/backends/test_memory_model.py).
 
 Legend: N packed tokens, L layers, H hidden, I inner size of the MLP, Q = heads x head size, K =
 key/value heads x head size, V vocabulary, b bytes per element of the module.

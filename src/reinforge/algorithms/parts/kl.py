@@ -11,7 +11,8 @@
 As a loss all of them leave out the effect of a token on the KL of later ones; in the reward, with
 return-to-go or a whole sequence's return, it is there. Off-policy a loss needs the importance
 weight (`PolicyLoss` applies it). d is clamped to +-`clamp`; beyond it the gradient is 0. Values:
-http://joschu.net/blog/kl-approx.html; gradients: worked out exactly in tests/unit/test_kl.py.
+http://joschu.net/blog/kl-approx.html; gradients: worked out exactly in
+tests/unit/algorithms/test_kl.py.
 """
 
 from __future__ import annotations

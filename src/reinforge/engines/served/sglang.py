@@ -3,7 +3,7 @@
 No plug-in: weights go through a directory of safetensors that it loads.
 
 Read from its sources and run against a stub that speaks this API
-(tests/unit/test_engine_sglang.py); its packages need CUDA.
+(tests/unit/engines/test_engine_sglang.py); its packages need CUDA.
 """
 
 from __future__ import annotations

@@ -1,0 +1,459 @@
+"""The memory model and the roofline against what was measured on an H200, the budget that follows
+from them, and predictions.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.tiny_runs import launch, lines, tensors
+from helpers.toys import make_model, make_module
+from reinforge.backends import memory_model, roofline
+from reinforge.backends.memory_model import GIB, ModelFacts
+from reinforge.backends.microbatch import auto_budget, facts_of
+from reinforge.backends.roofline import StepWork
+from reinforge.build.predict import predict, shown
+from reinforge.checkpoint import store
+from reinforge.config.adapter import AdapterConfig
+from reinforge.config.schema import Config
+from reinforge.models.adapters import add_adapter
+from reinforge.models.causal import CausalModel
+from reinforge.watch.report import compare_prediction, write_report
+from reinforge.watch.runs import read_json
+
+SMALL = ModelFacts(24, 896, 4864, 14, 2, 64, 151936, tied=True)  # the shape of Qwen2.5-0.5B
+BIG = ModelFacts(28, 1536, 8960, 12, 2, 128, 151936, tied=True)  # of Qwen2.5-1.5B
+H200 = roofline.gpu("NVIDIA H200", int(139.8 * GIB))
+STEP = StepWork(samples=512, prompt_tokens=256, new_tokens=1024, group=8)  # benchmarks/gpu_step.py
+CACHE = 512 * 1280 * memory_model.kv_token_bytes(SMALL)
+
+
+def compiled(f: ModelFacts) -> ModelFacts:
+    return replace(f, compiled=True)
+
+
+# against measurements: docs/lab-notebook.md and benchmarks/results
+
+
+@pytest.mark.parametrize(
+    ("facts", "tokens", "cache", "measured"),
+    [
+        (compiled(SMALL), 25600, CACHE, 40.9),
+        (compiled(SMALL), 25600, 0, 33.0),
+        (SMALL, 25600, 0, 47.0),
+        (compiled(BIG), 11520, 0, 50.2),
+    ],
+    ids=["0.5b compiled, cache kept", "0.5b compiled", "0.5b eager", "1.5b compiled"],
+)
+def test_peak_of_training(facts: ModelFacts, tokens: int, cache: int, measured: float) -> None:
+    assert (
+        memory_model.total(memory_model.training(facts, tokens)) + cache
+    ) / GIB == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "generate", "train"),
+    [(compiled(SMALL), 4.05, 4.87), (SMALL, 5.95, 6.68), (compiled(BIG), 6.97, 12.8)],
+    ids=["0.5b compiled", "0.5b", "1.5b"],
+)
+def test_seconds_of_a_step(facts: ModelFacts, generate: float, train: float) -> None:
+    assert roofline.generate_seconds(facts, H200, STEP) == pytest.approx(generate, rel=0.2)
+    assert roofline.train_seconds(facts, H200, STEP) == pytest.approx(train, rel=0.2)
+
+
+# first principles
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    assert SMALL.parameters() == pytest.approx(
+        494e6, rel=0.001
+    ) and BIG.parameters() == pytest.approx(1.543e9, rel=0.001)
+    for arch, left_out in (
+        ("llama", 0),
+        ("qwen3", 2 * 2 * 16),
+        ("gpt2", 128 * 32 + 2 * (9 + 2) * 32 + 32),
+    ):  # norms of heads; positions, biases
+        module = make_module(arch)
+        assert (
+            ModelFacts.of(module.config).parameters()
+            == sum(p.numel() for p in module.parameters()) - left_out
+        ), arch
+    adapted = add_adapter(make_module("llama"), AdapterConfig(rank=4), seed=0)
+    learning = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert (
+        ModelFacts.of(adapted.config, rank=4).learning()
+        == learning
+        == facts_of(CausalModel(adapted)).learning()
+    )
+    only_q = ModelFacts.of(adapted.config, rank=4, targets=("q_proj",))
+    assert only_q.learning() == 2 * 4 * (32 + 32)
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_what_autograd_keeps(dtype: torch.dtype, rank: int | None) -> None:
+    """The saved tensors of a real layer, each storage once and weights left out, against the list
+    of `saved`. CPU attention is another kernel than the GPU's and keeps the same tensors.
+    """
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    module: Any = make_module("llama", **shape).to(dtype)
+    if rank is not None:
+        module = add_adapter(module, AdapterConfig(rank=rank), seed=0)
+    model = CausalModel(module)
+    facts = facts_of(model)
+    assert facts.itemsize == dtype.itemsize and facts.rank == rank
+    tokens = 512
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in weights and x.numel() >= tokens:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    from reinforge.models.attention import Packed
+
+    layout = Packed([tokens // 2] * 2, torch.tensor([0, tokens // 2, tokens], dtype=torch.int32))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        hidden = model.hidden(
+            torch.arange(tokens) % 50, torch.arange(tokens) % (tokens // 2), layout
+        )
+    assert hidden.requires_grad
+    assert sum(kept.values()) / tokens == pytest.approx(
+        memory_model.activation_bytes(facts), rel=0.2
+    )
+
+
+def test_what_makes_activations_smaller_and_larger() -> None:
+    tokens = memory_model.activation_bytes
+    assert tokens(compiled(SMALL)) < tokens(SMALL) < 1.6 * tokens(compiled(SMALL))
+    assert tokens(replace(SMALL, checkpointing=True)) < tokens(SMALL) / 10
+    assert tokens(replace(SMALL, itemsize=4)) > 1.5 * tokens(SMALL)
+    assert (
+        sum(memory_model.saved(compiled(SMALL)).values())
+        == 2 * (4 * 896 + 2 * 896 + 2 * 128 + 3 * 4864) + 4 * 14
+    )
+
+
+def test_optimizer_gradients_and_copies() -> None:
+    n = SMALL.parameters()
+    assert (
+        memory_model.weight_bytes(SMALL) == 2 * n and memory_model.optimizer_bytes(SMALL) == 12 * n
+    )
+    assert memory_model.gradient_bytes(SMALL) == 4 * n + 2 * 151936 * 896
+    whole = replace(SMALL, itemsize=4)
+    assert (
+        memory_model.weight_bytes(whole) == 4 * n
+        and memory_model.optimizer_bytes(whole) == 8 * n
+        and memory_model.gradient_bytes(whole) == 4 * n
+    )
+    adapter = replace(SMALL, rank=16)
+    assert memory_model.optimizer_bytes(adapter) == 8 * adapter.learning() < n / 5
+    assert memory_model.optimizer_bytes(replace(SMALL, offload=True)) == 0
+    parts = memory_model.training(SMALL, 1000, reference=True, critic=True)
+    assert (
+        parts["reference"] == 2 * n
+        and parts["critic"] == 18 * n + 2 * 151936 * 896
+        and memory_model.training(adapter, 1000, reference=True)["reference"] == 0
+    )
+    assert memory_model.kv_token_bytes(SMALL) == 2 * 24 * 2 * 64 * 2
+    assert memory_model.head_bytes(SMALL, 100_000) == 2 * 2 * (1 << 28) + 151936 * 896 * 6
+
+
+def test_the_pool_is_the_engines() -> None:
+    """Computed here without the engine, and by the engine itself."""
+    from reinforge.engines.native import NativeEngine
+
+    model = make_model("llama")
+    facts = facts_of(model)
+    for options in (
+        {"max_batch": 16, "longest": 100},
+        {"max_batch": 16, "longest": 100, "kv_gib": 0.01},
+        {"max_batch": 10**9, "longest": 100},
+    ):
+        blocks = NativeEngine(model, **options).blocks
+        found = memory_model.kv_pool_bytes(
+            facts, 2 << 30, options["max_batch"], options["longest"], options.get("kv_gib")
+        )
+        assert found == blocks * 16 * memory_model.kv_token_bytes(facts)
+
+
+# the budget
+
+
+def test_the_budget_fits_and_grows_with_memory() -> None:
+    sizes = [8, 16, 24, 40, 80, 140, 1000]
+    for facts in (
+        SMALL,
+        compiled(SMALL),
+        BIG,
+        replace(BIG, rank=16),
+        replace(BIG, checkpointing=True),
+        replace(BIG, offload=True),
+    ):
+        found = [
+            memory_model.budget(facts, gib * GIB - memory_model.weight_bytes(facts))
+            for gib in sizes
+        ]
+        assert (
+            found == sorted(found)
+            and all(n % 1024 == 0 and 1024 <= n <= memory_model.FAR_ENOUGH for n in found)
+            and found[-1] == memory_model.FAR_ENOUGH
+        )
+        for gib, n in zip(sizes, found, strict=True):
+            assert n == 1024 or memory_model.total(memory_model.training(facts, n)) <= gib * GIB
+            if 1024 < n < memory_model.FAR_ENOUGH:  # and is not needlessly small
+                assert (
+                    memory_model.total(memory_model.training(facts, int(1.5 * n))) > 0.9 * gib * GIB
+                )
+    free = 48 * GIB
+    assert (
+        memory_model.budget(BIG, free)
+        > memory_model.budget(BIG, free, reference=True)
+        > memory_model.budget(BIG, free, critic=True)
+    )
+    assert (
+        memory_model.budget(BIG, free)
+        < memory_model.budget(compiled(BIG), free)
+        < memory_model.budget(replace(BIG, checkpointing=True), free)
+    )
+    assert memory_model.budget(BIG, free) < memory_model.budget(replace(BIG, offload=True), free)
+    assert memory_model.budget(BIG, 1 << 20) == 1024
+
+
+def test_small_models_stop_early_unless_a_row_is_longer() -> None:
+    free = 1000 * GIB
+    assert (
+        memory_model.budget(SMALL, free) == memory_model.FAR_ENOUGH
+        and memory_model.budget(SMALL, free, longest=70_000) == 70_656
+    )
+    assert memory_model.budget(SMALL, free, longest=10**6) == 131072
+
+
+def test_a_cpu_takes_4096_and_a_gpu_asks_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    assert auto_budget(model) == 4096
+    fake: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        module=model.module,
+        plain=model.plain,
+        trunk=model.trunk,
+        config=model.config,
+        dtype=model.dtype,
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (400 << 20, 1200 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1 << 20)
+    want = memory_model.budget(facts_of(model), 404 << 20, reserved=100 << 20)
+    assert auto_budget(fake) == want and 1024 < want < 65536
+    assert auto_budget(fake, paired=True) <= want and auto_budget(fake, reference=True) <= want
+
+
+def test_the_model_needs_no_torch() -> None:
+    code = (
+        "import sys; import reinforge.backends.memory_model, reinforge.backends.roofline;"
+        " sys.exit('torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONPATH": str(Path(memory_model.__file__).parents[2])},
+            timeout=60,
+        ).returncode
+        == 0
+    )
+
+
+# machines and predictions
+
+
+def test_gpus_by_name() -> None:
+    assert (
+        roofline.gpu("NVIDIA H100 80GB HBM3", 1).bandwidth == 3.35e12
+        and roofline.gpu("NVIDIA H100 PCIe", 1).flops == 756e12
+    )
+    assert (
+        roofline.gpu("NVIDIA L40S", 1).flops == 362e12
+        and roofline.gpu("NVIDIA L4", 1).flops == 121e12
+    )
+    assert (
+        roofline.gpu("NVIDIA A100-SXM4-80GB", 1).known
+        and roofline.gpu("NVIDIA GeForce RTX 4090", 24 * GIB).memory == 24 * GIB
+    )
+    assert not roofline.gpu("Some GPU", 1).known
+    slow = roofline.gpu("NVIDIA L4", 24 * GIB)
+    assert roofline.train_seconds(SMALL, slow, STEP) == pytest.approx(
+        989 / 121 * roofline.train_seconds(SMALL, H200, STEP)
+    )
+
+
+def test_the_cpu_is_timed_once() -> None:
+    found = roofline.this_cpu()
+    assert found is roofline.this_cpu() and found.kind == "cpu"
+    assert 1e8 < found.flops < 1e14 and 1e8 < found.bandwidth < 1e13 and found.memory > 1 << 30
+
+
+def test_work_that_is_left_out_takes_no_time() -> None:
+    assert roofline.generate_seconds(SMALL, H200, replace(STEP, new_tokens=0)) == 0
+    train = roofline.train_seconds(SMALL, H200, STEP)
+    assert roofline.train_seconds(replace(SMALL, rank=8), H200, STEP) == pytest.approx(
+        train * 2 / 3
+    )
+    assert roofline.train_seconds(SMALL, H200, replace(STEP, passes=1)) == pytest.approx(
+        train * 4 / 3
+    )
+    assert roofline.train_seconds(
+        SMALL, H200, replace(STEP, epochs=2, critic=True)
+    ) == pytest.approx(train * 4)
+    assert roofline.train_seconds(SMALL, H200, replace(STEP, shared=True)) == pytest.approx(
+        train * (1024 + 32) / 1280
+    )
+
+
+def test_a_prediction_has_every_part(make: Callable[..., Config]) -> None:
+    cfg = make(
+        "run",
+        "grpo",
+        "train.prompts_per_step=64",
+        "rollout.max_new_tokens=1024",
+        "algorithm.kl.coefficient=0.1",
+        "train.share_prompts=false",
+        "rollout={max_new_tokens: 1024}",
+        "algorithm.group_size=8",
+    )
+    found = predict(cfg, compiled(SMALL), H200, (256.0, 256), budget=25600)
+    assert {
+        "weights",
+        "optimizer",
+        "gradients",
+        "activations",
+        "head",
+        "reference",
+        "kv",
+        "peak",
+    } == found["memory_gib"]["train"].keys()
+    assert (
+        found["memory_gib"]["generate"]["kv"]
+        == found["memory_gib"]["train"]["kv"]
+        == pytest.approx(7.5)
+    )
+    # and the reference
+    assert found["memory_gib"]["train"]["peak"] == pytest.approx(40.9 + 0.92, rel=0.1)
+    assert found["seconds"]["generate"] == pytest.approx(4.05, rel=0.2) and found["seconds"][
+        "train"
+    ] == pytest.approx(4.87 * 4 / 3, rel=0.2)
+    text = dict(shown(found))
+    assert (
+        text["memory to train"].startswith(
+            "42.2 of 139.8 GiB on NVIDIA H200: activations 23.5, kv 7.5"
+        )
+        and "generate 4.2 s" in text["time of a step"]
+    )
+    small_gpu = predict(cfg, BIG, roofline.gpu("NVIDIA L4", 22 * GIB), (256.0, 256))
+    assert (
+        small_gpu["memory_gib"]["train"]["peak"] > 22
+        and small_gpu["assumed"]["tokens_per_microbatch"] == 1024
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_a_run_records_its_prediction_and_the_report_compares(
+    make: Callable[..., Config], algorithm: str
+) -> None:
+    cfg = make("run", algorithm, "train.steps=2")
+    launch(cfg)
+    prediction = read_json(Path(cfg.run.dir) / "prediction.json")
+    measured = lines(cfg)
+    phases = {"train", "generate"} if algorithm == "grpo" else {"train"}
+    assert (
+        prediction["seconds"].keys() == prediction["memory_gib"].keys() == phases
+        and prediction["machine"]["kind"] == "cpu"
+    )
+    rows = {
+        what: (predicted, found)
+        for what, _, predicted, found in compare_prediction(prediction, measured)
+    }
+    assert rows.keys() == {"memory, peak"} | {f"{phase}, one step" for phase in phases}
+    assert (
+        rows["memory, peak"][1]
+        == max(m["memory/peak_gib"] for m in measured if "memory/peak_gib" in m)
+        > 0.1
+    )
+    assert all(
+        predicted > 0 and found is not None and found > 0 for predicted, found in rows.values()
+    )
+    page = write_report(Path(cfg.run.dir)).read_text()
+    assert "<h2>Prediction</h2>" in page and f"{rows['memory, peak'][1]:.3g} GiB" in page
+
+
+def test_a_gpu_is_compared_phase_by_phase() -> None:
+    prediction = {
+        "memory_gib": {"train": {"peak": 40.0}, "generate": {"peak": 10.0}},
+        "seconds": {"train": 5.0, "generate": 4.0},
+    }
+    measured = [
+        {
+            "step": i,
+            "memory/train_gib": 38.0 + i,
+            "memory/generate_gib": 9.0,
+            "time/train": float(i),
+            "time/generate": 3.0,
+        }
+        for i in (1, 2, 9)
+    ]
+    assert compare_prediction(prediction, measured) == [
+        ("memory, train", "GiB", 40.0, 47.0),
+        ("memory, generate", "GiB", 10.0, 9.0),
+        ("train, one step", "s", 5.0, 2.0),
+        ("generate, one step", "s", 4.0, 3.0),
+    ]
+    assert compare_prediction({}, measured) == []
+
+
+def test_a_resumed_run_keeps_the_cache_it_had(make: Callable[..., Config]) -> None:
+    """Scheduling depends on the pool's size: another limit, or other free memory, at the time of
+    the resume does not change it.
+    """
+    launch(make("run", "grpo", "train.steps=2"))
+    cfg = make("run", "grpo", "train.steps=3", "rollout.kv_gib=0.02")
+    launch(cfg)
+    checkpoint = store.latest(Path(cfg.run.dir))
+    assert checkpoint is not None
+    per_block = 16 * memory_model.kv_token_bytes(
+        ModelFacts(2, 32, 64, 4, 2, 8, 1, tied=True, itemsize=4)
+    )
+    assert store.load(checkpoint)[1]["counters"]["engine/blocks"] == int(0.01 * GIB) // per_block
+
+
+def test_offloaded_runs_come_out_the_same(make: Callable[..., Config]) -> None:
+    """On a CPU bit for bit, also where the two kinds continue each other."""
+    found = []
+    for name, first, second in (
+        ("plain", "false", "false"),
+        ("offload", "true", "true"),
+        ("mixed", "true", "false"),
+        ("other", "false", "true"),
+    ):
+        launch(make(name, "grpo", "train.steps=2", f"train.optimizer.offload={first}"))
+        cfg = make(name, "grpo", "train.steps=3", f"train.optimizer.offload={second}")
+        launch(cfg)
+        found.append(tensors(cfg))
+    assert all(
+        f.keys() == found[0].keys() and all(torch.equal(f[k], found[0][k]) for k in f)
+        for f in found[1:]
+    )

@@ -1,0 +1,218 @@
+"""LoRA: begins as the identity, and the base model underneath never moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from helpers.toys import make_module, make_samples, parameters, run, tokens_of, train_config
+from reinforge.algorithms.losses.supervised import NLLLoss
+from reinforge.backends.local import LocalBackend
+from reinforge.config.adapter import AdapterConfig
+from reinforge.core.batch import Batch, Totals, pack
+from reinforge.core.engine import Sampling
+from reinforge.core.errors import InputError
+from reinforge.engines.native import NativeEngine
+from reinforge.models.adapters import adapter_off, add_adapter, is_adapted, merged
+from reinforge.models.causal import CausalModel
+from reinforge.models.named import named_weights
+
+
+def adapted(arch: str = "llama", seed: int = 3, **changes: object) -> CausalModel:
+    return CausalModel(add_adapter(make_module(arch), AdapterConfig(rank=4, **changes), seed=seed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2", "gemma2"])
+def test_begins_as_the_identity(arch: str) -> None:
+    batch = Batch.pack(make_samples())
+    with torch.no_grad():
+        assert torch.equal(
+            adapted(arch).logprobs(batch, temperature=1.0)[0],
+            CausalModel(make_module(arch)).logprobs(batch, temperature=1.0)[0],
+        )
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_reference_is_the_base_model_after_training(arch: str) -> None:
+    """The adapter learns, the reference (adapter off) stays bit for bit what it was, and so do the
+    base weights.
+    """
+    samples = make_samples()
+    batches = pack(samples, 64)
+    model = adapted(arch)
+    backend = LocalBackend(model, train_config(learning_rate=1e-2), total_steps=10, reference=True)
+    backend.annotate(batches, frozenset({"reference", "old"}))
+    before = batches[0].streams["reference"].clone()
+    weights = parameters(model.module)
+    assert torch.equal(before, batches[0].streams["old"]) and backend.frozen is None
+    losses = []
+    for _ in range(5):
+        losses.append(backend.forward_backward(batches, NLLLoss(), Totals.of(batches))["sft/loss"])
+        assert backend.step()["train/empty"] == 0
+        backend.annotate(batches, frozenset({"reference", "old"}))
+        assert torch.equal(batches[0].streams["reference"], before)
+    assert losses[-1] < losses[0] - 0.01
+    assert float((batches[0].streams["old"] - before).abs().max()) > 0.01
+    after = parameters(model.module)
+    moved = {name for name in after if not torch.equal(after[name], weights[name])}
+    assert (
+        moved
+        and all("lora_" in name for name in moved)
+        and set(backend.optimizer.parameters) == {n for n in after if "lora_" in n}
+    )
+
+
+def test_the_same_seed_gives_the_same_adapter_and_touches_no_global_stream() -> None:
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    one = adapted()
+    two = adapted()
+    other = adapted(seed=4)
+    assert torch.equal(torch.rand(3), want)
+    a, b, c = (parameters(m.module) for m in (one, two, other))
+    assert all(torch.equal(a[k], b[k]) for k in a) and any(not torch.equal(a[k], c[k]) for k in a)
+
+
+def test_engine_serves_the_adapter() -> None:
+    """The module with its adapter on is what generates: log-probs match the trained policy, not the
+    base.
+    """
+    model = adapted()
+    with torch.no_grad():
+        for name, p in model.module.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    prompt = tokens_of(6)
+    done = run(NativeEngine(model).generate(prompt, Sampling(8, ignore_eos=True), key=1))[0]
+    from reinforge.core.sample import Sample
+
+    batch = Batch.pack([Sample.from_tokens("s", prompt + done.tokens, [False] * 6 + [True] * 8)])
+    with torch.no_grad():
+        on = model.logprobs(batch, temperature=1.0)[0]
+        with adapter_off(model.module):
+            off = model.logprobs(batch, temperature=1.0)[0]
+    assert (
+        float((on - torch.tensor(done.logprobs)).abs().max())
+        < 1e-5
+        < 0.1
+        < float((off - on).abs().max())
+    )
+
+
+def test_adapter_in_float32_on_a_bfloat16_model() -> None:
+    model = CausalModel(add_adapter(make_module().bfloat16(), AdapterConfig(rank=4), seed=0))
+    assert {p.dtype for n, p in model.module.named_parameters() if "lora_" in n} == {
+        torch.float32
+    } and is_adapted(model.module)
+
+
+def test_saved_adapter_is_continued(tmp_path: Path) -> None:
+    model = adapted(seed=8)
+    with torch.no_grad():
+        for name, p in model.module.named_parameters():
+            if "lora_B" in name:
+                p.fill_(0.1)
+    model.module.save_pretrained(tmp_path)
+    again = CausalModel(add_adapter(make_module(), AdapterConfig(path=str(tmp_path)), seed=0))
+    a = parameters(model.module)
+    b = parameters(again.module)
+    assert all(torch.equal(a[k], b[k]) for k in a) and any(
+        p.requires_grad for p in again.module.parameters()
+    )
+
+
+@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe", "mixtral"])
+def test_an_adapter_of_experts_is_published_and_merged(arch: str, tmp_path: Path) -> None:
+    """Matrices of experts lie in one parameter, and one module has several of them: what a server
+    is sent, and what is exported merged, computes what the adapted model computes.
+    """
+    module = add_adapter(make_module(arch), AdapterConfig(rank=3), seed=0)
+    adapted = [name for name, p in module.named_parameters() if p.requires_grad]
+    assert arch == "qwen2_moe" or any("experts" in name for name in adapted)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        tokens = torch.tensor([tokens_of(9)])
+        want = module(tokens).logits
+        base = make_module(arch)(tokens).logits
+        sent = {name: tensor.clone() for name, tensor in named_weights(module)}
+        save_file(
+            {name: tensor.contiguous() for name, tensor in sent.items()},
+            tmp_path / "model.safetensors",
+            {"format": "pt"},
+        )
+        module.get_base_model().config.save_pretrained(tmp_path)
+        again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert (
+            float((again.eval()(tokens).logits - want).abs().max())
+            < 1e-3
+            < 0.1
+            < float((base - want).abs().max())
+        )
+        assert float((merged(module)(tokens).logits - want).abs().max()) < 1e-3
+
+
+def test_unknown_targets_are_an_input_error() -> None:
+    with pytest.raises(InputError, match=r"adapter\.targets"):
+        adapted(targets=["nothing_like_this"])
+    with pytest.raises(InputError, match="lm_head"):
+        adapted(targets=["lm_head"])
+
+
+def test_a_full_model_keeps_a_frozen_copy_as_reference() -> None:
+    batches = pack(make_samples(), 64)
+    model = CausalModel(make_module())
+    backend = LocalBackend(model, train_config(learning_rate=1e-2), total_steps=10, reference=True)
+    backend.annotate(batches, frozenset({"reference"}))
+    before = batches[0].streams["reference"].clone()
+    backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
+    backend.step()
+    backend.annotate(batches, frozenset({"reference", "old"}))
+    assert (
+        torch.equal(batches[0].streams["reference"], before)
+        and float((batches[0].streams["old"] - before).abs().max()) > 0.01
+    )
+    assert backend.frozen is not None and not any(
+        p.requires_grad for p in backend.frozen.module.parameters()
+    )
+
+
+def test_the_lean_forward_is_pefts_in_float32_and_close_in_bfloat16() -> None:
+    """With the adapter on, off and merged; gradients too."""
+    from peft.tuners.lora import Linear
+
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.05)):
+        base = make_module().to(dtype)
+        wrapped = add_adapter(base, AdapterConfig(rank=4), seed=0)
+        layer = next(m for m in wrapped.modules() if type(m) is Linear)
+        with torch.no_grad():
+            for p in layer.lora_B.parameters():
+                p.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
+        results = []
+        for forward in (layer.forward, lambda x, layer=layer: Linear.forward(layer, x)):
+            wrapped.zero_grad()
+            y = forward(x)
+            y.float().square().sum().backward()
+            results.append(
+                (
+                    y.detach().float(),
+                    *(p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None),
+                )
+            )
+        assert len(results[0]) == 3 and results[0][1].dtype == torch.float32
+        for a, b in zip(*results, strict=True):
+            assert float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+        with wrapped.disable_adapter():
+            assert torch.equal(layer.forward(x), layer.base_layer(x))
+        layer.merge()
+        assert float((layer.forward(x).float() - results[0][0]).abs().max()) <= max(
+            tolerance, 1e-5
+        ) * float(results[0][0].abs().max())

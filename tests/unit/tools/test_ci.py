@@ -1,0 +1,135 @@
+"""`.ci/run`: what it installs, what it then demands, and how it ends.
+
+`make`, `apt-get` and `id` are stand-ins.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from helpers.paths import ROOT
+
+TOOLS = ("bash", "env", "dirname", "mktemp", "rm", "tee", "tail", "grep", "cat", "chmod")
+
+STANDINS = {
+    "timeout": 'while [[ $1 == --* || $1 =~ ^[0-9]+m?$ ]]; do shift; done\nexec "$@"',
+    "make": (
+        'echo "make $* must=${REINFORGE_MUST_RUN-nothing}" >>"$SAID"\necho "    3  sandbox: no'
+        ' bwrap"\necho "7 passed, 3 skipped in 1.00s"\n[ "$1" != "$FAILING" ]'
+    ),
+    "apt-get": 'echo "apt-get $*" >>"$SAID"\n[ -z "${OFFLINE-}" ]',
+    "id": 'echo "$WHO"',
+}
+
+
+def runs(
+    tmp_path: Path, present: tuple[str, ...] = (), **environment: str
+) -> tuple[int, list[str], str]:
+    """Exit code, what was called, what was printed."""
+    programs = tmp_path / "bin"
+    said = tmp_path / "said"
+    programs.mkdir()
+    for name in TOOLS:
+        found = shutil.which(name)
+        assert found, name
+        (programs / name).symlink_to(found)
+    for name, body in {**STANDINS, **dict.fromkeys(present, "true")}.items():
+        if name != environment.get("WITHOUT"):
+            (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+            (programs / name).chmod(0o755)
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    settings = {
+        "PATH": str(programs),
+        "SAID": str(said),
+        "WHO": "0",
+        "FAILING": "",
+        "TMPDIR": str(tmp_path),
+        **environment,
+    }
+    done = subprocess.run(
+        [shutil.which("bash") or "bash", str(tmp_path / ".ci" / "run")],
+        capture_output=True,
+        text=True,
+        env=settings,
+    )
+    return done.returncode, said.read_text().splitlines(), done.stdout + done.stderr
+
+
+MUST = "must=browser sandbox triton"
+
+
+def test_root_installs_what_is_missing_and_demands_it(tmp_path: Path) -> None:
+    code, called, printed = runs(tmp_path, present=("chromium",))
+    assert code == 0
+    assert called[0] == "apt-get -qq update"
+    assert called[1] == "apt-get -qq -y install --no-install-recommends bubblewrap"
+    assert called[2:] == [f"make test {MUST}", f"make test-scale {MUST}"]
+    assert (
+        printed.splitlines()[-4:]
+        == ["    3  sandbox: no bwrap", "7 passed, 3 skipped in 1.00s"] * 2
+    )
+
+
+def test_nothing_is_installed_that_is_there(tmp_path: Path) -> None:
+    _, called, _ = runs(tmp_path, present=("chromium", "bwrap"))
+    assert called == [f"make test {MUST}", f"make test-scale {MUST}"]
+
+
+def test_a_failed_installation_is_told_and_the_tests_run(tmp_path: Path) -> None:
+    _, called, printed = runs(tmp_path, OFFLINE="1")
+    install = "apt-get -qq -y install --no-install-recommends"
+    assert called == [
+        "apt-get -qq update",
+        f"{install} chromium",
+        f"{install} bubblewrap",
+        f"make test {MUST}",
+        f"make test-scale {MUST}",
+    ]
+    for package in ("chromium", "bubblewrap"):  # one that there is not does not keep the other away
+        assert f"the tests that need {package} will fail" in printed
+
+
+def test_another_name_of_the_browser_will_do(tmp_path: Path) -> None:
+    _, called, _ = runs(tmp_path, present=("google-chrome", "bwrap"))
+    assert called == [f"make test {MUST}", f"make test-scale {MUST}"]
+
+
+@pytest.mark.parametrize(
+    "environment", [{"WHO": "1000"}, {"WITHOUT": "apt-get"}], ids=["a user", "no apt-get"]
+)
+def test_elsewhere_nothing_of_the_system_is_demanded(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    code, called, printed = runs(tmp_path, **environment)
+    assert code == 0 and called == ["make test must=triton", "make test-scale must=triton"]
+    assert "are skipped" in printed
+
+
+def test_a_failure_is_the_exit_code_and_scale_is_tried_again(tmp_path: Path) -> None:
+    code, called, printed = runs(tmp_path, present=("chromium", "bwrap"), FAILING="test-scale")
+    assert code == 1 and "== summary: failed, exit 1" in printed
+    assert called[-1] == f"make test-scale ARGS=--lf {MUST}"
+
+
+def test_triton_is_pinned_and_installed_for_the_tests() -> None:
+    """Its interpreter runs the kernel tests on a CPU; `make lock` must not take the pin away."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert any("kernels" in requirement for requirement in extras["test"])
+    assert any(requirement.startswith("triton") for requirement in extras["kernels"])
+    assert any(
+        line.startswith("triton==") for line in (ROOT / "constraints.txt").read_text().splitlines()
+    )
+    (recipe,) = [
+        line
+        for line in (ROOT / "Makefile").read_text().splitlines()
+        if "sed -i" in line and "constraints.txt" in line
+    ]
+    assert "triton" not in recipe

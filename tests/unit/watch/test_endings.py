@@ -1,0 +1,307 @@
+"""Every ending has a report and a few lines: finished, stopped, failed, asked to end, killed.
+
+Also of a run that is still going.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helpers.paths import SRC
+from helpers.tiny_runs import DATA, EVAL, launch, lines, odd
+from helpers.toys import SilentView
+from reinforge.build.caller_objects import CallerObjects
+from reinforge.build.run import train_config
+from reinforge.checkpoint.lock import RunLock
+from reinforge.cli.main import main
+from reinforge.config.schema import Config
+from reinforge.core.errors import StoppedByPolicy, Terminated
+from reinforge.loops.run import Run
+from reinforge.watch.ending import describe_end
+from reinforge.watch.recorder import Recorder
+from reinforge.watch.runs import show_run
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def ends(cfg: Config, view: SilentView, reward: Callable[..., Any] = odd) -> BaseException | None:
+    """Runs it, and gives back what it ended with."""
+    try:
+        train_config(cfg, CallerObjects(data=DATA, eval_data=EVAL, rewards=[reward]), view)
+    except BaseException as error:
+        return error
+    return None
+
+
+def check(cfg: Config, view: SilentView, status: str, words: str = "") -> str:
+    """The files and the words that every ending leaves; returns the words."""
+    folder = Path(cfg.run.dir)
+    told = view.messages[-1]
+    page = (folder / "report.html").read_text()
+    assert (
+        show_run(folder)["status"] == status
+        and f'<span class="badge {status}">{status}</span>' in page
+    )
+    assert json.loads((folder / "summary.json").read_text())["status"] == status
+    assert str(folder / "report.html") in told and words in told and words in page
+    return told
+
+
+def test_a_finished_run_tells_what_it_reached_what_it_cost_and_what_to_do_next(
+    make: Callable[..., Config],
+) -> None:
+    cfg = make("run", "grpo", "train.steps=2", "eval.every=1", "eval.at_start=true")
+    view = SilentView()
+    assert ends(cfg, view) is None
+    told = check(cfg, view, "finished")
+    rows = told.splitlines()
+    assert rows[0].startswith("finished  2 of 2 steps in ") and len(rows) <= 9
+    assert (
+        re.search(
+            r"^reached   eval/accuracy [\d.]+% -> [\d.]+% \(95% interval ", told, re.MULTILINE
+        )
+        and "mean reward 0." in told
+    )
+    assert " a step (" in told and "tokens sampled" in told
+    assert f"reinforge chat {cfg.run.dir}" in told and f"reinforge export {cfg.run.dir} OUT" in told
+    summary = json.loads((Path(cfg.run.dir) / "summary.json").read_text())
+    assert (
+        summary["metrics"]["eval"].keys() >= {"accuracy", "n"}
+        and summary["metrics"]["train"]["grad_norm"] > 0
+        and "epoch" in summary["metrics"]["run"]
+    )
+    assert (
+        summary["steps"] == summary["of"] == 2
+        and summary["seconds"] > 0
+        and summary["troubles"] == []
+    )
+
+
+def test_a_stopped_run_has_a_report_that_says_why(make: Callable[..., Config]) -> None:
+    def nothing(completions: list[str]) -> list[None]:
+        return [None] * len(completions)
+
+    cfg = make("run", "grpo", "train.steps=9", "run.checkpoint.every=1")
+    view = SilentView()
+    assert isinstance(ends(cfg, view, nothing), StoppedByPolicy)
+    assert "goes on from its newest checkpoint" in check(
+        cfg, view, "stopped", "3 steps in a row had no sample that could be scored"
+    )
+
+
+def test_a_failed_run_has_a_report_that_says_why(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from reinforge.backends.local import LocalBackend
+
+    def dies(self: LocalBackend) -> Any:
+        raise ZeroDivisionError("the disk melted\nwith details")
+
+    monkeypatch.setattr(LocalBackend, "step", dies)
+    cfg = make("run", "grpo")
+    view = SilentView()
+    assert isinstance(ends(cfg, view), ZeroDivisionError)
+    check(cfg, view, "failed", "ZeroDivisionError: the disk melted")
+
+
+def test_an_interrupted_run_has_a_report(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_step = Run.end_step
+
+    async def interrupted(self: Run, *given: Any) -> None:
+        self.terminate(signal.SIGINT)
+        await end_step(self, *given)
+
+    monkeypatch.setattr(Run, "end_step", interrupted)
+    cfg = make("run", "grpo")
+    view = SilentView()
+    assert isinstance(ends(cfg, view), Terminated)
+    told = check(cfg, view, "terminated", "stopped by SIGINT at step 1 of 3")
+    assert "start it again with the same command" in told
+
+
+def test_a_terminal_that_closes_ends_a_run_with_the_code_of_its_signal(
+    tiny_dir: str, tmp_path: Path
+) -> None:
+    """What is written to it afterwards fails, and must not take the place of the ending."""
+    settings = {
+        "model": {"path": tiny_dir},
+        "algorithm": {"name": "grpo", "group_size": 2},
+        "data": {"source": "arithmetic:chain"},
+        "rewards": [{"name": "exact_number"}],
+        "rollout": {"max_new_tokens": 4, "kv_gib": 0.01},
+        "train": {"steps": 100000, "prompts_per_step": 2},
+        "run": {"dir": str(tmp_path / "run"), "checkpoint": {"every": 0}},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings))
+    program = (
+        "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from reinforge.cli.main"
+        " import main; sys.exit(main())"
+    )
+    ours, theirs = os.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, "train", str(tmp_path / "c.yaml")],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+    )
+    os.close(theirs)
+    try:
+        shown = b""
+        while b"2/100000" not in shown:
+            shown += os.read(ours, 4096)
+        os.close(ours)
+        assert child.wait(120) == 128 + signal.SIGHUP
+    finally:
+        child.kill()
+        child.wait()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "terminated" and (tmp_path / "run" / "report.html").exists()
+    assert show_run(tmp_path / "run")["checkpoints"]
+
+
+def test_an_ending_that_cannot_be_written_takes_nothing_from_the_run(
+    make: Callable[..., Config],
+) -> None:
+    cfg = make("run", "grpo")
+    view = SilentView()
+    (Path(cfg.run.dir) / "report.html").mkdir(parents=True)
+    result = train_config(cfg, CallerObjects(data=DATA, rewards=[odd]), view)
+    assert (
+        result.steps == 3
+        and result.report is None
+        and view.messages[-1].startswith("no report was written: ")
+    )
+
+
+def test_a_run_killed_by_the_kernel_gets_its_report_by_the_command(
+    tiny_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {
+        "model": {"path": tiny_dir},
+        "algorithm": {"name": "grpo", "group_size": 2},
+        "data": {"source": "arithmetic:chain"},
+        "rewards": [{"name": "exact_number"}],
+        "rollout": {"max_new_tokens": 4, "kv_gib": 0.01},
+        "train": {"steps": 5, "prompts_per_step": 2},
+        "run": {"dir": str(tmp_path / "run")},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings))
+    killed = {"REINFORGE_CRASH_AT": "step:end@3", "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "reinforge", "train", str(tmp_path / "c.yaml")],
+        env=os.environ | killed,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "run" / "report.html").exists()
+    assert main(["runs", "report", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr()
+    assert (
+        said.out.strip() == str(tmp_path / "run" / "report.html")
+        and "interrupted, step 2 of 5" in said.err
+    )
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert '<span class="badge interrupted">interrupted</span> step 2 of 5, as of 20' in page
+
+
+def test_a_run_that_is_still_going_gets_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(
+        tmp_path, {"algorithm": {"name": "grpo"}, "train": {"steps": None, "epochs": 2}}, steps=40
+    )
+    recorder.log(7, {"reward/mean": 0.5, "train/skipped": 0.0, "train/grad_norm": 1.0})
+    with RunLock(tmp_path):
+        assert main(["runs", "report", str(tmp_path)]) == 0
+        assert "running, step 7 of 40" in capsys.readouterr().err
+        page = (tmp_path / "report.html").read_text()
+    recorder.close()
+    assert (
+        '<span class="badge running">running</span> step 7 of 40, as of 20' in page
+        and "<script src" not in page
+    )
+
+
+def test_what_was_begun_after_an_ending_is_not_ended(tmp_path: Path) -> None:
+    """The lock is released after the last event: what the events say of an ending comes first, and
+    a new beginning takes it back.
+    """
+    recorder = Recorder(tmp_path, {})
+    recorder.event("finished")
+    with RunLock(tmp_path):
+        assert show_run(tmp_path)["status"] == "finished"
+        Recorder(tmp_path, {}, resume_offsets=recorder.offsets()).close()
+        assert show_run(tmp_path)["status"] == "running"
+    assert show_run(tmp_path)["status"] == "interrupted"
+    recorder.close()
+
+
+def test_the_end_of_a_reward_model_does_not_offer_a_chat(make: Callable[..., Config]) -> None:
+    rows = [{"prompt": f"{i}", "chosen": "yes", "rejected": "no"} for i in range(8)]
+    cfg = make("run", "bradley_terry", "train.steps=1", rewards=[])
+    train_config(cfg, CallerObjects(data=rows), SilentView())
+    told = describe_end(Path(cfg.run.dir))
+    assert "reinforge export" in told and "reinforge chat" not in told and "loss 0." in told
+
+
+def test_only_the_phases_of_the_newest_step_are_shown(make: Callable[..., Config]) -> None:
+    """An evaluation is booked on the step after it; two steps later its share is no
+    longer there.
+    """
+    seen: list[dict[str, float]] = []
+
+    class Watching(SilentView):
+        def update(self, step: int, metrics: dict[str, float]) -> None:
+            seen.append({key: value for key, value in metrics.items() if key.startswith("share/")})
+
+    cfg = make("run", "grpo", "train.steps=4", "eval.every=2", "run.checkpoint.every=1")
+    ends(cfg, Watching())
+    assert len(seen) >= 4 and all(
+        sum(found.values()) == pytest.approx(1.0) for found in seen if found
+    )
+    assert any("share/eval" in found for found in seen) and any(
+        found and "share/eval" not in found for found in seen
+    )
+
+
+def test_every_phase_says_what_it_does(make: Callable[..., Config]) -> None:
+    cfg = make("run", "grpo", "train.steps=2", "eval.every=2", "run.checkpoint.every=1")
+    view = SilentView()
+    ends(cfg, view)
+    doing = view.activities
+    order = [
+        "loading torch and transformers",
+        "reading data (python)",
+        "tokenising 16 prompts",
+        f"loading the model {cfg.model.path}",
+        "evaluating on held-out rows",
+        "step 1: generating 16 answers to 4 prompts",
+        "step 1: waiting for rewards",
+        "step 1: updating the weights",
+        "saving a checkpoint",
+        "step 2: generating 16 answers to 4 prompts",
+    ]
+    assert list(dict.fromkeys(text for text in doing if text in order)) == order
+    assert doing[-2:] == ["evaluating on held-out rows", "saving a checkpoint"]
+    assert lines(cfg)[-1]["step"] == 2
+
+
+def test_launch_has_the_report(make: Callable[..., Config]) -> None:
+    result = launch(make())
+    assert result.report == result.run_dir / "report.html" and result.report.exists()

@@ -1,0 +1,252 @@
+"""A run that could not learn says so: live, at its end, in its summary, in its report and in `runs
+show`. One place decides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.tiny_runs import DATA, EVAL, launch, lines, odd
+from helpers.toys import SilentView
+from reinforge.build.caller_objects import CallerObjects
+from reinforge.build.run import train_config
+from reinforge.config.schema import Config
+from reinforge.core.errors import StoppedByPolicy
+from reinforge.watch.report import write_report
+from reinforge.watch.runs import show_run
+from reinforge.watch.troubles import ENOUGH, Health, Trouble
+
+FINE = {
+    "train/skipped": 0.0,
+    "train/grad_norm": 0.5,
+    "reward/mean": 0.5,
+    "reward/std": 0.4,
+    "reward/unscored": 0.0,
+    "batch/signal": 1.0,
+}
+TIED = {**FINE, "train/grad_norm": 0.0, "batch/signal": 0.0, "reward/mean": 0.25}
+
+
+def health(*steps: dict[str, Any]) -> Health:
+    found = Health()
+    for number, metrics in enumerate(steps, 1):
+        found.observe(number, metrics)
+    return found
+
+
+def kinds(found: Health, *, ended: bool = True) -> list[str]:
+    return [trouble.kind for trouble in found.troubles(ended=ended)]
+
+
+def score(value: float, spread: float | None = 0.05) -> dict[str, float]:
+    bounds = (
+        {}
+        if spread is None
+        else {"eval/accuracy_low": value - spread, "eval/accuracy_high": value + spread}
+    )
+    return {"eval/accuracy": value, **bounds}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([FINE] * 20, []),
+        ([FINE] * 10 + [TIED] * 10, []),  # half is not most
+        ([FINE] * 9 + [TIED] * 11, ["no_gradient"]),
+        ([TIED], ["no_gradient"]),
+        # the KL, the entropy or a router gave a gradient
+        ([{**FINE, "batch/signal": 0.0}] * 6, []),
+        ([{"train/skipped": 0.0, "batch/signal": 0.0}] * 6, ["no_gradient"]),
+        # no group at all was left to train
+        ([{"train/skipped": 0.0, "train/empty": 1.0}] * 6, ["no_gradient"]),
+        ([{"train/skipped": 0.0, "train/grad_norm": 0.0}] * 6, ["no_gradient"]),  # SFT
+        (
+            [{**FINE, "reward/std": 0.0, "reward/mean": 0.1 + 0.2}] * 3
+            + [{**FINE, "reward/std": 1e-17, "reward/mean": 0.3}] * 3,
+            ["constant_reward"],
+        ),
+        ([{**FINE, "reward/std": 0.0, "reward/mean": 0.0}] * 5 + [FINE], []),
+        # it moves
+        (
+            [
+                {**FINE, "reward/std": 0.0, "reward/mean": 0.0},
+                {**FINE, "reward/std": 0.0, "reward/mean": 1.0},
+            ],
+            [],
+        ),
+        ([{**FINE, "train/skipped": 1.0, "train/grad_norm": math.nan}] + [FINE] * 9, ["nonfinite"]),
+        # one in a hundred is skipped, and that is all
+        ([{**FINE, "train/skipped": 1.0, "train/grad_norm": None}] + [FINE] * 99, []),
+        ([{**FINE, "reward/unscored": 0.2}] * 6, ["unscored"]),
+        ([{**FINE, "reward/unscored": 0.05}] * 6, []),
+        (
+            [
+                {
+                    **FINE,
+                    "reward/unscored": 1.0,
+                    "reward/mean": math.nan,
+                    "reward/std": 0.0,
+                    "train/grad_norm": 0.0,
+                }
+            ]
+            * 2,
+            ["unscored", "no_gradient"],
+        ),
+        ([score(0.53), FINE, score(0.0)], ["collapse"]),
+        ([score(0.53), FINE, score(0.45)], []),  # their intervals overlap
+        ([score(0.5, None), score(0.26, None)], []),
+        ([score(0.5, None), score(0.24, None)], ["collapse"]),
+        ([score(0.1), score(0.9)], []),
+    ],
+)
+def test_what_is_a_trouble_and_what_is_not(
+    steps: list[dict[str, Any]], expected: list[str]
+) -> None:
+    assert kinds(health(*steps)) == expected
+
+
+def test_while_a_run_goes_on_a_share_needs_a_few_steps() -> None:
+    assert kinds(health(*[TIED] * (ENOUGH - 1)), ended=False) == []
+    assert kinds(health(*[TIED] * ENOUGH), ended=False) == ["no_gradient"]
+    # an evaluation has enough rows of its own
+    assert kinds(health(score(0.9), score(0.0)), ended=False) == ["collapse"]
+
+
+def test_a_trouble_names_its_numbers_and_the_next_step() -> None:
+    [idle] = health(*[FINE] * 2, *[TIED] * 17, FINE).troubles(ended=True)
+    assert (
+        "17 of 20 steps taught nothing" in idle.what
+        and "mean 0.25" in idle.what
+        and "group_size" in idle.fix
+    )
+    [constant] = health(*[{**FINE, "reward/std": 0.0, "reward/mean": 0.5}] * 30).troubles(
+        ended=True
+    )
+    assert (
+        "30 steps got the same reward, 0.5" in constant.what
+        and "reinforge check rewards" in constant.fix
+    )
+
+
+def everywhere(run_dir: Path, view: SilentView, kind: str, words: str) -> None:
+    """Live, at the end, in the log, the summary, the report, and to whoever looks later."""
+    assert [trouble.kind for trouble in view.found] == [kind] and words in view.found[0].what
+    assert (
+        f"warning: {view.found[0].what.split()[0]}" in view.messages[-1]
+        and words.split()[-1] in view.messages[-1]
+    )
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert [trouble["kind"] for trouble in summary["troubles"]] == [kind] and summary["troubles"][
+        0
+    ]["fix"]
+    assert f'data-kind="{kind}"' in (run_dir / "report.html").read_text()
+    assert any(words in text for text in show_run(run_dir)["troubles"])
+
+
+def test_a_run_with_a_constant_reward_says_so_everywhere(make: Callable[..., Config]) -> None:
+    cfg = make("run", "grpo", "train.steps=6", "run.checkpoint.every=2")
+    view = SilentView()
+
+    def same(completions: list[str]) -> list[float]:
+        return [0.5] * len(completions)
+
+    train_config(cfg, CallerObjects(data=DATA, rewards=[same]), view)
+    everywhere(Path(cfg.run.dir), view, "constant_reward", "got the same reward, 0.5")
+    told = [e for e in lines(cfg, "events.jsonl") if e["kind"] == "trouble"]
+    assert [(e["trouble"], e["step"]) for e in told] == [("constant_reward", ENOUGH)]
+
+
+def test_a_run_whose_groups_tie_says_so_everywhere(make: Callable[..., Config]) -> None:
+    """Most steps without a gradient: prompts differ, the answers to one do not.
+
+    Under a KL penalty such steps have one.
+    """
+    for name, extra in (("plain", ()), ("penalty", ("algorithm.kl.coefficient=0.1",))):
+        cfg = make(name, "grpo", "train.steps=7", *extra)
+        view = SilentView()
+        calls = count()
+
+        def by_prompt(
+            prompts: list[str], completions: list[str], calls: Any = calls
+        ) -> list[float]:
+            varied = next(calls) < 4  # the prompts of the first step
+            return [
+                float(len(c) % 2) if varied else float(p[0] in "02468")
+                for p, c in zip(prompts, completions, strict=True)
+            ]
+
+        train_config(cfg, CallerObjects(data=DATA, rewards=[by_prompt]), view)
+        if not extra:
+            everywhere(Path(cfg.run.dir), view, "no_gradient", "6 of 7 steps taught nothing")
+            continue
+        tied = [line for line in lines(cfg) if line.get("batch/signal") == 0]
+        assert len(tied) == 6 and all(line["train/grad_norm"] > 0 for line in tied)
+        assert json.loads((Path(cfg.run.dir) / "summary.json").read_text())["troubles"] == []
+
+
+def test_a_tracker_may_fail_while_the_troubles_are_told() -> None:
+    """It fails in a thread of its own, at any moment."""
+
+    class Busy(Health):
+        def _tracker(self, name: str, error: str) -> Trouble:
+            self.hear({"kind": "sink_failed", "sink": f"{name}'s neighbour", "error": error})
+            return super()._tracker(name, error)
+
+    found = Busy()
+    found.hear({"kind": "sink_failed", "sink": "first", "error": "down"})
+    assert [trouble.what for trouble in found.troubles()] == [
+        "first takes no metrics any more: down"
+    ]
+    assert len(found.troubles()) == 2
+
+
+def test_steps_without_gradient_between_two_that_are_not_finite_do_not_save_a_run(
+    make: Callable[..., Config],
+) -> None:
+    """A policy that a huge learning rate blew up answers nonsense: most groups tie, and now and
+    then one gives NaN.
+    """
+    calls = count()
+
+    def sometimes(completions: list[str]) -> list[float]:
+        return odd(completions) if next(calls) // 4 % 2 == 0 else [0.0] * len(completions)
+
+    cfg = make("run", "grpo", "train.steps=20", "train.learning_rate=1e30")
+    view = SilentView()
+    with pytest.raises(StoppedByPolicy, match="3 steps in a row had a non-finite loss or gradient"):
+        train_config(cfg, CallerObjects(data=DATA, rewards=[sometimes]), view)
+    assert [m["train/skipped"] for m in lines(cfg)] == [0, 0, 1, 0, 1, 0, 1]
+    assert [m["train/empty"] for m in lines(cfg)] == [0, 1, 0, 1, 0, 1, 0]
+    everywhere(
+        Path(cfg.run.dir), view, "nonfinite", "3 of 7 steps had a gradient that was not finite"
+    )
+
+
+def test_a_resumed_run_remembers_what_spoke_against_it(make: Callable[..., Config]) -> None:
+    def same(completions: list[str]) -> list[float]:
+        return [0.5] * len(completions)
+
+    launch(make("run", "grpo", "train.steps=4", "run.checkpoint.every=2"), same)
+    view = SilentView()
+    train_config(
+        make("run", "grpo", "train.steps=5", "run.checkpoint.every=2"),
+        CallerObjects(data=DATA, rewards=[same]),
+        view,
+    )
+    assert "Every answer in 5 steps got the same reward" in view.found[0].what
+
+
+def test_a_run_that_learns_has_no_trouble(make: Callable[..., Config]) -> None:
+    cfg = make("run", "grpo", "train.steps=6", "eval.every=3")
+    launch(cfg, eval_data=EVAL)
+    assert (
+        show_run(Path(cfg.run.dir))["troubles"] == []
+        and "data-kind" not in write_report(Path(cfg.run.dir)).read_text()
+    )
