@@ -18,9 +18,9 @@ from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.roofline import StepWork
 from reinforge.cluster.scaling import (
     ClusterLayout,
+    CompletionLengths,
     GpuCluster,
-    Lengths,
-    Ratios,
+    PhaseRatios,
     machine,
     simulate,
     train_seconds,
@@ -100,7 +100,7 @@ def nemo() -> list[tuple[str, int, str, float, float]]:
             facts,
             GpuCluster(machine("H100"), gpus),
             work,
-            Lengths(mean, cap),
+            CompletionLengths(mean, cap),
             ClusterLayout(engines, stale, tensor),
             updates=samples // 512,
         )
@@ -127,15 +127,15 @@ def verl(within: bool) -> list[tuple[str, int, str, float, float]]:
             QWEN_7B,
             GpuCluster(h20, 32),
             replace(work, new_tokens=mean),
-            Lengths(mean, cap),
+            CompletionLengths(mean, cap),
             32,
             16384,
             16,
         )
         low, high = (mean, high) if took < first[5] else (low, mean)
-    lengths = Lengths(round(mean), cap)
+    lengths = CompletionLengths(round(mean), cap)
     base = simulate(QWEN_7B, GpuCluster(h20, 32), work, lengths, ClusterLayout(), updates=16)
-    ratios = Ratios(
+    ratios = PhaseRatios(
         first[4] / base.generate,
         first[5] / base.train,
         max(0.0, first[3] - first[4] - first[5] - base.sync),

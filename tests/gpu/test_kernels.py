@@ -13,7 +13,7 @@ import torch
 
 from helpers import needs
 from reinforge.engines.native.sampler import draw, uniform
-from reinforge.models.attention import Cache, Paged
+from reinforge.models.attention import KVCache, PagedLayout
 from reinforge.models.head import LogitRule, gradient, statistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,7 +35,7 @@ def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap
     lengths = [0, 1, 15, 16, 33, 100]
     width = 8
     block = 16
-    cache = Cache.allocate(
+    cache = KVCache.allocate(
         [(kv_heads, size)], len(lengths) * width, block, torch.float32, torch.device(DEVICE)
     )
     for part in (cache.keys[0], cache.values[0]):
@@ -45,8 +45,8 @@ def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap
     q, k, v = (
         torch.randn(len(lengths), n, size, device=DEVICE) for n in (heads, kv_heads, kv_heads)
     )
-    wide = Cache([cache.keys[0].double().cpu()], [cache.values[0].double().cpu()], block)
-    want = Paged(wide, tables.cpu(), cached.cpu()).attend(
+    wide = KVCache([cache.keys[0].double().cpu()], [cache.values[0].double().cpu()], block)
+    want = PagedLayout(wide, tables.cpu(), cached.cpu()).attend(
         0,
         q.double().cpu(),
         k.double().cpu(),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from reinforge.rollout.source import GroupSource, Harvest
+from reinforge.rollout.source import GroupSource, RolloutBatch
 
 
-async def harvest_of(source: GroupSource, step: int = 0, version: int = 0) -> Harvest:
+async def take_batch(source: GroupSource, step: int = 0, version: int = 0) -> RolloutBatch:
     """The groups of a step, gathered and committed; one that is cut can be done again."""
     before = source.cursor.state()
     try:

@@ -17,7 +17,7 @@ from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.algorithms.parts.corrections import tis
 from reinforge.algorithms.parts.reduce import REDUCERS
 from reinforge.algorithms.parts.surrogates import ppo_clip
-from reinforge.algorithms.parts.terms import Terms
+from reinforge.algorithms.parts.terms import LossTerms
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.fsdp.worker import FsdpWorker
@@ -99,7 +99,7 @@ def policy_loss(surrogate: Any = None, reduce: str = "token_mean") -> PolicyLoss
         surrogate or partial(ppo_clip, low=0.2, high=0.2),
         REDUCERS[reduce],
         correction=partial(tis, cap=2.0),
-        terms=Terms(kl=0.1, entropy=0.02),
+        terms=LossTerms(kl=0.1, entropy=0.02),
         off_policy=True,
     )
 

@@ -19,14 +19,14 @@ from reinforge.algorithms.parts.kl import KL
 from reinforge.algorithms.parts.reduce import Reduce
 from reinforge.algorithms.parts.rollouts import Rollouts, Scale
 from reinforge.algorithms.parts.surrogates import Surrogate
-from reinforge.algorithms.parts.terms import Terms
+from reinforge.algorithms.parts.terms import LossTerms
 from reinforge.core.backend import Loss, Metrics, State
 from reinforge.core.batch import Batch
 from reinforge.core.sample import Group, Sample
 
 
 @dataclass(frozen=True)
-class Options:
+class AlgorithmOptions:
     """Everything that can be set about an algorithm.
 
     A row replaces some defaults, the user the rest.
@@ -90,12 +90,12 @@ class Algorithm:
     family: str
     paper: str
     loss: Loss
-    options: Options
+    options: AlgorithmOptions
     # Rollouts -> {stream: [M]}; None: the loss needs no advantages
     advantage: Callable[[Rollouts], Any] | None = None
     selection: Callable[[Rollouts], Tensor] | None = None
     kl_in_reward: KL | None = None
-    terms: Terms = field(default_factory=Terms)
+    terms: LossTerms = field(default_factory=LossTerms)
     # streams that must be there before `advantages`: old, reference, values, entropy; and
     # "baseline"
     needs: frozenset[str] = frozenset()

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from reinforge.algorithms import build_losses, catalogue
-from reinforge.algorithms.algorithm import Algorithm, Options
+from reinforge.algorithms.algorithm import Algorithm, AlgorithmOptions
 from reinforge.algorithms.catalogue import TABLE, AlgorithmSpec, has_ratio
 from reinforge.algorithms.losses import on_policy
 from reinforge.algorithms.losses.distillation import DistillationLoss
@@ -25,19 +25,21 @@ from reinforge.algorithms.parts.kl import ESTIMATORS, NOTES, REWARD_NOTES, SCALE
 from reinforge.algorithms.parts.reduce import REDUCERS
 from reinforge.algorithms.parts.selections import SELECTIONS
 from reinforge.algorithms.parts.surrogates import SURROGATES
-from reinforge.algorithms.parts.terms import Terms
-from reinforge.algorithms.settings import Settings, look_up, name_of, settings_of
+from reinforge.algorithms.parts.terms import LossTerms
+from reinforge.algorithms.settings import AlgorithmSettings, look_up, name_of, settings_of
 from reinforge.algorithms.user_functions import UserSurrogate, error_of
 from reinforge.core.errors import InputError
 
 
 def build(name: str, **options: Any) -> Algorithm:
-    """The named algorithm with `options` (fields of `Options`; None = the algorithm's own)."""
+    """The named algorithm with `options` (fields of `AlgorithmOptions`; None = the algorithm's
+    own).
+    """
     spec = look_up(TABLE, name, "algorithm.name")
     given = {key: value for key, value in options.items() if value is not None}
-    known = {f.name for f in fields(Options)}
+    known = {f.name for f in fields(AlgorithmOptions)}
     parts = {part: function for part, function in spec.parts.items() if part in known}
-    o = Options(**{**parts, **spec.defaults, **given})
+    o = AlgorithmOptions(**{**parts, **spec.defaults, **given})
     if o.overlong_buffer is None:
         # the paper: 4096 of 20480
         o = replace(o, overlong_buffer=o.max_new_tokens // 5 if spec.shaped else 0)
@@ -46,13 +48,13 @@ def build(name: str, **options: Any) -> Algorithm:
 
 
 def _policy_gradient(
-    name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, given: Mapping[str, Any]
 ) -> Algorithm:
     def own(**keys: str) -> dict[str, tuple[Any, str]]:
-        """The user's settings under keys of their own: parameter=field of `Options`."""
+        """The user's settings under keys of their own: parameter=field of `AlgorithmOptions`."""
         return {name: (given.get(key), f"algorithm.{KEYS[key]}") for name, key in keys.items()}
 
-    settings = Settings(o.settings)
+    settings = AlgorithmSettings(o.settings)
     defaults = dict(spec.options)
     if o.surrogate == spec.parts["surrogate"]:
         for setting, key in (("low", "clip_low"), ("high", "clip_high")):
@@ -86,7 +88,7 @@ def _policy_gradient(
 
     bound = settings_of(surrogate)
     o = replace(o, kl_estimator=estimator, clip_low=bound.get("low"), clip_high=bound.get("high"))
-    terms = Terms(
+    terms = LossTerms(
         o.kl_coefficient,
         o.entropy,
         o.nll,
@@ -130,7 +132,9 @@ def _policy_gradient(
     )
 
 
-def _on_policy(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]) -> Algorithm:
+def _on_policy(
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, given: Mapping[str, Any]
+) -> Algorithm:
     """Distillation as a policy gradient. A row with a loss beside its surrogate adds that."""
     if isinstance(o.advantage, str):
         o = replace(o, advantage=on_policy.ADVANTAGES.get(o.advantage, o.advantage))
@@ -142,7 +146,9 @@ def _on_policy(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, A
 
 
 # by the kind of the algorithm
-BUILDERS: dict[str, Callable[[str, AlgorithmSpec, Options, Mapping[str, Any]], Algorithm]] = {
+BUILDERS: dict[
+    str, Callable[[str, AlgorithmSpec, AlgorithmOptions, Mapping[str, Any]], Algorithm]
+] = {
     "policy_gradient": _policy_gradient,
     "supervised": build_losses.supervised,
     "paired": build_losses.paired,
@@ -157,7 +163,7 @@ BUILDERS: dict[str, Callable[[str, AlgorithmSpec, Options, Mapping[str, Any]], A
     "on_policy_distillation": _on_policy,
 }
 
-# The keys of the config behind fields of `Options` that parts take as settings.
+# The keys of the config behind fields of `AlgorithmOptions` that parts take as settings.
 KEYS = {
     "clip_low": "clip.low",
     "clip_high": "clip.high",
@@ -170,7 +176,7 @@ KEYS = {
 
 
 def _first(
-    selection: str | Callable[..., Tensor], settings: Settings
+    selection: str | Callable[..., Tensor], settings: AlgorithmSettings
 ) -> dict[str, tuple[Any, str]]:
     """`options: {top_entropy: 0.2}`: under its own name, a selection's first setting."""
     if not isinstance(selection, str) or selection not in settings.take([selection]):
@@ -199,7 +205,7 @@ def _selected(selection: str | Callable[..., Tensor] | None) -> Selected:
 
 
 def _advantage(
-    o: Options, settings: Settings, spec: AlgorithmSpec
+    o: AlgorithmOptions, settings: AlgorithmSettings, spec: AlgorithmSpec
 ) -> Callable[[Rollouts], dict[str, Tensor]]:
     """The advantage with its `AdvantageOptions`: settings that it reads, and keyword-only
     parameters of a function of the user's.
@@ -255,7 +261,7 @@ def _check_values(function: str, name: str, values: Any, want: tuple[int, ...]) 
         )
 
 
-def _notes(o: Options, selected: Selected) -> tuple[str, ...]:
+def _notes(o: AlgorithmOptions, selected: Selected) -> tuple[str, ...]:
     """What a user should know about a choice that is allowed but biased, or does nothing."""
     notes = []
     if o.kl_coefficient > 0 and isinstance(o.kl_estimator, str):
@@ -284,7 +290,7 @@ def _notes(o: Options, selected: Selected) -> tuple[str, ...]:
     return tuple(note for note in notes if note)
 
 
-def _check(o: Options, given: Mapping[str, Any]) -> None:
+def _check(o: AlgorithmOptions, given: Mapping[str, Any]) -> None:
     buffer = o.overlong_buffer or 0
     if o.clip_dual is not None and o.clip_dual <= 1:
         raise InputError(

@@ -1,7 +1,7 @@
 """Builders of the algorithms that are a loss: from a row of `catalogue.py` and the settings to an
 `Algorithm`.
 
-One function for each `Kind` of the catalogue that is no policy gradient.
+One function for each `AlgorithmKind` of the catalogue that is no policy gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from reinforge.algorithms.algorithm import Algorithm, Options
+from reinforge.algorithms.algorithm import Algorithm, AlgorithmOptions
 from reinforge.algorithms.catalogue import AlgorithmSpec
 from reinforge.algorithms.losses.distillation import DIVERGENCES, DistillationLoss
 from reinforge.algorithms.losses.nash import NashLoss
@@ -21,7 +21,7 @@ from reinforge.algorithms.losses.supervised import DFTLoss, NLLLoss
 from reinforge.algorithms.losses.unpaired import UnpairedLoss
 from reinforge.algorithms.pairing import PICKS
 from reinforge.algorithms.parts.reduce import REDUCERS
-from reinforge.algorithms.settings import Settings, settings_of
+from reinforge.algorithms.settings import AlgorithmSettings, settings_of
 from reinforge.core.backend import Loss
 from reinforge.core.errors import InputError
 
@@ -30,18 +30,20 @@ SUPERVISED: dict[str, Callable[..., Loss]] = {"nll": NLLLoss, "dft": DFTLoss}
 ANSWER_LOSSES: dict[str, Callable[..., Loss]] = {"nll": NLLLoss, "nash_md": NashLoss}
 
 
-def _algorithm(name: str, spec: AlgorithmSpec, o: Options, loss: Loss) -> Algorithm:
+def _algorithm(name: str, spec: AlgorithmSpec, o: AlgorithmOptions, loss: Loss) -> Algorithm:
     return Algorithm(name, spec.family, spec.paper, loss, o, needs=loss.needs)
 
 
-def supervised(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]) -> Algorithm:
-    settings = Settings(o.settings)
+def supervised(
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, given: Mapping[str, Any]
+) -> Algorithm:
+    settings = AlgorithmSettings(o.settings)
     loss = SUPERVISED[spec.parts["loss"]](settings.bind(REDUCERS, o.reduce, "algorithm.reduce"))
     settings.refuse_unused()
     return _algorithm(name, spec, o, loss)
 
 
-def _settings(spec: AlgorithmSpec, o: Options) -> dict[str, Any]:
+def _settings(spec: AlgorithmSpec, o: AlgorithmOptions) -> dict[str, Any]:
     """What goes to a loss by name: the row's, the options, and the keys of their own."""
     settings = {**spec.options, **o.settings}
     if o.beta is not None:
@@ -51,13 +53,17 @@ def _settings(spec: AlgorithmSpec, o: Options) -> dict[str, Any]:
     return settings
 
 
-def paired(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]) -> Algorithm:
+def paired(
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, given: Mapping[str, Any]
+) -> Algorithm:
     return _algorithm(
         name, spec, o, PairLoss(dict(o.losses) or spec.parts["loss"], **_settings(spec, o))
     )
 
 
-def unpaired(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]) -> Algorithm:
+def unpaired(
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, given: Mapping[str, Any]
+) -> Algorithm:
     if o.losses:
         raise InputError(
             f"{name} judges single answers; several losses are for pairs.",
@@ -67,7 +73,9 @@ def unpaired(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any
     return _algorithm(name, spec, o, UnpairedLoss(spec.parts["loss"], **_settings(spec, o)))
 
 
-def online(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]) -> Algorithm:
+def online(
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, given: Mapping[str, Any]
+) -> Algorithm:
     """A loss over what is sampled: pairs of it, contests with an opponent, or the best of it."""
     settings = _settings(spec, o)
     function = PICKS[spec.parts["pick"]]
@@ -105,7 +113,9 @@ def _opponent(spec: AlgorithmSpec, settings: dict[str, Any]) -> float | None:
     return mixture
 
 
-def _online_loss(name: str, spec: AlgorithmSpec, o: Options, settings: dict[str, Any]) -> Loss:
+def _online_loss(
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, settings: dict[str, Any]
+) -> Loss:
     term = spec.parts["loss"]
     if term in ANSWER_LOSSES:
         return _answer_loss(name, spec, o, settings)
@@ -123,7 +133,9 @@ def _online_loss(name: str, spec: AlgorithmSpec, o: Options, settings: dict[str,
     )
 
 
-def _answer_loss(name: str, spec: AlgorithmSpec, o: Options, settings: dict[str, Any]) -> Loss:
+def _answer_loss(
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, settings: dict[str, Any]
+) -> Loss:
     make = ANSWER_LOSSES[spec.parts["loss"]]
     takes = settings_of(make)
     odd = sorted(settings.keys() - takes.keys())
@@ -137,10 +149,10 @@ def _answer_loss(name: str, spec: AlgorithmSpec, o: Options, settings: dict[str,
         )
     if takes:
         return make(**settings)
-    return make(Settings({}).bind(REDUCERS, o.reduce, "algorithm.reduce"))
+    return make(AlgorithmSettings({}).bind(REDUCERS, o.reduce, "algorithm.reduce"))
 
 
-def _online_notes(name: str, loss: Loss, o: Options) -> tuple[str, ...]:
+def _online_notes(name: str, loss: Loss, o: AlgorithmOptions) -> tuple[str, ...]:
     if isinstance(loss, NashLoss) and o.updates > 1:
         return (
             (
@@ -151,7 +163,9 @@ def _online_notes(name: str, loss: Loss, o: Options) -> tuple[str, ...]:
     return ()
 
 
-def distillation(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]) -> Algorithm:
+def distillation(
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, given: Mapping[str, Any]
+) -> Algorithm:
     """`share`, of rows that have one, is not the loss's: how many answers the student samples."""
     divergence = spec.parts["loss"]
     takes = {*settings_of(DIVERGENCES[divergence]), "weight"}
@@ -165,12 +179,14 @@ def distillation(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str,
             fix=f"It has: {', '.join(sorted(takes))}.",
         )
     share = settings.pop("share", None)
-    reduce = Settings({}).bind(REDUCERS, o.reduce, "algorithm.reduce")
+    reduce = AlgorithmSettings({}).bind(REDUCERS, o.reduce, "algorithm.reduce")
     made = _algorithm(name, spec, o, DistillationLoss(divergence, reduce=reduce, **settings))
     return replace(made, share=None if share is None else float(share))
 
 
-def reward_model(name: str, spec: AlgorithmSpec, o: Options, given: Mapping[str, Any]) -> Algorithm:
+def reward_model(
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, given: Mapping[str, Any]
+) -> Algorithm:
     settings = {**spec.options, **o.settings}
     if odd := settings.keys() - {"centre"}:
         raise InputError(

@@ -4,7 +4,8 @@ Nothing here imports torch, so that a configuration can be checked, and `reinfor
 print, before anything heavy is loaded. Config, build and plan ask the facts below and never compare
 an algorithm's name. `build.py` turns a row of `TABLE` into functions.
 
-- `Kind`: what the algorithms of one kind have in common: what they train on, which keys they read.
+- `AlgorithmKind`: what the algorithms of one kind have in common: what they train on, which keys
+they read.
 - `ADVANTAGES`, `SURROGATES`, `SELECTIONS`, ...: the names of the parts and what follows from them.
 - `TABLE`: the algorithms.
 """
@@ -55,7 +56,7 @@ SAMPLING_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
-class Kind:
+class AlgorithmKind:
     """What algorithms of one kind have in common, inside of a family.
 
     `build.BUILDERS` has a function for each. Config, build and plan ask it.
@@ -79,14 +80,14 @@ class Kind:
         return self.samples and self.family == "preference"
 
 
-POLICY_GRADIENT = Kind(
+POLICY_GRADIENT = AlgorithmKind(
     "policy_gradient", "policy_gradient", POLICY_KEYS, samples=True, wants_rewards=True
 )
-SUPERVISED = Kind("supervised", "supervised", REDUCE_KEYS)
-PAIRED = Kind("paired", "preference", PREFERENCE_KEYS)
-UNPAIRED = Kind("unpaired", "preference", PREFERENCE_KEYS)
+SUPERVISED = AlgorithmKind("supervised", "supervised", REDUCE_KEYS)
+PAIRED = AlgorithmKind("paired", "preference", PREFERENCE_KEYS)
+UNPAIRED = AlgorithmKind("unpaired", "preference", PREFERENCE_KEYS)
 # pairs of the policy's own answers
-ONLINE = Kind(
+ONLINE = AlgorithmKind(
     "online",
     "preference",
     PREFERENCE_KEYS | SAMPLING_KEYS,
@@ -95,7 +96,7 @@ ONLINE = Kind(
     compares=True,
 )
 # the policy's answers against those of an opponent
-OPPOSED = Kind(
+OPPOSED = AlgorithmKind(
     "opposed",
     "preference",
     PREFERENCE_KEYS | SAMPLING_KEYS,
@@ -105,7 +106,7 @@ OPPOSED = Kind(
     opponent="half",
 )
 # the data's answers against those of an opponent: which one is better is known
-SELF_PLAY = Kind(
+SELF_PLAY = AlgorithmKind(
     "self_play",
     "preference",
     PREFERENCE_KEYS | SAMPLING_KEYS,
@@ -114,15 +115,17 @@ SELF_PLAY = Kind(
     wants_answers=True,
 )
 # the likelihood of the best answers that were sampled
-BEST_OF = Kind(
+BEST_OF = AlgorithmKind(
     "best_of", "preference", REDUCE_KEYS | SAMPLING_KEYS, samples=True, wants_rewards=True
 )
-REWARD_MODEL = Kind("reward_model", "reward")
-DISTILLATION = Kind("distillation", "distillation", REDUCE_KEYS)
+REWARD_MODEL = AlgorithmKind("reward_model", "reward")
+DISTILLATION = AlgorithmKind("distillation", "distillation", REDUCE_KEYS)
 # on the data's answers and the student's own
-MIXED_DISTILLATION = Kind("mixed_distillation", "distillation", POLICY_KEYS, samples=True)
+MIXED_DISTILLATION = AlgorithmKind("mixed_distillation", "distillation", POLICY_KEYS, samples=True)
 # a policy gradient towards the teacher
-ON_POLICY_DISTILLATION = Kind("on_policy_distillation", "distillation", POLICY_KEYS, samples=True)
+ON_POLICY_DISTILLATION = AlgorithmKind(
+    "on_policy_distillation", "distillation", POLICY_KEYS, samples=True
+)
 
 
 # The parts of a policy gradient. `parts/` has the functions, under the same names.
@@ -227,10 +230,10 @@ def has_ratio(surrogate: object) -> bool:
 class AlgorithmSpec:
     """A row of `TABLE`: what an algorithm is, as far as that can be said without its functions."""
 
-    kind: Kind
+    kind: AlgorithmKind
     parts: Mapping[str, str]  # part: name of its function
     paper: str = ""  # arXiv numbers
-    # fields of `Options`, where they are not everybody's
+    # fields of `AlgorithmOptions`, where they are not everybody's
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # defaults of settings that go to the parts by name (`algorithm.options`)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -288,13 +291,13 @@ def _pair(
     return AlgorithmSpec(PAIRED, {"loss": loss}, paper, defaults, options)
 
 
-def _loss(kind: Kind, loss: str, paper: str, **options: Any) -> AlgorithmSpec:
+def _loss(kind: AlgorithmKind, loss: str, paper: str, **options: Any) -> AlgorithmSpec:
     """A loss, and settings of it."""
     return AlgorithmSpec(kind, {"loss": loss}, paper, options=options)
 
 
 def _sampled(
-    kind: Kind,
+    kind: AlgorithmKind,
     loss: str,
     pick: str,
     paper: str,

@@ -33,7 +33,7 @@ def best_and_worst(group: Group, *, margin: float = 0.0) -> list[Sample]:
     return _pair(best, worst, margin)
 
 
-def contest(group: Group, *, margin: float = 0.0) -> list[Sample]:
+def against_opponent(group: Group, *, margin: float = 0.0) -> list[Sample]:
     """The i-th answer of the policy against the i-th of the opponent; the better one is chosen, a
     tie is no pair (xpo, 2405.21046).
     """
@@ -96,7 +96,7 @@ def keep_best(
 
 PICKS: dict[str, Callable[..., list[Sample]]] = {
     "best_and_worst": best_and_worst,
-    "contest": contest,
+    "contest": against_opponent,
     "self_play": self_play,
     "win_rates": win_rates,
     "keep_best": keep_best,

@@ -52,7 +52,7 @@ def name_of(function: Any) -> str:
     )
 
 
-class Settings:
+class AlgorithmSettings:
     """The user's settings of an algorithm: each part gets those that it takes, and in the end those
     that none took are refused. `build.py` makes one for each algorithm that it builds.
 

@@ -26,7 +26,7 @@ from reinforge.backends.teachers import Teachers
 from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
-from reinforge.core.backend import Loss, Metrics, Part, State, TrainedTokens
+from reinforge.core.backend import Loss, Metrics, State, Stateful, TrainedTokens
 from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
@@ -102,9 +102,9 @@ class LocalBackend:
         """The copy of the model that is the reference, if one was needed."""
         return None if self.reference is None else self.reference.copy
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Stateful]:
         """What must survive a resume beside the state: what follows the weights."""
-        moving: dict[str, Part] = (
+        moving: dict[str, Stateful] = (
             {"reference": self.reference}
             if self.reference is not None and self.reference.moving
             else {}

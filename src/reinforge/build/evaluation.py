@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from reinforge.build.factories import Factories
-from reinforge.build.inputs import Prompts, RunInputs, encode_eval_prompts, model_inputs
+from reinforge.build.inputs import EncodedPrompts, RunInputs, encode_eval_prompts, model_inputs
 from reinforge.build.ranks import AnyBackend
 from reinforge.build.rollouts import eval_rollout
 from reinforge.core.engine import Engine
@@ -20,7 +20,7 @@ OnGroups = Callable[[list[Group]], None]
 
 def make_heldout(
     inputs: RunInputs,
-    prompts: Prompts,
+    prompts: EncodedPrompts,
     engine: Engine,
     tell: Callable[[str], None],
     on_groups: OnGroups | None = None,

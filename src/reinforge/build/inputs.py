@@ -63,7 +63,7 @@ class RunInputs:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class EncodedPrompts:
     """The rows whose prompts fit, in the order of the data, and the token ids of each."""
 
     rows: list[Row]
@@ -131,7 +131,7 @@ def read_inputs(
 
 def encode_prompts(
     inputs: RunInputs, rows: Sequence[Row], max_new_tokens: int, view: ViewLike
-) -> Prompts:
+) -> EncodedPrompts:
     """The rows' prompts as token ids, after the length policy."""
     cfg = inputs.cfg
     context = inputs.context
@@ -158,16 +158,16 @@ def encode_prompts(
             where="data.max_length",
             fix=(f"Set it to {context - max_new_tokens} or less, or lower rollout.max_new_tokens."),
         )
-    return Prompts(
+    return EncodedPrompts(
         rows=[row for row, _ in kept], ids={row.id: ids for row, ids in kept}, longest=longest
     )
 
 
-def encode_train_prompts(inputs: RunInputs, view: ViewLike) -> Prompts:
+def encode_train_prompts(inputs: RunInputs, view: ViewLike) -> EncodedPrompts:
     return encode_prompts(inputs, inputs.train_rows, inputs.cfg.rollout.max_new_tokens, view)
 
 
-def encode_eval_prompts(inputs: RunInputs, view: ViewLike) -> Prompts | None:
+def encode_eval_prompts(inputs: RunInputs, view: ViewLike) -> EncodedPrompts | None:
     """The held-out prompts; None where there are no rows, or nothing to score an answer with."""
     if not inputs.eval_rows or not inputs.weights:
         return None
@@ -186,7 +186,7 @@ def tell_lengths(counts: Mapping[str, int], limit: int, view: ViewLike) -> None:
             view.message(f"data: {count} rows {name} (longer than {limit} tokens)")
 
 
-def model_inputs(inputs: RunInputs, *prompts: Prompts | None) -> ModelInputs:
+def model_inputs(inputs: RunInputs, *prompts: EncodedPrompts | None) -> ModelInputs:
     """What the models are made from, for a run that generates for these prompts."""
     return ModelInputs(
         cfg=inputs.cfg,

@@ -10,7 +10,7 @@ from functools import partial
 from reinforge.algorithms.parts.shaping import overlong_penalty
 from reinforge.build.agents import make_agents
 from reinforge.build.environments import make_episodes
-from reinforge.build.inputs import Prompts, RunInputs, eval_new_tokens
+from reinforge.build.inputs import EncodedPrompts, RunInputs, eval_new_tokens
 from reinforge.build.reward_weights import agent_weights, env_weights
 from reinforge.core.engine import Engine, Sampling
 from reinforge.rollout.dialogue.episodes import EpisodeRollout
@@ -22,7 +22,7 @@ Tell = Callable[[str], None]
 
 
 def training_rollout(
-    inputs: RunInputs, prompts: Prompts, engine: Engine, journal: Journal, tell: Tell
+    inputs: RunInputs, prompts: EncodedPrompts, engine: Engine, journal: Journal, tell: Tell
 ) -> SingleTurn | EpisodeRollout:
     """Plays a group of samples for a row, and writes them into the journal."""
     cfg = inputs.cfg
@@ -45,7 +45,7 @@ def training_rollout(
 
 
 def eval_rollout(
-    inputs: RunInputs, prompts: Prompts, engine: Engine, tell: Tell
+    inputs: RunInputs, prompts: EncodedPrompts, engine: Engine, tell: Tell
 ) -> SingleTurn | EpisodeRollout:
     """Plays the samples of a held-out row."""
     cfg = inputs.cfg
@@ -71,7 +71,7 @@ def eval_rollout(
 
 def _rollout(
     inputs: RunInputs,
-    prompts: Prompts,
+    prompts: EncodedPrompts,
     engine: Engine,
     sampling: Sampling,
     *,

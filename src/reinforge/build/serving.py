@@ -12,11 +12,11 @@ from reinforge.engines.native import NativeEngine
 from reinforge.models.load import load_scalar, stop_tokens
 from reinforge.rewards.model import CHAT, ModelReward
 from reinforge.serve.options import ServeOptions, name_of
-from reinforge.serve.scorer import Scorer
-from reinforge.serve.service import Service
+from reinforge.serve.scorer import RewardModelScorer
+from reinforge.serve.service import ModelService
 
 
-def load_service(source: str, options: ServeOptions) -> Service:
+def load_service(source: str, options: ServeOptions) -> ModelService:
     model, _ = open_model(source, adapter=options.adapter, checkpoint=options.checkpoint)
     longest = model.context
     if options.context is not None and longest is not None and options.context > longest:
@@ -38,7 +38,7 @@ def load_service(source: str, options: ServeOptions) -> Service:
         prefix_cache=True,
     )
     name = options.name or name_of(source)
-    return Service(
+    return ModelService(
         engine,
         name=name,
         max_new_tokens=options.max_new_tokens,
@@ -46,12 +46,12 @@ def load_service(source: str, options: ServeOptions) -> Service:
     )
 
 
-def load_scorer(source: str, options: ServeOptions) -> Scorer:
+def load_scorer(source: str, options: ServeOptions) -> RewardModelScorer:
     """A reward model from a directory or the hub, or out of a run that trained one."""
 
     name = options.name or name_of(source)
     if not is_run(Path(source)):
-        return Scorer(
+        return RewardModelScorer(
             ModelReward(source, where="MODEL").load("auto"), name=name, most=options.max_completions
         )
     config, _ = config_of(Path(source))
@@ -65,7 +65,7 @@ def load_scorer(source: str, options: ServeOptions) -> Scorer:
     load_weights(model, Path(source), options.checkpoint)
     # as its rows were rendered
     template = next(kind for kind, chat in CHAT.items() if chat == config.data.chat)
-    return Scorer(
+    return RewardModelScorer(
         ModelReward(source, template=template, where="MODEL").use(model),
         name=name,
         most=options.max_completions,

@@ -10,7 +10,7 @@ from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.config.schema import Config
-from reinforge.core.backend import Part
+from reinforge.core.backend import Stateful
 from reinforge.core.engine import Engine
 from reinforge.core.env import Rollout
 from reinforge.core.errors import InputError
@@ -42,14 +42,14 @@ def make_source(
     best: float,
     lengths: Sequence[int] = (),
     requests: ResumableRequests | None = None,
-) -> tuple[GroupSource, dict[str, Part]]:
+) -> tuple[GroupSource, dict[str, Stateful]]:
     """The source, and those of its parts that belong in a checkpoint.
 
     `best` is the largest possible total reward, `lengths` are of the rows. With `requests`
     a source of partial rollouts: what a step does not wait for goes on in the next one.
     """
     sampling = cfg.sampling
-    parts = dict[str, Part]()
+    parts = dict[str, Stateful]()
     rates = replay = None
     if sampling.tracks:
         bands = PassRateBands(sampling.retire_above, sampling.hopeless_below, sampling.min_attempts)
@@ -68,7 +68,7 @@ def make_source(
         )
         parts["replay"] = replay
     shared: dict[str, Any] = {
-        "chooser": RowSampler(cursor, cfg.run.seed, row_weightings(cfg, rows, rates, lengths)),
+        "row_sampler": RowSampler(cursor, cfg.run.seed, row_weightings(cfg, rows, rates, lengths)),
         "over_provision": sampling.over_provision,
         "journal": journal,
         "passrates": rates,
@@ -113,7 +113,7 @@ def resumable_requests(cfg: Config, engine: Engine) -> ResumableRequests | None:
 
 def make_buffer(
     cfg: Config, source: GroupSource, steps: int
-) -> tuple[RolloutBuffer, dict[str, Part]]:
+) -> tuple[RolloutBuffer, dict[str, Stateful]]:
     """What runs the source, ahead of training where it may, and its part of a checkpoint.
 
     What is carried over uses the bound up by itself.
@@ -125,7 +125,7 @@ def make_buffer(
         steps,
         drain=cfg.rollout.engine == "native" and cfg.cluster.layout == "colocated",
     )
-    parts: dict[str, Part] = {}
+    parts: dict[str, Stateful] = {}
     if staleness:
         parts["ahead"] = buffer
     return buffer, parts

@@ -16,8 +16,8 @@ from reinforge.build.data import make_cursor, total_steps
 from reinforge.build.evaluation import Evaluate, make_heldout, with_average
 from reinforge.build.factories import Factories
 from reinforge.build.inputs import (
+    EncodedPrompts,
     ModelInputs,
-    Prompts,
     RunInputs,
     encode_eval_prompts,
     model_inputs,
@@ -31,7 +31,7 @@ from reinforge.build.source import row_weightings
 from reinforge.build.teachers import make_teachers
 from reinforge.build.units import units_of
 from reinforge.config.schema import Config
-from reinforge.core.backend import Part
+from reinforge.core.backend import Stateful
 from reinforge.core.engine import Engine
 from reinforge.core.sample import Row
 from reinforge.data import units as kinds
@@ -88,7 +88,7 @@ def build_supervised(
         inputs, models, policy, factories, backend, eval_units, eval_prompts, view
     )
     # it has a running mean
-    parts: dict[str, Part] = {"loss": loss} if isinstance(loss, UnpairedLoss) else {}
+    parts: dict[str, Stateful] = {"loss": loss} if isinstance(loss, UnpairedLoss) else {}
     tokens = [sum(len(s.tokens) for s in unit) for unit in train.units]
     run = Run(
         cfg,
@@ -105,10 +105,10 @@ def build_supervised(
         began=attempt.began,
     )
     lengths = [max(len(s.tokens) for s in unit) for unit in train.units]
-    chooser = RowSampler(cursor, cfg.run.seed, row_weightings(cfg, train.rows, None, lengths))
+    row_sampler = RowSampler(cursor, cfg.run.seed, row_weightings(cfg, train.rows, None, lengths))
     return SupervisedTrainer(
         run=run,
-        chooser=chooser,
+        row_sampler=row_sampler,
         backend=backend,
         loss=loss,
         row=train_units.__getitem__,
@@ -193,7 +193,7 @@ def make_evaluate(
     factories: Factories,
     backend: AnyBackend,
     units: Sequence[Unit],
-    prompts: Prompts | None,
+    prompts: EncodedPrompts | None,
     view: ViewLike,
 ) -> Evaluate | None:
     """Held-out rows by the loss, and by generation where there are rewards to score it with."""

@@ -55,7 +55,7 @@ class AnswerTrial:
 
 
 @dataclass
-class Findings:
+class RewardFindings:
     names: list[str]
     tried: list[AnswerTrial] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Findings:
 
 def check_rewards(
     config: Config, *, rows: int = 16, allowed: float = 0.1, gold: str | None = None
-) -> Findings:
+) -> RewardFindings:
     """Tries all rewards but reward models, which have no highest score.
 
     `allowed`: the share of rows on which a hostile answer may be right by chance. `gold`: how a
@@ -137,8 +137,8 @@ class _RewardCheck:
         self.full = sum(max(0.0, w) for w in self.weights.values())
         self.needed = (SOME if any(c.name in GRADED for c in configs) else ALL) * self.full
 
-    async def run(self) -> Findings:
-        found = Findings([r.name for r in self.rewards])
+    async def run(self) -> RewardFindings:
+        found = RewardFindings([r.name for r in self.rewards])
         best: list[tuple[float, str]] = [(float("-inf"), "{answer}") for _ in self.rows]
         written = [
             (name, await self._score(f"right, {name}", [wrapped(w, g) for g in self.golds]), w)

@@ -68,7 +68,7 @@ def save(run_dir: Path, step: int, state: State, extra: dict[str, Any]) -> Path:
 
 def _write(folder: Path, step: int, state: State, extra: dict[str, Any]) -> None:
     known: dict[str, Any] = {}
-    for prefix, pieces in state.pieces.items():
+    for prefix, pieces in state.shards.items():
         known |= pieces.write(folder.resolve(), prefix)
     aliases = files.find_aliases(state.tensors)
     files.write_tensors(

@@ -17,7 +17,7 @@ Overrides = Annotated[
 ]
 
 
-class WithDefault(TyperGroup):
+class DefaultCommandGroup(TyperGroup):
     """`check` and `check CONFIG` mean `check learning`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -26,7 +26,7 @@ class WithDefault(TyperGroup):
 
 
 app = typer.Typer(
-    cls=WithDefault,
+    cls=DefaultCommandGroup,
     rich_markup_mode="rich",
     help=(
         "Prove that the pipeline can learn, and that rewards cannot be cheated; tell what a chat"

@@ -34,7 +34,7 @@ class LaunchTarget(StrEnum):
     kubernetes = "kubernetes"
 
 
-class Starter(StrEnum):
+class ProcessStarter(StrEnum):
     srun = "srun"
     torchrun = "torchrun"
 
@@ -67,8 +67,8 @@ def launch(
         str | None, typer.Option(help="The longest it may take: minutes, HH:MM:SS or D-HH:MM:SS.")
     ] = None,
     starter: Annotated[
-        Starter, typer.Option("--with", help="slurm, without Ray: who starts the ranks.")
-    ] = Starter.srun,
+        ProcessStarter, typer.Option("--with", help="slurm, without Ray: who starts the ranks.")
+    ] = ProcessStarter.srun,
     partition: Annotated[str | None, typer.Option(help="slurm: the partition.")] = None,
     account: Annotated[str | None, typer.Option(help="slurm: the account.")] = None,
     image: Annotated[

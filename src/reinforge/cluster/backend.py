@@ -18,7 +18,7 @@ from torch import Tensor
 from reinforge.backends.distributed.follower import WeightFollower
 from reinforge.backends.memory_model import ModelFacts
 from reinforge.cluster.worker_group import WorkerGroup
-from reinforge.core.backend import Loss, Metrics, Part, State
+from reinforge.core.backend import Loss, Metrics, State, Stateful
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.weights import Weights
 
@@ -62,7 +62,7 @@ class RemoteBackend:
         self.teachers = RemoteTeachers(self) if told["teachers"] else None
         self._parts: list[str] = told["parts"]
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Stateful]:
         return {name: WeightFollower(self, name) for name in self._parts}
 
     @cached_property

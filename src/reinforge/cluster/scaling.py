@@ -11,7 +11,7 @@ generate(k) follows every sequence of one replica to its end, so the long tail c
 few rows, full price of a decode step. steady(k) is the same work with the batch kept full. train(n)
 is flops, or the gathering of shards where that takes longer, and no less than the longest row of
 each optimizer batch takes alone. Shares of the hardware's peak are those of backends/roofline.py,
-measured on one GPU; `Ratios` replaces them by a run's own.
+measured on one GPU; `PhaseRatios` replaces them by a run's own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _normal(n: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class CompletionLengths:
     """Of completions: log-normal, cut at `cap`, with this mean after the cut."""
 
     mean: float
@@ -87,7 +87,7 @@ class Lengths:
 
 
 @cache
-def _quantiles(lengths: Lengths, n: int) -> tuple[float, ...]:
+def _quantiles(lengths: CompletionLengths, n: int) -> tuple[float, ...]:
     """The mean before the cut is found by halving."""
     z = _normal(n)
     cap = float(lengths.cap)
@@ -127,7 +127,7 @@ class ClusterLayout:
 
 
 @dataclass(frozen=True)
-class Ratios:
+class PhaseRatios:
     """Measured over modelled time of each phase, from a run; 1 without one."""
 
     generate: float = 1.0
@@ -228,7 +228,7 @@ class ReplicaTimes:
 
 
 def generate_seconds(
-    engine: ReplicaTimes, work: StepWork, lengths: Lengths, replicas: int
+    engine: ReplicaTimes, work: StepWork, lengths: CompletionLengths, replicas: int
 ) -> float:
     """Until the slowest replica has ended: it has the longest sequence of all.
 
@@ -266,7 +266,7 @@ def _stride(n: int) -> int:
 
 
 def steady_seconds(
-    engine: ReplicaTimes, work: StepWork, lengths: Lengths, replicas: int, staleness: int
+    engine: ReplicaTimes, work: StepWork, lengths: CompletionLengths, replicas: int, staleness: int
 ) -> float:
     """The same tokens with every place taken all the time: (1 + staleness) steps' worth of
     sequences are in flight.
@@ -285,7 +285,7 @@ def train_seconds(
     f: ModelFacts,
     cluster: GpuCluster,
     work: StepWork,
-    lengths: Lengths,
+    lengths: CompletionLengths,
     gpus: int,
     microbatch: int,
     updates: int = 1,
@@ -333,10 +333,10 @@ def simulate(
     f: ModelFacts,
     cluster: GpuCluster,
     work: StepWork,
-    lengths: Lengths,
+    lengths: CompletionLengths,
     layout: ClusterLayout,
     *,
-    ratios: Ratios = Ratios(),
+    ratios: PhaseRatios = PhaseRatios(),
     microbatch: int = 16384,
     updates: int = 1,
 ) -> StepEstimate:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, FiniteFloat
 
 from reinforge.algorithms.catalogue import (
+    AlgorithmKind,
     AlgorithmSpec,
-    Kind,
     has_ratio,
     needs_values,
     spec_of,
@@ -249,7 +249,7 @@ class AlgorithmConfig(Section):
         return spec_of(self.name)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> AlgorithmKind:
         """What it trains on, and which keys it reads."""
         return self.spec.kind
 

@@ -104,10 +104,10 @@ class State:
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
-    pieces: dict[str, TensorShards] = field(default_factory=dict)  # by the prefix of their names
+    shards: dict[str, TensorShards] = field(default_factory=dict)  # by the prefix of their names
 
 
-class Part(Protocol):
+class Stateful(Protocol):
     """Something else of a run that must survive a resume: a critic, a pass-rate store, a
     coefficient that adapts.
     """
@@ -136,7 +136,7 @@ class Backend(Protocol):
         """How many train: one, the ranks of this run, or the actors of a cluster."""
         ...
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Stateful]:
         """What must survive a resume beside the state: what follows the weights."""
         ...
 

@@ -15,13 +15,13 @@ from reinforge.checkpoint import store
 from reinforge.checkpoint.memory_snapshot import MemorySnapshot
 from reinforge.checkpoint.tensors import within
 from reinforge.config.schema import Config
-from reinforge.core.backend import Backend, Part, State
+from reinforge.core.backend import Backend, State, Stateful
 from reinforge.core.errors import InputError
 from reinforge.loops.changes import Changes, check_changes
 from reinforge.watch.recorder import note
 
 
-class Restored(NamedTuple):
+class RestoredRun(NamedTuple):
     """What a run continues from. The backend and the parts have their states already."""
 
     extra: dict[str, Any]
@@ -41,7 +41,7 @@ class Checkpointer:
         self,
         cfg: Config,
         backend: Backend,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, Stateful] | None = None,
         *,
         settle: Callable[[], Awaitable[None]] | None = None,
         on_saved: Callable[[], None] | None = None,
@@ -58,7 +58,7 @@ class Checkpointer:
 
     # ---- continue ----
 
-    def restore(self) -> Restored | None:
+    def restore(self) -> RestoredRun | None:
         """Puts the newest boundary back, from memory or disk; None for a new run."""
         store.clean(self.dir)
         there = store.steps(self.dir)
@@ -66,7 +66,7 @@ class Checkpointer:
         if self.memory is not None and self.memory.step > on_disk:
             state, extra = self.memory.load()
             self._load(state, extra)
-            return Restored(extra, {})
+            return RestoredRun(extra, {})
         resume = self.cfg.run.resume
         if not there:
             if resume == "must":
@@ -91,7 +91,7 @@ class Checkpointer:
             raise
         self._load(state, extra)
         self._done_at = extra["step"]
-        return Restored(extra, changes)
+        return RestoredRun(extra, changes)
 
     def _load(self, state: State, extra: Mapping[str, Any]) -> None:
         self.backend.load(state)
@@ -163,11 +163,11 @@ class Checkpointer:
         """
         state = self.backend.state()
         tensors = dict(state.tensors)
-        pieces = dict(state.pieces)
+        shards = dict(state.shards)
         plain = {}
         for name, part in self.parts.items():
             own = part.state()
             tensors |= {f"part/{name}/{key}": tensor for key, tensor in own.tensors.items()}
-            pieces |= {f"part/{name}/{prefix}": piece for prefix, piece in own.pieces.items()}
+            shards |= {f"part/{name}/{prefix}": shard for prefix, shard in own.shards.items()}
             plain[name] = own.meta
-        return State(tensors, state.meta, pieces), {**extra, "parts": plain}
+        return State(tensors, state.meta, shards), {**extra, "parts": plain}

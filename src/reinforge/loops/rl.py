@@ -3,7 +3,7 @@
 It knows rows, groups, batches and an algorithm made of functions; it never asks which algorithm it
 runs.
 
-One step: harvest groups, pack, annotate with what the algorithm needs, compute advantages over the
+One step: collect groups, pack, annotate with what the algorithm needs, compute advantages over the
 whole batch, then one or more optimizer steps whose denominators were counted before anything was
 cut; publish the new weights.
 """
@@ -31,7 +31,7 @@ from reinforge.loops.run import Run
 from reinforge.loops.trace import StepTrace, Tracer
 from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.buffer import RolloutBuffer
-from reinforge.rollout.source import GroupSource, harvest_metrics
+from reinforge.rollout.source import GroupSource, rollout_metrics
 
 # of a bad optimizer step: one of several makes the step a bad one
 COUNTED_ONCE = ("train/skipped", "train/empty", "train/oom", "critic/oom")
@@ -83,10 +83,10 @@ class RLTrainer:
                     await self.engine.sleep()
             # everything is generated, and the device has nothing to do
             with run.phase("reward_wait"):
-                harvest = await run.interruptible(self.buffer.take(run.step, self._version()))
+                rollout_batch = await run.interruptible(self.buffer.take(run.step, self._version()))
             busy = self._engine_seconds() - busy
             with run.phase("prepare"):
-                minibatches = self._pack(harvest.trained)
+                minibatches = self._pack(rollout_batch.trained)
                 batches = [batch for minibatch in minibatches for batch in minibatch]
             with run.phase("annotate"):
                 needs = self.algorithm.needs
@@ -97,22 +97,22 @@ class RLTrainer:
                 measured = self.algorithm.advantages(batches)
                 trace = None
                 if self.tracer is not None:
-                    trace = self.tracer.begin(run.step, harvest, minibatches)
+                    trace = self.tracer.begin(run.step, rollout_batch, minibatches)
             with run.phase("train"):
                 metrics = await self._aside(self._update, minibatches, trace) | measured
                 if not self._waits():
                     metrics |= self.algorithm.adapt(metrics)
             await self.engine.update(self.backend.weights(), self._version())
-            metrics |= harvest_metrics(harvest, self.reward_weights, self.source.components)
+            metrics |= rollout_metrics(rollout_batch, self.reward_weights, self.source.components)
             metrics |= self.engine.measured
             metrics |= self._count(batches, metrics)
             if busy:
                 metrics["efficiency/engine_seconds"] = busy
             self.running.observe(
-                s for g in [*harvest.groups, *harvest.discarded] for s in g.episodes
+                s for g in [*rollout_batch.groups, *rollout_batch.discarded] for s in g.episodes
             )
             record = None if trace is None else trace.record(metrics)
-            await run.end_step(metrics, harvest.groups, record)
+            await run.end_step(metrics, rollout_batch.groups, record)
 
     async def _aside(self, work: Callable[..., Any], *given: Any) -> Any:
         """Where an engine elsewhere generates meanwhile, in a thread: its answers are heard, and

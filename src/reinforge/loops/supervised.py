@@ -26,7 +26,7 @@ class SupervisedTrainer:
     """
 
     run: Run
-    chooser: RowSampler
+    row_sampler: RowSampler
     backend: Backend
     loss: Loss
     row: Callable[[int], Sequence[Sample]]
@@ -39,7 +39,7 @@ class SupervisedTrainer:
             with run.phase("prepare"):
                 samples = [
                     sample
-                    for c in self.chooser.take(self.rows_per_step, run.step)
+                    for c in self.row_sampler.take(self.rows_per_step, run.step)
                     for sample in self.row(c.row)
                 ]
             with run.phase("annotate"):
@@ -53,5 +53,5 @@ class SupervisedTrainer:
             run.counters["tokens_trained"] = run.counters.get("tokens_trained", 0) + trained
             metrics["tokens/trained"] = trained
             metrics["tokens/processed"] = processed
-            metrics |= self.chooser.report(run.step)
+            metrics |= self.row_sampler.report(run.step)
             await run.end_step(metrics)

@@ -24,7 +24,7 @@ from reinforge.core.signal import why_masked
 from reinforge.core.trace import STREAM, TOKENS, take_traced
 from reinforge.rewards.combine import combined
 from reinforge.rollout.scoring import RewardScorer
-from reinforge.rollout.source import Harvest, has_signal
+from reinforge.rollout.source import RolloutBatch, has_signal
 from reinforge.watch.recorder import pick, prompt_text
 
 TEXT = 160  # characters of a prompt's end and of an answer's beginning
@@ -52,12 +52,12 @@ class Tracer:
     tokens: Literal["summary", "all"] = "summary"
 
     def begin(
-        self, step: int, harvest: Harvest, minibatches: Sequence[Sequence[Batch]]
+        self, step: int, rollout_batch: RolloutBatch, minibatches: Sequence[Sequence[Batch]]
     ) -> StepTrace | None:
         """After the advantages of step number `step` (from 0) are there, before it is trained."""
         if not self.every or step % self.every or not self.groups:
             return None
-        return StepTrace(self, harvest, minibatches)
+        return StepTrace(self, rollout_batch, minibatches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class StepTrace:
     """
 
     tracer: Tracer
-    harvest: Harvest
+    rollout_batch: RolloutBatch
     minibatches: Sequence[Sequence[Batch]]
     slots: int = 0
     totals: list[Totals] = field(default_factory=list)
@@ -110,12 +110,12 @@ class StepTrace:
         self._give_slots()
 
     def _groups(self) -> list[tuple[str, Group]]:
-        harvest = self.harvest
+        rollout_batch = self.rollout_batch
         return [
-            *(("trained", group) for group in harvest.groups),
-            *(("replayed", group) for group in harvest.replayed),
-            *(("dropped", group) for group in harvest.discarded),
-            *(("stale", group) for group in harvest.stale),
+            *(("trained", group) for group in rollout_batch.groups),
+            *(("replayed", group) for group in rollout_batch.replayed),
+            *(("dropped", group) for group in rollout_batch.discarded),
+            *(("stale", group) for group in rollout_batch.stale),
         ]
 
     def _choose(self) -> list[tuple[str, Group]]:
@@ -129,7 +129,7 @@ class StepTrace:
     def _give_slots(self) -> None:
         """Every sample that is shown gets a slot, or each of its tokens one."""
         shown = [s for _, group in self._shown for s in group.samples]
-        shown += [s for _, s, _ in pick(self.harvest.groups, self.tracer.samples)]
+        shown += [s for _, s, _ in pick(self.rollout_batch.groups, self.tracer.samples)]
         for batch in (batch for minibatch in self.minibatches for batch in minibatch):
             batch.streams[STREAM] = torch.zeros(batch.n_trained, device=batch.targets.device)
         for uid in dict.fromkeys(s.uid for s in shown):
@@ -203,7 +203,8 @@ class StepTrace:
             "loss": _short(metrics["train/loss"]) if "train/loss" in metrics else None,
             "groups": [self._group(kind, group) for kind, group in self._shown],
             "samples": {
-                s.uid: self._sample(s) for _, s, _ in pick(self.harvest.groups, self.tracer.samples)
+                s.uid: self._sample(s)
+                for _, s, _ in pick(self.rollout_batch.groups, self.tracer.samples)
             },
         }
 

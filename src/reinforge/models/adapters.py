@@ -152,10 +152,10 @@ def make_lean(module: Any) -> None:
             and not any(layer.use_dora.values())
             and not any(layer.lora_bias.values())
         ):
-            layer.forward = _Lean(layer, layer.forward).forward
+            layer.forward = _LeanLora(layer, layer.forward).forward
 
 
-class _Lean:
+class _LeanLora:
     """y = base(x) + s B A x, and peft's own way whenever there is anything else about it (several
     adapters, merged, a mixed batch).
     """

@@ -2,9 +2,9 @@
 name.
 
 transformers hands us q, k, v after projections and rotary embedding, whatever the architecture; a
-`layout` that travels as a keyword argument says how the [N] tokens of this forward relate. `Packed`
-is sequences end to end (training, scoring, prefill); `Paged` is one new token for each of B
-sequences whose past lies in cache blocks (decoding).
+`layout` that travels as a keyword argument says how the [N] tokens of this forward relate.
+`PackedLayout` is sequences end to end (training, scoring, prefill); `PagedLayout` is one new token
+for each of B sequences whose past lies in cache blocks (decoding).
 
 Legend: N tokens, B sequences, H query heads, K key/value heads, G = H / K, D head size, L padded
 length.
@@ -382,7 +382,7 @@ def _attend_tile(
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedLayout:
     """Causal attention inside each of several segments that lie end to end.
 
     A segment may continue an earlier one (`prefix`): then it sees that one's keys first. So the
@@ -484,7 +484,7 @@ def varlen_attention(
 
 
 @dataclass(slots=True)
-class Cache:
+class KVCache:
     """Key/value blocks of every layer: [blocks, block_size, K, D].
 
     Which block belongs to whom is the engine's business.
@@ -502,7 +502,7 @@ class Cache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> Cache:
+    ) -> KVCache:
         """`shapes` is (K, D) of each layer."""
 
         def make() -> list[Tensor]:
@@ -520,7 +520,7 @@ class Cache:
 
 
 @dataclass(slots=True)
-class Prefill:
+class PrefillLayout:
     """Packed pieces of prompts whose keys and values are also written to the cache.
 
     A piece may continue what is there already (an earlier chunk of a long prompt, a turn before
@@ -529,7 +529,7 @@ class Prefill:
 
     lengths: list[int]  # new tokens of each prompt
     starts: Tensor
-    cache: Cache
+    cache: KVCache
     slots: Tensor  # [N] int64: where the new ones go
     # [sum of key lengths]: all keys of each prompt in order; None: nothing was there before
     key_slots: Tensor | None = None
@@ -567,12 +567,12 @@ class Prefill:
 
 
 @dataclass(slots=True)
-class Paged:
+class PagedLayout:
     """Decoding: one new token for each of B sequences; its key and value are written first, then it
     attends to all.
     """
 
-    cache: Cache
+    cache: KVCache
     # [B, W] int64 cache blocks of each sequence, in order; unused entries point at any block
     tables: Tensor
     cached: Tensor  # [B] int64 tokens in the cache before the new one: where it goes

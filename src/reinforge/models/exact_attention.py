@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from reinforge.models import exact_functions
-from reinforge.models.attention import AttentionLayout, Packed, Paged, Prefill, Segments
+from reinforge.models.attention import (
+    AttentionLayout,
+    PackedLayout,
+    PagedLayout,
+    PrefillLayout,
+    Segments,
+)
 from reinforge.models.exact_tiles import KEYS, TilePlan, plan_paged, plan_segments, tile_shape
 
 SCORES = 1 << 14  # numbers in the tiles that a CPU works on at once
@@ -177,12 +183,12 @@ class ExactSegments(Segments):
 
 @dataclass(slots=True)
 class ExactPaged:
-    paged: Paged
+    paged: PagedLayout
     slots: Tensor
     plan: TilePlan
 
     @classmethod
-    def of(cls, paged: Paged) -> ExactPaged:
+    def of(cls, paged: PagedLayout) -> ExactPaged:
         size = paged.cache.block_size
         block = paged.tables.gather(1, (paged.cached // size)[:, None])[:, 0]
         return cls(paged, block * size + paged.cached % size, plan_paged(paged.cached))
@@ -215,7 +221,7 @@ class ExactPaged:
 
 
 @dataclass(slots=True)
-class _Foreign:
+class _UnknownLayout:
     """A layout that is not known here (one that only looks at shapes) does what it does."""
 
     ordinary: AttentionLayout
@@ -236,9 +242,11 @@ class _Foreign:
 
 def layout(ordinary: AttentionLayout) -> AttentionLayout:
     """The exact counterpart of a layout."""
-    if isinstance(ordinary, (Packed, Prefill)):
+    if isinstance(ordinary, (PackedLayout, PrefillLayout)):
         s = ordinary.segments
         exact = copy.copy(ordinary)
         exact.segments = ExactSegments(s.lengths, s.starts, s.key_lengths, s.key_starts)
         return exact
-    return ExactPaged.of(ordinary) if isinstance(ordinary, Paged) else _Foreign(ordinary)
+    return (
+        ExactPaged.of(ordinary) if isinstance(ordinary, PagedLayout) else _UnknownLayout(ordinary)
+    )

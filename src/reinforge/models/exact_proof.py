@@ -11,7 +11,7 @@ from torch import Tensor
 
 from reinforge.core.errors import InputError
 from reinforge.models import exact_attention
-from reinforge.models.attention import Cache, Packed, Paged, starts_of
+from reinforge.models.attention import KVCache, PackedLayout, PagedLayout, starts_of
 from reinforge.models.causal import CausalModel
 
 BLOCK = 16
@@ -22,10 +22,10 @@ DECODED = 6
 
 
 @dataclass(slots=True)
-class _Listening:
+class _KeyRecorder:
     """A pack whose keys and values are kept."""
 
-    packed: Packed
+    packed: PackedLayout
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(
@@ -59,7 +59,7 @@ def prove(model: CausalModel) -> None:
         lengths = [len(p) for p in parts]
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
         hidden = model.hidden(
-            torch.cat(parts), positions, Packed(lengths, starts_of(lengths, device))
+            torch.cat(parts), positions, PackedLayout(lengths, starts_of(lengths, device))
         )
         return list(model.project(hidden).split(lengths))
 
@@ -84,10 +84,10 @@ def _decoded(model: CausalModel, tokens: Tensor) -> Tensor:
     """Logits of the last tokens, one decode step each, beside another row."""
     device = model.device
     done = len(tokens) - DECODED
-    listening = _Listening(Packed([done], starts_of([done], device)))
+    listening = _KeyRecorder(PackedLayout([done], starts_of([done], device)))
     model.hidden(tokens[:done], torch.arange(done, device=device), listening)
     width = -(-len(tokens) // BLOCK)
-    cache = Cache.allocate(
+    cache = KVCache.allocate(
         [(k.shape[1], k.shape[2]) for k, _ in listening.kept.values()],
         2 * width,
         BLOCK,
@@ -101,6 +101,6 @@ def _decoded(model: CausalModel, tokens: Tensor) -> Tensor:
     rows = []
     for i in range(done, len(tokens)):
         cached = torch.tensor([i, i - done], device=device)
-        hidden = model.hidden(tokens[cached], cached, Paged(cache, tables, cached))
+        hidden = model.hidden(tokens[cached], cached, PagedLayout(cache, tables, cached))
         rows.append(model.project(hidden)[0])
     return torch.stack(rows)

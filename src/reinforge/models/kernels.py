@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels for decoding on a GPU. Each has a plain-torch twin that defines its result:
-`paged_decode` ↔ `attention.Paged.attend`, `draw` ↔ `engines.native.sampling.draw`.
+`paged_decode` ↔ `attention.PagedLayout.attend`, `draw` ↔ `engines.native.sampling.draw`.
 
 Legend: B sequences, H query heads, K key/value heads, G = H / K, D head size, V vocabulary, W cache
 blocks per sequence.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models import attention, rope
-from reinforge.models.attention import AttentionLayout, Packed
+from reinforge.models.attention import AttentionLayout, PackedLayout
 from reinforge.models.exact import RowWise
 from reinforge.models.exact_attention import layout as exact_layout
 from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
@@ -122,7 +122,7 @@ class PackedModel:
         `reading` finds places in them.
         """
         self._check_reach(batch)
-        whole = Packed(batch.lengths, batch.starts, batch.prefix)
+        whole = PackedLayout(batch.lengths, batch.starts, batch.prefix)
         if self.slices is None:
             return self.hidden(batch.tokens, batch.positions, whole)
         here = self.slices.span(batch.n_tokens)

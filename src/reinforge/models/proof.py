@@ -35,7 +35,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.models import attention
-from reinforge.models.attention import AttentionLayout, Packed, starts_of
+from reinforge.models.attention import AttentionLayout, PackedLayout, starts_of
 
 if TYPE_CHECKING:
     from reinforge.models.packed import PackedModel
@@ -70,10 +70,10 @@ def refusing(module: Any, where: str = "model.path") -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _Counting:
+class _LayerCounter:
     """A layout that remembers which layers attended."""
 
-    packed: Packed
+    packed: PackedLayout
     calls: list[int] = field(default_factory=list)
 
     def attend(
@@ -94,7 +94,7 @@ def prove_layers(model: PackedModel, where: str) -> None:
     """One call of our attention from each decoder layer, under a mask that we know how
     to keep to.
     """
-    layout = _Counting(Packed([2], starts_of([2], model.device)))
+    layout = _LayerCounter(PackedLayout([2], starts_of([2], model.device)))
     with attention.hear_masks():
         _forward(model, layout)
     name = type(model.plain).__name__

@@ -76,11 +76,11 @@ class SliceReading:
         if self.mine is None or self.slices is None:
             return x
         everywhere = x.new_zeros(self.total).index_copy(0, self.mine, x)
-        joined: Tensor = _Joined.apply(everywhere, self.slices.group)
+        joined: Tensor = _SumOverRanks.apply(everywhere, self.slices.group)
         return joined
 
 
-class _Joined(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """The sum over ranks of vectors of which each place is 0 on all ranks but one.
 
     All ranks go on to compute the same loss with it, so the gradient that arrives is complete on

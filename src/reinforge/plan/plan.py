@@ -68,8 +68,8 @@ def worker_report(
         env=_environment(),
     )
     assert process.stdout is not None and process.stderr is not None
-    out = _Tail(process.stdout, 1 << 22)
-    err = _Tail(process.stderr, 1 << 16)
+    out = _PipeTail(process.stdout, 1 << 22)
+    err = _PipeTail(process.stderr, 1 << 16)
     try:
         late = _wait(process, err, deadline)
     finally:
@@ -136,7 +136,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], err: _Tail, deadline: float) -> bool:
+def _wait(process: subprocess.Popen[bytes], err: _PipeTail, deadline: float) -> bool:
     """Waits for the process to end; True where it took longer than it may.
 
     Importing has a clock of its own.
@@ -165,7 +165,7 @@ def _imports(stage: str) -> bool:
     return not stage or stage.startswith(IMPORTING)
 
 
-class _Tail:
+class _PipeTail:
     """Drains a pipe in a thread and keeps the last bytes, so that a flood of output can neither
     block nor fill memory. `stage` is what the newest line `stage: ...` said.
     """

@@ -22,9 +22,9 @@ from reinforge.backends.roofline import GPUS, StepWork
 from reinforge.build.predict import needs_of
 from reinforge.cluster.scaling import (
     ClusterLayout,
+    CompletionLengths,
     GpuCluster,
-    Lengths,
-    Ratios,
+    PhaseRatios,
     StepEstimate,
     best,
     layouts,
@@ -152,16 +152,18 @@ def measured_of(run: Path) -> MeasuredRun:
     )
 
 
-def spread(mean: float, longest: float, cap: int, samples: int) -> Lengths:
+def spread(mean: float, longest: float, cap: int, samples: int) -> CompletionLengths:
     """The distribution of lengths whose longest of `samples` is the one that was seen."""
     low = 0.02
     high = 2.5
     for _ in range(30):
         sigma = (low + high) / 2
         low, high = (
-            (sigma, high) if Lengths(mean, cap, sigma).longest(samples) < longest else (low, sigma)
+            (sigma, high)
+            if CompletionLengths(mean, cap, sigma).longest(samples) < longest
+            else (low, sigma)
         )
-    return Lengths(mean, cap, sigma)
+    return CompletionLengths(mean, cap, sigma)
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def plan_cluster(
     lengths = (
         spread(mean, seen.longest, cap, samples)
         if seen and length is None
-        else Lengths(min(mean, cap * 0.95), cap)
+        else CompletionLengths(min(mean, cap * 0.95), cap)
     )
     needs = needs_of(cfg)
     work = StepWork(
@@ -277,13 +279,13 @@ def plan_cluster(
     of_step: dict[str, Any] = {"updates": cfg.algorithm.minibatches}
     if cfg.train.tokens_per_microbatch != "auto":
         of_step["microbatch"] = cfg.train.tokens_per_microbatch
-    ratios = Ratios()
+    ratios = PhaseRatios()
     if seen is not None:
         there = GpuCluster(machine(seen.machine), seen.devices + seen.engines, node)
         base = simulate(
             facts, there, work, lengths, ClusterLayout(seen.engines, tensor=1), **of_step
         )
-        ratios = Ratios(seen.generate / base.generate, seen.train / base.train, seen.fixed)
+        ratios = PhaseRatios(seen.generate / base.generate, seen.train / base.train, seen.fixed)
     hardware = machine(kind)
     tensor = replica(facts, hardware)
     steps = {

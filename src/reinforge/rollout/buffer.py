@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from reinforge.core.backend import State
 from reinforge.core.sample import Group
 from reinforge.rollout.group_state import groups_from_state, groups_to_state
-from reinforge.rollout.source import GroupSource, Harvest
+from reinforge.rollout.source import GroupSource, RolloutBatch
 from reinforge.rollout.staleness import StalenessPolicy, split_stale
 
 KINDS = ("groups", "discarded")
@@ -31,20 +31,20 @@ KINDS = ("groups", "discarded")
 
 @dataclass(eq=False)
 class BufferEntry:
-    """The harvest of step `step`, begun in step `made` with the weights of `version`."""
+    """The rollouts of step `step`, begun in step `made` with the weights of `version`."""
 
     step: int
     made: int
     version: int
     before: int  # rows that the cursor had given out
-    harvest: Harvest | None = None  # None: not complete
-    task: asyncio.Task[Harvest] | None = field(default=None, repr=False)
+    rollout_batch: RolloutBatch | None = None  # None: not complete
+    task: asyncio.Task[RolloutBatch] | None = field(default=None, repr=False)
 
 
 class RolloutBuffer:
     """`advance`, then `take`, once per step.
 
-    A part of the run: a checkpoint holds every harvest that was generated and not trained, so
+    A part of the run: a checkpoint holds every batch that was generated and not trained, so
     `settle` comes before it.
     """
 
@@ -64,49 +64,51 @@ class RolloutBuffer:
         self.staleness = StalenessPolicy(staleness)
         self.last = last
         self.drain = drain or staleness == 0
-        self.begun: deque[BufferEntry] = deque()
+        self.in_flight: deque[BufferEntry] = deque()
         self._stale: list[Group] = []
 
     async def advance(self, step: int, version: int) -> None:
         """Begins what this step may begin."""
         self._drop_stale(step)
-        ahead = step + len(self.begun)
+        ahead = step + len(self.in_flight)
         while ahead <= step + self.staleness.bound and (
             ahead == step or self.last is None or ahead < self.last
         ):
             await self._begin(ahead, step, version)
             ahead += 1
 
-    async def take(self, step: int, version: int) -> Harvest:
-        """The harvest of this step, complete.
+    async def take(self, step: int, version: int) -> RolloutBatch:
+        """The rollouts of this step, complete.
 
         One that is cut here is begun again (bound 0), or stays.
         """
-        entry = self.begun[0]
+        entry = self.in_flight[0]
         assert entry.step == step, (entry.step, step)
-        if entry.harvest is None:
+        if entry.rollout_batch is None:
             assert entry.task is not None
             try:
-                entry.harvest = await asyncio.shield(entry.task)
+                entry.rollout_batch = await asyncio.shield(entry.task)
             except asyncio.CancelledError:
                 if self.staleness.bound == 0:
                     await self._cut(entry)
                 raise
-        self.begun.popleft()
-        harvest = self._fresh(entry)
-        return self.source.commit(harvest, step, version)
+        self.in_flight.popleft()
+        rollout_batch = self._fresh(entry)
+        return self.source.commit(rollout_batch, step, version)
 
     async def settle(self) -> None:
         """Waits until everything that was begun is complete."""
-        for entry in self.begun:
-            if entry.harvest is None:
+        for entry in self.in_flight:
+            if entry.rollout_batch is None:
                 assert entry.task is not None
-                entry.harvest = await asyncio.shield(entry.task)
+                entry.rollout_batch = await asyncio.shield(entry.task)
 
     async def close(self) -> None:
         """What is still under way is dropped."""
         tasks = [
-            entry.task for entry in self.begun if entry.task is not None and not entry.task.done()
+            entry.task
+            for entry in self.in_flight
+            if entry.task is not None and not entry.task.done()
         ]
         for task in tasks:
             task.cancel()
@@ -116,7 +118,7 @@ class RolloutBuffer:
         entry = BufferEntry(number, step, version, self.source.cursor.taken)
         generated = asyncio.Event()
         entry.task = asyncio.ensure_future(self.source.gather(number, version, generated.set))
-        self.begun.append(entry)
+        self.in_flight.append(entry)
         waits = asyncio.ensure_future(generated.wait() if self.drain else asyncio.sleep(0))
         try:
             await asyncio.wait({waits, entry.task}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,65 +134,65 @@ class RolloutBuffer:
         """The newest one was not generated to its end, or may wait for scores for ever: as if it
         had not begun.
         """
-        assert entry.task is not None and self.begun[-1] is entry
+        assert entry.task is not None and self.in_flight[-1] is entry
         entry.task.cancel()
         await asyncio.gather(entry.task, return_exceptions=True)
-        self.begun.pop()
+        self.in_flight.pop()
         self.source.cursor.load({**self.source.cursor.state(), "taken": entry.before})
 
     # ---- the bound ----
 
     def _drop_stale(self, step: int) -> None:
-        """A run that goes on with a smaller bound has harvests that are too old; it begins those
+        """A run that goes on with a smaller bound has batches that are too old; it begins those
         steps again with other rows.
         """
-        if not all(self.staleness.allows(entry.step, entry.made) for entry in self.begun):
+        if not all(self.staleness.allows(entry.step, entry.made) for entry in self.in_flight):
             self._stale += [
                 g
-                for entry in self.begun
-                if entry.harvest is not None
-                for g in (*entry.harvest.groups, *entry.harvest.discarded)
+                for entry in self.in_flight
+                if entry.rollout_batch is not None
+                for g in (*entry.rollout_batch.groups, *entry.rollout_batch.discarded)
             ]
-            self.begun.clear()
+            self.in_flight.clear()
 
-    def _fresh(self, entry: BufferEntry) -> Harvest:
+    def _fresh(self, entry: BufferEntry) -> RolloutBatch:
         """Without groups of older weights than those it was begun with: an engine that missed an
         update.
         """
-        harvest = entry.harvest
-        assert harvest is not None
-        oldest = entry.version if harvest.oldest is None else harvest.oldest
-        harvest.groups, late = split_stale(harvest.groups, oldest)
+        rollout_batch = entry.rollout_batch
+        assert rollout_batch is not None
+        oldest = entry.version if rollout_batch.oldest is None else rollout_batch.oldest
+        rollout_batch.groups, late = split_stale(rollout_batch.groups, oldest)
         if late or self._stale:
-            harvest.stale = [*self._stale, *late]
+            rollout_batch.stale = [*self._stale, *late]
             self._stale = []
         if self.staleness.bound:
-            harvest.report["rollout/staleness"] = float(entry.step - entry.made)
-        return harvest
+            rollout_batch.report["rollout/staleness"] = float(entry.step - entry.made)
+        return rollout_batch
 
     # ---- a Part ----
 
     def state(self) -> State:
-        entries = [entry for entry in self.begun if entry.harvest is not None]
-        assert len(entries) == len(self.begun), (
-            "a checkpoint in the middle of a harvest: settle first"
+        entries = [entry for entry in self.in_flight if entry.rollout_batch is not None]
+        assert len(entries) == len(self.in_flight), (
+            "a checkpoint in the middle of a batch: settle first"
         )
         tensors = {}
         described = []
         for i, entry in enumerate(entries):
-            harvest = entry.harvest
-            assert harvest is not None and not harvest.used
+            rollout_batch = entry.rollout_batch
+            assert rollout_batch is not None and not rollout_batch.used
             told = {
                 "step": entry.step,
                 "made": entry.made,
                 "version": entry.version,
                 "before": entry.before,
-                "rounds": harvest.rounds,
-                "cancelled": harvest.cancelled,
-                "report": harvest.report,
+                "rounds": rollout_batch.rounds,
+                "cancelled": rollout_batch.cancelled,
+                "report": rollout_batch.report,
             }
             for kind in KINDS:
-                saved = groups_to_state(getattr(harvest, kind))
+                saved = groups_to_state(getattr(rollout_batch, kind))
                 tensors.update(
                     {f"{i}/{kind}/{name}": tensor for name, tensor in saved.tensors.items()}
                 )
@@ -200,7 +202,7 @@ class RolloutBuffer:
 
     def load(self, state: State) -> None:
         rows = {row.id: row for row in self.source.rows}
-        self.begun.clear()
+        self.in_flight.clear()
         for i, told in enumerate(state.meta["begun"]):
             kinds = {}
             for kind in KINDS:
@@ -211,13 +213,15 @@ class RolloutBuffer:
                     if name.startswith(prefix)
                 }
                 kinds[kind] = groups_from_state(State(tensors, told[kind]), rows, "rollout buffer")
-            harvest = Harvest(
+            rollout_batch = RolloutBatch(
                 kinds["groups"],
                 kinds["discarded"],
                 rounds=told["rounds"],
                 cancelled=told["cancelled"],
                 report=dict(told["report"]),
             )
-            self.begun.append(
-                BufferEntry(told["step"], told["made"], told["version"], told["before"], harvest)
+            self.in_flight.append(
+                BufferEntry(
+                    told["step"], told["made"], told["version"], told["before"], rollout_batch
+                )
             )

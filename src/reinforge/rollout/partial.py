@@ -30,7 +30,7 @@ from reinforge.engines.resumable import (
 )
 from reinforge.rollout.pacing import paced
 from reinforge.rollout.rows.sampler import RowChoice
-from reinforge.rollout.source import GroupSource, Harvest
+from reinforge.rollout.source import GroupSource, RolloutBatch
 from reinforge.rollout.staleness import StalenessPolicy
 
 
@@ -59,7 +59,7 @@ class PartialSource(GroupSource):
 
     async def gather(
         self, step: int, version: int, generated: Callable[[], None] = lambda: None
-    ) -> Harvest:
+    ) -> RolloutBatch:
         before = (list(self.unfinished), self.requests.copied())
         try:
             return await self._gather(step, version, generated)
@@ -68,10 +68,10 @@ class PartialSource(GroupSource):
             self.unfinished, self.requests.kept = before
             raise
 
-    async def _gather(self, step: int, version: int, generated: Callable[[], None]) -> Harvest:
+    async def _gather(self, step: int, version: int, generated: Callable[[], None]) -> RolloutBatch:
         first = self.cursor.taken
         wanted = math.ceil(self.prompts * self.over_provision - 1e-9)
-        fresh = self.chooser.take(max(0, wanted - len(self.unfinished)), step)
+        fresh = self.row_sampler.take(max(0, wanted - len(self.unfinished)), step)
         walked = self.cursor.taken - first
         entries = [*self.unfinished, *(UnfinishedGroup(choice, step, version) for choice in fresh)]
         names = [f"{e.choice.position}:{self.rows[e.choice.row].id}" for e in entries]
@@ -94,17 +94,17 @@ class PartialSource(GroupSource):
                 tasks[i].cancel()
         self.requests.forget(names[i] for i in taken)
         ages = [step - entries[i].made for i in taken]
-        result = Harvest(groups, oldest=min(entries[i].version for i in taken))
+        result = RolloutBatch(groups, oldest=min(entries[i].version for i in taken))
         result.report = {
             "rollout/carried": float(len(self.unfinished)),
             "rollout/carried_tokens": float(self.requests.tokens()),
             "rollout/staleness": sum(ages) / len(ages),
             "rollout/staleness/max": float(max(ages)),
         }
-        if self.chooser.policies:
+        if self.row_sampler.policies:
             result.report |= {
                 "sampling/skipped": 1 - len(fresh) / max(1, walked),
-                **self.chooser.report(step),
+                **self.row_sampler.report(step),
             }
         return result
 

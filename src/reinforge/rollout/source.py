@@ -1,4 +1,4 @@
-"""Where a step's groups come from: the chooser says which rows, the rollout turns each into a
+"""Where a step's groups come from: the row sampler says which rows, the rollout turns each into a
 group, the replay buffer adds old ones.
 """
 
@@ -21,7 +21,7 @@ from reinforge.rollout.rows.sampler import RowChoice, RowSampler
 
 
 @dataclass(slots=True)
-class Harvest:
+class RolloutBatch:
     groups: list[Group]  # fresh ones that are trained, in the order of submission
     # groups without signal that dynamic sampling replaced
     discarded: list[Group] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Harvest:
     # the oldest weights that may have sampled any of it; None: those it was begun with
     oldest: int | None = None
     cancelled: int = 0  # groups that were submitted and not waited for
-    # what the pass-rate store, the chooser and the replay buffer say
+    # what the pass-rate store, the row sampler and the replay buffer say
     report: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -79,7 +79,7 @@ class GroupSource:
     `max_refills` further rounds; if even then too few are left, the step trains on those.
     `components`: see `has_signal`. `over_provision`: a round submits that many times what it needs,
     takes the first that are complete and cancels the rest; the choice is journalled before it is
-    used. `passrates` and `replay` change once the step's groups are complete, so a harvest that was
+    used. `passrates` and `replay` change once the step's groups are complete, so a batch that was
     cut leaves everything as it was.
     """
 
@@ -92,7 +92,7 @@ class GroupSource:
         *,
         dynamic: bool = False,
         max_refills: int = 0,
-        chooser: RowSampler | None = None,
+        row_sampler: RowSampler | None = None,
         over_provision: float = 1.0,
         journal: Journal | None = None,
         passrates: PassRates | None = None,
@@ -106,7 +106,7 @@ class GroupSource:
         self.dynamic = dynamic
         self.max_refills = max_refills
         self.over_provision = over_provision
-        self.chooser = chooser or RowSampler(cursor, cursor.seed)
+        self.row_sampler = row_sampler or RowSampler(cursor, cursor.seed)
         self.journal = journal or Journal(None)
         self.passrates = passrates
         self.replay = replay
@@ -114,7 +114,7 @@ class GroupSource:
 
     async def gather(
         self, step: int, version: int, generated: Callable[[], None] = lambda: None
-    ) -> Harvest:
+    ) -> RolloutBatch:
         """The groups of step number `step`, sampled with the weights of `version`, without the
         consequences: nothing but the cursor has moved until `commit`.
 
@@ -122,20 +122,20 @@ class GroupSource:
         missing; where scores decide what is generated next, at the end.
         """
         used = self.replay.pick(self.prompts, version) if self.replay is not None else []
-        result = Harvest([], rounds=0, replayed=[kept.group for kept in used], used=used)
+        result = RolloutBatch([], rounds=0, replayed=[kept.group for kept in used], used=used)
         submitted = walked = 0
         once = not self.dynamic and self.over_provision == 1
         while (missing := self.prompts - len(result.trained)) and result.rounds <= (
             self.max_refills if self.dynamic else 0
         ):
             walked -= self.cursor.taken
-            choices = self.chooser.take(math.ceil(missing * self.over_provision - 1e-9), step)
+            choices = self.row_sampler.take(math.ceil(missing * self.over_provision - 1e-9), step)
             walked += self.cursor.taken  # now: while scores are computed others may walk on
             submitted += len(choices)
-            if self.chooser.policies:
+            if self.row_sampler.policies:
                 result.report |= {
                     "sampling/skipped": 1 - submitted / max(1, walked),
-                    **self.chooser.report(step),
+                    **self.row_sampler.report(step),
                 }
             for group in await self._round(choices, missing, generated if once else lambda: None):
                 (result.groups if self._counts(group) else result.discarded).append(group)
@@ -144,7 +144,7 @@ class GroupSource:
         result.cancelled = submitted - len(result.groups) - len(result.discarded)
         return result
 
-    def commit(self, result: Harvest, step: int, version: int) -> Harvest:
+    def commit(self, result: RolloutBatch, step: int, version: int) -> RolloutBatch:
         """The step is about to be trained: what later steps choose by may know of it."""
         if self.passrates is not None:
             self.passrates.observe([*result.groups, *result.discarded], step)
@@ -199,13 +199,13 @@ class GroupSource:
         return [done[place] for place in sorted(done)]
 
 
-def harvest_metrics(
-    harvest: Harvest, weights: dict[str, float], components: Collection[str] = ()
+def rollout_metrics(
+    rollout_batch: RolloutBatch, weights: dict[str, float], components: Collection[str] = ()
 ) -> dict[str, float]:
     """What the rollouts of a step looked like: rewards, lengths, how they ended, which groups can
     teach (see `has_signal`).
     """
-    everything = [*harvest.groups, *harvest.discarded]
+    everything = [*rollout_batch.groups, *rollout_batch.discarded]
     samples = [s for g in everything for s in g.episodes]
     rewards = [s.reward for s in samples if s.reward is not None]
     lengths = [n for g in everything for n in _lengths(g)]
@@ -220,21 +220,21 @@ def harvest_metrics(
         "groups/zero_variance": (
             sum(not has_signal(g, components) for g in everything) / max(1, len(everything))
         ),
-        "groups/trained": len(harvest.trained),
-        "groups/rounds": harvest.rounds,
-        "tokens/sampled": harvest.sampled_tokens,
-        "tokens/discarded": tokens_in(harvest.discarded),
-        "tokens/replayed": sum(s.n_trained for g in harvest.replayed for s in g.samples),
+        "groups/trained": len(rollout_batch.trained),
+        "groups/rounds": rollout_batch.rounds,
+        "tokens/sampled": rollout_batch.sampled_tokens,
+        "tokens/discarded": tokens_in(rollout_batch.discarded),
+        "tokens/replayed": sum(s.n_trained for g in rollout_batch.replayed for s in g.samples),
     }
     # the data's answers, each once for every sampled one it is compared with
-    if any(g.given is not None for g in harvest.groups):
+    if any(g.given is not None for g in rollout_batch.groups):
         out["tokens/given"] = sum(
-            g.given.n_trained * len(g.samples) for g in harvest.groups if g.given is not None
+            g.given.n_trained * len(g.samples) for g in rollout_batch.groups if g.given is not None
         )
-    if harvest.stale:
-        out["tokens/stale"] = tokens_in(harvest.stale)
-    if harvest.cancelled:
-        out["groups/cancelled"] = harvest.cancelled
+    if rollout_batch.stale:
+        out["tokens/stale"] = tokens_in(rollout_batch.stale)
+    if rollout_batch.cancelled:
+        out["groups/cancelled"] = rollout_batch.cancelled
     out |= fault_metrics(everything)
     for name in [
         *weights,
@@ -246,7 +246,7 @@ def harvest_metrics(
     for name in sorted({name for g in everything for name in g.metrics}):
         values = [g.metrics[name] for g in everything if name in g.metrics]
         out[name] = sum(values) / len(values)
-    return out | harvest.report
+    return out | rollout_batch.report
 
 
 def _lengths(group: Group) -> list[int]:

@@ -51,7 +51,7 @@ def plain(value: Any) -> bool:
     return isinstance(value, Opaque) or not (isinstance(said, dict) and said["t"] == "opaque")
 
 
-# what the words of a test are wrapped in, see `Words`
+# what the words of a test are wrapped in, see `ErrorTracker`
 HANDLER = "__handling__"
 KEEPER = "__keeping__"
 GIVEN = "__given__"
@@ -162,7 +162,7 @@ class Inside:
         self.error = error
 
 
-class Words(ast.NodeTransformer):
+class ErrorTracker(ast.NodeTransformer):
     """Puts `Handling` into every `except` of a test, `Keeping` around every `with`, and
     `Pending.given` around every call.
     """
@@ -233,7 +233,7 @@ def watch_exit(context: Any, pending: Pending) -> None:
 
 
 def compiled(text: str) -> CodeType:
-    tree: ast.Module = Words().visit(ast.parse(text))
+    tree: ast.Module = ErrorTracker().visit(ast.parse(text))
     return compile(ast.fix_missing_locations(tree), "test.py", "exec")
 
 
@@ -248,7 +248,7 @@ def raised(name: str, text: str) -> Exception:
     return SolutionError(text)
 
 
-class Remote:
+class JudgeConnection:
     """The other end of the judge's pipe, and the functions behind it."""
 
     def __init__(self, lines: BinaryIO, out: int):
@@ -325,7 +325,7 @@ def unknown_names(code: str) -> set[str]:
     return read - bound
 
 
-def run(remote: Remote, tests: list[str], entry: str | None) -> dict[str, Any]:
+def run(remote: JudgeConnection, tests: list[str], entry: str | None) -> dict[str, Any]:
     """Each text is one test; one that defines `check` has it called with the entry point, as
     HumanEval does.
     """
@@ -356,7 +356,7 @@ def run(remote: Remote, tests: list[str], entry: str | None) -> dict[str, Any]:
     return {"passed": passed, "reasons": reasons[:20]}
 
 
-def one(remote: Remote, text: str, code: CodeType, names: dict[str, Any]) -> str | None:
+def one(remote: JudgeConnection, text: str, code: CodeType, names: dict[str, Any]) -> str | None:
     """None if the test passes, otherwise why not."""
     remote.pending.errors.clear()
     try:
@@ -375,7 +375,7 @@ def one(remote: Remote, text: str, code: CodeType, names: dict[str, Any]) -> str
 
 def main() -> None:
     with os.fdopen(3, "rb") as lines:
-        remote = Remote(lines, 4)
+        remote = JudgeConnection(lines, 4)
         watch_unittest(remote.pending)
         request = remote.hear()
         try:

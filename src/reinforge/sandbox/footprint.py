@@ -18,7 +18,7 @@ from typing import Any
 PACKAGES = ("site-packages", "dist-packages")  # what somebody installed: not the standard library
 
 
-class Loaded(ctypes.Structure):
+class LoadedLibrary(ctypes.Structure):
     """The first fields of struct dl_phdr_info."""
 
     _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]
@@ -36,7 +36,9 @@ def libraries() -> list[str]:
             )
         return 0
 
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Loaded), ctypes.c_size_t, ctypes.c_void_p)
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.POINTER(LoadedLibrary), ctypes.c_size_t, ctypes.c_void_p
+    )
     ctypes.CDLL(None).dl_iterate_phdr(kind(visit), None)
     return sorted(set(found))
 

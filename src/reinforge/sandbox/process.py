@@ -114,7 +114,7 @@ class Process:
                 except OSError:  # it died just now
                     box.close()
                     raise
-            self._popen: subprocess.Popen[bytes] | zygote.Box = box or subprocess.Popen(
+            self._popen: subprocess.Popen[bytes] | zygote.WarmLauncher = box or subprocess.Popen(
                 arguments(self.isolation, self.limits, theirs.get("info", -1), handed),
                 stdin=theirs["stdin"],
                 stdout=theirs["stdout"],
@@ -138,7 +138,7 @@ class Process:
             if name in names_out:
                 self._selector.register(fd, selectors.EVENT_READ, name)
 
-    def _box(self) -> zygote.Box | None:
+    def _box(self) -> zygote.WarmLauncher | None:
         """Where this run takes place, if there are boxes here.
 
         What they lack to be made, a launcher of its own says better.
@@ -235,7 +235,7 @@ class Process:
                 self.greedy = True
             elif word == "error":
                 self._kill("refused", rest_of_line)
-            elif word == "clean" and isinstance(self._popen, zygote.Box):
+            elif word == "clean" and isinstance(self._popen, zygote.WarmLauncher):
                 self._popen.idle = not self._struck
             else:
                 self._ended = time.monotonic()
@@ -280,7 +280,7 @@ class Process:
 
     def _strike(self) -> None:
         self._struck = True
-        if isinstance(self._popen, zygote.Box):
+        if isinstance(self._popen, zygote.WarmLauncher):
             self._popen.idle = False
         self._give_up = min(self._give_up, time.monotonic() + GIVE_UP_SECONDS)
         if self._pidfd is None:
@@ -429,7 +429,7 @@ class Process:
             self._pidfd = None
         self._selector.close()
         if self._forks is not None:
-            assert isinstance(self._popen, zygote.Box)
+            assert isinstance(self._popen, zygote.WarmLauncher)
             self._forks.give(self._popen)
             self._forks = None
         if self._folder is not None:

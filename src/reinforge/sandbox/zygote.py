@@ -31,7 +31,7 @@ _running: Zygote | None = None
 _lock = threading.Lock()
 
 
-class Forked:
+class ForkedProcess:
     """The part of `subprocess.Popen` that a run needs, for a process that somebody else has
     started.
     """
@@ -60,7 +60,7 @@ class Forked:
                 pass
 
 
-class Box:
+class WarmLauncher:
     """One run at a time. Seen by a run as the process that it waits for."""
 
     def __init__(self, launcher: Zygote):
@@ -123,7 +123,7 @@ class Zygote:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
-        self._boxes: list[Box] = []  # idle
+        self._boxes: list[WarmLauncher] = []  # idle
         job = json.dumps({"prepare": _prepares, "texts": TEXTS, **root_of(layout())})
         self._popen = subprocess.Popen(
             [interpreter(), "-I", "-B", "-X", "utf8", str(FORKS), str(theirs.fileno()), job],
@@ -140,24 +140,24 @@ class Zygote:
             self.close()
             raise OSError("the launcher did not start")
 
-    def fork(self, asked: socket.socket) -> Forked:
+    def fork(self, asked: socket.socket) -> ForkedProcess:
         with _lock:
             socket.send_fds(self._socket, [b"r"], [asked.fileno()])
             message, handles, _, _ = socket.recv_fds(self._socket, 32, 1)
         if not message:
             raise OSError("the launcher is gone")
-        return Forked(int(message), handles[0])
+        return ForkedProcess(int(message), handles[0])
 
-    def take(self) -> Box:
+    def take(self) -> WarmLauncher:
         """An idle box, or a new one."""
         while self._boxes:
             box = self._boxes.pop()
             if box.alive():
                 return box
             box.close()
-        return Box(self)
+        return WarmLauncher(self)
 
-    def give(self, box: Box) -> None:
+    def give(self, box: WarmLauncher) -> None:
         """After a run: to be used again if nothing is left in it."""
         if box.idle and self.alive():
             self._boxes.append(box)

@@ -40,7 +40,7 @@ from reinforge.serve.requests import (
     ScoreRequest,
     parsed,
 )
-from reinforge.serve.scorer import Scorer
+from reinforge.serve.scorer import RewardModelScorer
 
 T = TypeVar("T")
 LOG = logging.getLogger("reinforge.serve")
@@ -123,7 +123,10 @@ class Endpoints:
     """The endpoints. Counts who is inside, and watches for those who leave before their answer."""
 
     def __init__(
-        self, service: CompletionService | None, scorer: Scorer | None, limits: ConnectionLimits
+        self,
+        service: CompletionService | None,
+        scorer: RewardModelScorer | None,
+        limits: ConnectionLimits,
     ):
         self.service = service
         self.scorer = scorer
@@ -349,7 +352,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 def make_app(
     service: CompletionService | None,
-    scorer: Scorer | None,
+    scorer: RewardModelScorer | None,
     *,
     limits: ConnectionLimits,
     api_key: Key,

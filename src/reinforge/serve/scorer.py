@@ -12,7 +12,7 @@ from reinforge.rewards.model import ModelReward
 from reinforge.serve.requests import ApiError, ScoreRequest
 
 
-class Scorer:
+class RewardModelScorer:
     """One reward model in a thread of its own: requests are scored one after the other, each by
     itself, so that a text gets the same bits whoever else asks.
     """

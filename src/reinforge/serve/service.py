@@ -30,7 +30,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-class Service:
+class ModelService:
     """One model, ready to answer.
 
     `max_new_tokens` is what a request gets that names no limit, `max_completions` what one may ask

@@ -35,7 +35,7 @@ def probe_tokens(vocabulary: int, length: int = 48) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ProbeCheck:
     """What one engine said after an update."""
 
     error: float  # mean |Δ log-prob| over the probe
@@ -51,7 +51,7 @@ def compare(
     before: Tensor | None,
     head_error: float,
     tolerance: float | None = None,
-) -> Check:
+) -> ProbeCheck:
     """Raises `WeightMismatch` with the likeliest culprit where engine and trainer differ by more
     than rounding. `before` are the trainer's values for the weights served before; `head_error` is
     that of the engine's own look at its tied head.
@@ -60,7 +60,7 @@ def compare(
     limit = TOLERANCE[dtype] if tolerance is None else tolerance
     stale_head = head_error > HEAD[dtype]
     if error <= limit and not stale_head:
-        return Check(error, version)
+        return ProbeCheck(error, version)
     if stale_head:
         culprit = (
             "its output head gives other logits than the embedding that it is tied to (by"

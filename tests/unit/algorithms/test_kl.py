@@ -12,7 +12,7 @@ from torch import Tensor
 
 from reinforge.algorithms.build import build
 from reinforge.algorithms.parts.kl import ESTIMATORS, k1, k2, k3, k3_plus
-from reinforge.algorithms.parts.terms import Terms, adaptive_entropy, adaptive_kl
+from reinforge.algorithms.parts.terms import LossTerms, adaptive_entropy, adaptive_kl
 from reinforge.core.backend import State
 from reinforge.core.batch import Batch
 from reinforge.core.sample import Sample
@@ -220,7 +220,9 @@ def test_adaptive_entropy() -> None:
 
 
 def test_terms_adapt_by_what_was_measured() -> None:
-    terms = Terms(kl=0.1, kl_target=0.05, kl_horizon=1000, entropy_target=0.3, entropy_rate=0.01)
+    terms = LossTerms(
+        kl=0.1, kl_target=0.05, kl_horizon=1000, entropy_target=0.3, entropy_rate=0.01
+    )
     assert terms.adapt({"policy/kl": 0.055, "batch/samples": 100.0, "policy/entropy": 0.1}) == {
         "policy/kl_coefficient": 0.1,
         "policy/entropy_coefficient": 0.0,
@@ -230,7 +232,7 @@ def test_terms_adapt_by_what_was_measured() -> None:
     terms.adapt({})
     terms.adapt({"policy/kl": math.nan, "policy/entropy": math.inf, "batch/samples": 100.0})
     assert (terms.kl, terms.entropy) == before
-    still = Terms(kl=0.1, entropy=0.1)
+    still = LossTerms(kl=0.1, entropy=0.1)
     assert still.adapt({"policy/kl": 9.0, "policy/entropy": 9.0, "batch/samples": 9.0}) == {} and (
         still.kl,
         still.entropy,

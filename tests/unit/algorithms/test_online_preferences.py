@@ -20,7 +20,13 @@ from reinforge.algorithms.build import build as build_algorithm
 from reinforge.algorithms.catalogue import BEST_OF, TABLE
 from reinforge.algorithms.losses.nash import NashLoss, geometric_mixture
 from reinforge.algorithms.losses.rows import with_stream
-from reinforge.algorithms.pairing import best_and_worst, contest, keep_best, self_play, win_rates
+from reinforge.algorithms.pairing import (
+    against_opponent,
+    best_and_worst,
+    keep_best,
+    self_play,
+    win_rates,
+)
 from reinforge.backends.local import LocalBackend
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
@@ -86,7 +92,9 @@ def test_the_best_against_the_worst() -> None:
 def test_a_contest_pairs_the_policy_with_its_opponent() -> None:
     own = [answer(i, r, opponent=False) for i, r in enumerate((1.0, 0.0, 1.0))]
     theirs = [0.0, 2.0, 1.0]
-    made = contest(group(*own, *(answer(3 + i, r, opponent=True) for i, r in enumerate(theirs))))
+    made = against_opponent(
+        group(*own, *(answer(3 + i, r, opponent=True) for i, r in enumerate(theirs)))
+    )
     assert uids(made) == ["0", "3", "4", "1"]  # the third is a tie
     assert [float(s.streams["by_reference"][-1]) for s in made] == [0, 1, 1, 0]
 
@@ -239,14 +247,14 @@ def test_the_opponent_samples_the_geometric_mixture(coefficient: float, lora: bo
 
 @torch.no_grad()
 def full(model: CausalModel, ids: list[int]) -> torch.Tensor:
-    from reinforge.models.attention import Packed, starts_of
+    from reinforge.models.attention import PackedLayout, starts_of
 
     device = torch.device("cpu")
     return model.logits(
         model.hidden(
             torch.tensor(ids),
             torch.arange(len(ids)),
-            Packed([len(ids)], starts_of([len(ids)], device)),
+            PackedLayout([len(ids)], starts_of([len(ids)], device)),
         )
     )
 

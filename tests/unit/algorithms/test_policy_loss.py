@@ -18,7 +18,7 @@ from reinforge.algorithms.parts.corrections import mis, tis
 from reinforge.algorithms.parts.kl import k2, k3
 from reinforge.algorithms.parts.reduce import REDUCERS, sequence_mean, sequence_sum, token_mean
 from reinforge.algorithms.parts.surrogates import ppo_clip
-from reinforge.algorithms.parts.terms import Terms
+from reinforge.algorithms.parts.terms import LossTerms
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.sample import Sample
@@ -105,7 +105,7 @@ def full_loss(reduce: str = "token_mean", **kw) -> PolicyLoss:
     options = {
         "correction": partial(tis, cap=1.2),
         "kl": k3,
-        "terms": Terms(kl=0.1, entropy=0.01),
+        "terms": LossTerms(kl=0.1, entropy=0.01),
         "off_policy": True,
     }
     return PolicyLoss(partial(ppo_clip, low=0.2, high=0.28), REDUCERS[reduce], **{**options, **kw})
@@ -222,7 +222,7 @@ def test_before_the_first_update_everything_is_neutral() -> None:
         for r in random_rows([3, 4])
     ]
     total, gradient, metrics = run(
-        PolicyLoss(ppo_clip, token_mean, terms=Terms(kl=0.5), correction=mis), rows, [[0], [1]]
+        PolicyLoss(ppo_clip, token_mean, terms=LossTerms(kl=0.5), correction=mis), rows, [[0], [1]]
     )
     advantages = torch.cat([r["advantages"] for r in rows])
     assert torch.allclose(
@@ -249,7 +249,9 @@ def test_a_dropped_token_has_no_gradient() -> None:
         }
     ]
     _, gradient, metrics = run(
-        PolicyLoss(ppo_clip, sequence_sum, correction=partial(mis, cap=2.0), terms=Terms(kl=0.1)),
+        PolicyLoss(
+            ppo_clip, sequence_sum, correction=partial(mis, cap=2.0), terms=LossTerms(kl=0.1)
+        ),
         rows,
         [[0]],
     )
@@ -278,7 +280,7 @@ def test_off_policy_kl_is_weighted_by_the_ratio() -> None:
             ppo_clip,
             lambda tokens, totals: old.exp(),
             kl=k2,
-            terms=Terms(kl=1.0),
+            terms=LossTerms(kl=1.0),
             kl_importance=importance,
         )
         value, _ = loss(TrainedTokens(policy, None, one, one, one, streams), Totals(5, 5, 1, {}))
@@ -381,7 +383,7 @@ def test_what_becomes_of_selected_tokens(use: str, loss: float, gradient: list[f
         selected=use,
         penalty=0.5,
         kl=k2,
-        terms=Terms(kl=0.1, entropy=0.2),
+        terms=LossTerms(kl=0.1, entropy=0.2),
         kl_importance=False,
     )
     total, _, metrics = run(with_terms, rows, [[0]])
@@ -402,7 +404,7 @@ def test_likelihood_of_positive_samples() -> None:
     rows = two_tokens(positive=[2.0, 0.0])
     plain, _, _ = run(PolicyLoss(ppo_clip, token_mean), rows, [[0]])
     total, gradient, metrics = run(
-        PolicyLoss(ppo_clip, token_mean, terms=Terms(nll=0.1)), rows, [[0]]
+        PolicyLoss(ppo_clip, token_mean, terms=LossTerms(nll=0.1)), rows, [[0]]
     )
     # -logp of the only positive token
     assert total == pytest.approx(plain + 0.1 * 1.0) and metrics["policy/nll"] == pytest.approx(1.0)
@@ -430,7 +432,7 @@ def test_old_log_probs_of_the_engine() -> None:
 
 def test_an_adapted_coefficient_is_used_at_once() -> None:
     rows = two_tokens(reference=[-1.5, -2.0])
-    terms = Terms(kl=0.1, entropy_target=1.0)
+    terms = LossTerms(kl=0.1, entropy_target=1.0)
     loss = PolicyLoss(ppo_clip, token_mean, kl=k2, terms=terms, kl_importance=False)
     before, _, _ = run(loss, rows, [[0]])
     assert loss.entropy_gradient and loss.needs == {"reference"}

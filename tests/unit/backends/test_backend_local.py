@@ -80,9 +80,11 @@ def test_entropy_is_the_distributions_own() -> None:
     batch = Batch.pack(samples)
     _, entropy = model.logprobs(batch, temperature=0.7, entropy=True)
     with torch.no_grad():
-        from reinforge.models.attention import Packed
+        from reinforge.models.attention import PackedLayout
 
-        hidden = model.hidden(batch.tokens, batch.positions, Packed(batch.lengths, batch.starts))
+        hidden = model.hidden(
+            batch.tokens, batch.positions, PackedLayout(batch.lengths, batch.starts)
+        )
         logp = (model.logits(hidden[batch.targets - 1]).double() / 0.7).log_softmax(-1)
     assert entropy is not None
     torch.testing.assert_close(entropy.double(), -(logp.exp() * logp).sum(-1), atol=1e-5, rtol=0)

@@ -126,9 +126,11 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, rank: int | Non
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    from reinforge.models.attention import Packed
+    from reinforge.models.attention import PackedLayout
 
-    layout = Packed([tokens // 2] * 2, torch.tensor([0, tokens // 2, tokens], dtype=torch.int32))
+    layout = PackedLayout(
+        [tokens // 2] * 2, torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
+    )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         hidden = model.hidden(
             torch.arange(tokens) % 50, torch.arange(tokens) % (tokens // 2), layout

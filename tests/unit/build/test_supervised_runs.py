@@ -127,7 +127,9 @@ def test_a_mixture_of_files(model: str, tmp_path: Path) -> None:
         config(model, tmp_path / run, "sft", steps=5, data=data) for run in ("whole", "cut")
     )
     trainer = build(whole, SilentView(), CallerObjects())
-    seen = Counter(trainer.row(i)[0].uid.partition(":")[0] for i in trainer.chooser.cursor.take(30))  # type: ignore[union-attr]
+    seen = Counter(
+        trainer.row(i)[0].uid.partition(":")[0] for i in trainer.row_sampler.cursor.take(30)
+    )  # type: ignore[union-attr]
     assert seen == {"good": 10, "odd": 20}
     for cfg, steps in ((whole, 5), (cut, 2), (cut, 5)):
         from reinforge.build.run import train_config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reinforge.check.attacks import attacks
-from reinforge.check.rewards import Findings, check_rewards
+from reinforge.check.rewards import RewardFindings, check_rewards
 from reinforge.cli.main import main
 from reinforge.config.load import config_from_dict
 from reinforge.core.errors import InputError
@@ -40,7 +40,7 @@ def found(
     rewards: list[dict[str, Any]],
     rows: list[dict[str, Any]] | None = None,
     **kw: Any,
-) -> Findings:
+) -> RewardFindings:
     import json
 
     data = tmp_path / "rows.jsonl"
@@ -63,7 +63,7 @@ def found(
     return check_rewards(config_from_dict(cfg, where="test"), **kw)
 
 
-def failed(result: Findings) -> set[str]:
+def failed(result: RewardFindings) -> set[str]:
     return {t.kind.removesuffix(", in the right form") for t in result.tried if not t.ok}
 
 

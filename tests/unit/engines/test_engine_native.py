@@ -29,7 +29,7 @@ from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native import engine as native
 from reinforge.engines.native.blocks import BlockPool
-from reinforge.models.attention import Cache
+from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
 
 AROUND_A_BLOCK = (1, 15, 16, 17, 31, 32, 33)
@@ -329,12 +329,12 @@ def test_memory_is_given_back_and_taken_again() -> None:
 
 
 def test_a_cache_that_cannot_be_had_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> Cache:
+    def refuse(*args: Any) -> KVCache:
         raise MemoryError("no room for the cache")
 
     engine = make_engine()
     with monkeypatch.context() as patch:
-        patch.setattr(Cache, "allocate", refuse)
+        patch.setattr(KVCache, "allocate", refuse)
         with pytest.raises(MemoryError, match="no room"):
             run(engine.generate(tokens_of(5), Sampling(3), key=1), timeout=5)
     assert (

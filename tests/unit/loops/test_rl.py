@@ -347,12 +347,12 @@ def test_versions_rows_and_draws_of_each_step(
     """Each step's tokens are stamped with the optimizer steps before it; rows and samples of a step
     differ from every other's.
     """
-    harvested: list[list[Group]] = []
+    batches: list[list[Group]] = []
     original = RLTrainer._pack
     monkeypatch.setattr(
         RLTrainer,
         "_pack",
-        lambda self, groups: (harvested.append(groups), original(self, groups))[1],
+        lambda self, groups: (batches.append(groups), original(self, groups))[1],
     )
     cfg = make(
         "run",
@@ -365,15 +365,15 @@ def test_versions_rows_and_draws_of_each_step(
     launch(cfg)
     versions = [
         {int(v) for g in groups for s in g.samples for v in s.versions[s.trained]}
-        for groups in harvested
+        for groups in batches
     ]
     assert versions == [{0}, {2}, {4}, {6}]
-    names = [g.samples[0].group for groups in harvested for g in groups]
+    names = [g.samples[0].group for groups in batches for g in groups]
     assert len(set(names)) == 32 and sorted(
-        g.row.prompt for g in harvested[0] + harvested[1]
+        g.row.prompt for g in batches[0] + batches[1]
     ) == sorted(d["prompt"] for d in DATA)
     by_row: dict[Any, list[list[int]]] = {}
-    for g in (g for groups in harvested for g in groups):
+    for g in (g for groups in batches for g in groups):
         by_row.setdefault(g.row.prompt, []).extend(s.tokens.tolist() for s in g.samples)
     # unchanged weights, second epoch: other draws
     assert all(len({tuple(t) for t in samples}) == 8 for samples in by_row.values())

@@ -11,10 +11,10 @@ from torch import Tensor
 from reinforge.core.errors import InputError
 from reinforge.models.attention import (
     PADDING_WASTE,
-    Cache,
-    Packed,
-    Paged,
-    Prefill,
+    KVCache,
+    PackedLayout,
+    PagedLayout,
+    PrefillLayout,
     _attention,
     tile_runs,
     varlen_attention,
@@ -61,7 +61,7 @@ def test_packed_is_each_sequence_alone(
     lengths: list[int], window: int | None, softcap: float | None
 ) -> None:
     q, k, v = qkv(sum(lengths))
-    ours = Packed(lengths, starts_of(lengths)).attend(0, q, k, v, 0.3, window, softcap)
+    ours = PackedLayout(lengths, starts_of(lengths)).attend(0, q, k, v, 0.3, window, softcap)
     alone = [
         plain(*(x.split(lengths)[i] for x in (q, k, v)), 0.3, window, softcap)
         for i in range(len(lengths))
@@ -80,7 +80,7 @@ def test_a_segment_that_continues_another_is_their_tokens_in_one_sequence(
 ) -> None:
     q, k, v = qkv(sum(lengths))
     ours = (
-        Packed(lengths, starts_of(lengths), prefix)
+        PackedLayout(lengths, starts_of(lengths), prefix)
         .attend(0, q, k, v, 0.3, window, softcap)
         .split(lengths)
     )
@@ -101,7 +101,7 @@ def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: flo
     """
     lengths = [5, 8, 9, 1]
     size = 4
-    cache = Cache.allocate([(K, D)], 16, size, torch.float32, torch.device("cpu"))
+    cache = KVCache.allocate([(K, D)], 16, size, torch.float32, torch.device("cpu"))
     for part in (*cache.keys, *cache.values):
         part.fill_(1e3)  # what earlier owners left behind
     tables = torch.tensor([[7, 2, 0], [3, 11, 4], [15, 9, 1], [5, 0, 0]])
@@ -115,9 +115,11 @@ def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: flo
             for i, n in enumerate(lengths)
         ]
     )
-    Prefill(lengths, starts_of(lengths), cache, slots).attend(0, *prompt, 0.3, window, softcap)
+    PrefillLayout(lengths, starts_of(lengths), cache, slots).attend(
+        0, *prompt, 0.3, window, softcap
+    )
     past = torch.tensor(lengths)
-    ours = Paged(cache, tables, past).attend(0, *newest, 0.3, window, softcap)
+    ours = PagedLayout(cache, tables, past).attend(0, *newest, 0.3, window, softcap)
     for i, n in enumerate(lengths):
         want = plain(*(x[i] for x in whole), 0.3, window, softcap)[n]
         torch.testing.assert_close(ours[i].double(), want, atol=2e-6, rtol=1e-5)
@@ -134,7 +136,9 @@ def test_tiles_cover_and_waste_little(lengths: list[int]) -> None:
 def test_gradient_stays_inside_a_sequence() -> None:
     lengths = [6, 5, 9]
     q, k, v = (x.requires_grad_() for x in qkv(20))
-    Packed(lengths, starts_of(lengths)).attend(0, q, k, v, 0.3, None, None)[6:11].sum().backward()
+    PackedLayout(lengths, starts_of(lengths)).attend(0, q, k, v, 0.3, None, None)[
+        6:11
+    ].sum().backward()
     for x in (q, k, v):
         assert x.grad is not None
         assert (
@@ -151,9 +155,9 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
     with pytest.raises(AssertionError, match="CausalModel.hidden"):
         _attention(module, q, q, q)
     with pytest.raises(AssertionError, match="batch size 1"):
-        _attention(module, q.expand(2, -1, -1, -1), q, q, layout=Packed([3], starts_of([3])))
+        _attention(module, q.expand(2, -1, -1, -1), q, q, layout=PackedLayout([3], starts_of([3])))
     with pytest.raises(InputError, match="attention sinks"):
-        _attention(module, q, q, q, layout=Packed([3], starts_of([3])), s_aux=torch.zeros(H))
+        _attention(module, q, q, q, layout=PackedLayout([3], starts_of([3])), s_aux=torch.zeros(H))
 
 
 @pytest.mark.parametrize("left", [-1, 7])

@@ -111,9 +111,9 @@ def test_a_shift_by_one_would_be_seen(by: int) -> None:
 
 
 def _packed(batch: Batch):  # type: ignore[no-untyped-def]
-    from reinforge.models.attention import Packed
+    from reinforge.models.attention import PackedLayout
 
-    return Packed(batch.lengths, batch.starts)
+    return PackedLayout(batch.lengths, batch.starts)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "gemma2", "opt"])

@@ -7,7 +7,7 @@ import copy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from reinforge.models.attention import Packed
+from reinforge.models.attention import PackedLayout
 from reinforge.models.causal import CausalModel
 from reinforge.models.joint import join
 
@@ -25,7 +25,7 @@ SHAPE = {
 def hidden(model: CausalModel) -> torch.Tensor:
     tokens = torch.arange(9)
     return model.hidden(
-        tokens, torch.arange(9), Packed([9], torch.tensor([0, 9], dtype=torch.int32))
+        tokens, torch.arange(9), PackedLayout([9], torch.tensor([0, 9], dtype=torch.int32))
     )
 
 

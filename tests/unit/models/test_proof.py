@@ -31,7 +31,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
 from reinforge.models import proof
-from reinforge.models.attention import Packed, starts_of, window_of, windows
+from reinforge.models.attention import PackedLayout, starts_of, window_of, windows
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import check_architecture
 from reinforge.models.scalar import ScalarModel
@@ -169,7 +169,7 @@ def test_a_long_neighbour_does_not_move_a_short_row(name: str, limit: int) -> No
         positions = torch.cat([torch.arange(n) for n in lengths])
         with torch.no_grad():
             return model.hidden(
-                tokens, positions, Packed(lengths, starts_of(lengths, model.device))
+                tokens, positions, PackedLayout(lengths, starts_of(lengths, model.device))
             )[:9]
 
     torch.testing.assert_close(first_row(2 * limit), first_row(5), atol=1e-5, rtol=0)
@@ -299,14 +299,14 @@ def test_a_leak_far_below_rounding_is_seen(dtype: torch.dtype, shift: int) -> No
 
 def test_a_shared_prompt_that_is_not_seen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With both comparisons of numbers out of the way, the poisoned prompt alone must show it."""
-    original = Packed.__post_init__
+    original = PackedLayout.__post_init__
 
     def without_prompt(self: Any) -> None:
         self.prefix = None
         original(self)
 
     model = make_model("llama")
-    monkeypatch.setattr(Packed, "__post_init__", without_prompt)
+    monkeypatch.setattr(PackedLayout, "__post_init__", without_prompt)
     with pytest.raises(InputError, match="does not see the prompt that it shares"):
         proof.prove(model, lambda batch: 0.0, "model.path", "log-probs")
     with pytest.raises(InputError, match="other log-probs"):

@@ -24,9 +24,9 @@ from reinforge.backends.roofline import StepWork, forward_flops
 from reinforge.cluster import scaling
 from reinforge.cluster.scaling import (
     ClusterLayout,
+    CompletionLengths,
     GpuCluster,
-    Lengths,
-    Ratios,
+    PhaseRatios,
     ReplicaTimes,
     best,
     layouts,
@@ -43,13 +43,13 @@ H100 = machine("H100")
 
 
 def test_lengths() -> None:
-    found = Lengths(1000, 4096, 0.6)
+    found = CompletionLengths(1000, 4096, 0.6)
     assert (
         sum(found.of(2000)) / 2000 == pytest.approx(1000, rel=1e-3) and found.longest(2000) == 4096
     )
     # log-normal: symmetric in ln
     assert found.of(3)[1] == pytest.approx(math.sqrt(found.of(3)[0] * found.of(3)[2]))
-    even = Lengths(1000, 4096, 1e-6)
+    even = CompletionLengths(1000, 4096, 1e-6)
     assert even.of(8) == pytest.approx([1000] * 8, rel=1e-4)
     fitted = spread(1000, 3000, 4096, 512)
     assert fitted.longest(512) == pytest.approx(3000, rel=1e-3) and sum(
@@ -62,7 +62,7 @@ def test_equal_lengths_by_hand() -> None:
     left of a tail.
     """
     engine = ReplicaTimes(SMALL, GpuCluster(H100, 16), 1)
-    lengths = Lengths(1000, 1000, 1e-9)
+    lengths = CompletionLengths(1000, 1000, 1e-9)
     rows = 128
     found = scaling.generate_seconds(engine, WORK, lengths, replicas=16)
     step = 1e-4 * 32 + max(
@@ -78,8 +78,8 @@ def test_the_tail_is_paid_for() -> None:
     steady generation does not care.
     """
     engine = ReplicaTimes(SMALL, GpuCluster(H100, 64), 1)
-    even = Lengths(1000, 8192, 1e-6)
-    wide = Lengths(1000, 8192, 0.8)
+    even = CompletionLengths(1000, 8192, 1e-6)
+    wide = CompletionLengths(1000, 8192, 0.8)
     took = [scaling.generate_seconds(engine, WORK, lengths, 64) for lengths in (even, wide)]
     steady = [scaling.steady_seconds(engine, WORK, lengths, 64, 1) for lengths in (even, wide)]
     assert (
@@ -102,14 +102,14 @@ def test_places_wait_for_memory() -> None:
         for gib in (80, 40)
     ]
     assert scaling.generate_seconds(
-        half, replace(WORK, prompt_tokens=19_000), Lengths(1000, 1000, 1e-6), 16
+        half, replace(WORK, prompt_tokens=19_000), CompletionLengths(1000, 1000, 1e-6), 16
     ) > scaling.generate_seconds(
-        whole, replace(WORK, prompt_tokens=19_000), Lengths(1000, 1000, 1e-6), 16
+        whole, replace(WORK, prompt_tokens=19_000), CompletionLengths(1000, 1000, 1e-6), 16
     )
 
 
 def test_training_by_hand() -> None:
-    lengths = Lengths(1000, 1000, 1e-9)
+    lengths = CompletionLengths(1000, 1000, 1e-9)
     work = replace(WORK, passes=1)
     one = roofline.train_seconds(SMALL, H100, work)
     assert scaling.train_seconds(
@@ -121,7 +121,9 @@ def test_training_by_hand() -> None:
     assert scaling.train_seconds(
         SMALL, GpuCluster(H100, 64), work, lengths, 64, 512
     ) == pytest.approx(rounds * moved)
-    long = Lengths(1000, 30_000, 0.8)  # 2048 rows on 1024 GPUs: one of them has the longest
+    long = CompletionLengths(
+        1000, 30_000, 0.8
+    )  # 2048 rows on 1024 GPUs: one of them has the longest
     found = scaling.train_seconds(SMALL, GpuCluster(H100, 1024), work, long, 1024, 10**9)
     assert found == pytest.approx(one / 1024 * (128 + long.longest(2048)) * 1024 / work.tokens)
     assert (
@@ -132,7 +134,7 @@ def test_training_by_hand() -> None:
 
 def test_layouts_add_up() -> None:
     cluster = GpuCluster(H100, 64)
-    lengths = Lengths(1000, 4096)
+    lengths = CompletionLengths(1000, 4096)
     together = simulate(SMALL, cluster, WORK, lengths, ClusterLayout())
     assert together.seconds == pytest.approx(
         together.generate + together.train + together.sync + 1.0
@@ -149,7 +151,9 @@ def test_layouts_add_up() -> None:
             SMALL, cluster, WORK, lengths, ClusterLayout(32, s, partial=True)
         ).generate == pytest.approx(steady)
         assert found.train == apart.train
-    doubled = simulate(SMALL, cluster, WORK, lengths, ClusterLayout(), ratios=Ratios(2.0, 3.0, 0.0))
+    doubled = simulate(
+        SMALL, cluster, WORK, lengths, ClusterLayout(), ratios=PhaseRatios(2.0, 3.0, 0.0)
+    )
     assert doubled.seconds == pytest.approx(
         2 * together.generate + 3 * together.train + together.sync
     )

@@ -33,7 +33,7 @@ from reinforge.rewards.wire import NotPlain, decode, encode
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.players.single_turn import SingleTurn
 from reinforge.rollout.scoring import RewardScorer
-from reinforge.rollout.source import Harvest, harvest_metrics
+from reinforge.rollout.source import RolloutBatch, rollout_metrics
 
 TIMEOUT = 0.25
 OBEY = "helpers.hostile_rewards:obey"
@@ -484,9 +484,9 @@ def test_faults_are_counted_in_the_metrics() -> None:
         Group(Row("b", "p"), [], [], faults={"reward_timeout": 1, "reward_crash": 4}),
         Group(Row("c", "p"), []),
     ]
-    metrics = harvest_metrics(Harvest(groups=groups), {})
+    metrics = rollout_metrics(RolloutBatch(groups=groups), {})
     assert metrics["faults/reward_timeout"] == 3 and metrics["faults/reward_crash"] == 4
-    assert "faults/reward_timeout" not in harvest_metrics(Harvest(groups=groups[2:]), {})
+    assert "faults/reward_timeout" not in rollout_metrics(RolloutBatch(groups=groups[2:]), {})
 
 
 def test_generation_goes_on_while_a_slow_reward_sleeps() -> None:

@@ -46,7 +46,7 @@ from reinforge.rollout.dialogue.episode import EpisodeLimits
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.players.single_turn import SingleTurn
 from reinforge.rollout.scoring import RewardScorer
-from reinforge.rollout.source import Harvest, harvest_metrics, has_signal
+from reinforge.rollout.source import RolloutBatch, has_signal, rollout_metrics
 
 ROW = Row("r", "What is 12*34?", {"answer": "408"})
 CALLS = [
@@ -407,7 +407,7 @@ def test_forked_rows_count_once_in_group_statistics() -> None:
             }
         )
         assert has_signal(group)
-        metrics = harvest_metrics(Harvest([group]), {"env": 1.0})
+        metrics = rollout_metrics(RolloutBatch([group]), {"env": 1.0})
         assert metrics["reward/mean"] == pytest.approx(1 / 3) and metrics[
             "response/length"
         ] == pytest.approx(sum(s.n_trained for s in group.samples) / 3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.fake_engine import FakeEngine
-from helpers.group_source import harvest_of
+from helpers.group_source import take_batch
 from helpers.toys import EOS, ToyTokenizer, make_model, run, tokens_of
 from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts, greedy_baseline
 from reinforge.core.batch import Batch
@@ -25,7 +25,7 @@ from reinforge.engines.native import NativeEngine
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.players.single_turn import SingleTurn
-from reinforge.rollout.source import GroupSource, Harvest, harvest_metrics
+from reinforge.rollout.source import GroupSource, RolloutBatch, rollout_metrics
 
 ROW = Row("r7", "prompt")
 PROMPT = tokens_of(5)
@@ -103,14 +103,14 @@ def test_it_is_asked_for_as_the_samples_are_and_greedily() -> None:
 
 def test_books_balance() -> None:
     source = GroupSource([Row(f"r{i}", "p") for i in range(4)], Cursor(4, 0, False), rollout(), 2)
-    harvest = run(harvest_of(source))
-    trained = sum(s.n_trained for g in harvest.groups for s in g.samples)
+    batch = run(take_batch(source))
+    trained = sum(s.n_trained for g in batch.groups for s in g.samples)
     assert (
-        harvest.sampled_tokens
-        == trained + sum(g.extra_tokens for g in harvest.groups)
-        == harvest_metrics(harvest, {})["tokens/sampled"]
+        batch.sampled_tokens
+        == trained + sum(g.extra_tokens for g in batch.groups)
+        == rollout_metrics(batch, {})["tokens/sampled"]
     )
-    assert harvest.sampled_tokens > trained and isinstance(harvest, Harvest)
+    assert batch.sampled_tokens > trained and isinstance(batch, RolloutBatch)
 
 
 def test_scores_are_journalled_apart_from_those_of_the_samples(tmp_path: Path) -> None:

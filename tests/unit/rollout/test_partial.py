@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers.dialogues import Echo, make_episodes, make_renderer
-from helpers.group_source import harvest_of
+from helpers.group_source import take_batch
 from helpers.tiny_runs import DATA, digest, launch, lines, odd
 from helpers.toys import SilentView, make_model, make_module
 from reinforge.build.caller_objects import CallerObjects
@@ -325,10 +325,10 @@ def test_nothing_is_lost_twice_or_too_old() -> None:
         ages = []
         for step in range(12):
             world.version = step
-            harvest = await harvest_of(source, step, step)
-            assert len(harvest.groups) >= 4
-            trained += [g.samples[0].group for g in harvest.groups]
-            for g in harvest.groups:
+            batch = await take_batch(source, step, step)
+            assert len(batch.groups) >= 4
+            trained += [g.samples[0].group for g in batch.groups]
+            for g in batch.groups:
                 versions = g.samples[0].versions[1:].tolist()
                 assert (
                     versions == sorted(versions)
@@ -336,8 +336,8 @@ def test_nothing_is_lost_twice_or_too_old() -> None:
                     and len(versions) == (40 if int(g.row.id[1:]) % 7 == 3 else 4)
                 )
                 ages.append(step - versions[0])
-            assert harvest.oldest is not None and step - harvest.oldest <= staleness
-            assert harvest.report["rollout/carried"] == len(source.unfinished) <= 2
+            assert batch.oldest is not None and step - batch.oldest <= staleness
+            assert batch.report["rollout/carried"] == len(source.unfinished) <= 2
         begun = {f"{i}:r{i}" for i in range(source.cursor.taken)}
         under_way = {f"{c.choice.position}:r{c.choice.row}" for c in source.unfinished}
         assert (
@@ -355,11 +355,11 @@ def test_a_cut_step_leaves_everything_as_it_was(tmp_path: Path) -> None:
     async def go() -> None:
         world = Slow(lambda i: 40 if i % 3 == 1 else 4)
         source = source_of(world, journal=Journal(tmp_path / "journal"))
-        await harvest_of(source, 0, 0)
+        await take_batch(source, 0, 0)
         carried = list(source.unfinished)
         taken = source.cursor.taken
         assert len(carried) == 2
-        task = asyncio.ensure_future(harvest_of(source, 1, 1))
+        task = asyncio.ensure_future(take_batch(source, 1, 1))
         for _ in range(6):
             await asyncio.sleep(0)
         task.cancel()
@@ -367,7 +367,7 @@ def test_a_cut_step_leaves_everything_as_it_was(tmp_path: Path) -> None:
             await task
         assert source.unfinished == carried and source.cursor.taken == taken
         state = source.state()
-        first = [g.samples[0].group for g in (await harvest_of(source, 1, 1)).groups]
+        first = [g.samples[0].group for g in (await take_batch(source, 1, 1)).groups]
         again = source_of(
             Slow(lambda i: 1 if i % 3 == 1 else 4), journal=Journal(tmp_path / "journal")
         )  # another clock: others would be first
@@ -376,7 +376,7 @@ def test_a_cut_step_leaves_everything_as_it_was(tmp_path: Path) -> None:
         world.done.update({name: [] for name in first})
         again.cursor.take(taken)
         # the journal knows who was taken
-        assert [g.samples[0].group for g in (await harvest_of(again, 1, 1)).groups] == first
+        assert [g.samples[0].group for g in (await take_batch(again, 1, 1)).groups] == first
 
     asyncio.run(go())
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.fake_engine import FakeEngine
-from helpers.group_source import harvest_of
+from helpers.group_source import take_batch
 from helpers.toys import EOS, ToyTokenizer, make_model, run, tokens_of
 from reinforge.core.engine import Sampling
 from reinforge.core.env import RolloutContext
@@ -26,7 +26,7 @@ from reinforge.loops.rl import trainable
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.players.single_turn import SingleTurn
-from reinforge.rollout.source import GroupSource, Harvest, harvest_metrics, has_signal
+from reinforge.rollout.source import GroupSource, RolloutBatch, has_signal, rollout_metrics
 
 ROW = Row("r7", "prompt", {"answer": "x"})
 PROMPT = tokens_of(5)
@@ -127,7 +127,7 @@ def test_finished_or_truncated_is_what_the_engine_says() -> None:
     ignoring = make_rollout(FakeEngine(lambda prompt, i: [9, EOS, 9, EOS], decode=decode), limit=4)
     # ends in eos by accident, and is still cut
     assert [s.stop for s in run(ignoring(ROW, RolloutContext("g"))).samples] == [Stop.LENGTH] * 4
-    metrics = harvest_metrics(Harvest([group]), {"mine": 1.0})
+    metrics = rollout_metrics(RolloutBatch([group]), {"mine": 1.0})
     assert (
         metrics["response/truncated"] == 0.25
         and metrics["response/length"] == 11 / 4
@@ -191,7 +191,7 @@ def test_a_reward_that_fails(fault: str) -> None:
     assert [trainable(s, "keep").n_trained for s in group.samples] == [0] * 4 and not has_signal(
         group
     )
-    metrics = harvest_metrics(Harvest([group]), {"mine": 1.0})
+    metrics = rollout_metrics(RolloutBatch([group]), {"mine": 1.0})
     assert (
         metrics["reward/unscored"] == 1.0
         and metrics["reward/mean"] != metrics["reward/mean"]
@@ -351,7 +351,7 @@ ROWS = [Row(f"r{i}", f"p{i}") for i in range(10)]
 def test_groups_come_in_the_cursors_order_with_names_of_their_own() -> None:
     seen: list[str] = []
     source = GroupSource(ROWS, Cursor(10, 0, False), scripted(lambda row: [0, 1], seen), 4)
-    names = [[g.samples[0].group for g in run(harvest_of(source)).groups] for _ in range(3)]
+    names = [[g.samples[0].group for g in run(take_batch(source)).groups] for _ in range(3)]
     assert names == [
         ["0:r0", "1:r1", "2:r2", "3:r3"],
         ["4:r4", "5:r5", "6:r6", "7:r7"],
@@ -371,12 +371,12 @@ def test_dynamic_sampling_refills() -> None:
         dynamic=True,
         max_refills=5,
     )
-    harvest = run(harvest_of(source))
-    assert [g.row.id for g in harvest.groups] == ["r1", "r3", "r5"] and [
-        g.row.id for g in harvest.discarded
+    batch = run(take_batch(source))
+    assert [g.row.id for g in batch.groups] == ["r1", "r3", "r5"] and [
+        g.row.id for g in batch.discarded
     ] == ["r0", "r2", "r4"]
-    assert harvest.rounds == 3 and source.cursor.taken == 6 and harvest.sampled_tokens == 6 * 4
-    metrics = harvest_metrics(harvest, {})
+    assert batch.rounds == 3 and source.cursor.taken == 6 and batch.sampled_tokens == 6 * 4
+    metrics = rollout_metrics(batch, {})
     assert (
         metrics["groups/zero_variance"] == 0.5
         and metrics["groups/trained"] == 3
@@ -397,17 +397,17 @@ def test_dynamic_sampling_is_capped(cap: int) -> None:
         dynamic=True,
         max_refills=cap,
     )
-    harvest = run(harvest_of(source))
+    batch = run(take_batch(source))
     assert (
-        harvest.groups == []
-        and len(harvest.discarded) == len(seen) == 2 * (1 + cap)
-        and harvest.rounds == 1 + cap
+        batch.groups == []
+        and len(batch.discarded) == len(seen) == 2 * (1 + cap)
+        and batch.rounds == 1 + cap
     )
 
 
 def test_without_dynamic_sampling_groups_stay() -> None:
     source = GroupSource(ROWS, Cursor(10, 0, False), scripted(lambda row: [1, 1], []), 3)
-    assert len(run(harvest_of(source)).groups) == 3
+    assert len(run(take_batch(source)).groups) == 3
 
 
 def test_signal() -> None:
@@ -421,7 +421,7 @@ def test_signal() -> None:
     )
 
 
-def test_a_cut_harvest_gives_its_rows_back() -> None:
+def test_a_cut_batch_gives_its_rows_back() -> None:
     """Cancelled in a refill round: the cursor is where the step began, and the engine holds
     nothing.
     """
@@ -439,7 +439,7 @@ def test_a_cut_harvest_gives_its_rows_back() -> None:
 
     async def work() -> None:
         source.cursor.take(2)
-        task = asyncio.ensure_future(harvest_of(source))
+        task = asyncio.ensure_future(take_batch(source))
         while source.cursor.taken < 8:
             await asyncio.sleep(0)
         while not engine.running:
@@ -472,13 +472,13 @@ def test_one_failing_row_ends_the_round_and_cancels_the_rest() -> None:
     )
     source = GroupSource(rows, Cursor(4, 0, False), rollout, 4)
     with pytest.raises(InputError, match="row r1: reward f raised ValueError: bad row"):
-        run(harvest_of(source))
+        run(take_batch(source))
     assert source.cursor.taken == 0 and engine.running == 0
 
 
 def test_metrics_of_rewards() -> None:
     group = group_of(ROWS[0], "g", [1.0, 0.0, None, 0.5])
-    metrics = harvest_metrics(Harvest([group]), {})
+    metrics = rollout_metrics(RolloutBatch([group]), {})
     assert (
         metrics["reward/mean"] == 0.5
         and metrics["reward/std"] == 0.5

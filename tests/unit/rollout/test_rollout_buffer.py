@@ -28,7 +28,7 @@ from reinforge.loops.rl import RLTrainer
 from reinforge.plan.preflight import preflight
 from reinforge.rollout.buffer import RolloutBuffer
 from reinforge.rollout.group_state import groups_from_state, groups_to_state
-from reinforge.rollout.source import GroupSource, harvest_metrics
+from reinforge.rollout.source import GroupSource, rollout_metrics
 
 ROWS = [Row(f"r{i}", f"p{i}") for i in range(64)]
 
@@ -73,8 +73,8 @@ async def trained(
         world.version = step
         await ahead.advance(step, step)
         world.scores.set()
-        harvest = await ahead.take(step, step)
-        out.append([(g.samples[0].group, int(g.samples[0].versions[-1])) for g in harvest.groups])
+        batch = await ahead.take(step, step)
+        out.append([(g.samples[0].group, int(g.samples[0].versions[-1])) for g in batch.groups])
     return out
 
 
@@ -90,7 +90,7 @@ def test_every_step_trains_what_was_sampled_so_many_steps_before(staleness: int)
             max(0, k - staleness) for k in range(10) for _ in range(4)
         ]
         # nothing was generated for a step that does not come
-        assert not ahead.begun and ahead.source.cursor.taken == 40
+        assert not ahead.in_flight and ahead.source.cursor.taken == 40
 
     asyncio.run(go())
 
@@ -105,8 +105,8 @@ def test_training_goes_on_while_scores_are_missing() -> None:
         assert len(world.generated) == 4 and world.scored == []
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(ahead.take(0, 0), 0.05)
-        # a harvest ahead stays where it is when the wait for it is cut
-        assert len(ahead.begun) == 2
+        # a batch ahead stays where it is when the wait for it is cut
+        assert len(ahead.in_flight) == 2
         world.scores.set()
         assert [g.row.id for g in (await ahead.take(0, 0)).groups] == ["r0", "r1"]
         world.scores.clear()
@@ -183,7 +183,7 @@ def test_what_was_cut_is_begun_again(staleness: int) -> None:
         )
         again = await trained(ahead, world, 2)
         before = source.cursor.taken
-        held = len(ahead.begun)
+        held = len(ahead.in_flight)
         world.version = 2
         cut = asyncio.ensure_future(ahead.advance(2, 2))
         await asyncio.sleep(0)
@@ -191,7 +191,7 @@ def test_what_was_cut_is_begun_again(staleness: int) -> None:
         cut.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cut
-        assert source.cursor.taken == before and len(ahead.begun) == held
+        assert source.cursor.taken == before and len(ahead.in_flight) == held
         assert again + await trained(ahead, world, 4, start=2) == whole
 
     asyncio.run(go())
@@ -216,10 +216,10 @@ def test_an_engine_elsewhere_is_not_waited_for_and_old_samples_are_dropped() -> 
         world.version = 2
         world.lag = 0
         await ahead.advance(2, 2)
-        harvest = await ahead.take(2, 2)
+        batch = await ahead.take(2, 2)
         # sampled by version 0, and at least 1 was promised
-        assert harvest.groups == [] and len(harvest.stale) == 2
-        assert harvest_metrics(harvest, {})["tokens/stale"] == 8 == harvest.sampled_tokens
+        assert batch.groups == [] and len(batch.stale) == 2
+        assert rollout_metrics(batch, {})["tokens/stale"] == 8 == batch.sampled_tokens
         await ahead.close()
 
     asyncio.run(go())
@@ -267,7 +267,7 @@ def test_the_buffer_survives_and_a_smaller_bound_drops_it() -> None:
         rest = await trained(ahead, world, 8, start=3)
 
         cursor = Cursor(64, 0, False)
-        cursor.take(10)  # 5 harvests of 2
+        cursor.take(10)  # 5 batches of 2
         resumed = RolloutBuffer(GroupSource(ROWS, cursor, world, 2), 2, last=20)
         resumed.load(State(dict(state.tensors), state.meta))
         assert await trained(resumed, world, 8, start=3) == rest
@@ -277,8 +277,8 @@ def test_the_buffer_survives_and_a_smaller_bound_drops_it() -> None:
         smaller.load(State(dict(state.tensors), state.meta))
         world.version = 3
         await smaller.advance(3, 3)
-        harvest = await smaller.take(3, 3)
-        assert [g.row.id for g in harvest.groups] == ["r10", "r11"] and len(harvest.stale) == 4
+        batch = await smaller.take(3, 3)
+        assert [g.row.id for g in batch.groups] == ["r10", "r11"] and len(batch.stale) == 4
 
     asyncio.run(go())
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from helpers.fake_engine import FakeEngine
-from helpers.group_source import harvest_of
+from helpers.group_source import take_batch
 from helpers.toys import run
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
@@ -27,7 +27,7 @@ from reinforge.rollout.rows.curriculum import (
 )
 from reinforge.rollout.rows.pass_rates import PassRateBands, PassRates
 from reinforge.rollout.rows.sampler import RowSampler, TeachableWeighting, coin
-from reinforge.rollout.source import GroupSource, harvest_metrics, has_signal
+from reinforge.rollout.source import GroupSource, has_signal, rollout_metrics
 
 
 def store(rates: Sequence[float | None], **kw: float) -> PassRates:
@@ -42,11 +42,11 @@ def store(rates: Sequence[float | None], **kw: float) -> PassRates:
 
 
 def test_without_policies_it_is_the_cursor() -> None:
-    chooser = RowSampler(Cursor(7, 3, True), 0)
+    row_sampler = RowSampler(Cursor(7, 3, True), 0)
     plain = Cursor(7, 3, True)
     for k in (4, 5, 1):
         first = plain.taken
-        assert [(c.position, c.row) for c in chooser.take(k)] == [
+        assert [(c.position, c.row) for c in row_sampler.take(k)] == [
             (first + i, row) for i, row in enumerate(plain.take(k))
         ]
 
@@ -80,12 +80,12 @@ def test_accepted_shares() -> None:
     """
     groups = [1.0, 0.0, 0.5, 0.9, None]
     cursor = Cursor(500, 0, True)
-    chooser = RowSampler(
+    row_sampler = RowSampler(
         cursor, 5, [TeachableWeighting(store([groups[i % 5] for i in range(500)]))]
     )
     taken: Counter[int] = Counter()
     while cursor.taken < 20 * 500:
-        taken.update(c.row % 5 for c in chooser.take(1))
+        taken.update(c.row % 5 for c in row_sampler.take(1))
     for kind, share in enumerate([0.05, 0.05, 1.0, 0.36, 1.0]):
         assert taken[kind] / 2000 == pytest.approx(
             share, abs=4 * (share * (1 - share) / 2000) ** 0.5 + 1 / 2000
@@ -95,10 +95,10 @@ def test_accepted_shares() -> None:
 def test_the_choice_is_repeated_after_a_restore() -> None:
     rates = store([i / 40 for i in range(41)])
     cursor = Cursor(41, 0, True)
-    chooser = RowSampler(cursor, 9, [TeachableWeighting(rates)])
-    chooser.take(13)
+    row_sampler = RowSampler(cursor, 9, [TeachableWeighting(rates)])
+    row_sampler.take(13)
     at = cursor.state()
-    first = chooser.take(20)
+    first = row_sampler.take(20)
     fresh = Cursor(41, 0, True)
     fresh.load(at)
     assert RowSampler(fresh, 9, [TeachableWeighting(rates)]).take(20) == first
@@ -138,13 +138,13 @@ def test_a_declared_curriculum_by_hand() -> None:
     assert policy.report(4) == pytest.approx(
         {"sampling/quantile": 0.6, "sampling/difficulty_limit": 5.0}
     )
-    chooser = RowSampler(
+    row_sampler = RowSampler(
         Cursor(10, 0, False),
         0,
         [policy, TeachableWeighting(store([0.5] * 8 + [1.0, 0.5]), recheck=0.0)],
     )
     # 7, 8, 9 are allowed, and 8 is solved
-    assert [c.row for c in chooser.take(3, step=1)] == [7, 9, 7]
+    assert [c.row for c in row_sampler.take(3, step=1)] == [7, 9, 7]
 
 
 def test_ties_and_a_step_full_of_rows_are_always_allowed() -> None:
@@ -212,16 +212,16 @@ def bandit(
         cursor,
         rollout,
         10,
-        chooser=RowSampler(cursor, 0, [TeachableWeighting(rates)] if prefer else []),
+        row_sampler=RowSampler(cursor, 0, [TeachableWeighting(rates)] if prefer else []),
         passrates=rates,
     )
     spent: Counter[float] = Counter()
     signal = 0
     for step in range(steps):
-        harvest = run(harvest_of(source, step))
-        spent.update(g.row.columns["p"] for g in harvest.groups)
-        signal += sum(map(has_signal, harvest.groups))
-    return spent, signal, harvest_metrics(harvest, {})
+        batch = run(take_batch(source, step))
+        spent.update(g.row.columns["p"] for g in batch.groups)
+        signal += sum(map(has_signal, batch.groups))
+    return spent, signal, rollout_metrics(batch, {})
 
 
 def test_a_teachable_preference_spends_little_on_what_cannot_teach() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from helpers import toy_rewards
 from helpers.fake_engine import FakeEngine
-from helpers.group_source import harvest_of
+from helpers.group_source import take_batch
 from helpers.tiny_runs import DATA, lines
 from helpers.toys import SilentView, run
 from reinforge.algorithms.build import build
@@ -36,7 +36,7 @@ from reinforge.rollout.rows.curriculum import LearnedDifficulty, QuantileRamp
 from reinforge.rollout.rows.pass_rates import PassRateBands, PassRates
 from reinforge.rollout.rows.replay import Replay
 from reinforge.rollout.rows.sampler import RowSampler, TeachableWeighting
-from reinforge.rollout.source import GroupSource, Harvest, harvest_metrics, has_signal
+from reinforge.rollout.source import GroupSource, RolloutBatch, has_signal, rollout_metrics
 
 ROWS = [Row(f"r{i}", f"p{i}") for i in range(10)]
 
@@ -73,8 +73,8 @@ class Clock:
         return group_of(row, name, [1, 1] if i in self.flat else [0, 1])
 
 
-def taken(harvest: Harvest) -> list[str]:
-    return [g.row.id for g in harvest.groups]
+def taken(batch: RolloutBatch) -> list[str]:
+    return [g.row.id for g in batch.groups]
 
 
 # over-provisioning
@@ -84,14 +84,14 @@ def test_the_first_complete_groups_are_taken_in_the_order_of_submission() -> Non
     """Six are submitted for four; rows 1 and 4 are slowest and are cancelled."""
     clock = Clock(lambda i: [3, 9, 2, 1, 8, 4][i])
     source = GroupSource(ROWS, Cursor(10, 0, False), clock, 4, over_provision=1.5)
-    harvest = run(harvest_of(source))
+    batch = run(take_batch(source))
     assert (
-        taken(harvest) == ["r0", "r2", "r3", "r5"]
+        taken(batch) == ["r0", "r2", "r3", "r5"]
         and clock.cancelled == ["1:r1", "4:r4"]
         and source.cursor.taken == 6
     )
-    assert harvest.cancelled == 2 and harvest_metrics(harvest, {})["groups/cancelled"] == 2
-    assert harvest.sampled_tokens == 4 * 4 and harvest.discarded == []
+    assert batch.cancelled == 2 and rollout_metrics(batch, {})["groups/cancelled"] == 2
+    assert batch.sampled_tokens == 4 * 4 and batch.discarded == []
 
 
 def test_groups_without_signal_do_not_count_as_first() -> None:
@@ -100,15 +100,15 @@ def test_groups_without_signal_do_not_count_as_first() -> None:
     source = GroupSource(
         ROWS, Cursor(10, 0, False), clock, 3, dynamic=True, max_refills=2, over_provision=2.0
     )
-    harvest = run(harvest_of(source))
+    batch = run(take_batch(source))
     assert (
-        taken(harvest) == ["r1", "r3", "r4"]
-        and [g.row.id for g in harvest.discarded] == ["r0", "r2"]
+        taken(batch) == ["r1", "r3", "r4"]
+        and [g.row.id for g in batch.discarded] == ["r0", "r2"]
         and clock.cancelled == ["5:r5"]
     )
-    metrics = harvest_metrics(harvest, {})
+    metrics = rollout_metrics(batch, {})
     assert (
-        harvest.rounds == 1
+        batch.rounds == 1
         and metrics["tokens/discarded"] == 8
         and metrics["tokens/sampled"] == 20
         and metrics["groups/zero_variance"] == 0.4
@@ -164,7 +164,7 @@ def test_components_that_differ_are_signal_where_each_is_compared(name: str) -> 
     learns = bool(batch.streams["advantages"].abs().max() > 1e-3)
     assert has_signal(found, algorithm.compared) == learns == (name == "gdpo")
     assert not has_signal(made(idle), algorithm.compared)  # what has no weight says nothing
-    assert harvest_metrics(Harvest([found]), {}, algorithm.compared)[
+    assert rollout_metrics(RolloutBatch([found]), {}, algorithm.compared)[
         "groups/zero_variance"
     ] == float(not learns)
 
@@ -202,11 +202,11 @@ def test_a_row_that_is_solved_retires_although_dynamic_sampling_discards_its_gro
         3,
         dynamic=True,
         max_refills=3,
-        chooser=RowSampler(cursor, 0, [TeachableWeighting(rates, 0.0)]),
+        row_sampler=RowSampler(cursor, 0, [TeachableWeighting(rates, 0.0)]),
         passrates=rates,
     )
     for step in range(9):
-        run(harvest_of(source, step, step))
+        run(take_batch(source, step, step))
     assert cursor.epoch >= 2 and rates.status(0) == "solved" and int(rates.attempts[0]) == 2
     assert [name for name in clock.started if name.endswith(":r0")] == ["0:r0"]
 
@@ -217,12 +217,12 @@ def test_a_refill_round_is_over_provisioned_too() -> None:
         ROWS, Cursor(10, 0, False), clock, 2, dynamic=True, max_refills=2, over_provision=2.0
     )
     # round 1: 0..3, of which 3 teaches; round 2: 4 and 5 for one more
-    harvest = run(harvest_of(source))
+    batch = run(take_batch(source))
     assert (
-        taken(harvest) == ["r3", "r4"]
-        and harvest.rounds == 2
+        taken(batch) == ["r3", "r4"]
+        and batch.rounds == 2
         and clock.cancelled == ["5:r5"]
-        and harvest.cancelled == 1
+        and batch.cancelled == 1
     )
 
 
@@ -238,24 +238,24 @@ def test_a_redone_step_takes_the_journalled_groups_whatever_is_first_now(
     kw: dict[str, Any] = {"over_provision": 2.0, "dynamic": dynamic, "max_refills": 2}
     path = tmp_path / "journal.jsonl"
 
-    def harvest(clock: Clock, journal: Journal) -> Any:
+    def batch(clock: Clock, journal: Journal) -> Any:
         return run(
-            harvest_of(GroupSource(ROWS, Cursor(10, 0, False), clock, 3, journal=journal, **kw))
+            take_batch(GroupSource(ROWS, Cursor(10, 0, False), clock, 3, journal=journal, **kw))
         )
 
-    first = harvest(Clock(lambda i: 1 + i, flat), Journal(path))
+    first = batch(Clock(lambda i: 1 + i, flat), Journal(path))
     assert taken(first) == (["r0", "r1", "r3"] if dynamic else ["r0", "r1", "r2"])
     backwards = Clock(lambda i: 10 - i, flat)
-    again = harvest(backwards, Journal(path))
+    again = batch(backwards, Journal(path))
     assert taken(again) == taken(first) and [g.row.id for g in again.discarded] == [
         g.row.id for g in first.discarded
     ]
     # the slowest was one of the taken
     assert backwards.started == [f"{i}:r{i}" for i in range(6)] and backwards.cancelled == []
-    assert taken(harvest(Clock(lambda i: 10 - i, flat), None)) == ["r3", "r4", "r5"]
+    assert taken(batch(Clock(lambda i: 10 - i, flat), None)) == ["r3", "r4", "r5"]
     journal = Journal(path)
     journal.clear()
-    assert taken(harvest(Clock(lambda i: 10 - i, flat), Journal(path))) == ["r3", "r4", "r5"]
+    assert taken(batch(Clock(lambda i: 10 - i, flat), Journal(path))) == ["r3", "r4", "r5"]
 
 
 def test_a_choice_of_other_groups_is_not_used(tmp_path: Path) -> None:
@@ -272,17 +272,17 @@ def test_a_choice_of_other_groups_is_not_used(tmp_path: Path) -> None:
 
 def test_without_spare_prompts_nothing_is_journalled(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    harvest = run(
-        harvest_of(
+    batch = run(
+        take_batch(
             GroupSource(
                 ROWS, Cursor(10, 0, False), Clock(lambda i: 5 - i), 4, journal=Journal(path)
             )
         )
     )
     assert (
-        taken(harvest) == ["r0", "r1", "r2", "r3"]
+        taken(batch) == ["r0", "r1", "r2", "r3"]
         and not path.exists()
-        and "groups/cancelled" not in harvest_metrics(harvest, {})
+        and "groups/cancelled" not in rollout_metrics(batch, {})
     )
 
 
@@ -324,8 +324,8 @@ def test_replayed_groups_take_the_place_of_fresh_ones() -> None:
         4,
         replay=Replay(ROWS, size=4, share=0.25, max_staleness=4, max_uses=1),
     )
-    first = run(harvest_of(source, 0, 0))
-    second = run(harvest_of(source, 1, 1))
+    first = run(take_batch(source, 0, 0))
+    second = run(take_batch(source, 1, 1))
     assert (
         taken(first) == ["r0", "r1", "r2", "r3"]
         and first.replayed == []
@@ -336,7 +336,7 @@ def test_replayed_groups_take_the_place_of_fresh_ones() -> None:
         and [g.samples[0].group for g in second.replayed] == ["1:r1"]
         and len(second.trained) == 4
     )
-    metrics = harvest_metrics(second, {})
+    metrics = rollout_metrics(second, {})
     assert (
         metrics["tokens/sampled"] == 12
         and metrics["tokens/replayed"] == 4
@@ -371,7 +371,7 @@ def workshop(journal: Journal | None = None) -> tuple[GroupSource, dict[str, Any
     rates = PassRates([row.id for row in rows], bands=PassRateBands(min_attempts=4))
     replay = Replay(rows, size=5, share=0.34, max_staleness=3, max_uses=2)
     cursor = Cursor(15, 0, True)
-    chooser = RowSampler(
+    row_sampler = RowSampler(
         cursor,
         0,
         [
@@ -386,7 +386,7 @@ def workshop(journal: Journal | None = None) -> tuple[GroupSource, dict[str, Any
         6,
         dynamic=True,
         max_refills=2,
-        chooser=chooser,
+        row_sampler=row_sampler,
         over_provision=1.5,
         journal=journal,
         passrates=rates,
@@ -395,18 +395,18 @@ def workshop(journal: Journal | None = None) -> tuple[GroupSource, dict[str, Any
     return source, {"cursor": cursor, "passrates": rates, "replay": replay}, engine
 
 
-def described(harvest: Harvest) -> Any:
+def described(batch: RolloutBatch) -> Any:
     samples = [
         (s.uid, s.tokens.tolist(), s.logprobs.tolist(), s.versions.tolist(), s.reward)
-        for g in harvest.trained
+        for g in batch.trained
         for s in g.samples
     ]
     return (
         samples,
-        [g.row.id for g in harvest.discarded],
-        harvest.rounds,
-        harvest.cancelled,
-        harvest_metrics(harvest, {}),
+        [g.row.id for g in batch.discarded],
+        batch.rounds,
+        batch.cancelled,
+        rollout_metrics(batch, {}),
     )
 
 
@@ -435,7 +435,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
-def test_every_boundary_resumes_exactly_even_after_a_harvest_that_was_cut() -> None:
+def test_every_boundary_resumes_exactly_even_after_a_batch_that_was_cut() -> None:
     steps = 7
 
     async def go() -> None:
@@ -445,7 +445,7 @@ def test_every_boundary_resumes_exactly_even_after_a_harvest_that_was_cut() -> N
         for step in range(steps):
             saved.append(snapshot(parts))
             engine.version = step
-            whole.append(described(await harvest_of(source, step, step)))
+            whole.append(described(await take_batch(source, step, step)))
         assert (
             any(w[4]["replay/groups"] for w in whole)
             and any(w[4]["sampling/skipped"] for w in whole)
@@ -457,7 +457,7 @@ def test_every_boundary_resumes_exactly_even_after_a_harvest_that_was_cut() -> N
             source, parts, engine = workshop()
             for name, part in parts.items():
                 part.load(saved[start][name])
-            task = asyncio.ensure_future(harvest_of(source, start, start))
+            task = asyncio.ensure_future(take_batch(source, start, start))
             for _ in range(start + 2):
                 await asyncio.sleep(0)
             task.cancel()
@@ -466,6 +466,6 @@ def test_every_boundary_resumes_exactly_even_after_a_harvest_that_was_cut() -> N
             assert same(snapshot(parts), saved[start]) and engine.running == 0
             for step in range(start, min(start + 3, steps)):
                 engine.version = step
-                assert described(await harvest_of(source, step, step)) == whole[step]
+                assert described(await take_batch(source, step, step)) == whole[step]
 
     run(go())

@@ -225,7 +225,7 @@ def test_a_box_that_was_struck_is_not_used_again(boxes: zygote.Zygote) -> None:
         ]
         for step in steps if order == "strike first" else steps[::-1]:
             step()
-        assert isinstance(box, zygote.Box) and not box.idle
+        assert isinstance(box, zygote.WarmLauncher) and not box.idle
         process.close()
         assert box not in boxes._boxes and not box.alive()
 

@@ -22,7 +22,7 @@ from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
 from reinforge.serve.http import ConnectionLimits
 from reinforge.serve.requests import CompletionRequest
-from reinforge.serve.service import Service
+from reinforge.serve.service import ModelService
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is 1+1?"}]
 
@@ -33,23 +33,23 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(chat_model: str) -> Iterator[tuple[str, Service]]:
+def server(chat_model: str) -> Iterator[tuple[str, ModelService]]:
     with served_model(chat_model) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def client(server: tuple[str, Service]) -> Any:
+def client(server: tuple[str, ModelService]) -> Any:
     return openai.OpenAI(base_url=server[0], api_key="none", max_retries=0, timeout=60)
 
 
 @pytest.fixture(scope="module")
-def service(server: tuple[str, Service]) -> Service:
+def service(server: tuple[str, ModelService]) -> ModelService:
     return server[1]
 
 
 def engine_says(
-    service: Service, prompt: list[int], sampling: Sampling, seed: int, n: int = 1
+    service: ModelService, prompt: list[int], sampling: Sampling, seed: int, n: int = 1
 ) -> list[Any]:
     """What the engine alone says to the same request."""
     return service.engine.submit(
@@ -68,7 +68,7 @@ def raw(
     return reply.status, json.loads(reply.read() or b"null")
 
 
-def test_chat_is_what_the_engine_sampled(client: Any, service: Service) -> None:
+def test_chat_is_what_the_engine_sampled(client: Any, service: ModelService) -> None:
     done = client.chat.completions.create(
         model="tiny",
         messages=ASK,
@@ -135,7 +135,7 @@ def test_a_stream_is_the_whole_in_pieces(client: Any) -> None:
         )
 
 
-def test_text_completions(client: Any, service: Service) -> None:
+def test_text_completions(client: Any, service: ModelService) -> None:
     prompts = ["2+2=", "the cat sat on the mat and 17 times more"]
     ask: dict[str, Any] = dict(model="tiny", max_tokens=6, seed=3, logprobs=0)
     both = client.completions.create(prompt=prompts, n=2, **ask)
@@ -159,7 +159,7 @@ def test_text_completions(client: Any, service: Service) -> None:
             ]
 
 
-def test_top_logprobs_are_the_models(client: Any, service: Service, chat_model: str) -> None:
+def test_top_logprobs_are_the_models(client: Any, service: ModelService, chat_model: str) -> None:
     """Against a forward of transformers' own over the same tokens, after temperature."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -203,7 +203,7 @@ def test_top_logprobs_are_the_models(client: Any, service: Service, chat_model: 
     ]
 
 
-def test_echo_scores_the_prompt(client: Any, service: Service) -> None:
+def test_echo_scores_the_prompt(client: Any, service: ModelService) -> None:
     """What evaluation harnesses ask for: log-probs of given text, nothing generated."""
     text = "the cat sat"
     ids = service.tokenizer(text, add_special_tokens=False).input_ids
@@ -276,7 +276,7 @@ def test_company_changes_nothing(client: Any) -> None:
     assert together == alone and len(set(alone)) == 8
 
 
-def test_leaving_frees_the_cache(client: Any, service: Service) -> None:
+def test_leaving_frees_the_cache(client: Any, service: ModelService) -> None:
     pool = service.engine.engine.pool
 
     def idle() -> bool:
@@ -395,7 +395,7 @@ def test_wrong_completions(client: Any) -> None:
 
 
 def test_the_longest_prompt_of_a_request_decides_what_room_there_is(
-    client: Any, service: Service
+    client: Any, service: ModelService
 ) -> None:
     """Two prompts share one limit: what fits after the short one only is refused, and without a
     limit both get what fits both.
@@ -416,7 +416,7 @@ def test_the_longest_prompt_of_a_request_decides_what_room_there_is(
 
 
 @pytest.fixture
-def tokenised(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def tokenised(service: ModelService, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that reached the tokenizer."""
     seen: list[str] = []
     encode = service.renderer.tokenizer
@@ -436,7 +436,7 @@ def tokenised(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_prompts_are_counted_before_they_are_tokenised(
-    server: tuple[str, Service], tokenised: list[str]
+    server: tuple[str, ModelService], tokenised: list[str]
 ) -> None:
     for prompts, n in ((["a"] * 300_000, 1), ([[5]] * 300_000, 1), (["a"] * 200, 3)):
         body = json.dumps({"prompt": prompts, "n": n, "max_tokens": 1}).encode()
@@ -447,7 +447,7 @@ def test_prompts_are_counted_before_they_are_tokenised(
 
 
 def test_a_wrong_item_among_a_million_is_found_without_a_list_of_errors(
-    server: tuple[str, Service],
+    server: tuple[str, ModelService],
 ) -> None:
     """Each kind of prompt that it might be gives up at the first item that is none."""
     for prompt in ([*["a"] * 300_000, 5], [*[5] * 300_000, "a"], [[5] * 300_000, "a"]):
@@ -458,7 +458,7 @@ def test_a_wrong_item_among_a_million_is_found_without_a_list_of_errors(
 
 
 def test_text_that_cannot_fit_is_not_tokenised(
-    server: tuple[str, Service], service: Service, tokenised: list[str]
+    server: tuple[str, ModelService], service: ModelService, tokenised: list[str]
 ) -> None:
     long = "x" * (service.letters + 1)
     parts = [{"role": "user", "content": [{"type": "text", "text": long}]}]
@@ -476,7 +476,7 @@ def test_text_that_cannot_fit_is_not_tokenised(
 
 
 def test_a_request_of_many_prompts_lets_others_in_between(
-    service: Service, tokenised: list[str]
+    service: ModelService, tokenised: list[str]
 ) -> None:
     async def go() -> None:
         many = asyncio.ensure_future(
@@ -506,7 +506,7 @@ def test_how_many_completions_a_request_may_ask_for_is_an_option(chat_model: str
             client.chat.completions.create(model="tiny", messages=ASK, n=4, max_tokens=1)
 
 
-def test_what_is_no_request(server: tuple[str, Service]) -> None:
+def test_what_is_no_request(server: tuple[str, ModelService]) -> None:
     url = server[0]
     chat = "/v1/chat/completions"
     assert raw(url, "GET", "/health") == (200, {"status": "ok"})
@@ -539,7 +539,7 @@ def test_what_is_no_request(server: tuple[str, Service]) -> None:
     )
 
 
-def test_pages_of_other_sites_are_refused(server: tuple[str, Service]) -> None:
+def test_pages_of_other_sites_are_refused(server: tuple[str, ModelService]) -> None:
     url = server[0]
     host = urlsplit(url).netloc
     for headers in (
@@ -610,7 +610,7 @@ ADD = {
 }
 
 
-def says(service: Service, monkeypatch: pytest.MonkeyPatch, text: str) -> list[list[int]]:
+def says(service: ModelService, monkeypatch: pytest.MonkeyPatch, text: str) -> list[list[int]]:
     """The engine says `text`, token by token, to whatever it is asked; returns the prompts it will
     see.
     """
@@ -635,7 +635,9 @@ def says(service: Service, monkeypatch: pytest.MonkeyPatch, text: str) -> list[l
     return seen
 
 
-def test_tools_round_trip(client: Any, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_round_trip(
+    client: Any, service: ModelService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = (
         '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</tool_call> é"}}\n</tool_call>'
     )
@@ -697,7 +699,7 @@ def test_tools_round_trip(client: Any, service: Service, monkeypatch: pytest.Mon
     ],
 )
 def test_what_is_no_call_is_text(
-    client: Any, service: Service, monkeypatch: pytest.MonkeyPatch, text: str
+    client: Any, service: ModelService, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     says(service, monkeypatch, text)
     ask: dict[str, Any] = dict(model="tiny", messages=ASK, tools=[ADD], max_tokens=100)
@@ -717,7 +719,7 @@ def test_what_is_no_call_is_text(
 
 
 def test_tools_are_only_called_where_there_are_some(
-    client: Any, service: Service, monkeypatch: pytest.MonkeyPatch
+    client: Any, service: ModelService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     seen = says(service, monkeypatch, text)

@@ -19,7 +19,7 @@ from reinforge.algorithms.parts.corrections import Correction, mismatch, none
 from reinforge.algorithms.parts.kl import KL, k3
 from reinforge.algorithms.parts.reduce import Reduce
 from reinforge.algorithms.parts.surrogates import Surrogate, safe_ratio
-from reinforge.algorithms.parts.terms import Terms
+from reinforge.algorithms.parts.terms import LossTerms
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.trace import traced
@@ -61,13 +61,13 @@ class PolicyLoss:
         engine_old: bool = False,
         selected: Selected = "keep",
         penalty: float = 1.0,
-        terms: Terms | None = None,
+        terms: LossTerms | None = None,
     ):
         self.surrogate = surrogate
         self.reduce = reduce
         self.correction = correction
         self.kl = kl
-        self.terms = terms or Terms()
+        self.terms = terms or LossTerms()
         self.kl_importance = kl_importance
         self.kl_in_loss = self.terms.kl > 0 and not kl_in_reward
         self.entropy_gradient = self.terms.bonus

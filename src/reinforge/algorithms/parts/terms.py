@@ -45,7 +45,7 @@ def adaptive_entropy(
 
 
 @dataclass
-class Terms:
+class LossTerms:
     """Coefficients of KL, entropy and the NLL of positive samples.
 
     With a target, the first two adapt.

@@ -25,7 +25,7 @@ from reinforge.backends.microbatch import annotate_nothing, combine
 from reinforge.backends.oom import fitted
 from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.train import TrainConfig
-from reinforge.core.backend import Loss, Metrics, Part, State
+from reinforge.core.backend import Loss, Metrics, State, Stateful
 from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.weights import Weights
 from reinforge.models.packed import PackedModel
@@ -88,7 +88,7 @@ class DistributedBackend:
     def facts(self) -> ModelFacts:
         return self.worker.facts()
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Stateful]:
         moving = self.worker.reference is not None and self.worker.reference.moving
         found = {"reference": self.reference if moving else None, "ema": self.ema}
         return {name: part for name, part in found.items() if part is not None}
@@ -193,7 +193,7 @@ class DistributedBackend:
         """
         if self.sharded:
             meta = self.worker.part(part).state().meta
-            return State(meta=meta, pieces={"": RankShards(self, part)})
+            return State(meta=meta, shards={"": RankShards(self, part)})
         state: State = self._call("gathered", part)[0]
         return state
 

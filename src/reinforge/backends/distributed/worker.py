@@ -16,7 +16,7 @@ from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.microbatch import combine
 from reinforge.backends.oom import memory_errors
-from reinforge.core.backend import Loss, Metrics, Part, State
+from reinforge.core.backend import Loss, Metrics, State, Stateful
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
 
@@ -105,7 +105,7 @@ class RankWorker(LocalBackend, ABC):
 
     # ---- whole tensors ----
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> Stateful:
         """This rank's side of the backend itself (""), or of what follows its weights."""
         return self.parts()[name] if name else self
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from reinforge.backends.distributed.ranks import RankMember
 from reinforge.config.megatron import installed, uncut, unknown_in
 from reinforge.core.errors import InputError
-from reinforge.models.attention import AttentionLayout, Packed
+from reinforge.models.attention import AttentionLayout, PackedLayout
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
@@ -272,7 +272,7 @@ def prove(ours: MegatronModel, hosted: CausalModel) -> None:
     positions = torch.cat([torch.arange(n) for n in lengths])
     starts = torch.tensor([0, 7, 12], dtype=torch.int32)
     found, wanted = (
-        m.logits(m.hidden(tokens, positions, Packed(lengths, starts))).log_softmax(-1)
+        m.logits(m.hidden(tokens, positions, PackedLayout(lengths, starts))).log_softmax(-1)
         for m in (ours, hosted)
     )
     error = float((found - wanted).abs().mean())

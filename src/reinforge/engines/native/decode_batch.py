@@ -19,7 +19,7 @@ from reinforge.core.arrays import ints
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
 from reinforge.engines.native.sampler import draw, uniform
-from reinforge.models.attention import HAS_TRITON, Cache, Paged
+from reinforge.models.attention import HAS_TRITON, KVCache, PagedLayout
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import exact_statistics
 
@@ -165,7 +165,7 @@ class DecodeBatch:
             )[0]
         return picked, logprobs
 
-    def step(self, model: CausalModel, cache: Cache) -> tuple[Tensor, Tensor]:
+    def step(self, model: CausalModel, cache: KVCache) -> tuple[Tensor, Tensor]:
         """One token for every row: tokens [B], log-probs [B].
 
         Rows advance in place; nothing is copied to the host.
@@ -175,7 +175,7 @@ class DecodeBatch:
             if self.newest.is_cuda
             else self.tables[:, : -(-self.longest // cache.block_size)]
         )
-        hidden = model.hidden(self.newest, self.cached, Paged(cache, tables, self.cached))
+        hidden = model.hidden(self.newest, self.cached, PagedLayout(cache, tables, self.cached))
         picked, logprobs = self.draw(model, hidden)
         live = ~self.done
         self.newest.copy_(torch.where(live, picked, self.newest))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reinforge.engines.native.decode_batch import DecodeBatch
-from reinforge.models.attention import HAS_TRITON, Cache
+from reinforge.models.attention import HAS_TRITON, KVCache
 from reinforge.models.causal import CausalModel
 
 WINDOW = 32  # at most this many steps between two looks
@@ -66,7 +66,7 @@ class Decoder:
         """The cache that the graphs were captured with is gone."""
         self._captured.clear()
 
-    def run(self, rows: DecodeBatch, cache: Cache, limit: int) -> DecodeWindow:
+    def run(self, rows: DecodeBatch, cache: KVCache, limit: int) -> DecodeWindow:
         """The next tokens of every row; no completion is longer than `limit`."""
         if not self.graphs or rows.filters is not None:
             before = rows.produced.clone()
@@ -90,7 +90,7 @@ class Decoder:
             counts.tolist(),
         )
 
-    def _capture(self, rows: DecodeBatch, cache: Cache) -> _CapturedGraph:
+    def _capture(self, rows: DecodeBatch, cache: KVCache) -> _CapturedGraph:
         """Captures one step on rows that are all done: they stand still, and write only into the
         spare block.
         """

@@ -31,7 +31,7 @@ from reinforge.engines.native.blocks import BlockPool, block_keys
 from reinforge.engines.native.decode_batch import DecodeBatch, LiveSequence
 from reinforge.engines.native.decoder import Decoder, DecodeWindow
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
-from reinforge.models.attention import Cache, Packed
+from reinforge.models.attention import KVCache, PackedLayout
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import chunk_rows
 from reinforge.models.joint import join
@@ -79,7 +79,7 @@ class NativeEngine:
         self.blocks = self._pool_size(kv_gib, longest)
         self.pool = BlockPool(self.blocks, BLOCK)
         # one block more than the pool has: rows that only fill a batch write there
-        self.cache: Cache | None = None
+        self.cache: KVCache | None = None
         self.decoder = Decoder(model)
         # of block tables, so that graphs need not be captured again
         self.width = self.pool.needed(longest) if longest else 0
@@ -281,7 +281,7 @@ class NativeEngine:
 
     async def wake(self) -> None:
         if self.cache is None:
-            self.cache = Cache.allocate(
+            self.cache = KVCache.allocate(
                 self.shapes, self.blocks + 1, BLOCK, self.model.dtype, self.model.device
             )
 
@@ -458,7 +458,7 @@ class NativeEngine:
 
 @dataclass(slots=True)
 class _ShapeProbe:
-    packed: Packed
+    packed: PackedLayout
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def attend(
@@ -496,7 +496,7 @@ def _cache_shapes(model: CausalModel) -> list[tuple[int, int]]:
     config.
     """
     device = model.device
-    probe = _ShapeProbe(Packed([1], torch.tensor([0, 1], dtype=torch.int32, device=device)))
+    probe = _ShapeProbe(PackedLayout([1], torch.tensor([0, 1], dtype=torch.int32, device=device)))
     with refusing(model.causal):
         model.hidden(
             torch.zeros(1, dtype=torch.int64, device=device),

@@ -12,7 +12,7 @@ from torch import Tensor
 from reinforge.core.arrays import ints
 from reinforge.engines.native.blocks import BlockPool
 from reinforge.engines.native.decode_batch import LiveSequence
-from reinforge.models.attention import Cache, Prefill, starts_of
+from reinforge.models.attention import KVCache, PrefillLayout, starts_of
 from reinforge.models.causal import CausalModel
 
 
@@ -60,7 +60,7 @@ def admit(fork: SharedPrefix, pool: BlockPool, room: int) -> SharedPrefix | None
 
 
 def prefill(
-    model: CausalModel, cache: Cache, forks: list[SharedPrefix], budget: int
+    model: CausalModel, cache: KVCache, forks: list[SharedPrefix], budget: int
 ) -> tuple[list[SharedPrefix], Tensor | None, int]:
     """Computes the next pieces of the forks, at most about `budget` tokens.
 
@@ -84,7 +84,7 @@ def prefill(
     slots = [_slots(fork.live[0].blocks, 0, end, size) for fork, end in pieces]
     new = [s[fork.done :] for s, (fork, _) in zip(slots, pieces, strict=True)]
     continued = any(fork.done for fork, _ in pieces)
-    layout = Prefill(
+    layout = PrefillLayout(
         lengths,
         starts_of(lengths, device),
         cache,
@@ -109,7 +109,7 @@ def prefill(
     return [fork for fork, _ in complete], hidden.index_select(0, rows), sum(lengths)
 
 
-def _copy_tails(cache: Cache, forks: list[SharedPrefix]) -> None:
+def _copy_tails(cache: KVCache, forks: list[SharedPrefix]) -> None:
     """The part-filled last block of a prompt, from the sequence it was computed for to its
     siblings.
     """

@@ -19,7 +19,7 @@ from reinforge.engines.served.replica import Replica
 from reinforge.models.named import LowRank, base_weights, low_rank, named_weights
 from reinforge.weights.files import AdapterChannel, FileChannel, SafetensorsChannel
 from reinforge.weights.ipc import IpcChannel, usable
-from reinforge.weights.probe import Check, Scorer, compare, probe_tokens
+from reinforge.weights.probe import ProbeCheck, Scorer, compare, probe_tokens
 
 Channel = FileChannel | IpcChannel
 
@@ -164,7 +164,7 @@ class WeightTransfer:
             source.channel.publish(pairs, source.version)
             await self.dialect.stage(replica.http, source.channel.message())
 
-    async def commit(self, replica: Replica, source: PublishedWeights) -> Check | None:
+    async def commit(self, replica: Replica, source: PublishedWeights) -> ProbeCheck | None:
         """Phase two, and the proof."""
         assert replica.http is not None
         replica.version = None
