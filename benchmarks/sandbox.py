@@ -35,7 +35,7 @@ from reinforge.rewards.code import CodeReward
 from reinforge.sandbox import Limits, Pool, Program, run_sync
 from reinforge.sandbox.detect import missing
 from reinforge.sandbox.isolation import Isolation
-from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
+from reinforge.sandbox.judge import JudgeRules, judge_asserts, judge_calls
 from reinforge.sandbox.program import interpreter
 
 WAYS = {"namespaces": "own", "bubblewrap": "bwrap"}
@@ -77,7 +77,9 @@ def costs(isolation: Isolation, count: int) -> dict[str, Any]:
     middle = spent()
     boxed = timed(count, lambda: run_sync(Program("print(1)"), Limits(), isolation))
     end = spent()
-    calls = timed(count // 2, lambda: judge_calls(isolation, None, RIGHT, "add", CALLS, Rules()))
+    calls = timed(
+        count // 2, lambda: judge_calls(isolation, None, RIGHT, "add", CALLS, JudgeRules())
+    )
     base = statistics.median(plain)
     return {
         "plain_ms": told(plain),
@@ -97,7 +99,7 @@ async def warm(count: int) -> list[float]:
     out = []
     for i in range(count + 5):
         start = time.perf_counter()
-        verdict = await pool.call(judge_calls, RIGHT, "add", CALLS, Rules())
+        verdict = await pool.call(judge_calls, RIGHT, "add", CALLS, JudgeRules())
         assert verdict.passed == len(CALLS)
         out += [(time.perf_counter() - start) * 1e3] if i >= 5 else []
     pool.close()
@@ -124,7 +126,7 @@ def contained(isolation: Isolation) -> dict[str, Any]:
         )
         if result.status not in attack.ends or b"ESCAPED" in result.stdout or left_behind():
             broke.append(attack.name)
-    rules = Rules(Limits(seconds=1.5, memory_mb=256), 3.0)
+    rules = JudgeRules(Limits(seconds=1.5, memory_mb=256), 3.0)
     for name, code in CHEATS.items():
         tried += 1
         verdicts = [

@@ -23,10 +23,10 @@ from helpers.sandboxes import WAYS, containment
 from reinforge.rewards.code import CodeReward
 from reinforge.sandbox import Limits, Program, run_sync
 from reinforge.sandbox.isolation import Isolation
-from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls, judge_stdin
+from reinforge.sandbox.judge import JudgeRules, judge_asserts, judge_calls, judge_stdin
 
 LIMITS = Limits(memory_mb=256)
-RULES = Rules(Limits(seconds=1.5, memory_mb=256), total_seconds=3.0)
+RULES = JudgeRules(Limits(seconds=1.5, memory_mb=256), total_seconds=3.0)
 
 
 @pytest.fixture(scope="module", params=WAYS)

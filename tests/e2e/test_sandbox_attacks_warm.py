@@ -16,7 +16,7 @@ from sandbox_attacks import ASSERTS, CHEATS, CONTAINED, RIGHT, Attack
 from helpers.sandboxes import containment
 from reinforge.sandbox import Limits, Program, run_sync, zygote
 from reinforge.sandbox.isolation import Isolation
-from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
+from reinforge.sandbox.judge import JudgeRules, judge_asserts, judge_calls
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def test_contained(attack: Attack, isolation: Isolation, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_no_cheat_is_paid(name: str, isolation: Isolation) -> None:
-    rules = Rules(Limits(seconds=1.5, memory_mb=200), total_seconds=6)
+    rules = JudgeRules(Limits(seconds=1.5, memory_mb=200), total_seconds=6)
     calls = [([2, 3], 5), ([10, -4], 6)]
     assert judge_calls(isolation, None, CHEATS[name], "add", calls, rules).passed == 0
     assert judge_asserts(isolation, None, CHEATS[name], ASSERTS, "add", rules).passed == 0
-    assert judge_calls(isolation, None, RIGHT, "add", calls, Rules()).passed == 2
+    assert judge_calls(isolation, None, RIGHT, "add", calls, JudgeRules()).passed == 2

@@ -220,13 +220,13 @@ def test_strangers_are_refused(both: Both) -> None:
     """Whoever has no key can neither generate nor call the worker, by our paths or by
     vLLM's own.
     """
-    from reinforge.engines.served.http import Http
+    from reinforge.engines.served.http import ServerClient
 
     address = both.engine.replicas[0].http
     assert address is not None
     for path in ("/reinforge/status", "/reinforge/call", "/v1/completions", "/collective_rpc"):
         with pytest.raises(InputError, match="refuses the key"):
-            run(Http(address.address, "wrong").post(path, {}))
+            run(ServerClient(address.address, "wrong").post(path, {}))
 
 
 def test_a_live_update(both: Both) -> None:

@@ -19,7 +19,7 @@ from reinforge.backends.microbatch import (
     facts_of,
     trained_tokens,
 )
-from reinforge.backends.oom import Recovery, fitted, memory_errors
+from reinforge.backends.oom import OomRecovery, fitted, memory_errors
 from reinforge.backends.optimizer import MasterAdamW, learning_rate, step_metrics
 from reinforge.backends.reference import ReferencePolicy
 from reinforge.backends.teachers import Teachers
@@ -64,7 +64,7 @@ class LocalBackend:
         asked = cfg.tokens_per_microbatch
         self.budget = self._budget(bool(reference), paired) if asked == "auto" else asked
         self.optimizer = self._optimizer()
-        self.recovery = Recovery()
+        self.recovery = OomRecovery()
         # optimizer steps done, skipped and empty ones included: the schedule's clock
         self.steps = 0
         # rows that share tokens cannot have noise of their own

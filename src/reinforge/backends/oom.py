@@ -16,7 +16,7 @@ from reinforge.core.batch import Batch, cut, unit_sizes
 from reinforge.core.errors import InputError
 
 
-class Recovery:
+class OomRecovery:
     """Finds a smaller budget, and remembers that until it is told with the metrics of the next
     optimizer step.
     """

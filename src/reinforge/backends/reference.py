@@ -18,7 +18,7 @@ from reinforge.core.backend import State
 from reinforge.core.batch import Batch
 from reinforge.models.adapters import adapter_off, begins_as_base, is_adapted
 from reinforge.models.causal import CausalModel
-from reinforge.models.joint import separate
+from reinforge.models.fused_linear import separate
 
 
 class ReferencePolicy:

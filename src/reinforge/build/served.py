@@ -93,7 +93,7 @@ def save_model(model: CausalModel, place: Path) -> None:
 
 def _without_adapter(model: CausalModel) -> Any:
     """A fresh model with the merged weights: what a server would be sent anyway."""
-    from reinforge.models.named import named_weights
+    from reinforge.models.named_weights import named_weights
 
     fresh = type(model.causal)._from_config(model.causal.config, dtype=model.dtype)
     fresh.load_state_dict(dict(named_weights(model.module)), strict=False)

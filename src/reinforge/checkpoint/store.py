@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from reinforge.checkpoint import files
-from reinforge.checkpoint.faults import crash_point
+from reinforge.checkpoint.crash_points import crash_point
 from reinforge.checkpoint.tensors import CheckpointTensors
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError

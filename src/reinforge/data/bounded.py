@@ -61,7 +61,7 @@ class TemplateLimitError(TemplateError):
 
 
 @dataclass(slots=True)
-class Budget:
+class RenderBudget:
     """What one render may still cost."""
 
     steps: int = STEPS
@@ -72,7 +72,7 @@ class Budget:
     known: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Any) -> Budget:
+    def of(cls, given: Any) -> RenderBudget:
         """For a render of what the caller gave."""
         known: dict[int, int] = {}
         weight = _remember(given, known, 0)
@@ -146,7 +146,7 @@ class Budget:
 
 
 def _remember(value: Any, known: dict[int, int], depth: int) -> int:
-    """What `Budget.weigh` finds, noted for each container in what the caller gave."""
+    """What `RenderBudget.weigh` finds, noted for each container in what the caller gave."""
     kind = type(value)
     if kind is str:
         return len(value)
@@ -178,19 +178,19 @@ def _inside(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, list | tuple | set | frozenset) else None
 
 
-_BUDGET: ContextVar[Budget] = ContextVar("template_budget")
+_BUDGET: ContextVar[RenderBudget] = ContextVar("template_budget")
 
 
-def budget() -> Budget:
+def budget() -> RenderBudget:
     """Of the render under way. What the compiler works out ahead has its own."""
     found = _BUDGET.get(None)
-    return found if found is not None else Budget()
+    return found if found is not None else RenderBudget()
 
 
 @contextmanager
 def spending(given: Any) -> Iterator[None]:
     """A render of these conversations and tools, in this thread."""
-    token = _BUDGET.set(Budget.of(given))
+    token = _BUDGET.set(RenderBudget.of(given))
     try:
         yield
     finally:
@@ -504,7 +504,7 @@ def _text_in(node: nodes.Node) -> int:
     return sum(map(_text_in, node.iter_child_nodes()))
 
 
-class Formatter(SandboxedFormatter):
+class MeteredFormatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> Any:
         if re.search(r"[0-9]{5}", format_spec):
             raise TemplateLimitError("it formats with a width of more than 9999.")
@@ -572,7 +572,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             now = budget()
             now.fits(len(text) + text.count("{") * now.weigh([*args, *named.values()]))
             return now.made(
-                type(text)(Formatter(self).vformat(text, () if by_map else args, given))
+                type(text)(MeteredFormatter(self).vformat(text, () if by_map else args, given))
             )
 
         return functools.update_wrapper(formatted, value)

@@ -22,7 +22,9 @@ def make_client(base_url: str, api_key: str, *, asynchronous: bool, small: bool 
     deadline. `small`: ours in any case.
     """
     if small or importlib.util.find_spec("openai") is None:
-        return AsyncClient(base_url, api_key) if asynchronous else Client(base_url, api_key)
+        return (
+            AsyncAgentClient(base_url, api_key) if asynchronous else AgentClient(base_url, api_key)
+        )
     openai = importlib.import_module("openai")
     common: dict[str, Any] = {
         "base_url": base_url,
@@ -52,7 +54,7 @@ class StatusError(Exception):
         self.code = code
 
 
-class Reply:
+class AgentReply:
     """A JSON object with its keys as attributes. Keys that are not there are None."""
 
     def __init__(self, fields: dict[str, Any]):
@@ -69,7 +71,7 @@ class Reply:
 
 def _wrapped(value: Any) -> Any:
     if isinstance(value, dict):
-        return Reply(value)
+        return AgentReply(value)
     return [_wrapped(v) for v in value] if isinstance(value, list) else value
 
 
@@ -92,7 +94,7 @@ class _Transport:
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         with self.send(method, path, body) as response:
-            return Reply(json.loads(response.read()))
+            return AgentReply(json.loads(response.read()))
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
         with self.send("POST", path, body) as response:
@@ -106,7 +108,7 @@ class _Transport:
                         raise StatusError(
                             500, str(chunk["error"].get("message")), chunk["error"].get("code")
                         )
-                    yield Reply(chunk)
+                    yield AgentReply(chunk)
 
 
 def _error(body: bytes) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class _Chat:
         self.completions = completions
 
 
-class Client:
+class AgentClient:
     """In the shape of `openai.OpenAI`."""
 
     completions_type = _Completions
@@ -175,7 +177,7 @@ class Client:
     def close(self) -> None: ...
 
 
-class AsyncClient(Client):
+class AsyncAgentClient(AgentClient):
     """In the shape of `openai.AsyncOpenAI`."""
 
     completions_type = _AsyncCompletions

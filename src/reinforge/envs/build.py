@@ -13,7 +13,7 @@ from reinforge.core.env import Env
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
-from reinforge.envs.adapters.bridge import Bridge
+from reinforge.envs.adapters.bridge import EnvBridge
 from reinforge.envs.names import BUILTIN, FOREIGN
 from reinforge.rewards.build import load_function
 
@@ -94,7 +94,7 @@ def entry_of(
         check_options(make, options, name, f"{where}.options")
     if python is not None:
         return EnvMixtureEntry(
-            name.rpartition(":")[2], Bridge(python, target, given, options, where), weight
+            name.rpartition(":")[2], EnvBridge(python, target, given, options, where), weight
         )
     return EnvMixtureEntry(name.rpartition(":")[2], make, weight, options)
 

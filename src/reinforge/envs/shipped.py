@@ -115,7 +115,7 @@ def _bounded(value: Any) -> Any:
     return value
 
 
-class Search:
+class SearchTool:
     """BM25 (k1 1.2, b 0.75) over the paragraphs of text files:
 
     score(q, d) = sum over words w of q of idf(w) · f(w, d) (k1 + 1) / (f(w, d) + k1 (1 - b + b |d|
@@ -188,11 +188,11 @@ def words(text: str) -> list[str]:
 
 
 @lru_cache(maxsize=16)
-def _search(path: str, results: int) -> Search:
-    return Search(path, results)  # read once, shared by all episodes
+def _search(path: str, results: int) -> SearchTool:
+    return SearchTool(path, results)  # read once, shared by all episodes
 
 
-class Python:
+class PythonTool:
     """Runs Python in the sandbox. Without a sandbox there is no tool: it fails closed."""
 
     def __init__(self, seconds: float = 10.0, characters: int = 4000):
@@ -246,4 +246,4 @@ def shipped(name: str, options: dict[str, Any]) -> Tool | None:
         return tool(
             _search(str(options["path"]), int(options.get("results", 3))), name="search", pure=True
         )
-    return tool(Python(**options), name="python") if name == "python" else None
+    return tool(PythonTool(**options), name="python") if name == "python" else None

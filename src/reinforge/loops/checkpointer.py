@@ -17,7 +17,7 @@ from reinforge.checkpoint.tensors import within
 from reinforge.config.schema import Config
 from reinforge.core.backend import Backend, State, Stateful
 from reinforge.core.errors import InputError
-from reinforge.loops.changes import Changes, check_changes
+from reinforge.loops.config_changes import Changes, check_changes
 from reinforge.watch.recorder import note
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from reinforge.checkpoint.faults import crash_point
+from reinforge.checkpoint.crash_points import crash_point
 from reinforge.checkpoint.lock import RunLock
 from reinforge.config.schema import Config
 from reinforge.core.backend import Metrics
@@ -26,8 +26,8 @@ from reinforge.core.errors import InputError, Terminated
 from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
-from reinforge.loops.changes import Changes
 from reinforge.loops.checkpointer import Checkpointer
+from reinforge.loops.config_changes import Changes
 from reinforge.loops.evaluator import Evaluator
 from reinforge.loops.signals import Signals
 from reinforge.loops.troubles import BadSteps, ending_of, tell_faults, tell_troubles, told_of
@@ -40,7 +40,7 @@ from reinforge.watch.report import write_report
 from reinforge.watch.runs import OF_ONE_STEP
 from reinforge.watch.sinks import HURRIED_SECONDS, TrackerRun, make_sinks
 from reinforge.watch.timing import Phases, efficiency
-from reinforge.watch.troubles import Health
+from reinforge.watch.troubles import RunHealth
 
 T = TypeVar("T")
 DOING = {
@@ -105,7 +105,7 @@ class Run:
         self.report: Path | None = None  # where it is, once the run has ended
         self.phases = Phases(peak=device_peak)
         self.bad_steps = BadSteps()
-        self.health = Health()
+        self.health = RunHealth()
         # kinds of trouble that are in the log already; that of a tracker is an event of its own
         self._told = {"tracker"}
         self._doing = {**DOING, "generate": _generating(cfg)}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from reinforge.algorithms.algorithm import Algorithm
-from reinforge.algorithms.explained import explained, place_of
+from reinforge.algorithms.explain import explained, place_of
 from reinforge.core.backend import Metrics
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.sample import Group, Sample
@@ -61,7 +61,7 @@ class Tracer:
 
 
 @dataclass(frozen=True, slots=True)
-class _RowPlace:
+class _RowPosition:
     """Where a row of the batch is: pack, row of the pack, and its tokens there."""
 
     minibatch: int
@@ -90,14 +90,14 @@ class StepTrace:
         self._algorithm = explained(self.tracer.algorithm)
         self._computed_by = self._algorithm.pop("computed_by")
         unit = self.tracer.algorithm.loss.unit
-        self._places: dict[str, _RowPlace] = {}
+        self._places: dict[str, _RowPosition] = {}
         for number, minibatch in enumerate(self.minibatches):
             for batch in minibatch:
                 ends = [0, *batch.trained_lengths().cumsum(0).tolist()]
                 for i, sample in enumerate(batch.samples):
                     other = batch.samples[i + 1 - 2 * (i % 2)] if unit == 2 else None
                     side = ("chosen", "rejected")[i % 2] if unit == 2 else ""
-                    place = _RowPlace(number, batch, sample, ends[i], ends[i + 1], other, side)
+                    place = _RowPosition(number, batch, sample, ends[i], ends[i + 1], other, side)
                     self._places.setdefault(sample.uid, place)
         self._no_signal = {
             s.uid: self._why(s, group, kind)
@@ -168,7 +168,7 @@ class StepTrace:
         return "zero" if signal else "equal"
 
     @staticmethod
-    def _stream(place: _RowPlace, name: str) -> Tensor | None:
+    def _stream(place: _RowPosition, name: str) -> Tensor | None:
         stream = place.batch.streams.get(name)
         return None if stream is None else stream[place.begin : place.end]
 
@@ -224,7 +224,7 @@ class StepTrace:
         var = sum((x - mean) ** 2 for x in values) / max(1, len(values) - ddof)
         return {"episodes": len(values), "mean": _short(mean), "std": _short(var**0.5)}
 
-    def _token_reward(self, place: _RowPlace) -> float:
+    def _token_reward(self, place: _RowPosition) -> float:
         found = self._stream(place, "token_rewards")
         return 0.0 if found is None else float(found.double().sum())
 
@@ -275,7 +275,7 @@ class StepTrace:
                 found["by_token"] = self._by_token(place)
         return found
 
-    def _streams(self, place: _RowPlace) -> dict[str, Any]:
+    def _streams(self, place: _RowPosition) -> dict[str, Any]:
         """The streams that the batch was trained with, in a few numbers each."""
         found: dict[str, Any] = {}
         for name, stream in place.batch.streams.items():
@@ -297,7 +297,7 @@ class StepTrace:
             found["bootstrap"] = _short(place.batch.bootstrap[row])
         return found
 
-    def _of_loss(self, place: _RowPlace) -> dict[str, Any]:
+    def _of_loss(self, place: _RowPosition) -> dict[str, Any]:
         """What the loss said of the sample in its first update. Nothing where it was not computed:
         a row without an advantage has no gradient.
         """
@@ -328,13 +328,13 @@ class StepTrace:
             }
         return found
 
-    def _slots_of(self, place: _RowPlace) -> range:
+    def _slots_of(self, place: _RowPosition) -> range:
         first = self._first_slot.get(place.sample.uid)
         if first is None:
             return range(0)
         return range(first, first + (place.end - place.begin if self.tracer.tokens == "all" else 1))
 
-    def _by_token(self, place: _RowPlace) -> dict[str, list[float]]:
+    def _by_token(self, place: _RowPosition) -> dict[str, list[float]]:
         """Every stream and everything that the loss said, token by token."""
         found: dict[str, list[float]] = {
             "ids": place.sample.tokens[place.sample.trained].tolist(),

@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from reinforge.checkpoint.faults import crash_point
+from reinforge.checkpoint.crash_points import crash_point
 from reinforge.checkpoint.lock import RunLock
 from reinforge.config.pipeline import Pipeline, Reference, Stage
 from reinforge.config.schema import Config

@@ -22,7 +22,7 @@ from reinforge.build.inputs import read_inputs
 from reinforge.build.local import LocalFactories
 from reinforge.build.run import train_config
 from reinforge.checkpoint import files, store
-from reinforge.checkpoint.faults import crash_point
+from reinforge.checkpoint.crash_points import crash_point
 from reinforge.config.pipeline import Stage
 from reinforge.config.schema import Config
 from reinforge.core.aio import run_sync

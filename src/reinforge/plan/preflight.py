@@ -22,7 +22,7 @@ from reinforge.config.rules.check import doubts
 from reinforge.config.rules.machine import missing
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
-from reinforge.loops.changes import check_changes
+from reinforge.loops.config_changes import check_changes
 from reinforge.plan.hub import models_of
 
 KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "qlora": "QLoRA (base in NF4)"}

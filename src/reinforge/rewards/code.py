@@ -25,7 +25,7 @@ from reinforge.rewards.outcome import RewardOutcome
 from reinforge.sandbox.detect import Backend
 from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import (
-    Rules,
+    JudgeRules,
     Verdict,
     judge_asserts,
     judge_beside,
@@ -215,7 +215,7 @@ class CodeReward:
         limits = Limits(
             seconds=self.timeout, memory_mb=self.memory_mb, packages=tuple(self.packages)
         )
-        self.rules = Rules(
+        self.rules = JudgeRules(
             limits, max(self.total_timeout, self.timeout), self.tolerance, not self.partial
         )
 

@@ -28,7 +28,7 @@ from reinforge.engines.resumable import (
     requests_from_json,
     requests_to_json,
 )
-from reinforge.rollout.pacing import paced
+from reinforge.rollout.generation_done import paced
 from reinforge.rollout.rows.sampler import RowChoice
 from reinforge.rollout.source import GroupSource, RolloutBatch
 from reinforge.rollout.staleness import StalenessPolicy

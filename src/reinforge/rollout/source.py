@@ -13,8 +13,8 @@ from reinforge.core.faults import fault_metrics
 from reinforge.core.sample import Group, Row, Stop
 from reinforge.data.cursor import Cursor
 from reinforge.rollout.first_finished import first_finished
+from reinforge.rollout.generation_done import paced
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.pacing import paced
 from reinforge.rollout.rows.pass_rates import PassRates
 from reinforge.rollout.rows.replay import Replay, ReplayEntry
 from reinforge.rollout.rows.sampler import RowChoice, RowSampler

@@ -57,7 +57,7 @@ KEEPER = "__keeping__"
 GIVEN = "__given__"
 
 
-class Pending:
+class PendingErrors:
     """Exceptions of the solution that nobody has handled yet.
 
     Threads of the test may raise and handle at the same time.
@@ -102,12 +102,12 @@ class Pending:
         return value
 
 
-class Handling:
+class HandlerGuard:
     """Around the body of an `except`: what it caught is handled once the body has come to its end,
     and not if that raises.
     """
 
-    def __init__(self, pending: Pending):
+    def __init__(self, pending: PendingErrors):
         self.pending = pending
         self.error = sys.exc_info()[1]
 
@@ -124,16 +124,16 @@ class Handling:
             self.pending.handled(self.error)
 
 
-class Keeping:
+class WithGuard:
     """Around a `with`, and again, as `inside`, within it: what arrived inside and did not come out
     was kept on purpose.
     """
 
-    def __init__(self, pending: Pending):
+    def __init__(self, pending: PendingErrors):
         self.pending = pending
-        self.inside = Inside()
+        self.inside = WithBody()
 
-    def __enter__(self) -> Keeping:
+    def __enter__(self) -> WithGuard:
         return self
 
     def __exit__(
@@ -146,7 +146,7 @@ class Keeping:
             self.pending.handled(self.inside.error)
 
 
-class Inside:
+class WithBody:
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
@@ -163,8 +163,8 @@ class Inside:
 
 
 class ErrorTracker(ast.NodeTransformer):
-    """Puts `Handling` into every `except` of a test, `Keeping` around every `with`, and
-    `Pending.given` around every call.
+    """Puts `HandlerGuard` into every `except` of a test, `WithGuard` around every `with`, and
+    `PendingErrors.given` around every call.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ def _call(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 
-def watch_unittest(pending: Pending) -> None:
+def watch_unittest(pending: PendingErrors) -> None:
     """Whatever `assertRaises` keeps is handled, in whichever thread it was raised.
 
     Few tests need unittest: none has to load it.
@@ -215,7 +215,7 @@ def watch_unittest(pending: Pending) -> None:
     watched("sys")  # unittest may be there already
 
 
-def watch_exit(context: Any, pending: Pending) -> None:
+def watch_exit(context: Any, pending: PendingErrors) -> None:
     leave = context.__exit__
 
     def watched(
@@ -255,7 +255,7 @@ class JudgeConnection:
         self.lines = lines
         self.out = out
         self.nonce = ""
-        self.pending = Pending()
+        self.pending = PendingErrors()
         self.asked = 0
         # one question at a time: the judge has one pipe for all threads of a test
         self.turn = threading.RLock()
@@ -336,8 +336,8 @@ def run(remote: JudgeConnection, tests: list[str], entry: str | None) -> dict[st
     if entry:
         names |= {"candidate": remote.function(entry), entry: remote.function(entry)}
     names |= {
-        HANDLER: lambda: Handling(remote.pending),
-        KEEPER: lambda: Keeping(remote.pending),
+        HANDLER: lambda: HandlerGuard(remote.pending),
+        KEEPER: lambda: WithGuard(remote.pending),
         GIVEN: remote.pending.given,
     }
     passed = []

@@ -47,7 +47,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class JudgeRules:
     limits: Limits = DEFAULT  # `seconds` is for each test
     total_seconds: float = 60.0  # for all tests of one solution
     tolerance: float = 0.0  # for numbers, absolute and relative
@@ -139,7 +139,7 @@ def judge_stdin(
     cancel: threading.Event | None,
     program: Program,
     tests: Sequence[tuple[str, str]],
-    rules: Rules,
+    rules: JudgeRules,
 ) -> Verdict:
     """Each test is a process of its own.
 
@@ -176,7 +176,7 @@ def judge_stdin(
 # -- functions
 
 
-class Caller:
+class SolutionCaller:
     """A solution that is loaded in a sandbox and answers calls.
 
     Every request has a nonce, which its reply must repeat.
@@ -214,7 +214,7 @@ def checked(line: bytes, nonce: str) -> dict[str, Any] | None:
         return None
 
 
-def _limits(rules: Rules, calls: int | None = None) -> Limits:
+def _limits(rules: JudgeRules, calls: int | None = None) -> Limits:
     """A process that answers all calls may live as long as all of them may take.
 
     So much processor time it has, too.
@@ -242,7 +242,7 @@ def judge_calls(
     code: str,
     name: str,
     tests: Sequence[tuple[Sequence[Any], Any]],
-    rules: Rules,
+    rules: JudgeRules,
 ) -> Verdict:
     """One process answers all calls. When it ends or runs out of time the rest count as failed."""
     if isolation.url is not None:
@@ -256,12 +256,12 @@ def judge_calls(
 
 
 def _called(
-    process: Process, name: str, tests: Sequence[tuple[Sequence[Any], Any]], rules: Rules
+    process: Process, name: str, tests: Sequence[tuple[Sequence[Any], Any]], rules: JudgeRules
 ) -> Verdict:
     unsafe = process.isolation.unsafe
     passed = 0
     reason = ""
-    caller = Caller(process)
+    caller = SolutionCaller(process)
     loaded = caller.ask({}, rules.limits.seconds)
     if loaded is None:
         return _ended(process, 0, len(tests), unsafe)
@@ -287,7 +287,7 @@ def _calls_at_once(
     code: str,
     name: str,
     tests: Sequence[tuple[Sequence[Any], Any]],
-    rules: Rules,
+    rules: JudgeRules,
 ) -> Verdict:
     """The same over a remote sandbox, which has no channel."""
     program, nonces = calls_program(code, name, [args for args, _ in tests])
@@ -321,7 +321,7 @@ def judge_asserts(
     code: str,
     tests: Sequence[str],
     entry: str | None,
-    rules: Rules,
+    rules: JudgeRules,
 ) -> Verdict:
     """Two sandboxes: tests ask, the solution answers, and this function carries the messages
     between them.
@@ -336,13 +336,13 @@ def judge_asserts(
 
 
 def _between(
-    process: Process, bench: Process, tests: Sequence[str], entry: str | None, rules: Rules
+    process: Process, bench: Process, tests: Sequence[str], entry: str | None, rules: JudgeRules
 ) -> Verdict:
     """Carries messages from the tests to the solution and back until there is a verdict."""
     total = len(tests)
     asked = 0
     unsafe = process.isolation.unsafe
-    caller = Caller(process)
+    caller = SolutionCaller(process)
     loaded = caller.ask({}, rules.limits.seconds)
     if loaded is None:
         return _ended(process, 0, total, unsafe)
@@ -395,7 +395,7 @@ def judge_beside(
     cancel: threading.Event | None,
     code: str,
     tests: Sequence[str],
-    rules: Rules,
+    rules: JudgeRules,
 ) -> Verdict:
     """The weak way: tests in the process of the solution, one process per test.
 

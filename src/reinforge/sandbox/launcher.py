@@ -386,7 +386,7 @@ def holds_memory(status: bytes) -> bool:
     return COUNTED[0] in status
 
 
-class Meter:
+class ProcessMeter:
     """What all processes of a run have and use together, as process 1 sees it.
 
     Look at it from time to time.
@@ -543,7 +543,7 @@ def watch(
     poll = select.poll()
     poll.register(ended, select.POLLIN)
     poll.register(control, 0)  # only its end: whoever asked has gone
-    meter = Meter(work) if measured else None
+    meter = ProcessMeter(work) if measured else None
     greedy = False
     try:
         while True:

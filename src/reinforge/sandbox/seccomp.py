@@ -163,7 +163,7 @@ ON, REFUSE, ALLOW_IT = range(3)  # where a step goes
 Step = tuple[int, int, int, int]  # operation, operand, where to if it holds, where to if not
 
 
-class Filter:
+class SeccompFilter:
     """Instructions in the making.
 
     A filter is asked about one call, so each case ends in a verdict or goes on to the next.
@@ -205,7 +205,7 @@ def bpf_filter(machine: str | None = None) -> bytes | None:
     if found is None:
         return None
     column, arch = found
-    f = Filter()
+    f = SeccompFilter()
     f.emit(LOAD, ARCH)
     f.emit(JEQ, arch, 1, 0)
     f.emit(RETURN, KILL)  # another ABI would have other numbers
@@ -228,7 +228,7 @@ def bpf_filter(machine: str | None = None) -> bytes | None:
     return b"".join(f.code)
 
 
-def _by_arguments(f: Filter, number: dict[str, int]) -> None:
+def _by_arguments(f: SeccompFilter, number: dict[str, int]) -> None:
     """The calls of which only some uses are refused."""
     # its flags are in memory, out of a filter's sight; libc falls back to clone
     f.refuse(number["clone3"], ENOSYS)

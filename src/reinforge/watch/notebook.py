@@ -18,7 +18,7 @@ STYLE = (
 )
 
 
-class OneOutput(io.TextIOBase):
+class NotebookOutput(io.TextIOBase):
     """A file whose text is one output of a cell. `show` is IPython's display, if none is given."""
 
     def __init__(self, show: Callable[..., Any] | None = None):

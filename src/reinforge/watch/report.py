@@ -20,7 +20,7 @@ from typing import Any
 from reinforge.watch.runs import flatten, read_json, read_lines, show_run
 from reinforge.watch.transcripts import escape as escape
 from reinforge.watch.transcripts import transcript_table
-from reinforge.watch.troubles import SCORED, Health, banner, fault_table, trouble_banner
+from reinforge.watch.troubles import SCORED, RunHealth, banner, fault_table, trouble_banner
 
 FIRST = (
     "eval/accuracy",
@@ -97,7 +97,7 @@ def write_report(run_dir: Path) -> Path:
         ),
         "BANNER": (
             banner(run.get("uncontained", []))
-            + trouble_banner(Health.of(run_dir).troubles(ended=run["status"] != "running"))
+            + trouble_banner(RunHealth.of(run_dir).troubles(ended=run["status"] != "running"))
         ),
         "SETTINGS": key_rows(config),
         "FAULTS": fault_table(events),

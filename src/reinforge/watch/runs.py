@@ -16,7 +16,7 @@ from typing import Any
 from reinforge.core.errors import InputError
 from reinforge.watch.logs import read_json as read_json
 from reinforge.watch.logs import read_lines as read_lines
-from reinforge.watch.troubles import Health
+from reinforge.watch.troubles import RunHealth
 
 ENDINGS = ("finished", "stopped", "terminated", "failed")
 BEGINNINGS = ("started", "resumed")
@@ -138,7 +138,9 @@ def show_run(path: Path) -> dict[str, Any]:
         "why": why_ended(events) if how in ENDINGS else None,
         "step": step,
         "steps": total_steps(events, config),
-        "troubles": [str(trouble) for trouble in Health.of(path).troubles(ended=how != "running")],
+        "troubles": [
+            str(trouble) for trouble in RunHealth.of(path).troubles(ended=how != "running")
+        ],
         "config": {k: config[k] for k in SUMMARY_KEYS if config.get(k) is not None},
         **({"uncontained": bare} if bare else {}),
         "last": last,

@@ -1,8 +1,8 @@
 """What speaks against a run.
 
-`Health` decides it, from the run's metrics and events, for everybody who tells it: the screen, the
-end of `train`, summary.json, the report, `reinforge runs show`. Also the report's table of faults,
-and its banners.
+`RunHealth` decides it, from the run's metrics and events, for everybody who tells it: the screen,
+the end of `train`, summary.json, the report, `reinforge runs show`. Also the report's table of
+faults, and its banners.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EvalScore:
 
 
 @dataclass
-class Health:
+class RunHealth:
     """Counts what a run's lines of metrics and events say, one after the other, and names the
     troubles there are so far.
 
@@ -76,7 +76,7 @@ class Health:
     trackers: dict[str, str] = field(default_factory=dict)  # those that failed, and what they said
 
     @classmethod
-    def of(cls, run_dir: Path) -> Health:
+    def of(cls, run_dir: Path) -> RunHealth:
         """The health of a run directory, as its logs tell it."""
         health = cls()
         for line in read_lines(run_dir / "metrics.jsonl"):

@@ -27,7 +27,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from reinforge.watch.notebook import OneOutput
+from reinforge.watch.notebook import NotebookOutput
 from reinforge.watch.recorder import pick, prompt_text
 from reinforge.watch.troubles import Trouble
 
@@ -98,10 +98,13 @@ def shares(metrics: Mapping[str, float]) -> str:
     )
 
 
-def notebook_console(output: OneOutput | None = None) -> Console:
+def notebook_console(output: NotebookOutput | None = None) -> Console:
     """Plain lines that go into one output of a notebook's cell."""
     return Console(
-        file=cast(IO[str], output or OneOutput()), force_jupyter=False, width=100, highlight=False
+        file=cast(IO[str], output or NotebookOutput()),
+        force_jupyter=False,
+        width=100,
+        highlight=False,
     )
 
 

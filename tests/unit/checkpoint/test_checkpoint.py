@@ -498,8 +498,8 @@ def test_a_kill_during_prune_leaves_complete_checkpoints_and_removable_rest(tmp_
 
 def test_crash_point_counts_passages(tmp_path: Path) -> None:
     code = (
-        "from reinforge.checkpoint.faults import crash_point\nfor i in range(5):\n    print(i,"
-        " flush=True)\n    crash_point('x')\n    crash_point('y')"
+        "from reinforge.checkpoint.crash_points import crash_point\n"
+        "for i in range(5):\n    print(i, flush=True)\n    crash_point('x')\n    crash_point('y')"
     )
     env = os.environ | {"REINFORGE_CRASH_AT": "x@3", "PYTHONPATH": str(SRC)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reinforge.core.errors import InputError
-from reinforge.loops.changes import MAY_CHANGE
+from reinforge.loops.config_changes import MAY_CHANGE
 from reinforge.plan.preflight import preflight
 
 KEYS = ("train.backend=deepspeed", "train.ranks=2")

@@ -21,7 +21,7 @@ from reinforge.config.schema import Config
 from reinforge.core.env import RolloutContext
 from reinforge.core.faults import EPISODE, Fault, fault_events, fault_metrics
 from reinforge.core.sample import Group, Row
-from reinforge.envs.shipped import Python
+from reinforge.envs.shipped import PythonTool
 from reinforge.envs.toolbox import ToolEnv
 from reinforge.envs.tools import tool
 from reinforge.offline.card import card
@@ -91,7 +91,7 @@ def test_a_tool_whose_sandbox_fails_is_a_fault_of_the_sandbox(
 ) -> None:
     monkeypatch.setattr(detect, "missing", lambda mode: "user namespaces are off")
     call = '<tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>'
-    group = episode_faults(lambda row: ToolEnv([tool(Python(), name="python")]), [call])
+    group = episode_faults(lambda row: ToolEnv([tool(PythonTool(), name="python")]), [call])
     assert dict(group.faults) == {Fault.SANDBOX_FAILURE: 1} and group.samples[0].reward is None
     assert "the sandbox did not run the program" in group.why[Fault.SANDBOX_FAILURE]
 

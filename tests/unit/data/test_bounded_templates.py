@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from helpers.attack_lists.templates import CONVERSATIONS, HONEST, HOSTILE, TOOL
 from reinforge.core.errors import InputError
 from reinforge.data import bounded
-from reinforge.data.bounded import Budget, TemplateLimitError, compiled, spending
+from reinforge.data.bounded import RenderBudget, TemplateLimitError, compiled, spending
 from reinforge.data.templates import Template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -138,12 +138,12 @@ def test_renders_of_several_threads_pay_for_themselves() -> None:
 
 def test_what_is_shared_weighs_as_often_as_it_is_written() -> None:
     one: Any = ["ab"]
-    assert Budget().weigh([one, one]) == 24 + 2 * 18
+    assert RenderBudget().weigh([one, one]) == 24 + 2 * 18
     deep: Any = ["ab"]
     for _ in range(60):
         deep = [deep, deep]
     with pytest.raises(TemplateLimitError):
-        Budget().weigh(deep)
+        RenderBudget().weigh(deep)
 
 
 def test_what_the_caller_gave_is_weighed_once_and_as_it_would_be_in_a_template() -> None:
@@ -152,16 +152,16 @@ def test_what_the_caller_gave_is_weighed_once_and_as_it_would_be_in_a_template()
         "messages": [{"role": "user", "content": [shared, shared, None, 3, (b"abc", "d")]}],
         "tools": None,
     }
-    remembered = Budget.of(given)
-    plain = Budget().weigh(given)
+    remembered = RenderBudget.of(given)
+    plain = RenderBudget().weigh(given)
     assert remembered.known[id(given)] == plain
-    assert remembered.known[id(shared)] == Budget().weigh(shared)
+    assert remembered.known[id(shared)] == RenderBudget().weigh(shared)
     assert remembered.size == bounded.SIZE + 16 * plain
     before = remembered.steps
     assert remembered.weigh(given) == plain and before - remembered.steps == 1, "not walked again"
     given["messages"].append(given)
     with pytest.raises(TemplateLimitError, match="too large to be written out"):
-        Budget.of(given)
+        RenderBudget.of(given)
 
 
 def test_a_comparison_pays_for_what_it_reads() -> None:

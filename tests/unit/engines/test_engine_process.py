@@ -15,7 +15,7 @@ import pytest
 
 from helpers.toys import run
 from reinforge.core.errors import InputError
-from reinforge.engines.served.http import Http, ServerDown
+from reinforge.engines.served.http import ServerClient, ServerDown
 from reinforge.engines.served.server_process import ServerProcess, free_port
 
 GROUP = (
@@ -128,4 +128,4 @@ def test_a_python_that_is_not_there(tmp_path: Path) -> None:
 
 def test_http_says_who_is_down() -> None:
     with pytest.raises(ServerDown, match="ConnectError"):
-        run(Http(f"http://127.0.0.1:{free_port()}").post("/x"))
+        run(ServerClient(f"http://127.0.0.1:{free_port()}").post("/x"))

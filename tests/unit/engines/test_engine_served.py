@@ -16,7 +16,7 @@ from reinforge.core.engine import Sampling
 from reinforge.core.weights import Weights
 from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
 from reinforge.engines.served.engine import ServedEngine
-from reinforge.engines.served.http import Http, ServerFault
+from reinforge.engines.served.http import ServerClient, ServerFault
 from reinforge.engines.served.make import DIALECTS
 
 
@@ -41,11 +41,15 @@ class OneSlot:
     def environment(self, setup: ServerSetup, key: str) -> dict[str, str]:
         return {}
 
-    async def status(self, http: Http, setup: ServerSetup) -> dict[str, Any]:
+    async def status(self, http: ServerClient, setup: ServerSetup) -> dict[str, Any]:
         return {"dtype": "float32"}
 
     async def generate(
-        self, http: Http, draws: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
+        self,
+        http: ServerClient,
+        draws: Sequence[SampleRequest],
+        params: Sampling,
+        stops: frozenset[int],
     ) -> list[SampleOutput]:
         await asyncio.sleep(0.005)
         return [
@@ -55,10 +59,10 @@ class OneSlot:
             for d in draws
         ]
 
-    async def score(self, http: Http, tokens: Sequence[int]) -> list[float]:
+    async def score(self, http: ServerClient, tokens: Sequence[int]) -> list[float]:
         return [0.0] * len(tokens)
 
-    async def stage(self, http: Http, message: Mapping[str, Any]) -> None:
+    async def stage(self, http: ServerClient, message: Mapping[str, Any]) -> None:
         await asyncio.sleep(self.seconds)
         assert Path(message["folder"], "manifest.json").exists()
         self.slots[http.address] = message["version"]
@@ -69,7 +73,7 @@ class OneSlot:
             await replica.ready()
             self.slots[http.address] = None
 
-    async def commit(self, http: Http, version: int, fix_head: bool) -> float:
+    async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:
         await asyncio.sleep(self.seconds)
         if self.slots.get(http.address) != version:
             raise ServerFault(
@@ -78,9 +82,9 @@ class OneSlot:
         self.slots[http.address], self.served[http.address] = None, version
         return 0.0
 
-    async def abort(self, http: Http) -> None: ...
-    async def sleep(self, http: Http, level: int) -> None: ...
-    async def wake(self, http: Http, level: int) -> None: ...
+    async def abort(self, http: ServerClient) -> None: ...
+    async def sleep(self, http: ServerClient, level: int) -> None: ...
+    async def wake(self, http: ServerClient, level: int) -> None: ...
 
 
 def made(folder: Path, replicas: int) -> tuple[ServedEngine, OneSlot, Weights]:

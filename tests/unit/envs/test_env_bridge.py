@@ -18,7 +18,7 @@ from reinforge.config.env import EnvConfig
 from reinforge.core.env import Action, Call
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
-from reinforge.envs.adapters.bridge import Bridge
+from reinforge.envs.adapters.bridge import EnvBridge
 from reinforge.envs.build import EnvMixture, entry_of
 from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
 
@@ -56,7 +56,7 @@ class Odd:
 def odd(tmp_path: Path) -> Any:
     (tmp_path / "odd.py").write_text(ODD)
     entry = entry_of(f"{tmp_path}/odd.py:Odd", {"scale": 2.5}, python=sys.executable)
-    assert isinstance(entry.make, Bridge)
+    assert isinstance(entry.make, EnvBridge)
     yield EnvMixture([entry])
     entry.make.stop()
 
@@ -155,13 +155,13 @@ def test_one_that_hangs_is_killed_at_its_deadline(odd: EnvMixture) -> None:
 
 def test_what_cannot_be_loaded_there_is_told(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_package")
-    bridge = Bridge(sys.executable, f"{tmp_path}/broken.py:Env")
+    bridge = EnvBridge(sys.executable, f"{tmp_path}/broken.py:Env")
     with pytest.raises(InputError, match="no_such_package"):
         bridge.worker()
     with pytest.raises(InputError, match="exit code"):
-        Bridge("/bin/false", "x:y").worker()
+        EnvBridge("/bin/false", "x:y").worker()
     with pytest.raises(InputError, match="no program"):
-        Bridge(f"{tmp_path}/broken.py", "x:y")
+        EnvBridge(f"{tmp_path}/broken.py", "x:y")
 
 
 def test_config() -> None:

@@ -23,7 +23,7 @@ from helpers.paths import ROOT
 from reinforge.core.env import Action, Env, Observation, Step
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
-from reinforge.envs.adapters.bridge import Bridge
+from reinforge.envs.adapters.bridge import EnvBridge
 from reinforge.envs.build import EnvMixtureEntry, entry_of
 
 RECIPES = ROOT / "recipes" / "envs"
@@ -34,7 +34,7 @@ def made() -> Iterator[list[EnvMixtureEntry]]:
     entries: list[EnvMixtureEntry] = []
     yield entries
     for entry in entries:
-        if isinstance(entry.make, Bridge):
+        if isinstance(entry.make, EnvBridge):
             entry.make.stop()
 
 

@@ -17,7 +17,7 @@ from helpers.toys import run
 from reinforge.core.env import Action, Call, Step
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
-from reinforge.envs.shipped import Search, calculator, shipped
+from reinforge.envs.shipped import SearchTool, calculator, shipped
 from reinforge.envs.toolbox import CalculatorEnv, ToolEnv
 from reinforge.envs.tools import Tool, ToolError, Unavailable, fitted, tool
 
@@ -309,7 +309,7 @@ def test_search_is_bm25(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("black cat\n\nThe dog barks")
     (tmp_path / "b.md").write_text("A cat sat there")
     (tmp_path / "c.bin").write_text("cat cat cat")
-    search = Search(str(tmp_path), results=2)
+    search = SearchTool(str(tmp_path), results=2)
     import math
 
     idf = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))
@@ -326,7 +326,7 @@ def test_search_is_bm25(tmp_path: Path) -> None:
         and found.function("dog") == "[a.txt] The dog barks"
     )
     with pytest.raises(InputError, match="no text files"):
-        Search(str(tmp_path / "nowhere"))
+        SearchTool(str(tmp_path / "nowhere"))
     with pytest.raises(InputError, match="needs a path"):
         ToolEnv(["search"])
 

@@ -21,7 +21,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.models.adapters import adapter_off, add_adapter
-from reinforge.models.joint import join
+from reinforge.models.fused_linear import join
 from reinforge.models.load import load_model, load_scalar
 from reinforge.offline.export import export
 

@@ -19,7 +19,7 @@ from reinforge.core.errors import InputError
 from reinforge.engines.native import NativeEngine
 from reinforge.models.adapters import adapter_off, add_adapter, is_adapted, merged
 from reinforge.models.causal import CausalModel
-from reinforge.models.named import named_weights
+from reinforge.models.named_weights import named_weights
 
 
 def adapted(arch: str = "llama", seed: int = 3, **changes: object) -> CausalModel:

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from reinforge.models.attention import PackedLayout
 from reinforge.models.causal import CausalModel
-from reinforge.models.joint import join
+from reinforge.models.fused_linear import join
 
 SHAPE = {
     "hidden_size": 32,

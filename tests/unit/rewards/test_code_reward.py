@@ -24,7 +24,7 @@ from reinforge.rewards.code import UNSAFE, CodeReward, code_reward, extract, par
 from reinforge.sandbox import Limits, Program, detect
 from reinforge.sandbox import isolation as isolations
 from reinforge.sandbox.judge import (
-    Rules,
+    JudgeRules,
     Verdict,
     judge_asserts,
     judge_beside,
@@ -287,7 +287,7 @@ def test_who_ran_out_of_time_by_itself_is_not_tried_again(monkeypatch: pytest.Mo
 def test_verdicts_say_who_took_more_than_one_core(kind: str) -> None:
     here = containment("own")
     busy = "import os\nfor _ in range(8):\n    if os.fork() == 0:\n        while True: pass\n"
-    rules = Rules(Limits(seconds=60, cpu_seconds=2), total_seconds=60)
+    rules = JudgeRules(Limits(seconds=60, cpu_seconds=2), total_seconds=60)
     waits = "while True: pass"
     function = f"{busy}def f(x):\n    {waits}\n    return x"
     verdict = {

@@ -33,7 +33,7 @@ from reinforge.sandbox import isolation as isolations
 from reinforge.sandbox.detect import choose
 from reinforge.sandbox.isolation import Isolation
 from reinforge.sandbox.judge import (
-    Rules,
+    JudgeRules,
     judge_asserts,
     judge_beside,
     judge_calls,
@@ -56,7 +56,7 @@ from reinforge.sandbox.seccomp import (
     bpf_filter,
 )
 
-RULES = Rules(Limits(seconds=10), total_seconds=20)
+RULES = JudgeRules(Limits(seconds=10), total_seconds=20)
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -171,7 +171,7 @@ def test_packages_are_there_only_if_named(isolation: Isolation, tmp_path: Any) -
             "import mine\ndef f(): return mine.value",
             "f",
             [([], 5)],
-            Rules(Limits(packages=(folder,))),
+            JudgeRules(Limits(packages=(folder,))),
         ).passed
         == 1
     )
@@ -699,7 +699,7 @@ def test_an_exception_that_the_test_asks_for_passes_it() -> None:
 def test_an_exception_that_pytest_is_asked_for_passes_the_test() -> None:
     """If somebody names the folder that pytest is in."""
     folder = os.path.dirname(os.path.dirname(pytest.__file__))
-    rules = Rules(Limits(seconds=60, packages=(folder,)), total_seconds=60)
+    rules = JudgeRules(Limits(seconds=60, packages=(folder,)), total_seconds=60)
     tests = [
         "import pytest\npytest.raises(ValueError, f, 1)",
         "import pytest\nassert str(pytest.raises(ValueError, lambda: f(1)).value) == 'no'",
@@ -747,7 +747,7 @@ def test_tests_that_cannot_be_used_are_unscored_not_failed(isolation: Isolation)
 def test_the_right_output_before_a_crash_is_not_paid(
     code: str, status: str, isolation: Isolation
 ) -> None:
-    rules = Rules(Limits(seconds=2 if status == "timeout" else 20))
+    rules = JudgeRules(Limits(seconds=2 if status == "timeout" else 20))
     verdict = judge_stdin(isolation, None, Program(code), [("2", "4")], rules)
     assert (verdict.passed, verdict.status) == (0, status), verdict
     assert judge_beside(isolation, None, "pass", [code], rules).passed == 0
@@ -797,7 +797,7 @@ def test_tests_that_end_before_they_ask_are_to_blame_and_not_the_solution(
 ) -> None:
     """After they asked it may be the solution's doing: it gave them what they ended on."""
     seconds = 2 if status == "timeout" else 20
-    rules = Rules(Limits(seconds=seconds), total_seconds=seconds)
+    rules = JudgeRules(Limits(seconds=seconds), total_seconds=seconds)
     before = judge_asserts(
         isolation, None, "def f(x): return x", [f"{ends}\nassert f(1) == 1"], None, rules
     )
@@ -813,7 +813,7 @@ def test_methods_and_partial_passes(isolation: Isolation) -> None:
     cases: list[Any] = [([1], 2), ([9], 18), ([2], 4)]
     assert judge_calls(isolation, None, code, "twice", cases, RULES).passed == 2
     stopped = judge_calls(
-        isolation, None, code, "Solution.twice", cases, Rules(Limits(), stop_at_failure=True)
+        isolation, None, code, "Solution.twice", cases, JudgeRules(Limits(), stop_at_failure=True)
     )
     assert stopped.passed == 1 and stopped.reason.startswith("ZeroDivisionError")
     late = judge_calls(
@@ -822,7 +822,7 @@ def test_methods_and_partial_passes(isolation: Isolation) -> None:
         "import time\ndef f(x): time.sleep(x); return x",
         "f",
         [([0], 0), ([9], 9), ([0], 0)],
-        Rules(Limits(seconds=0.6)),
+        JudgeRules(Limits(seconds=0.6)),
     )
     assert (late.passed, late.status) == (1, "timeout")
     several = judge_stdin(

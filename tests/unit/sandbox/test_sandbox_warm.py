@@ -19,7 +19,7 @@ from helpers.sandboxes import containment
 from reinforge.rewards.code import CodeReward
 from reinforge.sandbox import Limits, Pool, Program, run_sync, zygote
 from reinforge.sandbox.isolation import Isolation
-from reinforge.sandbox.judge import Rules, judge_asserts, judge_calls
+from reinforge.sandbox.judge import JudgeRules, judge_asserts, judge_calls
 from reinforge.sandbox.process import Process
 from reinforge.sandbox.program import Result
 
@@ -79,7 +79,7 @@ def test_a_forked_run_is_contained_and_knows_nothing(pool: Pool) -> None:
         # comes next
         for k in range(3):
             code = "def f(a):\n    return a"
-            await pool.call(judge_calls, code, "f", [([f"{k}"], f"xyzzy-{8}")], Rules())
+            await pool.call(judge_calls, code, "f", [([f"{k}"], f"xyzzy-{8}")], JudgeRules())
         said: dict[str, object] = {}
         for name, expected in (
             ("CapEff", "0" * 16),
@@ -95,7 +95,7 @@ def test_a_forked_run_is_contained_and_knows_nothing(pool: Pool) -> None:
         ):
             code = LOOK + f"\ndef f(secret):\n    return look(secret)[{name!r}]"
             verdict = await pool.call(
-                judge_calls, code, "f", [([7], expected)], Rules(Limits(seconds=20))
+                judge_calls, code, "f", [([7], expected)], JudgeRules(Limits(seconds=20))
             )
             said[name] = verdict.passed == 1
         verdict = await pool.call(
@@ -106,7 +106,7 @@ def test_a_forked_run_is_contained_and_knows_nothing(pool: Pool) -> None:
             " s['root']",
             "f",
             [([], True)],
-            Rules(Limits(seconds=20)),
+            JudgeRules(Limits(seconds=20)),
         )
         said["surroundings"] = verdict.passed == 1
         return said
@@ -124,7 +124,7 @@ def test_every_run_is_a_fresh_one(pool: Pool) -> None:
 
     async def go() -> list[int]:
         return [
-            (await pool.call(judge_calls, code, "f", [([], [1, 1, 2])], Rules())).passed
+            (await pool.call(judge_calls, code, "f", [([], [1, 1, 2])], JudgeRules())).passed
             for _ in range(3)
         ]
 
@@ -237,14 +237,16 @@ def test_the_programs_before_are_not_in_memory(boxes: zygote.Zygote) -> None:
         "def f():\n    return 'plugh-" + "4711'",
         "f",
         [([], "plugh-4711")],
-        Rules(),
+        JudgeRules(),
     )
     code = (
         LOOK.replace('("x" + "yzzy-%d")', '("p" + "lugh-%d")')
         + "\ndef f():\n    return look(4710)['held']"
     )
     assert (
-        judge_calls(Isolation("own"), None, code, "f", [([], 1)], Rules(Limits(seconds=20))).passed
+        judge_calls(
+            Isolation("own"), None, code, "f", [([], 1)], JudgeRules(Limits(seconds=20))
+        ).passed
         == 1
     )
     assert len(boxes._boxes) == 1
@@ -269,7 +271,7 @@ print(asyncio.run(nothing()), b.recv(), d.recv(9), resource.getrlimit(resource.R
 def test_ends_are_as_without(pool: Pool) -> None:
     async def judged(code: str, seconds: float = 10.0, memory: int = 256) -> str:
         verdict = await pool.call(
-            judge_calls, code, "f", [([], 1)], Rules(Limits(seconds=seconds, memory_mb=memory))
+            judge_calls, code, "f", [([], 1)], JudgeRules(Limits(seconds=seconds, memory_mb=memory))
         )
         return verdict.status
 
@@ -284,7 +286,7 @@ def test_ends_are_as_without(pool: Pool) -> None:
             "def f(x):\n    return x + 1",
             ["assert f(1) == 2", "assert f(1) == 3"],
             "f",
-            Rules(),
+            JudgeRules(),
         )
         assert (verdict.passed, verdict.total) == (1, 2)
         result = await pool.run(Program("print(6 * 7)"))
@@ -301,7 +303,7 @@ def test_cancelling_kills_and_a_dead_worker_is_replaced(pool: Pool) -> None:
                 "import time\ntime.sleep(60)",
                 "f",
                 [([], 1)],
-                Rules(Limits(seconds=60)),
+                JudgeRules(Limits(seconds=60)),
             )
         )
         await asyncio.sleep(1.5)
@@ -309,7 +311,7 @@ def test_cancelling_kills_and_a_dead_worker_is_replaced(pool: Pool) -> None:
         with pytest.raises(asyncio.CancelledError):
             await slow
         code = "def f():\n    return 1"
-        assert (await pool.call(judge_calls, code, "f", [([], 1)], Rules())).passed == 1
+        assert (await pool.call(judge_calls, code, "f", [([], 1)], JudgeRules())).passed == 1
         workers = pool._workers
         assert workers is not None
         alive = [worker for worker in workers._all if worker.alive]
@@ -318,7 +320,8 @@ def test_cancelling_kills_and_a_dead_worker_is_replaced(pool: Pool) -> None:
             os.kill(worker._popen.pid, signal.SIGKILL)
             worker._popen.wait()
         assert [
-            (await pool.call(judge_calls, code, "f", [([], 1)], Rules())).passed for _ in range(4)
+            (await pool.call(judge_calls, code, "f", [([], 1)], JudgeRules())).passed
+            for _ in range(4)
         ] == [1] * 4
 
     asyncio.run(go())
@@ -376,7 +379,9 @@ def f():
     pool = Pool(1, backend="namespaces", warm=True)
     try:
         verdict = asyncio.run(
-            pool.call(judge_calls, code, "f", [([], ["pairs still work", -1, -1, -1, 1])], Rules())
+            pool.call(
+                judge_calls, code, "f", [([], ["pairs still work", -1, -1, -1, 1])], JudgeRules()
+            )
         )
     finally:
         pool.close()

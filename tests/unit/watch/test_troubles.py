@@ -21,7 +21,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import show_run
-from reinforge.watch.troubles import ENOUGH, Health, Trouble
+from reinforge.watch.troubles import ENOUGH, RunHealth, Trouble
 
 FINE = {
     "train/skipped": 0.0,
@@ -34,14 +34,14 @@ FINE = {
 TIED = {**FINE, "train/grad_norm": 0.0, "batch/signal": 0.0, "reward/mean": 0.25}
 
 
-def health(*steps: dict[str, Any]) -> Health:
-    found = Health()
+def health(*steps: dict[str, Any]) -> RunHealth:
+    found = RunHealth()
     for number, metrics in enumerate(steps, 1):
         found.observe(number, metrics)
     return found
 
 
-def kinds(found: Health, *, ended: bool = True) -> list[str]:
+def kinds(found: RunHealth, *, ended: bool = True) -> list[str]:
     return [trouble.kind for trouble in found.troubles(ended=ended)]
 
 
@@ -194,7 +194,7 @@ def test_a_run_whose_groups_tie_says_so_everywhere(make: Callable[..., Config]) 
 def test_a_tracker_may_fail_while_the_troubles_are_told() -> None:
     """It fails in a thread of its own, at any moment."""
 
-    class Busy(Health):
+    class Busy(RunHealth):
         def _tracker(self, name: str, error: str) -> Trouble:
             self.hear({"kind": "sink_failed", "sink": f"{name}'s neighbour", "error": error})
             return super()._tracker(name, error)

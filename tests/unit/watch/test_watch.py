@@ -24,7 +24,7 @@ from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.watch import sinks
 from reinforge.watch.memory_usage import device_peak, process_peak
-from reinforge.watch.notebook import OneOutput, shortened
+from reinforge.watch.notebook import NotebookOutput, shortened
 from reinforge.watch.recorder import Recorder, note, pick
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import compare_runs, flatten, list_runs, show_run
@@ -719,7 +719,7 @@ def test_a_notebook_gets_one_output_that_grows() -> None:
         shown.append(data["text/html"])
         return Handle()
 
-    view = View(notebook_console(OneOutput(display)))
+    view = View(notebook_console(NotebookOutput(display)))
     view.doing("loading the model <b>")
     view.start(3, "first")
     view.update(1, {"reward/mean": 0.5})

@@ -17,7 +17,7 @@ from reinforge.config.adapter import AdapterConfig
 from reinforge.engines.served.vllm_plugin import from_files, on_base
 from reinforge.models.adapters import add_adapter, merged
 from reinforge.models.causal import CausalModel
-from reinforge.models.named import base_weights, low_rank, named_weights
+from reinforge.models.named_weights import base_weights, low_rank, named_weights
 from reinforge.weights.files import FileChannel, SafetensorsChannel, sweep
 from reinforge.weights.probe import WeightMismatch, compare, probe_tokens
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from reinforge.algorithms.parts.returns import gae, return_to_go
 from reinforge.algorithms.parts.rollouts import AdvantageOptions, Rollouts
-from reinforge.algorithms.parts.statistics import Episodes, whiten
+from reinforge.algorithms.parts.statistics import ScoredEpisodes, whiten
 from reinforge.core.errors import InputError
 
 Advantage = Callable[[Rollouts, AdvantageOptions], Tensor | dict[str, Tensor]]
@@ -37,7 +37,7 @@ def group_relative(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     2503.20783) by nothing. Exactly 0 in a group whose rewards are all equal or of which fewer than
     two are scored.
     """
-    e = Episodes.of(rollouts)
+    e = ScoredEpisodes.of(rollouts)
     m = e.moments(options.std)
     advantage_E = _centred(e)
     if options.scale == "group":
@@ -52,7 +52,7 @@ def batch_baseline(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     by the batch's std + eps; any other scale by nothing. Prompts share the baseline, so this works
     with one sample per prompt. Exactly 0 when all rewards are equal.
     """
-    e = Episodes.of(rollouts).pooled()
+    e = ScoredEpisodes.of(rollouts).pooled()
     advantage_E = _centred(e)
     if options.scale == "batch":
         advantage_E = advantage_E / (e.moments(options.std).var.sqrt() + options.eps)
@@ -66,7 +66,7 @@ def leave_one_out(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     Exactly 0 in a group without signal. `whiten` (off) then whitens over the trained tokens of the
     batch.
     """
-    e = Episodes.of(rollouts)
+    e = ScoredEpisodes.of(rollouts)
     n = e.moments(options.std).n[e.group]
     values_M = _per_token(rollouts, e, _centred(e) * n / (n - 1).clamp(min=1))
     return _whitened(rollouts, values_M, options) if options.whiten else values_M
@@ -80,7 +80,7 @@ def group_whitened(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     OpenRLHF). So the mean of a is in general not 0, and groups without signal get -mean/std. When
     no group has signal, everything is exactly 0. `whiten: false` leaves a.
     """
-    e = Episodes.of(rollouts)
+    e = ScoredEpisodes.of(rollouts)
     values_M = _per_token(rollouts, e, _centred(e))
     return values_M if options.whiten is False else _whitened(rollouts, values_M, options)
 
@@ -107,7 +107,7 @@ def optimal_baseline(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     The baseline of least variance if gradients of tokens are orthogonal and of one size. Exactly 0
     in a group without signal.
     """
-    e = Episodes.of(rollouts)
+    e = ScoredEpisodes.of(rollouts)
     m = e.moments(options.std)
     # from the least reward of the group: large rewards lose nothing
     offset_E = e.value - m.low[e.group]
@@ -125,8 +125,8 @@ def maxrl(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     sqrt(p(1-p)): rare successes count most, n_G - 1 for a single one. p_G is that of the plain
     rewards, without token rewards. They must not be negative.
     """
-    e = Episodes.of(rollouts)
-    plain = Episodes.of(rollouts, rollouts.rewards)
+    e = ScoredEpisodes.of(rollouts)
+    plain = ScoredEpisodes.of(rollouts, rollouts.rewards)
     if bool((plain.value < 0).any()):
         raise InputError(
             f"maxrl divides by the mean reward, and there is a reward of {plain.value.min():g}.",
@@ -156,7 +156,7 @@ def pass_at_k(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     assert options.k >= 1
     if options.k == 1:
         return leave_one_out(rollouts, replace(options, whiten=False))
-    e = Episodes.of(rollouts)
+    e = ScoredEpisodes.of(rollouts)
     advantage_E = torch.zeros_like(e.value)
     # in each group still sorted by reward
     for members in e.group.argsort(stable=True).split(torch.bincount(e.group).tolist()):
@@ -190,7 +190,7 @@ def decoupled(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
         )
     sum_S = torch.zeros(rollouts.rewards.shape, dtype=torch.float64)
     for name, value_S in sorted(rollouts.components.items() or [("", rollouts.rewards)]):
-        e = Episodes.of(rollouts, value_S, f"rewards {name}")
+        e = ScoredEpisodes.of(rollouts, value_S, f"rewards {name}")
         scaled_E = _centred(e) / (e.moments(options.std).var.sqrt()[e.group] + options.eps)
         sum_S = sum_S + options.weights.get(name, 1.0) * e.spread(scaled_E)
     batch, value_E = _of_rows(rollouts, sum_S)
@@ -204,26 +204,26 @@ def gpg(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     longer shrink the mean gradient. Groups of which nothing is scored are not counted. Exactly 0 in
     a group without signal.
     """
-    e = Episodes.of(rollouts)
+    e = ScoredEpisodes.of(rollouts)
     m = e.moments(options.std)
     return _per_token(
         rollouts, e, _centred(e) * (m.n > 0).sum().double() / m.signal.sum().clamp(min=1)
     )
 
 
-def _centred(e: Episodes) -> Tensor:
+def _centred(e: ScoredEpisodes) -> Tensor:
     """[E] r - mean_G, exactly 0 in groups without signal."""
     m = e.moments("population")
     return torch.where(m.signal[e.group], e.value - m.mean[e.group], 0.0)
 
 
-def _of_rows(rollouts: Rollouts, values_S: Tensor) -> tuple[Episodes, Tensor]:
+def _of_rows(rollouts: Rollouts, values_S: Tensor) -> tuple[ScoredEpisodes, Tensor]:
     """Values that are advantages already, of scored rows."""
-    e = Episodes.of(rollouts, torch.where(rollouts.rewards.isnan(), torch.nan, values_S))
+    e = ScoredEpisodes.of(rollouts, torch.where(rollouts.rewards.isnan(), torch.nan, values_S))
     return e, e.value
 
 
-def _per_token(rollouts: Rollouts, e: Episodes, advantage_E: Tensor) -> Tensor:
+def _per_token(rollouts: Rollouts, e: ScoredEpisodes, advantage_E: Tensor) -> Tensor:
     return e.spread(advantage_E).to(rollouts.rewards.dtype)[rollouts.sequence]
 
 

@@ -35,7 +35,7 @@ class GroupMoments:
 
 
 @dataclass(frozen=True)
-class Episodes:
+class ScoredEpisodes:
     """The scored episodes of a batch, each once, sorted by value and then by length: sums over them
     have one order only.
     """
@@ -49,7 +49,7 @@ class Episodes:
     @classmethod
     def of(
         cls, rollouts: Rollouts, values_S: Tensor | None = None, what: str = "rewards"
-    ) -> Episodes:
+    ) -> ScoredEpisodes:
         """Of `values_S` (nan = unscored), or of the total rewards.
 
         Rows of one episode must agree on value and group.
@@ -118,9 +118,9 @@ class Episodes:
         )
         return GroupMoments(n, mean, var, low, high)
 
-    def pooled(self) -> Episodes:
+    def pooled(self) -> ScoredEpisodes:
         """The same episodes as one group: the batch."""
-        return Episodes(self.value, self.length, torch.zeros_like(self.group), 1, self.row)
+        return ScoredEpisodes(self.value, self.length, torch.zeros_like(self.group), 1, self.row)
 
     def spread(self, values_E: Tensor) -> Tensor:
         """[S]: each row gets its episode's value; unscored rows get 0."""

@@ -33,8 +33,8 @@ from reinforge.engines.native.decoder import Decoder, DecodeWindow
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
 from reinforge.models.attention import KVCache, PackedLayout
 from reinforge.models.causal import CausalModel
+from reinforge.models.fused_linear import join
 from reinforge.models.head import chunk_rows
-from reinforge.models.joint import join
 from reinforge.models.proof import refusing
 
 BLOCK = 16

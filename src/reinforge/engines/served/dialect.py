@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from reinforge.config.engine import EngineConfig
 from reinforge.core.engine import Sampling
-from reinforge.engines.served.http import Http
+from reinforge.engines.served.http import ServerClient
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Dialect(Protocol):
 
     Every call with an `http` is about the one server behind that address. A call that the server
     does not survive raises `ServerDown`; one that only this request fails of raises `ServerFault`;
-    `Http` raises both already, by the status code.
+    `ServerClient` raises both already, by the status code.
     """
 
     name: str  # as in `DIALECTS`
@@ -110,46 +110,50 @@ class Dialect(Protocol):
         """
         ...
 
-    async def status(self, http: Http, setup: ServerSetup) -> dict[str, Any]:
+    async def status(self, http: ServerClient, setup: ServerSetup) -> dict[str, Any]:
         """Facts of a server that is ready: dtype, sleeps. Raises ServerDown while it is not."""
         ...
 
     async def generate(
-        self, http: Http, draws: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
+        self,
+        http: ServerClient,
+        draws: Sequence[SampleRequest],
+        params: Sampling,
+        stops: frozenset[int],
     ) -> list[SampleOutput]:
         """One piece for each draw, in order. A sample ends at a token of `stops` (the server's own
         idea of an end is turned off), which stays in its tokens.
         """
         ...
 
-    async def score(self, http: Http, tokens: Sequence[int]) -> list[float]:
+    async def score(self, http: ServerClient, tokens: Sequence[int]) -> list[float]:
         """The log-prob at temperature 1 of every given token after the first; 0 for the first."""
         ...
 
-    async def stage(self, http: Http, message: Mapping[str, Any]) -> None:
+    async def stage(self, http: ServerClient, message: Mapping[str, Any]) -> None:
         """Phase one of an update: makes the weights ready. What is served does not change.
 
         `message` says where they are (`SafetensorsChannel.message` and the others of weights/).
         """
         ...
 
-    async def commit(self, http: Http, version: int, fix_head: bool) -> float:
+    async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:
         """Phase two: serves what was staged, and drops what it cached under the old weights.
         Nothing is generated meanwhile. Gives the error of a tied head, where the server can tell;
         otherwise 0.
         """
         ...
 
-    async def abort(self, http: Http) -> None:
+    async def abort(self, http: ServerClient) -> None:
         """Ends all that is being generated; the requests answer with what they have."""
         ...
 
-    async def sleep(self, http: Http, level: int) -> None:
+    async def sleep(self, http: ServerClient, level: int) -> None:
         """Gives GPU memory back: 1 the KV cache, 2 the weights too. Called only where
         `ServerSetup.sleep_level` is above 0.
         """
         ...
 
-    async def wake(self, http: Http, level: int) -> None:
+    async def wake(self, http: ServerClient, level: int) -> None:
         """Takes back what `sleep` gave. After level 2 new weights follow."""
         ...

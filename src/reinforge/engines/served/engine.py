@@ -23,7 +23,7 @@ from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
 from reinforge.engines.served.dialect import Dialect, SampleOutput, SampleRequest, ServerSetup
-from reinforge.engines.served.http import Http, ServerDown, ServerFault
+from reinforge.engines.served.http import ServerClient, ServerDown, ServerFault
 from reinforge.engines.served.replica import Replica
 from reinforge.engines.served.transfer import WeightTransfer
 from reinforge.weights.probe import Scorer
@@ -413,6 +413,6 @@ class ServedEngine:
         self.asleep = 0
 
 
-def _of(replica: Replica) -> Http:
+def _of(replica: Replica) -> ServerClient:
     assert replica.http is not None
     return replica.http

@@ -22,7 +22,7 @@ class ServerFault(ServerDown):
     """An answer that says that this request failed, by a server that may be well otherwise."""
 
 
-class Http:
+class ServerClient:
     def __init__(self, address: str, key: str | None = None):
         self.address = address.rstrip("/")
         self.key = key

@@ -14,7 +14,7 @@ from typing import Any
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.engines.served.dialect import Dialect, SampleRequest, ServerSetup
-from reinforge.engines.served.http import Http, ServerDown
+from reinforge.engines.served.http import ServerClient, ServerDown
 from reinforge.engines.served.server_process import ServerProcess, free_port
 
 FOREIGN = (
@@ -43,7 +43,7 @@ class Replica:
     index: int
     setup: ServerSetup
     dialect: Dialect
-    http: Http | None = None
+    http: ServerClient | None = None
     process: ServerProcess | None = None
     load: int = 0  # completions under way
     version: int | None = None  # what it serves; None: not known
@@ -68,7 +68,7 @@ class Replica:
         self.life += 1
         cfg = self.setup.cfg
         if cfg.address:
-            self.http = Http(
+            self.http = ServerClient(
                 cfg.address[self.index], os.environ.get(cfg.key_env, "") if cfg.key_env else None
             )
             return
@@ -97,7 +97,7 @@ class Replica:
         )
         if cfg.devices:
             env["CUDA_VISIBLE_DEVICES"] = cfg.devices[self.index]
-        self.http = Http(f"http://127.0.0.1:{port}", key)
+        self.http = ServerClient(f"http://127.0.0.1:{port}", key)
         self.process = ServerProcess(
             self.dialect.command(self.setup, python, port),
             env,

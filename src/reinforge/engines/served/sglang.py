@@ -16,7 +16,7 @@ from typing import Any
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
-from reinforge.engines.served.http import Http, ServerDown
+from reinforge.engines.served.http import ServerClient, ServerDown
 from reinforge.engines.served.vllm import ASK, LOAD, options
 
 SEEDS = 2**31
@@ -59,13 +59,17 @@ class Sglang:
         # log-probs after temperature: those of sampling
         return {KEY: key, "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
-    async def status(self, http: Http, setup: ServerSetup) -> dict[str, Any]:
+    async def status(self, http: ServerClient, setup: ServerSetup) -> dict[str, Any]:
         await http.get("/health_generate", timeout=ASK)
         info = await http.get("/model_info", timeout=ASK)
         return {"dtype": setup.dtype, "sleeps": setup.sleep_level > 0, "model": info["model_path"]}
 
     async def generate(
-        self, http: Http, draws: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
+        self,
+        http: ServerClient,
+        draws: Sequence[SampleRequest],
+        params: Sampling,
+        stops: frozenset[int],
     ) -> list[SampleOutput]:
         shared: dict[str, Any] = {
             "temperature": params.temperature,
@@ -108,7 +112,7 @@ class Sglang:
             reason,
         )
 
-    async def score(self, http: Http, tokens: Sequence[int]) -> list[float]:
+    async def score(self, http: ServerClient, tokens: Sequence[int]) -> list[float]:
         body = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -122,7 +126,7 @@ class Sglang:
             raise ServerDown(f"{http.address} scored other tokens than it was given")
         return [0.0, *(float(logprob) for logprob, *_ in found[1:])]
 
-    async def stage(self, http: Http, message: Mapping[str, Any]) -> None:
+    async def stage(self, http: ServerClient, message: Mapping[str, Any]) -> None:
         if not (Path(message["folder"]) / "config.json").is_file():
             raise InputError(
                 f"{message['folder']} holds no weights.",
@@ -131,7 +135,7 @@ class Sglang:
             )
         self.staged[http.address] = message
 
-    async def commit(self, http: Http, version: int, fix_head: bool) -> float:
+    async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:
         """SGLang loads, rolls back if that fails, and empties its cache."""
         message = self.staged.pop(http.address, None)
         if message is None or message["version"] != version:
@@ -148,13 +152,13 @@ class Sglang:
             raise ServerDown(f"{http.address} did not load the weights: {reply['message']}")
         return 0.0
 
-    async def abort(self, http: Http) -> None:
+    async def abort(self, http: ServerClient) -> None:
         await http.post("/abort_request", {"rid": "", "abort_all": True}, timeout=ASK)
 
-    async def sleep(self, http: Http, level: int) -> None:
+    async def sleep(self, http: ServerClient, level: int) -> None:
         await http.post("/release_memory_occupation", {"tags": _tags(level)}, timeout=LOAD)
 
-    async def wake(self, http: Http, level: int) -> None:
+    async def wake(self, http: ServerClient, level: int) -> None:
         await http.post("/resume_memory_occupation", {"tags": _tags(level)}, timeout=LOAD)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
-from reinforge.engines.served.http import Http
+from reinforge.engines.served.http import ServerClient
 
 MODULE = "reinforge_vllm"
 ASK = 30.0  # seconds for answers that need no model
@@ -104,7 +104,7 @@ class Vllm:
             found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(setup.kv_gib or 1)))
         return found
 
-    async def status(self, http: Http, setup: ServerSetup) -> dict[str, Any]:
+    async def status(self, http: ServerClient, setup: ServerSetup) -> dict[str, Any]:
         facts: dict[str, Any] = await http.post("/reinforge/status", timeout=ASK)
         if facts["logprobs"] != "processed_logprobs":
             raise InputError(
@@ -122,7 +122,11 @@ class Vllm:
         return facts
 
     async def generate(
-        self, http: Http, draws: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
+        self,
+        http: ServerClient,
+        draws: Sequence[SampleRequest],
+        params: Sampling,
+        stops: frozenset[int],
     ) -> list[SampleOutput]:
         shared: dict[str, Any] = {
             "temperature": params.temperature,
@@ -142,28 +146,28 @@ class Vllm:
             for item in reply["items"]
         ]
 
-    async def score(self, http: Http, tokens: Sequence[int]) -> list[float]:
+    async def score(self, http: ServerClient, tokens: Sequence[int]) -> list[float]:
         reply = await http.post("/reinforge/score", {"tokens": list(tokens)}, timeout=LOAD)
         return unpacked("f", reply["logprobs"])
 
-    async def stage(self, http: Http, message: Mapping[str, Any]) -> None:
+    async def stage(self, http: ServerClient, message: Mapping[str, Any]) -> None:
         await http.post(
             "/reinforge/call", {"method": "stage", "args": [json.dumps(message)]}, timeout=LOAD
         )
 
-    async def commit(self, http: Http, version: int, fix_head: bool) -> float:
+    async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:
         reply = await http.post(
             "/reinforge/commit", {"version": version, "fix_head": fix_head}, timeout=LOAD
         )
         return max(float(result["head_error"]) for result in reply["results"])
 
-    async def abort(self, http: Http) -> None:
+    async def abort(self, http: ServerClient) -> None:
         await http.post("/reinforge/abort", timeout=ASK)
 
-    async def sleep(self, http: Http, level: int) -> None:
+    async def sleep(self, http: ServerClient, level: int) -> None:
         await http.post("/reinforge/sleep", {"level": level}, timeout=LOAD)
 
-    async def wake(self, http: Http, level: int) -> None:
+    async def wake(self, http: ServerClient, level: int) -> None:
         await http.post("/reinforge/wake", {"tags": None}, timeout=LOAD)
 
 

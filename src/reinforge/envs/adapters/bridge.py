@@ -33,7 +33,7 @@ PACKAGE = Path(__file__).resolve().parents[2]  # of reinforge
 
 
 @dataclass
-class Bridge:
+class EnvBridge:
     """Makes environments: call it for one.
 
     `target` is `module:Class` or `file.py:Class`; `given` its positional arguments.
@@ -132,7 +132,7 @@ class BridgedEnv:
 
     pure = False
 
-    def __init__(self, bridge: Bridge):
+    def __init__(self, bridge: EnvBridge):
         self.bridge = bridge
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None

@@ -19,8 +19,8 @@ from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.baseline import greedy_name, greedy_sampling, with_baseline
 from reinforge.rollout.first_finished import all_finished
+from reinforge.rollout.generation_done import Countdown
 from reinforge.rollout.journal import Journal, Scores
-from reinforge.rollout.pacing import Countdown
 from reinforge.rollout.scoring import RewardScorer
 from reinforge.rollout.track import TokenTrack
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class JointLinear:
+class FusedLinear:
     """The first part computes for all; the others pick up what is theirs if they are asked about
     the very same input.
     """
@@ -35,11 +35,11 @@ class JointLinear:
             part.weight.data = self.weight.split(self.sizes)[i]
             if self.bias is not None:
                 part.bias.data = self.bias.split(self.sizes)[i]
-            part.forward = _JointPart(self, part, i).forward  # type: ignore[method-assign]
+            part.forward = _FusedPart(self, part, i).forward  # type: ignore[method-assign]
 
 
-class _JointPart:
-    def __init__(self, joint: JointLinear, layer: nn.Linear, index: int):
+class _FusedPart:
+    def __init__(self, joint: FusedLinear, layer: nn.Linear, index: int):
         self.joint = joint
         self.layer = layer
         self.index = index
@@ -75,7 +75,7 @@ def join(module: nn.Module) -> int:
             parts = [getattr(part, "base_layer", part) for part in parts]  # of an adapter
             layers = [p for p in parts if type(p) is nn.Linear and "forward" not in vars(p)]
             if len(layers) == len(names) and _alike(layers):
-                JointLinear(layers)
+                FusedLinear(layers)
                 count += 1
     return count
 
@@ -88,7 +88,7 @@ def separate(module: nn.Module) -> int:
     count = 0
     for part in module.modules():
         forward = vars(part).get("forward")
-        if isinstance(getattr(forward, "__self__", None), _JointPart):
+        if isinstance(getattr(forward, "__self__", None), _FusedPart):
             del part.forward
             count += 1
     return count
