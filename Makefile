@@ -5,11 +5,11 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-scale test-resolution pytest lint format docs reference lock clean env env-test env-docs env-scale
+.PHONY: help demo test test-long test-scale test-resolution pytest lint format docs reference lock clean env env-test env-docs env-scale env-vllm
 export PYTHON TORCH SYSTEM_TORCH
 
 OMP_NUM_THREADS ?= 1
-test test-scale pytest: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test test-long test-scale pytest: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 
 PY := .venv/bin/python
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 8 ? 8 : n )))
@@ -21,12 +21,17 @@ help: ## this list
 demo: env ## train a small model on the CPU and show what it learned
 	@$(PY) -m reinforge demo
 
-test: lint pytest ## ruff, mypy, then every test
+test: lint pytest ## ruff, mypy, then every test that is not long
+
+test-long: env-test ## the long tests only: before a release
+	@echo "== pytest, long tests ($(JOBS) processes)"
+	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+		$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m long --ignore tests/scale $(ARGS)
 
 test-scale: env-scale ## several processes: FSDP2, DeepSpeed, Megatron, Ray, vLLM, Slurm (2 GB more to install)
 	@echo "== pytest, tests/scale"
 	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-		$(PY) -m pytest -q -p no:hypothesispytest tests/scale --timeout 600 $(ARGS)
+		$(PY) -m pytest -q -p no:hypothesispytest -n 2 --dist loadgroup tests/scale --timeout 600 $(ARGS)
 
 pytest: env-test
 	@echo "== pytest ($(JOBS) processes)"
@@ -71,6 +76,9 @@ env-test:
 
 env-scale:
 	@tools/env.sh scale
+
+env-vllm:
+	@tools/env.sh vllm
 
 env-docs:
 	@tools/env.sh docs

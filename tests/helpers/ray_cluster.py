@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 FAST = ("cluster.kind=ray", "cluster.object_store_gib=0.2")
+STARTED_BY = "REINFORGE_TEST_STARTED_BY"  # a variable that every process of our Ray inherits
 
 
 def need_ray() -> None:
@@ -29,8 +30,10 @@ def one_ray(cpus: int = 6) -> Iterator[None]:
     from reinforge.cluster.connect import connected
     from reinforge.config.cluster import ClusterConfig
 
-    with connected(ClusterConfig(kind="ray", object_store_gib=0.3), cpus):
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STARTED_BY, str(os.getpid()))
+        with connected(ClusterConfig(kind="ray", object_store_gib=0.3), cpus):
+            yield
 
 
 def letters(completions: list[str], **_: Any) -> list[float]:
@@ -86,11 +89,15 @@ def later(seconds: float, action: Callable[[], None]) -> None:
 
 
 def ray_processes() -> set[int]:
+    """Of the Ray that this process started: others may run on the machine."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             line = (path / "cmdline").read_bytes()
+            inherited = (path / "environ").read_bytes().split(b"\0")
         except OSError:
+            continue
+        if f"{STARTED_BY}={os.getpid()}".encode() not in inherited:
             continue
         if b"ray::" in line or b"/raylet" in line or b"gcs_server" in line:
             found.add(int(path.name))

@@ -20,7 +20,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 
 need_ray()
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("clusters")]
 # no clocks, no machines
 SAID = (
     "train/",

@@ -262,7 +262,6 @@ def test_gymnasium_numbers_seeds_and_limits(made: list[EnvMixtureEntry]) -> None
 # ---- OpenEnv ----
 
 
-@pytest.mark.slow
 def test_openenv_server_and_websocket(made: list[EnvMixtureEntry]) -> None:
     guess = entry(made, f"openenv:{RECIPES}/guess_server.py:app")
 
@@ -294,7 +293,6 @@ def test_openenv_server_and_websocket(made: list[EnvMixtureEntry]) -> None:
 # ---- verifiers ----
 
 
-@pytest.mark.slow
 def test_verifiers_taskset_and_harness(made: list[EnvMixtureEntry]) -> None:
     digits = entry(made, "verifiers:digits-v1", {"path": str(RECIPES), "max_turns": 1})
 

@@ -678,7 +678,7 @@ def test_two_runs_are_the_same_to_the_bit(path: str, tmp_path: Path) -> None:
     assert any(r.get("train/grad_norm", 0) > 0 for r in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_agent_learns_what_the_environment_teaches(path: str, tmp_path: Path) -> None:
     """Two turns for a reward that any model can learn: both runs go from about one half to nearly
     all of it.

@@ -1,0 +1,20 @@
+"""How the tests of this folder share two processes (`pytest -n 2 --dist loadgroup`).
+
+A file runs in one process, so that its ranks and servers are started once. Files with a mark
+`xdist_group("clusters")` follow one another: they start Ray or Slurm and look at every process of
+the machine that belongs to one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == HERE and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
