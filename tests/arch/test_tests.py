@@ -11,7 +11,7 @@ from helpers.source_tree import PACKAGE
 BESIDE_SRC = {"benchmarks", "tools"}  # folders of the repository that have unit tests too
 
 
-def test_files() -> list[Path]:
+def files() -> list[Path]:
     return sorted(TESTS.rglob("test_*.py"))
 
 
@@ -24,12 +24,12 @@ def test_unit_tests_are_in_the_folder_of_their_package() -> None:
 
 def test_a_name_is_used_once() -> None:
     """Files of tests are imported by their name alone."""
-    names = Counter(path.name for path in test_files())
+    names = Counter(path.name for path in files())
     assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_what_tests_share_is_in_helpers() -> None:
-    """Parity tests keep what they compare with beside them: it is run by other libraries' Python."""
+    """Parity tests keep what they compare with beside them: other libraries' Pythons run it."""
     shared = {
         path.relative_to(TESTS).as_posix()
         for path in TESTS.rglob("*.py")
