@@ -165,12 +165,12 @@ def test_three_ranks_and_an_error_in_one() -> None:
     from reinforge.backends.local import LocalBackend
 
     local = LocalBackend(make_model(), train_config(), total_steps=3)
-    want = {**local.forward_backward(batches, NLLLoss(), totals), **local.step()}
+    want = {**local.forward_backward(batches, NLLLoss(), totals), **local.step().metrics()}
     with Ranks.open(3, "cpu") as ranks:
         sharded = FsdpBackend(ranks, make_model, train_config(), total_steps=3)
         assert {
             **sharded.forward_backward(batches, NLLLoss(), totals),
-            **sharded.step(),
+            **sharded.step().metrics(),
         } == pytest.approx(want, rel=1e-5)
         theirs = local.state().tensors
         mine = sharded.state().tensors

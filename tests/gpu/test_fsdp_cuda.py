@@ -52,7 +52,7 @@ def trained(ranks: Ranks, kind: str, **changes: Any) -> tuple[FsdpBackend, list[
         told.append(
             {
                 **backend.forward_backward(batches, policy_loss(), Totals.of(batches, 32)),
-                **backend.step(),
+                **backend.step().metrics(),
             }
         )
     return backend, told

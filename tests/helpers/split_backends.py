@@ -111,7 +111,10 @@ def update(
     batches = pack(samples, budget, share=True)
     loss = loss or NLLLoss()
     backend.annotate(batches, loss.needs)
-    return {**backend.forward_backward(batches, loss, Totals.of(batches, 32)), **backend.step()}
+    return {
+        **backend.forward_backward(batches, loss, Totals.of(batches, 32)),
+        **backend.step().metrics(),
+    }
 
 
 def frozen(state: State) -> State:

@@ -51,7 +51,7 @@ def update(backend: DeepSpeedBackend, seed: int) -> dict[str, float]:
     batches = pack(make_samples((20, 5, 12, 3, 9, 31, 4, 2), seed), 40)
     return {
         **backend.forward_backward(batches, NLLLoss(), Totals.of(batches, 32)),
-        **backend.step(),
+        **backend.step().metrics(),
     }
 
 

@@ -326,7 +326,10 @@ def test_a_critic_in_float32(ranks: Ranks, stage: int) -> None:
                 batch.streams["returns"] = batch.streams["advantages"]
             metrics = backend.forward_backward(batches, loss, Totals.of(batches, 32))
             found.append(
-                ({**metrics, **backend.step()}, torch.cat([b.streams["values"] for b in batches]))
+                (
+                    {**metrics, **backend.step().metrics()},
+                    torch.cat([b.streams["values"] for b in batches]),
+                )
             )
         assert found[1][0] == pytest.approx(found[0][0], rel=1e-3, abs=1e-6) and torch.allclose(
             found[0][1], found[1][1], atol=1e-4

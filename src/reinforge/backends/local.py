@@ -20,7 +20,7 @@ from reinforge.backends.microbatch import (
     trained_tokens,
 )
 from reinforge.backends.oom import OomRecovery, fitted, memory_errors
-from reinforge.backends.optimizer import MasterAdamW, learning_rate, step_metrics
+from reinforge.backends.optimizer import MasterAdamW, learning_rate
 from reinforge.backends.reference import ReferencePolicy
 from reinforge.backends.teachers import Teachers
 from reinforge.checkpoint.tensors import CheckpointTensors, within
@@ -29,6 +29,7 @@ from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State, Stateful, TrainedTokens
 from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError
+from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
 from reinforge.models.causal import CausalModel
 from reinforge.models.divergence import log_collision
@@ -165,10 +166,7 @@ class LocalBackend:
         fresh = not self.optimizer.gradients()
         while True:
             try:
-                return (
-                    self._pass(fitted(batches, self.budget, loss.unit), loss, totals)
-                    | self.recovery.metrics()
-                )
+                return self._pass(fitted(batches, self.budget, loss.unit), loss, totals)
             except torch.OutOfMemoryError:
                 # what an earlier call of the same optimizer step added up cannot be told from what
                 # this one did
@@ -247,7 +245,7 @@ class LocalBackend:
             here=here,
         )
 
-    def step(self) -> Metrics:
+    def step(self) -> StepReport:
         rate = learning_rate(
             self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps
         )
@@ -260,7 +258,7 @@ class LocalBackend:
         for follower in (self.reference, self.ema):
             if follower is not None:
                 follower.after_step()
-        return step_metrics(norm, rate)
+        return StepReport(grad_norm=norm, learning_rate=rate, out_of_memory=self.recovery.report())
 
     def weights(self) -> Weights:
         return Weights("shared", module=self.model.module)

@@ -11,15 +11,13 @@ from contextlib import contextmanager
 
 import torch
 
-from reinforge.core.backend import Metrics
 from reinforge.core.batch import Batch, cut, unit_sizes
 from reinforge.core.errors import InputError
+from reinforge.core.report import OutOfMemory
 
 
 class OomRecovery:
-    """Finds a smaller budget, and remembers that until it is told with the metrics of the next
-    optimizer step.
-    """
+    """Finds a smaller budget, and remembers that until the next optimizer step reports it."""
 
     def __init__(self) -> None:
         # the micro-batch in progress: the one that failed, if memory runs out now
@@ -55,20 +53,16 @@ class OomRecovery:
         self._budgets.append((budget, new))
         return new
 
-    def metrics(self) -> Metrics:
+    def report(self) -> OutOfMemory | None:
         """How often memory ran out since this was asked last, and the largest and smallest budget
-        meanwhile. Nothing if it did not.
+        meanwhile. None if it did not.
         """
         told = self._budgets
         self._budgets = []
         self.working = None
         if not told:
-            return {}
-        return {
-            "train/oom": float(len(told)),
-            "train/oom_budget/max": float(told[0][0]),
-            "train/oom_budget/min": float(told[-1][1]),
-        }
+            return None
+        return OutOfMemory(times=len(told), old_budget=told[0][0], new_budget=told[-1][1])
 
 
 def fitted(batches: Sequence[Batch], budget: int, unit: int = 1) -> list[Batch]:

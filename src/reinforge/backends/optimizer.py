@@ -170,15 +170,3 @@ class MasterAdamW:
 def host_copy(p: Tensor) -> Tensor:
     """A float32 copy in host memory, pinned where the weight is on a GPU."""
     return torch.empty(p.shape, dtype=torch.float32, pin_memory=p.is_cuda).copy_(p.detach())
-
-
-def step_metrics(norm: float, rate: float) -> dict[str, float]:
-    """What every backend tells of an optimizer step: `norm` is the gradient's before it was
-    clipped. One that is not finite was skipped, one that is 0 had nothing to train.
-    """
-    return {
-        "train/grad_norm": norm,
-        "train/learning_rate": rate,
-        "train/skipped": float(not math.isfinite(norm)),
-        "train/empty": float(norm == 0),
-    }

@@ -20,6 +20,7 @@ from reinforge.backends.memory_model import ModelFacts
 from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.core.backend import Loss, Metrics, State, Stateful
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
 
 Found = tuple[dict[str, Tensor], Tensor | None]  # streams and bootstrap of a pack
@@ -96,9 +97,9 @@ class RemoteBackend:
         metrics: Metrics = self._do(_run, "evaluate", list(batches), loss, totals)
         return metrics
 
-    def step(self) -> Metrics:
-        metrics: Metrics = self._do(_run, "step")
-        return metrics
+    def step(self) -> StepReport:
+        report: StepReport = self._do(_run, "step")
+        return report
 
     def _do(self, function: Callable[..., Any], *args: Any) -> Any:
         """Work that may change what is known of the backend here."""

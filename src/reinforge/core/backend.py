@@ -13,10 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.report import Metrics, StepReport
 from reinforge.core.sample import Sample
 from reinforge.core.weights import Weights
-
-Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +153,10 @@ class Backend(Protocol):
         """What the loss says of the batches, without a gradient."""
         ...
 
-    def step(self) -> Metrics:
+    def step(self) -> StepReport:
         """Clips, updates, schedules.
 
-        A non-finite gradient leaves everything untouched and reports `train/skipped` 1.
+        A gradient that is not finite leaves everything untouched, and the step was `skipped`.
         """
         ...
 

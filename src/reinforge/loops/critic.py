@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from reinforge.algorithms.losses.value import finish
 from reinforge.core.backend import Backend, Loss, Metrics, State
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.report import StepReport
 
 
 @dataclass
@@ -29,23 +30,23 @@ class Critic:
         """Fills the stream `values`, and the bootstrap of samples that the token limit cut off."""
         self.backend.annotate(batches, frozenset({"values"}))
 
-    def update(self, minibatch: Sequence[Batch], totals: Totals) -> Metrics:
+    def update(self, minibatch: Sequence[Batch], totals: Totals) -> tuple[Metrics, StepReport]:
         """One optimizer step towards the stream `returns`.
 
         A step that had to be skipped counts as a bad step of the run.
         """
         metrics = finish(self.backend.forward_backward(minibatch, self.loss, totals))
-        step = self.backend.step()
+        report = self.backend.step()
         own = {
             f"critic/{name.removeprefix('train/')}": value
-            for name, value in {**metrics, **step}.items()
+            for name, value in metrics.items()
             if name.startswith("train/")
         }
         rest = {name: value for name, value in metrics.items() if not name.startswith("train/")}
-        found = own | rest
-        if step["train/skipped"]:
+        found = own | report.metrics("critic") | rest
+        if report.skipped:
             found["train/skipped"] = 1.0
-        return found
+        return found, report
 
     def warming(self, step: int) -> bool:
         """Whether the policy still waits in step number `step` (from 0)."""

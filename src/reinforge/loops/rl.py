@@ -23,15 +23,17 @@ from reinforge.core.backend import Backend, Metrics
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Engine
 from reinforge.core.errors import Terminated
+from reinforge.core.report import StepReport
 from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import signal_share, why_masked, with_signal
 from reinforge.core.threads import in_thread
 from reinforge.loops.critic import Critic
 from reinforge.loops.run import Run
+from reinforge.loops.step import TrainingStep
 from reinforge.loops.trace import StepTrace, Tracer
 from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.buffer import RolloutBuffer
-from reinforge.rollout.source import GroupSource, rollout_metrics
+from reinforge.rollout.source import GroupSource, RolloutBatch, rollout_metrics
 
 # of a bad optimizer step: one of several makes the step a bad one
 COUNTED_ONCE = ("train/skipped", "train/empty", "train/oom", "critic/oom")
@@ -99,20 +101,33 @@ class RLTrainer:
                 if self.tracer is not None:
                     trace = self.tracer.begin(run.step, rollout_batch, minibatches)
             with run.phase("train"):
-                metrics = await self._aside(self._update, minibatches, trace) | measured
+                updates: Updates = await self._aside(self._update, minibatches, trace)
+                metrics = updates.metrics() | measured
                 if not self._waits():
                     metrics |= self.algorithm.adapt(metrics)
             await self.engine.update(self.backend.weights(), self._version())
             metrics |= rollout_metrics(rollout_batch, self.reward_weights, self.source.components)
             metrics |= self.engine.measured
-            metrics |= self._count(batches, metrics)
+            metrics |= self._count(batches, rollout_batch)
+            processed = updates.mean_processed() * self.minibatches
+            metrics["tokens/processed"] = processed
             if busy:
                 metrics["efficiency/engine_seconds"] = busy
             self.running.observe(
                 s for g in [*rollout_batch.groups, *rollout_batch.discarded] for s in g.episodes
             )
-            record = None if trace is None else trace.record(metrics)
-            await run.end_step(metrics, rollout_batch.groups, record)
+            step = TrainingStep(
+                metrics=metrics,
+                policy=updates.policy,
+                critic=updates.critic,
+                processed=processed,
+                unscored=rollout_batch.unscored,
+                faults=rollout_batch.faults,
+            )
+            record = None
+            if trace is not None:
+                record = trace.record(step.skipped, metrics.get("train/loss"))
+            await run.end_step(step, rollout_batch.groups, record)
 
     async def _aside(self, work: Callable[..., Any], *given: Any) -> Any:
         """Where an engine elsewhere generates meanwhile, in a thread: its answers are heard, and
@@ -167,27 +182,35 @@ class RLTrainer:
             if part
         ]
 
-    def _update(self, minibatches: list[list[Batch]], trace: StepTrace | None = None) -> Metrics:
+    def _update(self, minibatches: list[list[Batch]], trace: StepTrace | None = None) -> Updates:
         """`trace` is told what the first update of every sample did."""
-        results: list[Metrics] = []
+        updates = Updates()
         for epoch in range(self.epochs):
             for minibatch in minibatches:
                 totals = Totals.of(minibatch, self.max_new_tokens)
                 told = trace if epoch == 0 else None
-                metrics = {} if self._waits() else self._policy_step(minibatch, totals, told)
+                metrics: Metrics = {}
+                if not self._waits():
+                    metrics |= self._policy_step(minibatch, totals, updates, told)
                 if self.critic is not None:
-                    metrics |= self.critic.update(minibatch, totals)
-                results.append(metrics)
-        # dynamic sampling found no group with signal
-        return average(results) if results else {"train/empty": 1.0, "train/skipped": 0.0}
+                    found, report = self.critic.update(minibatch, totals)
+                    metrics |= found
+                    updates.critic.append(report)
+                updates.measured.append(metrics)
+        return updates
 
     def _waits(self) -> bool:
         """Whether only the critic is trained in this step."""
         return self.critic is not None and self.critic.warming(self.run.step)
 
     def _policy_step(
-        self, minibatch: list[Batch], totals: Totals, trace: StepTrace | None = None
+        self,
+        minibatch: list[Batch],
+        totals: Totals,
+        updates: Updates,
+        trace: StepTrace | None = None,
     ) -> Metrics:
+        """One optimizer step of the policy: its metrics. What it did is added to `updates`."""
         if self.skip_idle and self.algorithm.idle:
             minibatch = with_signal(minibatch, self.backend.budget, share=self.backend.share)
             totals = replace(totals, left_out=totals.tokens - sum(b.n_trained for b in minibatch))
@@ -196,25 +219,23 @@ class RLTrainer:
         metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
         if trace is not None:
             trace.heard(metrics, totals)
-        metrics["tokens/processed"] = sum(b.n_tokens for b in minibatch)
         self.run.counters["updates"] = self.run.counters.get("updates", 0) + 1
-        return {**value.finish(corrections.finish(metrics)), **self.backend.step()}
+        report = self.backend.step()
+        updates.policy.append(report)
+        updates.processed.append(sum(b.n_tokens for b in minibatch))
+        return {**value.finish(corrections.finish(metrics)), **report.metrics()}
 
-    def _count(self, batches: list[Batch], metrics: Metrics) -> Metrics:
+    def _count(self, batches: list[Batch], rollout_batch: RolloutBatch) -> Metrics:
         """Sampled, replayed and given tokens are trained or dropped, and the books balance."""
         trained = sum(b.n_trained for b in batches)
-        sampled = int(metrics["tokens/sampled"])
+        sampled = rollout_batch.sampled_tokens
         counters = self.run.counters
         counters["tokens_sampled"] = counters.get("tokens_sampled", 0) + sampled
         counters["tokens_trained"] = counters.get("tokens_trained", 0) + trained
-        # a mean over optimizer steps
-        processed = metrics.get("tokens/processed", 0.0) * self.minibatches
-        brought = int(metrics["tokens/replayed"] + metrics.get("tokens/given", 0))
-        unused = sampled + brought - trained
+        brought = rollout_batch.replayed_tokens + rollout_batch.given_tokens
         found: Metrics = {
             "tokens/trained": trained,
-            "tokens/dropped": unused,
-            "tokens/processed": processed,
+            "tokens/dropped": sampled + brought - trained,
         }
         if self.algorithm.pick is not None:
             samples = sum(len(b.samples) for b in batches)
@@ -223,6 +244,27 @@ class RLTrainer:
         if share is not None:
             found["batch/signal"] = share
         return found
+
+
+@dataclass
+class Updates:
+    """What the optimizer steps of one training step did, one after the other: the RL loop fills it
+    while it trains.
+    """
+
+    policy: list[StepReport] = field(default_factory=list)
+    critic: list[StepReport] = field(default_factory=list)
+    measured: list[Metrics] = field(default_factory=list)  # of each, for people
+    processed: list[int] = field(default_factory=list)  # tokens, of each of the policy's
+
+    def metrics(self) -> Metrics:
+        """Of all of them as one."""
+        if not self.measured:  # dynamic sampling found no group with signal
+            return {"train/empty": 1.0, "train/skipped": 0.0}
+        return average(self.measured)
+
+    def mean_processed(self) -> float:
+        return sum(self.processed) / max(1, len(self.processed))
 
 
 def trainable(sample: Sample, overlong: str) -> Sample:

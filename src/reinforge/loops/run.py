@@ -30,6 +30,7 @@ from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.config_changes import Changes
 from reinforge.loops.evaluator import Evaluator
 from reinforge.loops.signals import Signals
+from reinforge.loops.step import TrainingStep
 from reinforge.loops.troubles import BadSteps, ending_of, tell_faults, tell_troubles, told_of
 from reinforge.loops.view import NoView, ViewLike
 from reinforge.watch.ending import describe_end, write_summary
@@ -243,7 +244,7 @@ class Run:
 
     async def end_step(
         self,
-        metrics: Metrics,
+        step: TrainingStep,
         groups: Sequence[Group] = (),
         trace: Mapping[str, Any] | None = None,
     ) -> None:
@@ -255,14 +256,14 @@ class Run:
         crash_point("step:end")
         timing = self.phases.take()
         seconds = sum(v for k, v in timing.items() if k.startswith("time/"))
-        metrics = self._measured(metrics, timing, seconds)
+        metrics = self._measured(step, timing, seconds)
         lasting = {k: v for k, v in self.last.items() if not k.startswith(OF_ONE_STEP)}
         self.last = lasting | metrics
         self.recorder.log(self.step, metrics)
         self.health.observe(self.step, metrics)
         self.view.update(self.step, self.last)
         self._show_samples(groups, trace)
-        self._judge(metrics, groups)
+        self._judge(step, groups)
         self.seconds += seconds - timing.get("time/eval", 0.0) - timing.get("time/checkpoint", 0.0)
         if self._out_of_time() and self.going():
             self.stopped = f"{OUT_OF_TIME} {self.cfg.run.max_seconds:g} s of training are used up"
@@ -272,13 +273,13 @@ class Run:
         if self.signals.received and self.going():
             raise self.terminated()
 
-    def _measured(self, metrics: Metrics, timing: Metrics, seconds: float) -> Metrics:
+    def _measured(self, step: TrainingStep, timing: Metrics, seconds: float) -> Metrics:
         """The metrics of a step with those of its time and memory."""
-        tokens = metrics.get("tokens/processed", 0.0)
+        tokens = step.processed
         rates = (self.prediction or {}).get("rates")
         overlapping = self.cfg.rollout.staleness > 0
         return {
-            **metrics,
+            **step.metrics,
             "memory/peak_gib": process_peak(),  # unless a GPU has a number of its own
             **timing,
             "time/step": seconds,
@@ -309,19 +310,15 @@ class Run:
 
     # ---- troubles ----
 
-    def _judge(self, metrics: Metrics, groups: Sequence[Group]) -> None:
+    def _judge(self, step: TrainingStep, groups: Sequence[Group]) -> None:
         """A step that taught nothing is counted and reported; several in a row end the run.
 
         Other troubles are noted.
         """
-        self.bad_steps.observe(metrics)
-        if metrics.get("train/skipped"):
-            self.recorder.event(
-                "skipped_step", step=self.step, grad_norm=metrics.get("train/grad_norm")
-            )
-        tell_troubles(self.recorder, self._tell, self.step, metrics, groups)
+        self.bad_steps.observe(step)
+        tell_troubles(self.recorder, self._tell, self.step, step, groups)
         self._tell_health()
-        self.bad_steps.check(metrics)
+        self.bad_steps.check(step)
 
     def _tell_health(self) -> None:
         """What speaks against the run so far: on the screen as it is now, in the log when it is

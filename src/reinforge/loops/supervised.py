@@ -13,6 +13,7 @@ from reinforge.core.batch import Totals
 from reinforge.core.prepare import prepared
 from reinforge.core.sample import Sample
 from reinforge.loops.run import Run
+from reinforge.loops.step import TrainingStep
 from reinforge.rollout.rows.sampler import RowSampler
 
 
@@ -46,7 +47,8 @@ class SupervisedTrainer:
                 batches = prepared(self.backend, self.loss, samples)
             with run.phase("train"):
                 metrics = self.backend.forward_backward(batches, self.loss, Totals.of(batches))
-                metrics |= self.backend.step()
+                report = self.backend.step()
+                metrics |= report.metrics()
             trained = sum(b.n_trained for b in batches)
             processed = sum(b.n_tokens for b in batches)
             run.counters["updates"] = run.counters.get("updates", 0) + 1
@@ -54,4 +56,4 @@ class SupervisedTrainer:
             metrics["tokens/trained"] = trained
             metrics["tokens/processed"] = processed
             metrics |= self.row_sampler.report(run.step)
-            await run.end_step(metrics)
+            await run.end_step(TrainingStep(metrics, policy=[report], processed=processed))

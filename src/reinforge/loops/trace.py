@@ -174,8 +174,10 @@ class StepTrace:
 
     # ---- the record ----
 
-    def record(self, metrics: Metrics) -> dict[str, Any]:
-        """Plain values for groups.jsonl and samples.jsonl. `metrics`: of the whole step."""
+    def record(self, skipped: bool, loss: float | None) -> dict[str, Any]:
+        """Plain values for groups.jsonl and samples.jsonl. `skipped` and `loss`: of the whole
+        step; None where the policy was not trained.
+        """
         everything = self._groups()
         idle = Counter(
             self._no_signal[group.samples[0].uid]
@@ -199,8 +201,8 @@ class StepTrace:
                 for totals in self.totals
             ],
             "policy_trained": bool(self.totals),
-            "skipped": bool(metrics.get("train/skipped")),
-            "loss": _short(metrics["train/loss"]) if "train/loss" in metrics else None,
+            "skipped": skipped,
+            "loss": None if loss is None else _short(loss),
             "groups": [self._group(kind, group) for kind, group in self._shown],
             "samples": {
                 s.uid: self._sample(s)

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 
 from reinforge.core.backend import Metrics
 from reinforge.core.errors import ReinforgeError, StoppedByPolicy, Terminated
-from reinforge.core.faults import PREFIX, fault_events
+from reinforge.core.faults import fault_events
 from reinforge.core.sample import Group
+from reinforge.loops.step import TrainingStep
 from reinforge.watch.recorder import Recorder
 
 NONFINITE = "nonfinite"
@@ -41,45 +42,45 @@ def told_of(error: BaseException) -> str:
 class BadSteps:
     """Steps in a row that taught nothing though they should have.
 
-    A run has one, saves it, and shows it the metrics of every step.
+    A run has one, saves it, and shows it every step.
     """
 
     count: int = 0
     kind: str = ""  # what was bad about the last of them
 
-    def observe(self, metrics: Metrics) -> None:
-        bad = what_is_bad(metrics)
+    def observe(self, step: TrainingStep) -> None:
+        bad = what_is_bad(step)
         if bad:
             self.count += 1
             self.kind = bad
-        elif absolves(metrics, self.kind):
+        elif absolves(step, self.kind):
             self.count = 0
             self.kind = ""
 
-    def check(self, metrics: Metrics) -> None:
+    def check(self, step: TrainingStep) -> None:
         """Ends the run if this step is one too many."""
-        bad = what_is_bad(metrics)
+        bad = what_is_bad(step)
         if bad and self.count >= BAD_STEPS_IN_A_ROW:
-            raise StoppedByPolicy(f"{self.count} steps in a row {why_bad(bad, metrics)}")
+            raise StoppedByPolicy(f"{self.count} steps in a row {why_bad(bad, step)}")
 
 
-def what_is_bad(metrics: Metrics) -> str:
+def what_is_bad(step: TrainingStep) -> str:
     """Why a step taught nothing though it should have, as a kind; nothing if it is not so."""
-    if metrics.get("train/skipped"):
+    if step.skipped:
         return NONFINITE
-    return UNSCORED if metrics.get("reward/unscored") == 1.0 else ""
+    return UNSCORED if step.unscored else ""
 
 
-def absolves(metrics: Metrics, bad: str) -> bool:
+def absolves(step: TrainingStep, bad: str) -> bool:
     """Whether a step that was not bad ends a row of steps that were.
 
     Where nothing had a gradient it says nothing about whether gradients are finite: a policy that
     was blown up answers nonsense, its rewards tie, and between two NaN there is a 0.
     """
-    return not (bad == NONFINITE and metrics.get("train/empty"))
+    return not (bad == NONFINITE and step.empty)
 
 
-def why_bad(bad: str, metrics: Metrics) -> str:
+def why_bad(bad: str, step: TrainingStep) -> str:
     """The same in words, as the end of a sentence."""
     if bad == NONFINITE:
         return (
@@ -87,16 +88,16 @@ def why_bad(bad: str, metrics: Metrics) -> str:
             " train.learning_rate, or look at the rewards and at events.jsonl."
         )
     return (
-        f"had no sample that could be scored. {_why_unscored(metrics)} `reinforge check rewards"
+        f"had no sample that could be scored. {_why_unscored(step)} `reinforge check rewards"
         " CONFIG` tries each reward."
     )
 
 
-def _why_unscored(metrics: Metrics) -> str:
+def _why_unscored(step: TrainingStep) -> str:
     """Where the reason is: in events, if rewards failed; nowhere else if they returned None for
     every completion.
     """
-    if any(name.startswith(PREFIX) and count for name, count in metrics.items()):
+    if step.faults:
         return "Why is in events.jsonl (kind fault)."
     return (
         "Every reward returned None for every completion: nothing failed, they say that they do not"
@@ -107,24 +108,22 @@ def _why_unscored(metrics: Metrics) -> str:
 def tell_troubles(
     recorder: Recorder,
     tell: Callable[[str], None],
-    step: int,
-    metrics: Metrics,
+    number: int,
+    step: TrainingStep,
     groups: Sequence[Group],
 ) -> None:
-    """Those of a training step. `tell`: what the person who watches should hear at once."""
-    if metrics.get("train/empty"):
-        recorder.event("empty_step", step=step)
-    tell_faults(recorder, step, metrics, groups)
-    for role in ("train", "critic"):
-        if times := int(metrics.get(f"{role}/oom", 0)):
-            old, new = (int(metrics[f"{role}/oom_budget/{which}"]) for which in ("max", "min"))
-            recorder.event(
-                "out_of_memory", step=step, role=role, times=times, old_budget=old, new_budget=new
-            )
-            tell(
-                f"step {step}: {role} ran out of memory; micro-batches of {new} tokens from now on,"
-                f" {old} until now"
-            )
+    """Those of step number `number`. `tell`: what the person who watches should hear at once."""
+    if step.skipped:
+        recorder.event("skipped_step", step=number, grad_norm=step.grad_norm)
+    if step.empty:
+        recorder.event("empty_step", step=number)
+    tell_faults(recorder, number, step.metrics, groups)
+    for role, told in step.out_of_memory().items():
+        recorder.event("out_of_memory", step=number, role=role, **asdict(told))
+        tell(
+            f"step {number}: {role} ran out of memory; micro-batches of {told.new_budget} tokens"
+            f" from now on, {told.old_budget} until now"
+        )
 
 
 def tell_faults(

@@ -44,6 +44,27 @@ class RolloutBatch:
     def sampled_tokens(self) -> int:
         return tokens_in([*self.groups, *self.discarded, *self.stale])
 
+    @property
+    def replayed_tokens(self) -> int:
+        return sum(s.n_trained for g in self.replayed for s in g.samples)
+
+    @property
+    def given_tokens(self) -> int:
+        """Of the data's answers, each once for every sampled one it is compared with."""
+        return sum(g.given.n_trained * len(g.samples) for g in self.groups if g.given is not None)
+
+    @property
+    def unscored(self) -> bool:
+        """Whether no sample of the step has a reward."""
+        fresh = [*self.groups, *self.discarded]
+        return all(s.reward is None for g in fresh for s in g.episodes)
+
+    @property
+    def faults(self) -> bool:
+        """Whether anything beside training went wrong."""
+        fresh = [*self.groups, *self.discarded]
+        return any(count for g in fresh for count in g.faults.values())
+
 
 def tokens_in(groups: Sequence[Group]) -> int:
     return sum(g.extra_tokens + sum(s.n_trained for s in g.samples) for g in groups)
@@ -224,13 +245,10 @@ def rollout_metrics(
         "groups/rounds": rollout_batch.rounds,
         "tokens/sampled": rollout_batch.sampled_tokens,
         "tokens/discarded": tokens_in(rollout_batch.discarded),
-        "tokens/replayed": sum(s.n_trained for g in rollout_batch.replayed for s in g.samples),
+        "tokens/replayed": rollout_batch.replayed_tokens,
     }
-    # the data's answers, each once for every sampled one it is compared with
     if any(g.given is not None for g in rollout_batch.groups):
-        out["tokens/given"] = sum(
-            g.given.n_trained * len(g.samples) for g in rollout_batch.groups if g.given is not None
-        )
+        out["tokens/given"] = rollout_batch.given_tokens
     if rollout_batch.stale:
         out["tokens/stale"] = tokens_in(rollout_batch.stale)
     if rollout_batch.cancelled:

@@ -33,6 +33,7 @@ from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.batch import Batch, Totals, cut, pack, rejoin
 from reinforge.core.errors import InputError
+from reinforge.core.report import OutOfMemory
 from reinforge.models.causal import CausalModel
 
 
@@ -100,7 +101,7 @@ def test_clipping_shortens_the_gradient_and_keeps_its_direction() -> None:
         backend = make_backend(max_grad_norm=limit)
         batches = pack(samples, 64)
         backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
-        norm = backend.step()["train/grad_norm"]
+        norm = backend.step().grad_norm
         moments.append(
             torch.cat(
                 [
@@ -127,7 +128,7 @@ def test_gradients_accumulate_until_the_step_and_no_longer() -> None:
     once = float(backend.optimizer.gradient_norm())
     backend.forward_backward(batches, NLLLoss(), totals)
     assert float(backend.optimizer.gradient_norm()) == pytest.approx(2 * once, rel=1e-5)
-    assert backend.step()["train/grad_norm"] == pytest.approx(2 * once, rel=1e-5)
+    assert backend.step().grad_norm == pytest.approx(2 * once, rel=1e-5)
     assert float(backend.optimizer.gradient_norm()) == 0.0
 
 
@@ -262,15 +263,18 @@ def test_a_pass_without_memory_is_done_again_in_smaller_parts(
         metrics = backend.forward_backward(
             batches, PolicyLoss(ppo_clip, token_mean), Totals.of(batches)
         )
-        found.append((gradients(backend), metrics, backend.budget, len(full.sizes)))
-    (want, plain, _, count), (got, told, budget, tries) = found
+        grads = gradients(backend)
+        found.append((grads, metrics, backend.step(), backend.budget, len(full.sizes)))
+    (want, plain, without, _, count), (got, told, report, budget, tries) = found
     assert relative(got, want) < (1e-6 if dtype == torch.float32 else 2e-2)
     failed = batches[at].n_tokens
     assert (
         budget == max(max(len(s.tokens) for s in batches[at].samples), min(40, failed) // 2) < 40
         and tries > count
     )
-    oom = {name: told.pop(name) for name in list(told) if name.startswith("train/oom")}
+    assert without.out_of_memory is None
+    assert report.out_of_memory == OutOfMemory(times=1, old_budget=40, new_budget=budget)
+    oom = {name: n for name, n in report.metrics().items() if name.startswith("train/oom")}
     assert oom == {
         "train/oom": 1.0,
         "train/oom_budget/max": 40.0,
@@ -282,9 +286,9 @@ def test_a_pass_without_memory_is_done_again_in_smaller_parts(
         abs=1e-6 if dtype == torch.float32 else 1e-2,
     )
     # told once
-    assert "train/oom" not in backend.forward_backward(
-        batches, PolicyLoss(ppo_clip, token_mean), Totals.of(batches)
-    )
+    backend.forward_backward(batches, PolicyLoss(ppo_clip, token_mean), Totals.of(batches))
+    again = backend.step()
+    assert again.out_of_memory is None and "train/oom" not in again.metrics()
 
 
 @pytest.mark.parametrize("kind", ["old", "pairs"])
@@ -331,8 +335,9 @@ def test_one_bad_element_of_a_gradient_leaves_everything_untouched(
     before = {name: tensor.clone() for name, tensor in backend.state().tensors.items()}
     backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
     backend.optimizer.masters["lm_head.weight"].grad[3, 5] = bad
-    metrics = backend.step()
-    assert metrics["train/skipped"] == 1 and metrics["train/empty"] == 0
+    report = backend.step()
+    assert report.skipped and not report.empty
+    assert report.metrics()["train/skipped"] == 1 and report.metrics()["train/empty"] == 0
     assert all(
         torch.equal(tensor, before[name]) for name, tensor in backend.state().tensors.items()
     )
@@ -344,20 +349,17 @@ def test_memory_that_is_short_by_far_is_halved_until_it_fits() -> None:
     batches = pack(make_samples(LENGTHS), backend.budget)
     full = Full(model, limit=21)
     assert [b.n_tokens for b in batches] == [86]
-    metrics = backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
-    assert (
-        metrics["train/oom"] == 2
-        and backend.budget == metrics["train/oom_budget/min"] == 20
-        and metrics["train/oom_budget/max"] == 4096
-    )
+    backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
     plain = make_backend()
     plain.forward_backward(batches, NLLLoss(), Totals.of(batches))
     assert relative(gradients(backend), gradients(plain)) < 1e-6
+    assert backend.budget == 20
+    assert backend.step().out_of_memory == OutOfMemory(times=2, old_budget=4096, new_budget=20)
     count = len(full.sizes)
-    backend.optimizer.zero()
     # packed before the budget shrank: cut without failing
-    again = backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
-    assert "train/oom" not in again and max(full.sizes[count:]) <= 20 and backend.budget == 20
+    backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
+    assert max(full.sizes[count:]) <= 20 and backend.budget == 20
+    assert backend.step().out_of_memory is None
 
 
 def test_pairs_stay_together_and_prompts_stay_shared() -> None:
@@ -404,10 +406,10 @@ def test_annotating_without_memory_fills_the_batch_that_was_given() -> None:
         torch.testing.assert_close(
             batches[0].streams[name], plain[0].streams[name], atol=1e-5, rtol=0
         )
-    assert (
-        backend.budget <= 30
-        and backend.forward_backward(batches, NLLLoss(), Totals.of(batches))["train/oom"] >= 1
-    )
+    assert backend.budget <= 30
+    backend.forward_backward(batches, NLLLoss(), Totals.of(batches))
+    short = backend.step().out_of_memory
+    assert short is not None and short.times >= 1
     batches[0].bootstrap = torch.arange(8.0)
     parts = cut(batches[0], 30)
     assert [p.bootstrap.tolist() for p in parts if p.bootstrap is not None] == [

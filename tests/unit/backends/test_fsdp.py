@@ -235,7 +235,7 @@ def test_a_critic_and_its_whole_head(ranks: Ranks) -> None:
             found.append(
                 (
                     gradient_of(backend),
-                    {**metrics, **backend.step()},
+                    {**metrics, **backend.step().metrics()},
                     torch.cat([b.streams["values"] for b in batches]),
                 )
             )

@@ -28,6 +28,7 @@ from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample, Stop
 from reinforge.loops.critic import Critic
+from reinforge.loops.step import TrainingStep
 from reinforge.models.load import load_model
 from reinforge.models.scalar import ScalarModel
 
@@ -80,7 +81,7 @@ def test_the_gradient_is_that_of_transformers_and_of_any_packing() -> None:
 def test_the_value_loss_falls_on_a_fixed_batch() -> None:
     critic = make_critic(learning_rate=3e-3)
     batches = with_targets(make_samples())
-    found = [critic.update(batches, Totals.of(batches)) for _ in range(40)]
+    found = [critic.update(batches, Totals.of(batches))[0] for _ in range(40)]
     losses = [m["critic/loss"] for m in found]
     assert losses[-1] < 0.02 * losses[0] and found[-1]["critic/explained_variance"] > max(
         0.5, found[0]["critic/explained_variance"]
@@ -120,8 +121,9 @@ def test_a_bad_step_of_the_critic_is_a_bad_step_of_the_run() -> None:
     for batch in batches:
         batch.streams["returns"][:] = float("nan")
     before = [p.clone() for p in critic.backend.model.module.parameters()]  # type: ignore[attr-defined]
-    metrics = critic.update(batches, Totals.of(batches))
-    assert metrics["critic/skipped"] == metrics["train/skipped"] == 1
+    metrics, report = critic.update(batches, Totals.of(batches))
+    assert report.skipped and metrics["critic/skipped"] == metrics["train/skipped"] == 1
+    assert TrainingStep(metrics, critic=[report]).skipped
     assert all(
         torch.equal(a, b)
         for a, b in zip(before, critic.backend.model.module.parameters(), strict=True)

@@ -25,6 +25,7 @@ from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.sample import Group
 from reinforge.loops.rl import RLTrainer, average
+from reinforge.loops.step import TrainingStep
 from reinforge.loops.troubles import UNSCORED, what_is_bad, why_bad
 
 # step 0
@@ -256,12 +257,12 @@ def test_where_the_reason_is_that_nothing_was_scored() -> None:
     """Events, if a reward failed; and no word of events where there are none, because rewards
     returned None themselves.
     """
-    assert what_is_bad({"reward/unscored": 1.0}) == UNSCORED
-    silent = why_bad(UNSCORED, {"reward/unscored": 1.0})
+    assert what_is_bad(TrainingStep({}, unscored=True)) == UNSCORED
+    silent = why_bad(UNSCORED, TrainingStep({}, unscored=True))
     assert "returned None for every completion" in silent and "events.jsonl" not in silent
-    failed = why_bad(UNSCORED, {"reward/unscored": 1.0, "faults/reward_timeout": 4.0})
+    failed = why_bad(UNSCORED, TrainingStep({}, unscored=True, faults=True))
     assert "events.jsonl (kind fault)" in failed and "returned None" not in failed
-    assert not what_is_bad({"reward/unscored": 0.5})
+    assert not what_is_bad(TrainingStep({"reward/unscored": 0.5}))
 
 
 def test_a_directory_without_a_checkpoint_begins_again_and_says_so(

@@ -23,13 +23,14 @@ from reinforge.backends.memory_model import (
     optimizer_bytes,
 )
 from reinforge.backends.microbatch import facts_of
-from reinforge.backends.optimizer import learning_rate, step_metrics
+from reinforge.backends.optimizer import learning_rate
 from reinforge.backends.reference import FrozenReference, ReferencePolicy
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
-from reinforge.core.backend import Loss, Metrics, State
+from reinforge.core.backend import Loss, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
+from reinforge.core.report import StepReport
 from reinforge.models.adapters import begins_as_base
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
@@ -150,7 +151,7 @@ class DeepSpeedWorker(RankWorker):
             self.optimizer.backward(value if counts else value * 0.0)
         return {"train/loss": value.detach(), **metrics}
 
-    def step(self) -> Metrics:
+    def step(self) -> StepReport:
         rate = learning_rate(
             self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps
         )
@@ -158,7 +159,7 @@ class DeepSpeedWorker(RankWorker):
         self.steps += 1
         if self.reference is not None:
             self.reference.after_step()
-        return step_metrics(norm, rate)
+        return StepReport(grad_norm=norm, learning_rate=rate)
 
     # ---- whole tensors ----
 

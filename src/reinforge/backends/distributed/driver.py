@@ -27,6 +27,7 @@ from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State, Stateful
 from reinforge.core.batch import Batch, Totals, rejoin
+from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
 from reinforge.models.packed import PackedModel
 
@@ -163,10 +164,10 @@ class DistributedBackend:
             ]
         )
 
-    def step(self) -> Metrics:
+    def step(self) -> StepReport:
         self._stale = True
-        metrics: Metrics = self._call("step")[0]
-        return metrics
+        report: StepReport = self._call("step")[0]
+        return report
 
     # ---- weights and state ----
 

@@ -23,8 +23,9 @@ from reinforge.backends.megatron.optimizer import GroupAdamW
 from reinforge.backends.reference import FrozenReference, ReferencePolicy
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
-from reinforge.core.backend import Metrics, State
+from reinforge.core.backend import State
 from reinforge.core.errors import InputError
+from reinforge.core.report import StepReport
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
@@ -74,7 +75,7 @@ class MegatronWorker(RankWorker):
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
         return FrozenReference(model, kind, self._frozen)
 
-    def step(self) -> Metrics:
+    def step(self) -> StepReport:
         self.optimizer.reduce()
         return super().step()
 
