@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
-from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.roofline import StepWork
 from reinforge.cluster.scaling import (
     ClusterLayout,
@@ -25,6 +24,7 @@ from reinforge.cluster.scaling import (
     simulate,
     train_seconds,
 )
+from reinforge.core.model_facts import ModelFacts
 
 # v0.4 for the dense models
 NEMO = "https://docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html"

@@ -26,6 +26,7 @@ class FakeEngine:
     """
 
     stats = None
+    streaming = None
     measured: Mapping[str, float] = {}
 
     def __init__(

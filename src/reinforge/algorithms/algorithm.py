@@ -142,7 +142,7 @@ class Algorithm:
     @property
     def idle(self) -> bool:
         """Whether rows whose advantages are all 0 have no gradient."""
-        return getattr(self.loss, "idle", False)
+        return self.loss.idle
 
     def advantages(self, batches: Sequence[Batch]) -> Metrics:
         """Fills the streams that come from the whole optimizer batch (float32): advantages (0 for

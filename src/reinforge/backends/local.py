@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.ema import WeightAverage
-from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.microbatch import (
     annotate_nothing,
     annotate_values,
@@ -29,6 +28,7 @@ from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State, Stateful, TrainedTokens
 from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError
+from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
 from reinforge.models.causal import CausalModel
@@ -83,8 +83,18 @@ class LocalBackend:
     def devices(self) -> int:
         return 1
 
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def has_reference(self) -> bool:
+        return self.reference is not None
+
+    def forget_teachers(self) -> None:
+        self.teachers = None
+
     def facts(self) -> ModelFacts:
-        """For predictions of memory and time."""
         return facts_of(self.model, offload=self.cfg.optimizer.offload)
 
     def _budget(self, reference: bool, paired: bool) -> int:

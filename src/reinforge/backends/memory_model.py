@@ -10,10 +10,8 @@ key/value heads x head size, V vocabulary, b bytes per element of the module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from reinforge.core.model_facts import FLOAT, ModelFacts
 
-FLOAT = 4
 GIB = 2**30
 HEAD_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 21}  # logits of one chunk: models/head.py
 # a KV cache of at most this share of the GPU stays while training: engines/native/engine.py
@@ -28,132 +26,6 @@ CPU_BUDGET = 4096
 LEAST = 1024
 MOST = 131072
 FAR_ENOUGH = 24576
-# MLPs of two matrices
-UNGATED = {"gpt2", "opt", "gpt_neox", "gptj", "gpt_neo", "bloom", "falcon", "phi", "codegen", "mpt"}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the memory of a model depends on.
-
-    `weights` and `trained` are counted parameters; without them they are computed.
-    """
-
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    itemsize: int = 2
-    rank: int | None = None  # of an adapter; None: all weights are trained
-    targets: tuple[str, ...] | None = None  # modules with an adapter; None: all linear ones
-    checkpointing: bool = False
-    compiled: bool = False
-    offload: bool = False  # masters and moments in host memory
-    gated: bool = True
-    experts: int = 1
-    active: int = 1  # experts per token
-    weights: int | None = None
-    trained: int | None = None
-
-    @classmethod
-    def of(cls, config: Any, **more: Any) -> ModelFacts:
-        """From a transformers configuration (of the text model).
-
-        `more` are the fields that it does not know.
-        """
-
-        def first(*names: str) -> int | None:
-            return next(
-                (
-                    int(value)
-                    for name in names
-                    if isinstance(value := getattr(config, name, None), int) and value
-                ),
-                None,
-            )
-
-        hidden = first("hidden_size") or 1
-        heads = first("num_attention_heads") or 1
-        experts = first("num_local_experts", "num_experts", "n_routed_experts") or 1
-        inner = (
-            (first("moe_intermediate_size") if experts > 1 else None)
-            or first("intermediate_size", "ffn_dim", "n_inner")
-            or 4 * hidden
-        )
-        found = {
-            "layers": first("num_hidden_layers") or 1,
-            "hidden": hidden,
-            "inner": inner,
-            "heads": heads,
-            "kv_heads": first("num_key_value_heads") or heads,
-            "head_dim": first("head_dim") or hidden // heads,
-            "vocab": first("vocab_size") or 1,
-            "tied": bool(getattr(config, "tie_word_embeddings", False)),
-            "experts": experts,
-            "active": first("num_experts_per_tok") or 1,
-            "gated": getattr(config, "model_type", "") not in UNGATED,
-        }
-        return cls(**{**found, **more})
-
-    @property
-    def query(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def key(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    def linears(self) -> dict[str, tuple[int, int, int]]:
-        """(inputs, outputs, how many) of each matrix of a layer.
-
-        Architectures with other names have matrices of these sizes.
-        """
-        mlp = {
-            "up_proj": (self.hidden, self.inner, self.experts),
-            "down_proj": (self.inner, self.hidden, self.experts),
-        }
-        return {
-            "q_proj": (self.hidden, self.query, 1),
-            "k_proj": (self.hidden, self.key, 1),
-            "v_proj": (self.hidden, self.key, 1),
-            "o_proj": (self.query, self.hidden, 1),
-            **({"gate_proj": mlp["up_proj"]} if self.gated else {}),
-            **mlp,
-        }
-
-    def body(self, active: bool = False) -> int:
-        """Parameters of the layers; `active`: those that one token meets."""
-        return self.layers * sum(
-            a * b * (min(n, self.active) if active else n) for a, b, n in self.linears().values()
-        )
-
-    def parameters(self) -> int:
-        return (
-            self.weights
-            or self.body()
-            + (1 if self.tied else 2) * self.vocab * self.hidden
-            + (2 * self.layers + 1) * self.hidden
-        )
-
-    def learning(self) -> int:
-        """Parameters that the optimizer sees."""
-        if self.trained is not None or self.rank is None:
-            return self.parameters() if self.trained is None else self.trained
-        adapted = [
-            size
-            for name, size in self.linears().items()
-            if self.targets is None or name in self.targets
-        ]
-        return self.layers * self.rank * sum((a + b) * n for a, b, n in adapted)
-
-    @property
-    def masters(self) -> bool:
-        """Whether what is trained needs a float32 copy: adapters are float32 themselves."""
-        return self.itemsize < FLOAT and self.rank is None
 
 
 def weight_bytes(f: ModelFacts) -> int:

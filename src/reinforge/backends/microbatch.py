@@ -10,7 +10,6 @@ from torch import Tensor
 from reinforge.backends.memory_model import (
     CPU_BUDGET,
     KEEP,
-    ModelFacts,
     budget,
     gradient_bytes,
     optimizer_bytes,
@@ -18,13 +17,12 @@ from reinforge.backends.memory_model import (
 from reinforge.backends.teachers import Teachers, divergence_to
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.model_facts import ModelFacts
 from reinforge.core.sample import Stop
 from reinforge.core.trace import numbered
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
-
-LOGPROBS = frozenset({"logprobs"})  # what a loss reads unless it says otherwise
 
 
 def trained_tokens(
@@ -38,11 +36,10 @@ def trained_tokens(
     """The forward of one micro-batch, as the loss wants to see it: one pass of the trunk, and the
     heads that the loss `reads`.
     """
-    reads: frozenset[str] = getattr(loss, "reads", LOGPROBS)
     states = model.states(batch)
     logprobs = states.new_zeros(batch.n_trained, dtype=torch.float32)
     entropy = None
-    if "logprobs" in reads:
+    if "logprobs" in loss.reads:
         assert isinstance(model, CausalModel), (
             f"{type(loss).__name__} reads log-probs, and a {type(model).__name__} has none"
         )
@@ -54,8 +51,8 @@ def trained_tokens(
             states=states,
         )
     values = (
-        model.values(batch, states, after="values_after" in reads)
-        if reads & {"values", "values_after"}
+        model.values(batch, states, after="values_after" in loss.reads)
+        if loss.reads & {"values", "values_after"}
         else None
     )
     whole = torch.tensor(
@@ -63,7 +60,7 @@ def trained_tokens(
     )
     lengths = torch.bincount(batch.sequence, minlength=len(batch.samples))
     divergence = None
-    if hasattr(loss, "divergence"):
+    if loss.divergence is not None:
         assert isinstance(model, CausalModel)
         divergence = divergence_to(teachers, model, states, batch, loss)
     return TrainedTokens(

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from reinforge.backends.memory_model import ModelFacts, kv_token_bytes, weight_bytes
+from reinforge.backends.memory_model import kv_token_bytes, weight_bytes
+from reinforge.core.model_facts import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from reinforge.core.backend import Loss
 from reinforge.core.batch import Batch
 from reinforge.core.sample import Sample
 from reinforge.models import head
@@ -138,7 +138,7 @@ class Teachers:
 
 
 def divergence_to(
-    teachers: Teachers | None, student: CausalModel, states: Tensor, batch: Batch, loss: Any
+    teachers: Teachers | None, student: CausalModel, states: Tensor, batch: Batch, loss: Loss
 ) -> Tensor:
     """[M] with gradient: from what was kept of a teacher where the batch has it, otherwise from the
     teachers themselves.
@@ -146,8 +146,9 @@ def divergence_to(
     if LOGPROBS in batch.streams:
         rows = states.index_select(0, batch.sources)
         given = torch.cat((batch.streams[IDS].float(), batch.streams[LOGPROBS]), -1)
+        assert loss.given is not None, "this loss reads nothing that was kept of a teacher"
         return chunked_divergence(rows, student.output, given, GivenLogits(), loss.given)
     assert teachers is not None, "this backend was made without a teacher"
-    return (teachers.by_position if loss.by_rank else teachers.divergence)(
-        student, states, batch, loss.divergence
-    )
+    assert loss.divergence is not None, "this loss compares with no teacher"
+    compare = teachers.by_position if loss.by_rank else teachers.divergence
+    return compare(student, states, batch, loss.divergence)

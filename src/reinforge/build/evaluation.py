@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from reinforge.build.factories import Factories
 from reinforge.build.inputs import EncodedPrompts, RunInputs, encode_eval_prompts, model_inputs
-from reinforge.build.ranks import AnyBackend
 from reinforge.build.rollouts import eval_rollout
+from reinforge.core.backend import Backend
 from reinforge.core.engine import Engine
 from reinforge.core.sample import Group
 from reinforge.evals.heldout import HeldOutEvaluation
@@ -56,7 +56,7 @@ def build_heldout(
 
 def with_average(
     evaluate: Evaluate | None,
-    backend: AnyBackend,
+    backend: Backend,
     engine: Engine | None,
     settle: Callable[[], Awaitable[None]] | None = None,
 ) -> Evaluate | None:

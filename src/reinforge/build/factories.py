@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from reinforge.backends.teachers import Teachers
 from reinforge.build.inputs import ModelInputs
-from reinforge.build.ranks import AnyBackend
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import Config
 from reinforge.config.train import TrainConfig
+from reinforge.core.backend import Backend
 from reinforge.core.engine import Engine
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
@@ -36,7 +36,7 @@ class Factories(Protocol):
 
     def make_critic_backend(
         self, inputs: ModelInputs, policy: CausalModel, train: TrainConfig, updates: int
-    ) -> AnyBackend:
+    ) -> Backend:
         """The backend of a critic with a model of its own, for so many optimizer steps."""
         ...
 
@@ -50,7 +50,7 @@ class Factories(Protocol):
         reference: ReferenceConfig | None,
         paired: bool = False,
         teachers: Teachers | None = None,
-    ) -> AnyBackend:
+    ) -> Backend:
         """What trains the policy. `paired`: a critic is on the same device."""
         ...
 

@@ -13,10 +13,11 @@ from reinforge.build.critic_model import critic_section, load_critic
 from reinforge.build.engines import engine_of, room_for_engine
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.policy import compiles, host_memory, load_for_rank, load_policy
-from reinforge.build.ranks import AnyBackend, backend_on_ranks, ranks_of, sharded_checkpoints
+from reinforge.build.ranks import backend_on_ranks, ranks_of, sharded_checkpoints
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import Config
 from reinforge.config.train import TrainConfig
+from reinforge.core.backend import Backend
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
@@ -54,7 +55,7 @@ class LocalFactories:
 
     def make_critic_backend(
         self, inputs: ModelInputs, policy: CausalModel | None, train: TrainConfig, updates: int
-    ) -> AnyBackend:
+    ) -> Backend:
         """`policy` may be in another process (None): then the critic is loaded from its
         checkpoint.
         """
@@ -87,7 +88,7 @@ class LocalFactories:
         reference: ReferenceConfig | None,
         paired: bool = False,
         teachers: Teachers | None = None,
-    ) -> AnyBackend:
+    ) -> Backend:
         cfg = inputs.cfg
         settings: dict[str, Any] = {
             "total_steps": steps,

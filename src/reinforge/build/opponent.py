@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from reinforge.backends.local import LocalBackend
 from reinforge.build.inputs import ModelInputs, RunInputs
+from reinforge.core.backend import Backend
 from reinforge.core.engine import Engine
 from reinforge.core.env import Rollout
 from reinforge.core.errors import InputError
@@ -38,7 +39,7 @@ def add_opponent(
     rollout: Rollout,
     engine: Engine,
     policy: CausalModel,
-    backend: object,
+    backend: Backend,
 ) -> tuple[Rollout, Engine]:
     """The rollout with an opponent, where the algorithm has one, and the engine that the loop sends
     new weights to: the policy's, or with the opponent's.

@@ -11,7 +11,7 @@ from reinforge.algorithms.losses.distillation import DistillationLoss
 from reinforge.algorithms.losses.unpaired import MISMATCHED, UnpairedLoss
 from reinforge.backends.teachers import IDS, LOGPROBS
 from reinforge.build.inputs import RunInputs
-from reinforge.build.ranks import AnyBackend
+from reinforge.core.backend import Backend
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.data.units import Unit
@@ -21,7 +21,7 @@ from reinforge.models.packed import PackedModel
 Split = tuple[list[Unit], list[Unit]]  # to train on, and held out
 
 
-def precompute_reference(inputs: RunInputs, backend: AnyBackend, units: Split) -> Split:
+def precompute_reference(inputs: RunInputs, backend: Backend, units: Split) -> Split:
     """The units with the reference's log-probs.
 
     The weights are still those of the model that was loaded, also in a run that is to be continued:
@@ -35,7 +35,7 @@ def precompute_reference(inputs: RunInputs, backend: AnyBackend, units: Split) -
             where="train.precompute_reference",
             fix="Remove it.",
         )
-    stream = "reference" if backend.reference is not None else "old"
+    stream = "reference" if backend.has_reference else "old"
     name = f"{cfg.model.path}@{cfg.model.revision}"
     if cfg.adapter is not None and cfg.adapter.path:
         name += f" with {cfg.adapter.path}"
@@ -67,7 +67,7 @@ def precompute_reference(inputs: RunInputs, backend: AnyBackend, units: Split) -
 
 
 def precompute_teacher(
-    inputs: RunInputs, policy: PackedModel, backend: AnyBackend, units: Split
+    inputs: RunInputs, policy: PackedModel, backend: Backend, units: Split
 ) -> Split:
     """The units with the teacher's likeliest tokens, from the run's directory or from the teacher,
     who is not needed afterwards.
@@ -81,7 +81,7 @@ def precompute_teacher(
     temperature = loss.temperature
 
     def ask(batch: Batch) -> Streams:
-        ids, logprobs = teachers.best(batch.to(backend.model.device), k, temperature)
+        ids, logprobs = teachers.best(batch.to(backend.device), k, temperature)
         return {IDS: ids, LOGPROBS: logprobs}
 
     train, held_out = units
@@ -92,5 +92,5 @@ def precompute_teacher(
         backend.budget,
         ask,
     )
-    backend.teachers = None
+    backend.forget_teachers()
     return found[: len(train)], found[len(train) :]

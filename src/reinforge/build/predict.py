@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from reinforge.backends import memory_model, roofline
-from reinforge.backends.memory_model import GIB, ModelFacts
+from reinforge.backends.memory_model import GIB
 from reinforge.backends.roofline import Machine, StepWork
 from reinforge.config.schema import Config
+from reinforge.core.model_facts import ModelFacts
 
 if TYPE_CHECKING:
-    from reinforge.build.ranks import AnyBackend
+    from reinforge.core.backend import Backend
 
 USABLE = 0.97  # of a GPU's memory; its context and libraries have the rest
 
@@ -154,13 +155,13 @@ def _gib(parts: dict[str, int]) -> dict[str, float]:
 
 
 def predict_run(
-    cfg: Config, backend: AnyBackend, lengths: Sequence[int], needs: frozenset[str]
+    cfg: Config, backend: Backend, lengths: Sequence[int], needs: frozenset[str]
 ) -> dict[str, Any]:
     """The prediction of a run whose model is loaded: parameters are counted, the micro-batch is
     known.
     """
     facts = backend.facts()
-    machine = machine_at(str(backend.model.device))
+    machine = machine_at(str(backend.device))
     return predict(
         cfg,
         facts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from reinforge.backends.distributed.ranks import Ranks, current, how_many, rank_here, serve
 from reinforge.config.schema import Config
@@ -14,9 +14,7 @@ from reinforge.models.load import pick_device
 
 if TYPE_CHECKING:
     from reinforge.backends.distributed.driver import DistributedBackend
-    from reinforge.backends.local import LocalBackend
 
-AnyBackend: TypeAlias = "LocalBackend | DistributedBackend"
 ON_RANKS = {  # imported by the run that trains on ranks: torch's own modules for that take a second
     "fsdp": "reinforge.backends.fsdp.backend:FsdpBackend",
     "deepspeed": "reinforge.backends.deepspeed.backend:DeepSpeedBackend",

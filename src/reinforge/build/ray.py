@@ -27,6 +27,7 @@ from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.cluster import ClusterConfig
 from reinforge.config.schema import Config
 from reinforge.config.train import TrainConfig
+from reinforge.core.backend import Backend
 from reinforge.core.engine import Engine
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_config
@@ -84,7 +85,7 @@ class RayFactories:
 
     def make_critic_backend(
         self, inputs: ModelInputs, policy: CausalModel, train: TrainConfig, updates: int
-    ) -> Any:
+    ) -> Backend:
         """Beside the policy, or in a split layout with ranks of its own."""
         inside = inside_actor(inputs)
         if _colocated(inputs.cfg):
@@ -106,7 +107,7 @@ class RayFactories:
         reference: ReferenceConfig | None,
         paired: bool = False,
         teachers: Teachers | None = None,
-    ) -> Any:
+    ) -> Backend:
         settings = {
             "steps": steps,
             "temperature": temperature,
@@ -124,7 +125,7 @@ class RayFactories:
             shares=_colocated(inputs.cfg),
         )
 
-    def make_engine(self, inputs: ModelInputs, policy: PackedModel) -> Any:
+    def make_engine(self, inputs: ModelInputs, policy: PackedModel) -> Engine:
         colocated = _colocated(inputs.cfg)
         if colocated:
             worker_groups = [partial(self.cluster.workers, POLICY)]
@@ -203,7 +204,7 @@ def load_in_actor(objects: dict[str, Any], inputs: ModelInputs) -> PackedModel:
 
 def make_backend_in_actor(
     objects: dict[str, Any], inputs: ModelInputs, value_head: bool, settings: dict[str, Any]
-) -> Any:
+) -> Backend:
     policy = objects[MODEL]
     if value_head:
         policy.add_value_head()
@@ -216,5 +217,5 @@ def make_engine_in_actor(objects: dict[str, Any], inputs: ModelInputs) -> Engine
 
 def make_critic_in_actor(
     objects: dict[str, Any], inputs: ModelInputs, train: TrainConfig, updates: int
-) -> Any:
+) -> Backend:
     return LocalFactories().make_critic_backend(inputs, None, train, updates)

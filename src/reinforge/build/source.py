@@ -4,7 +4,6 @@ that uses both.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,13 +101,14 @@ def resumable_requests(cfg: Config, engine: Engine) -> ResumableRequests | None:
     """With `rollout.partial`, the requests of groups that a step does not wait for."""
     if not cfg.rollout.partial:
         return None
-    if "on_tokens" not in inspect.signature(engine.generate).parameters:
+    streaming = engine.streaming
+    if streaming is None:
         raise InputError(
             "this engine does not tell tokens as they come, so what is cut would be lost.",
             where="rollout.partial",
             fix="Use the native engine in the trainer's process, or leave it out.",
         )
-    return ResumableRequests(engine)
+    return ResumableRequests(streaming)
 
 
 def make_buffer(

@@ -26,12 +26,11 @@ from reinforge.build.inputs import (
 )
 from reinforge.build.precompute import precompute_reference, precompute_teacher
 from reinforge.build.predict import needs_of, predict_run
-from reinforge.build.ranks import AnyBackend
 from reinforge.build.source import row_weightings
 from reinforge.build.teachers import make_teachers
 from reinforge.build.units import units_of
 from reinforge.config.schema import Config
-from reinforge.core.backend import Stateful
+from reinforge.core.backend import Backend, Stateful
 from reinforge.core.engine import Engine
 from reinforge.core.sample import Row
 from reinforge.data import units as kinds
@@ -162,7 +161,7 @@ def make_backend(
     factories: Factories,
     steps: int,
     view: ViewLike,
-) -> AnyBackend:
+) -> Backend:
     """With a reference where one is needed at training time."""
     cfg = inputs.cfg
     needed = "reference" in inputs.algorithm.needs
@@ -191,7 +190,7 @@ def make_evaluate(
     models: ModelInputs,
     policy: PackedModel,
     factories: Factories,
-    backend: AnyBackend,
+    backend: Backend,
     units: Sequence[Unit],
     prompts: EncodedPrompts | None,
     view: ViewLike,

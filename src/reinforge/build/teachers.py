@@ -36,7 +36,7 @@ def make_teachers(
         for t in listed
     ]
     keys = ["teacher", *(f"teacher.also.{i}" for i in range(len(cfg.also)))]
-    by_rank = getattr(inputs.algorithm.loss, "by_rank", False)
+    by_rank = inputs.algorithm.loss.by_rank
     if by_rank and cfg.also:
         raise InputError("uld compares with one teacher.", where="teacher.also", fix="Remove it.")
     twins = None

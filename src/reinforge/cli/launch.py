@@ -114,10 +114,11 @@ def launch(
         --image reinforge:1 --dry-run cluster.kind=ray train.backend=fsdp
     """
     from reinforge.cluster.launchers.job import Job
+    from reinforge.config.pipeline import Pipeline
 
     words = _adapted(config, tuple(overrides or ()), on, nodes, gpus)
     loaded = _loaded(config, words, on)
-    run_dir = Path(os.path.abspath(loaded.dir if hasattr(loaded, "stages") else loaded.run.dir))
+    run_dir = Path(os.path.abspath(loaded.dir if isinstance(loaded, Pipeline) else loaded.run.dir))
     job = Job(
         Path(os.path.abspath(config)),
         run_dir,
@@ -135,7 +136,7 @@ def launch(
         tuple(_pair(e) for e in env or ()),
         python or sys.executable,
     )
-    uses_ray = getattr(loaded, "cluster", None) is not None and loaded.cluster.kind == "ray"
+    uses_ray = not isinstance(loaded, Pipeline) and loaded.cluster.kind == "ray"
     files, command = _prepared(
         job, on, "ray" if uses_ray else starter.value, standing, uses_ray, address
     )

@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from reinforge.backends.distributed.follower import WeightFollower
-from reinforge.backends.memory_model import ModelFacts
 from reinforge.cluster.worker_group import WorkerGroup
-from reinforge.core.backend import Loss, Metrics, State, Stateful
+from reinforge.core.backend import Backend, Loss, Metrics, State, Stateful
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
 
@@ -57,11 +56,14 @@ class RemoteBackend:
         self.budget: int = told["budget"]
         self.share: bool = told["share"]
         self.steps: int = told["steps"]
-        self.model = SimpleNamespace(device=torch.device(told["device"]))
-        self.reference = WeightFollower(self, "reference") if told["reference"] else None
+        self.device = torch.device(told["device"])
+        self.has_reference: bool = told["reference"]
         self.ema = WeightFollower(self, "ema") if told["ema"] else None
         self.teachers = RemoteTeachers(self) if told["teachers"] else None
         self._parts: list[str] = told["parts"]
+
+    def forget_teachers(self) -> None:
+        self.teachers = None
 
     def parts(self) -> dict[str, Stateful]:
         return {name: WeightFollower(self, name) for name in self._parts}
@@ -158,13 +160,13 @@ class RemoteTeachers:
 _swapping: dict[tuple[int, str], AbstractContextManager[None]] = {}
 
 
-def _describe(backend: Any) -> dict[str, Any]:
+def _describe(backend: Backend) -> dict[str, Any]:
     return {
         "budget": backend.budget,
         "share": backend.share,
         "steps": backend.steps,
-        "device": str(backend.model.device),
-        "reference": backend.reference is not None,
+        "device": str(backend.device),
+        "reference": backend.has_reference,
         "ema": backend.ema is not None,
         "teachers": backend.teachers is not None,
         "parts": list(backend.parts()),
@@ -172,7 +174,7 @@ def _describe(backend: Any) -> dict[str, Any]:
 
 
 def _annotate(
-    backend: Any, batches: list[Batch], needs: frozenset[str]
+    backend: Backend, batches: list[Batch], needs: frozenset[str]
 ) -> tuple[list[Found], int, int]:
     before = [set(batch.streams) for batch in batches]
     backend.annotate(batches, needs)
@@ -186,27 +188,28 @@ def _annotate(
     return found, backend.budget, backend.steps
 
 
-def _run(backend: Any, method: str, *args: Any) -> tuple[Any, int, int]:
+def _run(backend: Backend, method: str, *args: Any) -> tuple[Any, int, int]:
     return getattr(backend, method)(*args), backend.budget, backend.steps
 
 
-def _part_state(backend: Any, name: str) -> State:
+def _part_state(backend: Backend, name: str) -> State:
     state: State = backend.parts()[name].state()
     return state
 
 
-def _part_load(backend: Any, name: str, state: State) -> None:
+def _part_load(backend: Backend, name: str, state: State) -> None:
     backend.parts()[name].load(state)
 
 
-def _swap(backend: Any, name: str, into: bool) -> None:
+def _swap(backend: Backend, name: str, into: bool) -> None:
     if into:
-        assert name == "ema", f"{name} is no average of the weights"
+        assert name == "ema" and backend.ema is not None, f"{name} is no average of the weights"
         _swapping[id(backend), name] = context = backend.ema.swapped()
         context.__enter__()
     else:
         _swapping.pop((id(backend), name)).__exit__(None, None, None)
 
 
-def _best(backend: Any, batch: Batch, k: int, temperature: float) -> Any:
-    return backend.teachers.best(batch.to(backend.model.device), k, temperature)
+def _best(backend: Backend, batch: Batch, k: int, temperature: float) -> Any:
+    assert backend.teachers is not None, "this backend was made without a teacher"
+    return backend.teachers.best(batch.to(backend.device), k, temperature)

@@ -106,6 +106,7 @@ class DataParallelEngine:
     """An `Engine`. `own` is rank 0's; `make` is what the other ranks call for theirs."""
 
     measured: Mapping[str, float] = {}
+    streaming = None
 
     def __init__(self, ranks: Ranks, own: NativeEngine, make: Callable[[], NativeEngine]):
         self.ranks = ranks

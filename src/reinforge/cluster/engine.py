@@ -66,6 +66,7 @@ class RemoteEngine:
     """
 
     stats = None  # the actors do not tell
+    streaming = None
     measured: Mapping[str, float] = {}
 
     def __init__(

@@ -24,8 +24,9 @@ from functools import cache
 from statistics import NormalDist
 
 from reinforge.backends import roofline
-from reinforge.backends.memory_model import GIB, ModelFacts, kv_token_bytes, weight_bytes
+from reinforge.backends.memory_model import GIB, kv_token_bytes, weight_bytes
 from reinforge.backends.roofline import Machine, StepWork, forward_flops
+from reinforge.core.model_facts import ModelFacts
 
 MEMORY_GIB = {
     "B200": 180,

@@ -5,14 +5,18 @@ Implementations live in `reinforge.backends`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import Metrics, StepReport
 from reinforge.core.sample import Sample
 from reinforge.core.weights import Weights
@@ -42,22 +46,39 @@ class TrainedTokens:
     divergence: Tensor | None = None
 
 
-@runtime_checkable
-class Loss(Protocol):
-    """A pure function of one micro-batch.
+# [M, V] logits of the student and of a teacher -> [M]
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+
+class Loss(ABC):
+    """A pure function of one micro-batch, and what it wants to know of it. Losses stand in
+    `algorithms/losses`; backends call them, pack by pack.
 
     Must be a sum over tokens divided by `totals`, never by local counts.
-
-    It reads log-probs, unless it has an attribute `reads` that says otherwise: {"values"} for a
-    critic, or both, or {"values_after"} for a reward model, whose values are read at each token
-    instead of before it.
     """
 
-    needs: frozenset[str]  # streams that `annotate` must fill before: "old", "reference", ...
-    entropy: bool  # whether token entropies are wanted
-    entropy_gradient: bool  # ... and enter the loss
-    unit: int  # samples that must stay in one pack: 1, or 2 for preference pairs
+    # streams that `annotate` must fill before: "old", "reference", ...
+    needs: frozenset[str] = frozenset()
+    # what is read of the model: "logprobs"; "values" before each token, for a critic;
+    # "values_after", at each token, for a reward model
+    reads: frozenset[str] = frozenset({"logprobs"})
+    entropy: bool = False  # whether token entropies are wanted
+    entropy_gradient: bool = False  # ... and enter the loss
+    unit: int = 1  # samples that must stay in one pack: 1, or 2 for preference pairs
+    divergence: Divergence | None = None  # to a teacher; None: it compares with none
+    # ... to the tokens that were kept of a teacher (ids and log-probs side by side)
+    given: Divergence | None = None
+    # ... to a teacher with another tokenizer: the i-th token against the i-th
+    by_rank: bool = False
 
+    @property
+    def idle(self) -> bool:
+        """Whether a token with advantage 0 has no gradient, so that rows of such tokens need not be
+        computed.
+        """
+        return False
+
+    @abstractmethod
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss and metrics.
 
@@ -116,6 +137,24 @@ class Stateful(Protocol):
     def load(self, state: State) -> None: ...
 
 
+class SwappableWeights(Protocol):
+    """Weights that a model can compute with for a while instead of its own: the moving average of a
+    backend (`train.ema`).
+    """
+
+    def swapped(self) -> AbstractContextManager[None]:
+        """Inside, the model computes with the average; afterwards with its own weights again."""
+        ...
+
+
+class Teacher(Protocol):
+    """What a student imitates, as far as it is asked before training."""
+
+    def best(self, batch: Batch, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """([M, k] ids, [M, k] log-probs) of the likeliest tokens at every trained position."""
+        ...
+
+
 @runtime_checkable
 class Backend(Protocol):
     """What the loops train a policy, a critic or a reward model with. `build/` makes it."""
@@ -133,6 +172,34 @@ class Backend(Protocol):
     @property
     def devices(self) -> int:
         """How many train: one, the ranks of this run, or the actors of a cluster."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes, or its part in this process."""
+        ...
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether `annotate` can fill the stream `reference`."""
+        ...
+
+    @property
+    def ema(self) -> SwappableWeights | None:
+        """The average of the weights, where one is kept."""
+        ...
+
+    @property
+    def teachers(self) -> Teacher | None:
+        """The teachers that it was made with."""
+        ...
+
+    def forget_teachers(self) -> None:
+        """Nobody will ask them any more."""
+        ...
+
+    def facts(self) -> ModelFacts:
+        """For predictions of memory and time."""
         ...
 
     def parts(self) -> dict[str, Stateful]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -50,6 +50,10 @@ class GenerationStats:
     seconds: float = 0.0
 
 
+# hears of a sample's new tokens: its place, their ids, their log-probs, how it ended if it did
+OnTokens = Callable[[int, list[int], list[float], Stop | None], None]
+
+
 @runtime_checkable
 class Engine(Protocol):
     """What rollouts and evaluations generate with. `build/` makes it, the loops update it."""
@@ -62,6 +66,11 @@ class Engine(Protocol):
     @property
     def measured(self) -> Mapping[str, float]:
         """Metrics of the newest update, where it measures any."""
+        ...
+
+    @property
+    def streaming(self) -> StreamingEngine | None:
+        """The same engine as one that tells tokens as they come; None: it cannot."""
         ...
 
     async def generate(
@@ -92,4 +101,27 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Ends what it started (servers), now rather than with the process."""
+        ...
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine in this process that tells tokens as they come: what is cut is not lost. Partial
+    rollouts and the server generate with it.
+    """
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample now."""
+        ...
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        params: Sampling,
+        *,
+        key: int,
+        n: int = 1,
+        on_tokens: OnTokens | None = None,
+    ) -> list[Completion]:
+        """As any engine. `on_tokens` is called in the engine's thread."""
         ...

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reinforge.core.engine import Completion, Sampling
+from reinforge.core.engine import Completion, Sampling, StreamingEngine
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of, tokens_hash
 from reinforge.core.weights import Weights
@@ -70,8 +70,7 @@ class ResumableRequests:
     gives each group its engine, and forgets the groups that are trained.
     """
 
-    def __init__(self, engine: Any):
-        """`engine` must tell tokens as they come (`on_tokens`)."""
+    def __init__(self, engine: StreamingEngine):
         self.engine = engine
         self.kept: RequestsByGroup = {}
 
@@ -105,6 +104,7 @@ class ResumableEngine:
 
     stats = None  # what came of a request that was cut is not counted twice
     measured: Mapping[str, float] = {}
+    streaming = None  # the engine below tells the requests, and nobody else
 
     def __init__(self, requests: ResumableRequests, group: str):
         self.requests = requests

@@ -18,6 +18,7 @@ class EngineWithOpponent:
     """
 
     stats = None  # what the two did is not added up
+    streaming = None  # who wants to hear tokens asks one of them
 
     def __init__(self, first: Engine, second: Engine):
         self.first = first

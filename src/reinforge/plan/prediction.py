@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from reinforge.backends.memory_model import GIB, ModelFacts
+from reinforge.backends.memory_model import GIB
 from reinforge.build.predict import USABLE, machine_at, predict
 from reinforge.config.schema import Config
+from reinforge.core.model_facts import ModelFacts
 from reinforge.models.load import load_config
 from reinforge.plan.preflight import PlanReport
 

@@ -17,7 +17,6 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.roofline import GPUS, StepWork
 from reinforge.build.predict import needs_of
 from reinforge.cluster.scaling import (
@@ -34,6 +33,7 @@ from reinforge.cluster.scaling import (
 )
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.core.model_facts import ModelFacts
 from reinforge.watch.runs import read_json, read_lines
 
 PROMPT_TOKENS = 256.0  # where no run tells it

@@ -18,13 +18,14 @@ import torch
 from helpers.tiny_runs import launch, lines, tensors
 from helpers.toys import make_model, make_module
 from reinforge.backends import memory_model, roofline
-from reinforge.backends.memory_model import GIB, ModelFacts
+from reinforge.backends.memory_model import GIB
 from reinforge.backends.microbatch import auto_budget, facts_of
 from reinforge.backends.roofline import StepWork
 from reinforge.build.predict import predict, shown
 from reinforge.checkpoint import store
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.schema import Config
+from reinforge.core.model_facts import ModelFacts
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.watch.report import compare_prediction, write_report

@@ -19,7 +19,7 @@ import yaml
 
 from helpers.paths import ROOT
 from reinforge.backends import roofline
-from reinforge.backends.memory_model import ModelFacts, kv_token_bytes, weight_bytes
+from reinforge.backends.memory_model import kv_token_bytes, weight_bytes
 from reinforge.backends.roofline import StepWork, forward_flops
 from reinforge.cluster import scaling
 from reinforge.cluster.scaling import (
@@ -35,6 +35,7 @@ from reinforge.cluster.scaling import (
 )
 from reinforge.config.load import load_config
 from reinforge.core.errors import InputError
+from reinforge.core.model_facts import ModelFacts
 from reinforge.plan.simulate import measured_of, plan_cluster, spread
 
 SMALL = ModelFacts(32, 4096, 14336, 32, 8, 128, 128256, False, compiled=True)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from reinforge.algorithms.parts.reduce import Reduce, token_mean
 from reinforge.algorithms.settings import look_up
-from reinforge.core.backend import TrainedTokens
+from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.trace import traced
 
@@ -166,7 +166,7 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class DistillationLoss:
+class DistillationLoss(Loss):
     """weight · T^2 · divergence + (1 - weight) · NLL of the text, per token (1503.02531), by
     default averaged over all trained tokens.
 
@@ -174,11 +174,6 @@ class DistillationLoss:
     of logits) in chunks, or by `given` from the teacher's best tokens, where those were computed
     beforehand (`k` of them).
     """
-
-    unit = 1
-    entropy = False
-    entropy_gradient = False
-    needs: frozenset[str] = frozenset()
 
     def __init__(
         self,

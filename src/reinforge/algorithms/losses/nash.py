@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reinforge.algorithms.losses.rows import constant, sums
-from reinforge.core.backend import TrainedTokens
+from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.trace import traced
 
@@ -42,15 +42,11 @@ def geometric_mixture(policy: Tensor, reference: Tensor, *, coefficient: float =
     )
 
 
-class NashLoss:
+class NashLoss(Loss):
     """Nash-MD as a backend calls it: the mean over the policy's answers.
 
     Streams: `reference`, and `wins`, constant over an answer.
     """
-
-    unit = 1
-    entropy = False
-    entropy_gradient = False
 
     def __init__(self, *, beta: float = 0.1):
         self.beta = beta

@@ -65,9 +65,9 @@ for _function in ADVANTAGES.values():
     _function.needs = frozenset({"teacher"})
 
 
-class WithDivergence:
+class WithDivergence(Loss):
     """L = L_policy + L_distillation over the same tokens: MiniLLM's long term and its single-step
-    term, which is exact.
+    term, which is exact. That has a gradient where advantages are 0 too.
     """
 
     def __init__(self, policy: Loss, distillation: DistillationLoss):
@@ -80,7 +80,6 @@ class WithDivergence:
         self.divergence = distillation.divergence
         self.given = distillation.given
         self.by_rank = distillation.by_rank
-        self.idle = False  # the second term has a gradient where advantages are 0
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         policy, metrics = self.policy(tokens, totals)

@@ -20,14 +20,14 @@ from reinforge.algorithms.parts.kl import KL, k3
 from reinforge.algorithms.parts.reduce import Reduce
 from reinforge.algorithms.parts.surrogates import Surrogate, safe_ratio
 from reinforge.algorithms.parts.terms import LossTerms
-from reinforge.core.backend import TrainedTokens
+from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.trace import traced
 
 Selected = Literal["keep", "drop", "penalise"]
 
 
-class PolicyLoss:
+class PolicyLoss(Loss):
     """A policy-gradient loss.
 
     `old` is the stream of that name if there is one, else the current log-probs without gradient:
@@ -45,7 +45,6 @@ class PolicyLoss:
     it already, so it is no term here.
     """
 
-    unit = 1
     entropy = True  # for the metrics
 
     def __init__(

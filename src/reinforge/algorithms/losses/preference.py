@@ -19,7 +19,7 @@ from reinforge.algorithms.losses import preference_terms as terms
 from reinforge.algorithms.losses.preference_terms import Result, result, smoothed
 from reinforge.algorithms.losses.rows import constant, places, sides, sums
 from reinforge.algorithms.settings import look_up, settings_of
-from reinforge.core.backend import TrainedTokens
+from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
@@ -74,7 +74,7 @@ PREFERENCE: dict[str, PreferenceRow] = {
 }
 
 
-class PairLoss:
+class PairLoss(Loss):
     """A preference loss, or a weighted sum of several (MPO): sum over terms of weight · mean over
     the pairs of the whole batch.
 
@@ -98,8 +98,6 @@ class PairLoss:
     """
 
     unit = 2
-    entropy = False
-    entropy_gradient = False
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, so
 
 from reinforge.algorithms.losses.rows import constant, last, sides
 from reinforge.algorithms.settings import look_up
-from reinforge.core.backend import TrainedTokens
+from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
 
 
@@ -81,7 +81,7 @@ REWARD: dict[str, RewardRow] = {
 }
 
 
-class RewardLoss:
+class RewardLoss(Loss):
     """A loss over `TrainedTokens.values`.
 
     The score of an answer is the value at its last trained token.
@@ -93,9 +93,6 @@ class RewardLoss:
     `centre` adds `centred` for pairs.
     """
 
-    entropy = False
-    entropy_gradient = False
-    needs: frozenset[str] = frozenset()
     reads = frozenset({"values_after"})
 
     def __init__(self, name: str = "bradley_terry", *, centre: float = 0.0):

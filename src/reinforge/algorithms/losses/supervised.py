@@ -5,23 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from reinforge.algorithms.parts.reduce import Reduce, token_mean
-from reinforge.core.backend import TrainedTokens
+from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.trace import traced
 
 
-class NLLLoss:
+class NLLLoss(Loss):
     """Supervised fine-tuning: L = -logp of each trained token, by default averaged over all trained
     tokens of the batch.
     """
 
-    unit = 1
-    entropy = False
-    entropy_gradient = False
-
     def __init__(self, reduce: Reduce = token_mean):
         self.reduce = reduce
-        self.needs: frozenset[str] = frozenset()
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         weights = self.reduce(tokens, totals)
@@ -42,13 +37,8 @@ def dft(logprobs: Tensor) -> Tensor:
     return -logprobs.detach().exp() * logprobs
 
 
-class DFTLoss:
+class DFTLoss(Loss):
     """Dynamic fine-tuning, by default averaged over all trained tokens of the batch."""
-
-    unit = 1
-    entropy = False
-    entropy_gradient = False
-    needs: frozenset[str] = frozenset()
 
     def __init__(self, reduce: Reduce = token_mean):
         self.reduce = reduce

@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 
 from reinforge.algorithms.losses.rows import constant, sums
 from reinforge.algorithms.settings import look_up, settings_of
-from reinforge.core.backend import State, TrainedTokens
+from reinforge.core.backend import Loss, State, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
@@ -123,7 +123,7 @@ UNPAIRED: dict[str, UnpairedRow] = {
 }
 
 
-class UnpairedLoss:
+class UnpairedLoss(Loss):
     """A loss over single judged answers.
 
     The stream `label` holds 1 on all tokens of a good answer and 0 on those of a bad one
@@ -134,10 +134,6 @@ class UnpairedLoss:
     `constant`: a KTO baseline from `companions`, prompts with another prompt's answer; BCO's delta
     from the rewards of all batches so far, this one included. That mean is state, and saved.
     """
-
-    unit = 1
-    entropy = False
-    entropy_gradient = False
 
     def __init__(self, name: str = "kto", *, limit: int | None = None, **settings: Any):
         self.row: UnpairedRow = look_up(UNPAIRED, name, "algorithm.name")

@@ -18,7 +18,7 @@ from reinforge.core.errors import InputError
 MOMENTS = "critic/moments/"  # sums / N that `finish` turns into the explained variance
 
 
-class ValueLoss:
+class ValueLoss(Loss):
     """L = sum_t 1/2 max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / N (PPO as
     implemented, 2403.17031 detail 13).
 
@@ -26,9 +26,6 @@ class ValueLoss:
     R the stream `returns`.
     """
 
-    unit = 1
-    entropy = False
-    entropy_gradient = False
     reads = frozenset({"values"})
 
     def __init__(self, clip: float | None = 0.2):
@@ -101,7 +98,7 @@ def finish(metrics: Mapping[str, float]) -> dict[str, float]:
     return done
 
 
-class WithValues:
+class WithValues(Loss):
     """L = L_policy + coefficient * L_value, for a value head on the policy's own trunk: one forward
     gives both.
     """
@@ -114,7 +111,7 @@ class WithValues:
         self.entropy = policy.entropy
         self.entropy_gradient = policy.entropy_gradient
         self.needs = policy.needs | value.needs
-        self.reads: frozenset[str] = getattr(policy, "reads", frozenset({"logprobs"})) | value.reads
+        self.reads = policy.reads | value.reads
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         policy, metrics = self.policy(tokens, totals)

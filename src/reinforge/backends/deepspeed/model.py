@@ -27,6 +27,7 @@ from reinforge.backends.distributed.ranks import RankMember
 from reinforge.config.deepspeed import DeepSpeedConfig
 from reinforge.config.train import OptimizerConfig
 from reinforge.core.errors import InputError
+from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -291,7 +292,7 @@ def start(
             for name, buffer in part._buffers.items():
                 part._buffers[name] = None if buffer is None else buffer.to(member.device)
         # read by our chunked log-probs, not called
-        for p in getattr(model, "head", nn.Identity()).parameters():
+        for p in model.head.parameters() if isinstance(model, CausalModel) else ():
             library.zero.register_external_parameter(root, p)
         for p in () if model.value_head is None else model.value_head.parameters():
             library.zero.register_external_parameter(root, p)

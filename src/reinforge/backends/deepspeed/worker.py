@@ -17,7 +17,6 @@ from reinforge.backends.distributed.worker import RankWorker
 from reinforge.backends.memory_model import (
     CPU_BUDGET,
     KEEP,
-    ModelFacts,
     budget,
     gradient_bytes,
     optimizer_bytes,
@@ -30,6 +29,7 @@ from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
+from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.models.adapters import begins_as_base
 from reinforge.models.causal import CausalModel

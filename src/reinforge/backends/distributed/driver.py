@@ -20,13 +20,13 @@ from reinforge.backends.distributed.parallel_layout import ParallelLayout
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.distributed.worker import RankWorker, parameter_of
 from reinforge.backends.local import refuse_other_model
-from reinforge.backends.memory_model import ModelFacts
 from reinforge.backends.microbatch import annotate_nothing, combine
 from reinforge.backends.oom import fitted
 from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State, Stateful
 from reinforge.core.batch import Batch, Totals, rejoin
+from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
 from reinforge.models.packed import PackedModel
@@ -85,6 +85,17 @@ class DistributedBackend:
     @property
     def devices(self) -> int:
         return self.ranks.size
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def has_reference(self) -> bool:
+        return self.reference is not None
+
+    def forget_teachers(self) -> None:
+        self.teachers = None
 
     def facts(self) -> ModelFacts:
         return self.worker.facts()

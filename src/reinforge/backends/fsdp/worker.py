@@ -27,13 +27,7 @@ from reinforge.backends.fsdp.model import shard
 from reinforge.backends.fsdp.optimizer import ShardedAdamW
 from reinforge.backends.fsdp.reference import ShardedReference
 from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
-from reinforge.backends.memory_model import (
-    KEEP,
-    ModelFacts,
-    budget,
-    gradient_bytes,
-    optimizer_bytes,
-)
+from reinforge.backends.memory_model import KEEP, budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import CPU_BUDGET
 from reinforge.backends.reference import ReferencePolicy
 from reinforge.checkpoint.tensors import Box, CheckpointTensors, write_pieces
@@ -41,6 +35,7 @@ from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, Metrics, State
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.model_facts import ModelFacts
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from reinforge.core.batch import Batch
-from reinforge.core.engine import Completion, GenerationStats, Sampling
+from reinforge.core.engine import (
+    Completion,
+    GenerationStats,
+    OnTokens,
+    Sampling,
+    StreamingEngine,
+)
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample, Stop
 from reinforge.core.seeds import seed_of
@@ -120,6 +126,10 @@ class NativeEngine:
 
     # ---- the contract ----
 
+    @property
+    def streaming(self) -> StreamingEngine:
+        return self
+
     async def generate(
         self,
         tokens: Sequence[int],
@@ -127,7 +137,7 @@ class NativeEngine:
         *,
         key: int,
         n: int = 1,
-        on_tokens: Callable[[int, list[int], list[float], Stop | None], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
         """`on_tokens(i, tokens, logprobs, stop)` hears of sample i's tokens as they come, in the
         engine's thread.

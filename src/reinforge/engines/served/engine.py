@@ -88,6 +88,8 @@ class EventLoopState:
 
 
 class ServedEngine:
+    streaming = None
+
     def __init__(self, setup: ServerSetup, dialect: Dialect, score: Scorer | None = None):
         """Starts the servers; they are waited for when they are needed.
 
