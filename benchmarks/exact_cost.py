@@ -56,7 +56,7 @@ def measure(
         prepared = time.perf_counter()
         metrics = (
             backend.forward_backward(batches, algorithm.loss, Totals.of(batches, response))
-            | backend.step()
+            | backend.step().metrics()
         )
         sync()
         rows.append(

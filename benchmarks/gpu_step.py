@@ -253,7 +253,7 @@ def main() -> None:
         if not args.no_train:
             metrics = (
                 backend.forward_backward(batches, algorithm.loss, Totals.of(batches, args.response))
-                | backend.step()
+                | backend.step().metrics()
             )
         sync()
         done = time.perf_counter()

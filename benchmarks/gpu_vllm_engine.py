@@ -161,7 +161,7 @@ async def steps(
         marks.append(time.perf_counter())
         metrics = (
             backend.forward_backward(batches, algorithm.loss, Totals.of(batches, args.response))
-            | backend.step()
+            | backend.step().metrics()
         )
         sync()
         marks.append(time.perf_counter())

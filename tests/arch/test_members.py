@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from source_tree import PACKAGE, modules, tree
+from helpers.source_tree import PACKAGE, modules, tree
 
 A_USERS = "a function or an object of a user's says so, or does not"
 FOREIGN = "an object of another library"

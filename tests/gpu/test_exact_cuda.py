@@ -301,7 +301,7 @@ def test_a_training_step_reports_no_mismatch() -> None:
         algorithm.advantages(batches)
         found[exact] = (
             backend.forward_backward(batches, algorithm.loss, Totals.of(batches, 48))
-            | backend.step()
+            | backend.step().metrics()
         )
     assert found[True]["mismatch/max"] == 0.0 and found[False]["mismatch/max"] > 0.0
 

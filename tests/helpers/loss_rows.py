@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reinforge.backends.microbatch import combine
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Batch, Totals, pack
+from reinforge.core.metrics import LossMetrics
 from reinforge.core.sample import Sample
 
 LENGTHS = [3, 5, 4, 1, 2, 2, 6, 3]  # trained tokens of four pairs (or eight rows)
@@ -73,22 +75,14 @@ def run(
     if hasattr(loss, "prepare"):
         loss.prepare(batches, companions)
     value = 0.0
-    metrics = {}
+    measured: list[LossMetrics] = []
     gradients = {}
     for batch in batches:
         leaf = batch.streams["policy"].double().requires_grad_()
         part, found = loss(tokens_of(batch, leaf, field), totals)
         part.backward()
         value += part.item()
-        for name, x in found.items():
-            join = (
-                max
-                if name.endswith("/max")
-                else min
-                if name.endswith("/min")
-                else lambda a, b: a + b
-            )
-            metrics[name] = join(metrics[name], x.item()) if name in metrics else x.item()
+        measured.append(found)
         assert leaf.grad is not None
         gradients |= dict(
             zip(
@@ -97,7 +91,7 @@ def run(
                 strict=True,
             )
         )
-    return value, gradients, metrics
+    return value, gradients, dict(combine(measured))
 
 
 def assert_cut_does_not_matter(

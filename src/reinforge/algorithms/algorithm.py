@@ -20,8 +20,9 @@ from reinforge.algorithms.parts.reduce import Reduce
 from reinforge.algorithms.parts.rollouts import Rollouts, Scale
 from reinforge.algorithms.parts.surrogates import Surrogate
 from reinforge.algorithms.parts.terms import LossTerms
-from reinforge.core.backend import Loss, Metrics, State
+from reinforge.core.backend import Loss, State
 from reinforge.core.batch import Batch
+from reinforge.core.metrics import Metrics
 from reinforge.core.sample import Group, Sample
 
 

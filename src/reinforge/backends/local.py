@@ -25,9 +25,10 @@ from reinforge.backends.teachers import Teachers
 from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
-from reinforge.core.backend import Loss, Metrics, State, Stateful, TrainedTokens
+from reinforge.core.backend import Loss, State, Stateful, TrainedTokens
 from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError
+from reinforge.core.metrics import LossMetrics, StepMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
@@ -169,7 +170,7 @@ class LocalBackend:
         if "values" in needs:
             annotate_values(self.model, batch, moved)
 
-    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
         """Where memory runs out, the whole pass is done again in smaller micro-batches with the
         same totals.
         """
@@ -188,7 +189,7 @@ class LocalBackend:
             self.budget = self.recovery.smaller(self.budget, loss.unit)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
         """What the loss says of the batches, without a gradient."""
         while True:
             try:
@@ -197,13 +198,13 @@ class LocalBackend:
                 pass
             self.budget = self.recovery.smaller(self.budget, loss.unit)
 
-    def _pass(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+    def _pass(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
         self.model.recompute(True)
         return self._forward(batches, loss, totals)
 
-    def _forward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+    def _forward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
         """Every micro-batch forward, and backward where gradients are on."""
-        parts: list[dict[str, Tensor]] = []
+        parts: list[LossMetrics] = []
         for batch in batches:
             if not batch.n_trained:
                 continue
@@ -215,7 +216,7 @@ class LocalBackend:
             parts.append({"train/loss": value.detach(), **metrics})
         return combine(parts)
 
-    def _micro(self, batch: Batch, loss: Loss, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def _micro(self, batch: Batch, loss: Loss, totals: Totals) -> tuple[Tensor, LossMetrics]:
         if self.balance is None or not torch.is_grad_enabled():
             return loss(self._tokens(batch, loss, totals), totals)
         with self.balance.watched() as routed:

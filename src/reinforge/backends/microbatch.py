@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from reinforge.backends.memory_model import (
 from reinforge.backends.teachers import Teachers, divergence_to
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.metrics import Extreme, Metric, Reduction, StepMetrics, reduction_of, tensor_of
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.sample import Stop
 from reinforge.core.trace import numbered
@@ -96,25 +97,40 @@ def annotate_nothing(batch: Batch, needs: frozenset[str]) -> None:
         batch.bootstrap = torch.zeros(len(batch.samples))
 
 
-def combine(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Metrics of micro-batches: sums, except names ending in /max and /min.
+def combine(parts: Sequence[Mapping[str, Tensor | Extreme | Metric]]) -> StepMetrics:
+    """The metrics of micro-batches, or of ranks, as those of the whole batch: shares of it add up.
 
     One transfer from the device, in float64: moments are subtracted from each other later. The
     elements of a vector (core/trace.py) are metrics of their own.
     """
-    names: list[str] = []
+    reductions: dict[str, Reduction] = {}
     columns: list[Tensor] = []
     for name in sorted({name for part in parts for name in part}):
-        values = torch.stack([part[name].detach().double() for part in parts if name in part])
-        if name.endswith("/max"):
+        found = [part[name] for part in parts if name in part]
+        values = torch.stack([_wide(part) for part in found])
+        reduction = reduction_of(found[0])
+        if reduction is Reduction.MAX:
             column = values.amax(0)
-        elif name.endswith("/min"):
+        elif reduction is Reduction.MIN:
             column = values.amin(0)
         else:
             column = values.sum(0)
-        names += [numbered(name, i) for i in range(len(column))] if column.ndim else [name]
+        names = [numbered(name, i) for i in range(len(column))] if column.ndim else [name]
+        reductions |= dict.fromkeys(names, reduction)
         columns.append(column.reshape(-1))
-    return dict(zip(names, torch.cat(columns).tolist(), strict=True)) if names else {}
+    if not columns:
+        return {}
+    numbers = torch.cat(columns).tolist()
+    return {
+        name: Metric(number, reduction)
+        for (name, reduction), number in zip(reductions.items(), numbers, strict=True)
+    }
+
+
+def _wide(part: Tensor | Extreme | Metric) -> Tensor:
+    if isinstance(part, Metric):
+        return torch.tensor(float(part), dtype=torch.float64)
+    return tensor_of(part).detach().double()
 
 
 def facts_of(model: PackedModel, *, offload: bool = False) -> ModelFacts:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from reinforge.backends.distributed.follower import WeightFollower
 from reinforge.cluster.worker_group import WorkerGroup
-from reinforge.core.backend import Backend, Loss, Metrics, State, Stateful
+from reinforge.core.backend import Backend, Loss, State, Stateful
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.metrics import StepMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
@@ -91,12 +92,12 @@ class RemoteBackend:
             batch.streams = batch.streams | streams
             batch.bootstrap = bootstrap
 
-    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
-        metrics: Metrics = self._do(_run, "forward_backward", list(batches), loss, totals)
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
+        metrics: StepMetrics = self._do(_run, "forward_backward", list(batches), loss, totals)
         return metrics
 
-    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
-        metrics: Metrics = self._do(_run, "evaluate", list(batches), loss, totals)
+    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
+        metrics: StepMetrics = self._do(_run, "evaluate", list(batches), loss, totals)
         return metrics
 
     def step(self) -> StepReport:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.metrics import LossMetrics, StepMetrics
 from reinforge.core.model_facts import ModelFacts
-from reinforge.core.report import Metrics, StepReport
+from reinforge.core.report import StepReport
 from reinforge.core.sample import Sample
 from reinforge.core.weights import Weights
 
@@ -79,11 +80,11 @@ class Loss(ABC):
         return False
 
     @abstractmethod
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         """The scalar loss and metrics.
 
-        Metrics are sums already divided by `totals`, so that they add up over micro-batches; names
-        ending in `/max` and `/min` are combined by max and min.
+        Metrics are sums already divided by `totals`, so that they add up over micro-batches, or an
+        `Extreme`.
         """
         ...
 
@@ -212,11 +213,11 @@ class Backend(Protocol):
         """
         ...
 
-    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
         """Accumulates the gradient of a whole optimizer step."""
         ...
 
-    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
         """What the loss says of the batches, without a gradient."""
         ...
 

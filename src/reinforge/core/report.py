@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-Metrics = dict[str, float]
+from reinforge.core.metrics import Metric, Reduction, StepMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,21 @@ class StepReport:
         """Whether there was nothing to train: the gradient is 0, and the weights are as before."""
         return self.grad_norm == 0
 
-    def metrics(self, role: str = "train") -> Metrics:
-        """The same for people, under the names of a role: train, or critic."""
+    def metrics(self, role: str = "train") -> StepMetrics:
+        """The same for people, under the names of a role: train, or critic.
+
+        One bad step of the policy makes a bad training step; a critic's are told as a share.
+        """
+        bad = Reduction.MAX if role == "train" else Reduction.MEAN
         found = {
-            f"{role}/grad_norm": self.grad_norm,
-            f"{role}/learning_rate": self.learning_rate,
-            f"{role}/skipped": float(self.skipped),
-            f"{role}/empty": float(self.empty),
+            f"{role}/grad_norm": Metric(self.grad_norm),
+            f"{role}/learning_rate": Metric(self.learning_rate),
+            f"{role}/skipped": Metric(self.skipped, bad),
+            f"{role}/empty": Metric(self.empty, bad),
         }
-        if self.out_of_memory is not None:
-            found[f"{role}/oom"] = float(self.out_of_memory.times)
-            found[f"{role}/oom_budget/max"] = float(self.out_of_memory.old_budget)
-            found[f"{role}/oom_budget/min"] = float(self.out_of_memory.new_budget)
+        short = self.out_of_memory
+        if short is not None:
+            found[f"{role}/oom"] = Metric(short.times, Reduction.MAX)
+            found[f"{role}/oom_budget/max"] = Metric(short.old_budget, Reduction.MAX)
+            found[f"{role}/oom_budget/min"] = Metric(short.new_budget, Reduction.MIN)
         return found

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from reinforge.core.backend import Metrics, TrainedTokens
+from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.metrics import Extreme, LossMetrics, Metrics, StepMetrics
 
 STREAM = "trace"
 PREFIX = "trace/"
@@ -30,19 +31,21 @@ def traced(
     totals: Totals,
     of_tokens: Mapping[str, Tensor],
     of_rows: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
+) -> LossMetrics:
     """[K] each: the sums of `of_tokens` [M] over the tokens of every slot, and of `of_rows` [S],
     which count at the last token of their row. Nothing where nothing is traced.
     """
     if not totals.traced:
         return {}
     slot_M = tokens.streams[STREAM].long()
-    found = {TOKENS: _sums(torch.ones_like(tokens.logprobs), slot_M, totals.traced)}
+    found: LossMetrics = {TOKENS: _sums(torch.ones_like(tokens.logprobs), slot_M, totals.traced)}
     for name, values in of_tokens.items():
         found[name] = _sums(values, slot_M, totals.traced)
         if name in EXTREMES:
-            found[f"{name}/max"] = _extremes(values, slot_M, totals.traced, "amax")
-            found[f"{name}/min"] = _extremes(values, slot_M, totals.traced, "amin")
+            largest = _extremes(values, slot_M, totals.traced, "amax")
+            smallest = _extremes(values, slot_M, totals.traced, "amin")
+            found[f"{name}/max"] = Extreme.largest(largest)
+            found[f"{name}/min"] = Extreme.smallest(smallest)
     if of_rows:
         lengths = tokens.lengths
         slot_S = slot_M[(lengths.cumsum(0) - 1).clamp(min=0)]
@@ -66,7 +69,7 @@ def _extremes(values: Tensor, slot: Tensor, slots: int, which: str) -> Tensor:
 
 
 def numbered(name: str, slot: int) -> str:
-    """The name of one slot's number. How metrics are combined stands at the end of a name.
+    """The name of one slot's number.
 
     >>> numbered("trace/ratio/max", 3)
     'trace/3/ratio/max'
@@ -75,7 +78,7 @@ def numbered(name: str, slot: int) -> str:
     return f"{head}/{slot}/{rest}"
 
 
-def take_traced(metrics: Metrics) -> dict[int, Metrics]:
+def take_traced(metrics: StepMetrics) -> dict[int, Metrics]:
     """Takes the numbers of the slots out of the metrics: {slot, from 1: {name: number}}.
 
     Slots that the loss has not seen are left out.

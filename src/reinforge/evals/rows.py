@@ -30,7 +30,7 @@ def heldout_rows(
     batches = prepared(backend, own, [sample for unit in units for sample in unit])
     found = backend.evaluate(batches, own, Totals.of(batches))
     return {
-        f"eval/{name.partition('/')[2]}": value
+        f"eval/{name.partition('/')[2]}": float(value)
         for name, value in found.items()
         if not name.startswith(HIDDEN)
     } | {"eval/n": len(units)}

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reinforge.algorithms.losses.value import finish
-from reinforge.core.backend import Backend, Loss, Metrics, State
+from reinforge.core.backend import Backend, Loss, State
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.metrics import Metric, Reduction, StepMetrics
 from reinforge.core.report import StepReport
 
 
@@ -30,7 +31,7 @@ class Critic:
         """Fills the stream `values`, and the bootstrap of samples that the token limit cut off."""
         self.backend.annotate(batches, frozenset({"values"}))
 
-    def update(self, minibatch: Sequence[Batch], totals: Totals) -> tuple[Metrics, StepReport]:
+    def update(self, minibatch: Sequence[Batch], totals: Totals) -> tuple[StepMetrics, StepReport]:
         """One optimizer step towards the stream `returns`.
 
         A step that had to be skipped counts as a bad step of the run.
@@ -45,7 +46,7 @@ class Critic:
         rest = {name: value for name, value in metrics.items() if not name.startswith("train/")}
         found = own | report.metrics("critic") | rest
         if report.skipped:
-            found["train/skipped"] = 1.0
+            found["train/skipped"] = Metric(1.0, Reduction.MAX)
         return found, report
 
     def warming(self, step: int) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from reinforge.config.schema import Config
-from reinforge.core.backend import Metrics
 from reinforge.core.errors import InputError
+from reinforge.core.metrics import Metrics
 from reinforge.core.sample import Group
 
 

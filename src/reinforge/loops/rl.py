@@ -10,7 +10,7 @@ cut; publish the new weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.losses import value
 from reinforge.algorithms.parts import corrections
-from reinforge.core.backend import Backend, Metrics
+from reinforge.core.backend import Backend
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Engine
 from reinforge.core.errors import Terminated
+from reinforge.core.metrics import Metrics, StepMetrics, average
 from reinforge.core.report import StepReport
 from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import signal_share, why_masked, with_signal
@@ -35,8 +36,6 @@ from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.buffer import RolloutBuffer
 from reinforge.rollout.source import GroupSource, RolloutBatch, rollout_metrics
 
-# of a bad optimizer step: one of several makes the step a bad one
-COUNTED_ONCE = ("train/skipped", "train/empty", "train/oom", "critic/oom")
 PATIENCE = 20.0  # seconds that a run which is asked to end waits for rewards under way
 
 
@@ -189,7 +188,7 @@ class RLTrainer:
             for minibatch in minibatches:
                 totals = Totals.of(minibatch, self.max_new_tokens)
                 told = trace if epoch == 0 else None
-                metrics: Metrics = {}
+                metrics: StepMetrics = {}
                 if not self._waits():
                     metrics |= self._policy_step(minibatch, totals, updates, told)
                 if self.critic is not None:
@@ -209,7 +208,7 @@ class RLTrainer:
         totals: Totals,
         updates: Updates,
         trace: StepTrace | None = None,
-    ) -> Metrics:
+    ) -> StepMetrics:
         """One optimizer step of the policy: its metrics. What it did is added to `updates`."""
         if self.skip_idle and self.algorithm.idle:
             minibatch = with_signal(minibatch, self.backend.budget, share=self.backend.share)
@@ -254,7 +253,7 @@ class Updates:
 
     policy: list[StepReport] = field(default_factory=list)
     critic: list[StepReport] = field(default_factory=list)
-    measured: list[Metrics] = field(default_factory=list)  # of each, for people
+    measured: list[StepMetrics] = field(default_factory=list)  # of each, for people
     processed: list[int] = field(default_factory=list)  # tokens, of each of the policy's
 
     def metrics(self) -> Metrics:
@@ -274,20 +273,3 @@ def trainable(sample: Sample, overlong: str) -> Sample:
     if why_masked(sample, overlong) is None:
         return sample
     return sample.with_(trained=torch.zeros_like(sample.trained))
-
-
-def average(results: Iterable[Metrics]) -> Metrics:
-    """Metrics of several optimizer steps as one: means, except /max, /min and counts of
-    bad steps.
-    """
-    results = list(results)
-    out: Metrics = {}
-    for name in {n: None for r in results for n in r}:
-        values = [r[name] for r in results if name in r]
-        if name.endswith("/max") or name in COUNTED_ONCE:
-            out[name] = max(values)
-        elif name.endswith("/min"):
-            out[name] = min(values)
-        else:
-            out[name] = sum(values) / len(values)
-    return out

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 from reinforge.checkpoint.crash_points import crash_point
 from reinforge.checkpoint.lock import RunLock
 from reinforge.config.schema import Config
-from reinforge.core.backend import Metrics
 from reinforge.core.errors import InputError, Terminated
+from reinforge.core.metrics import Metrics
 from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reinforge.core.backend import Metrics
+from reinforge.core.metrics import Metrics
 from reinforge.core.report import OutOfMemory, StepReport
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from reinforge.core.backend import Backend, Loss
 from reinforge.core.batch import Totals
+from reinforge.core.metrics import average
 from reinforge.core.prepare import prepared
 from reinforge.core.sample import Sample
 from reinforge.loops.run import Run
@@ -46,9 +47,9 @@ class SupervisedTrainer:
             with run.phase("annotate"):
                 batches = prepared(self.backend, self.loss, samples)
             with run.phase("train"):
-                metrics = self.backend.forward_backward(batches, self.loss, Totals.of(batches))
+                found = self.backend.forward_backward(batches, self.loss, Totals.of(batches))
                 report = self.backend.step()
-                metrics |= report.metrics()
+                metrics = average([found | report.metrics()])
             trained = sum(b.n_trained for b in batches)
             processed = sum(b.n_tokens for b in batches)
             run.counters["updates"] = run.counters.get("updates", 0) + 1

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.explain import explained, place_of
-from reinforge.core.backend import Metrics
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.metrics import Metrics, StepMetrics
 from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import why_masked
 from reinforge.core.trace import STREAM, TOKENS, take_traced
@@ -142,7 +142,7 @@ class StepTrace:
             place.batch.streams[STREAM][place.begin : place.end] = numbers
             self.slots += wanted
 
-    def heard(self, metrics: Metrics, totals: Totals) -> None:
+    def heard(self, metrics: StepMetrics, totals: Totals) -> None:
         """What the loss said in an optimizer step; it is taken out of the metrics."""
         self._said |= take_traced(metrics)
         self.totals.append(totals)

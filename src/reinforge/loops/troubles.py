@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from reinforge.core.backend import Metrics
 from reinforge.core.errors import ReinforgeError, StoppedByPolicy, Terminated
 from reinforge.core.faults import fault_events
+from reinforge.core.metrics import Metrics
 from reinforge.core.sample import Group
 from reinforge.loops.step import TrainingStep
 from reinforge.watch.recorder import Recorder

@@ -21,6 +21,8 @@ from reinforge.algorithms.parts.corrections import (
     statistics,
     tis,
 )
+from reinforge.backends.microbatch import combine
+from reinforge.core.metrics import Metric
 
 LN = math.log
 
@@ -207,15 +209,7 @@ def test_mismatch_adds_up_over_micro_batches() -> None:
     trainer = logs(1.0, 0.5, 3.0, 1.9)
     behaviour = zeros(4)
     parts = [mismatch(trainer[i], behaviour[i], 4) for i in (slice(0, 1), slice(1, 4))]
-    combine = {True: max, False: lambda a, b: a + b}
-    summed = {
-        k: float(
-            min(p[k] for p in parts)
-            if k.endswith("/min")
-            else combine[k.endswith("/max")](*(p[k] for p in parts))
-        )
-        for k in parts[0]
-    }
+    summed = combine(parts)
     whole = statistics(trainer, behaviour)
     assert finish(summed) == pytest.approx({k: v for k, v in whole.items() if "/p" not in k})
-    assert finish({"policy/loss": 1.0}) == {"policy/loss": 1.0}
+    assert finish({"policy/loss": Metric(1.0)}) == {"policy/loss": 1.0}

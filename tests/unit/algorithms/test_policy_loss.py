@@ -19,8 +19,10 @@ from reinforge.algorithms.parts.kl import k2, k3
 from reinforge.algorithms.parts.reduce import REDUCERS, sequence_mean, sequence_sum, token_mean
 from reinforge.algorithms.parts.surrogates import ppo_clip
 from reinforge.algorithms.parts.terms import LossTerms
+from reinforge.backends.microbatch import combine
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals, pack
+from reinforge.core.metrics import LossMetrics
 from reinforge.core.sample import Sample
 
 STREAMS = ("old", "behaviour", "reference", "advantages")
@@ -77,27 +79,17 @@ def run(
     sizes = [len(leaf) for leaf in leaves]
     totals = Totals(sum(sizes), sum(n > 0 for n in sizes), max_length, {})
     total = 0.0
-    combined = {}
+    measured: list[LossMetrics] = []
     for part in cut:
         value, metrics = loss(view([rows[i] for i in part], [leaves[i] for i in part]), totals)
         if value.requires_grad:
             value.backward()
         total += value.item()
-        for name, number in metrics.items():
-            join = (
-                max
-                if name.endswith("/max")
-                else min
-                if name.endswith("/min")
-                else lambda a, b: a + b
-            )
-            combined[name] = (
-                join(combined[name], number.item()) if name in combined else number.item()
-            )
+        measured.append(metrics)
     return (
         total,
         [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves],
-        combined,
+        dict(combine(measured)),
     )
 
 
@@ -492,7 +484,7 @@ def gradient_by_row(
     totals = Totals.of(batches, 16)
     gradients = {}
     total = 0.0
-    metrics = {}
+    parts: list[LossMetrics] = []
     for batch in batches:
         start = torch.cat(
             [
@@ -517,16 +509,8 @@ def gradient_by_row(
         gradients |= dict(
             zip([s.uid for s in batch.samples], leaf.grad.split(lengths.tolist()), strict=True)
         )
-        for name, value in found.items():
-            join = (
-                max
-                if name.endswith("/max")
-                else min
-                if name.endswith("/min")
-                else lambda a, b: a + b
-            )
-            metrics[name] = join(metrics[name], value.item()) if name in metrics else value.item()
-    return gradients, total, metrics | measured
+        parts.append(found)
+    return gradients, total, dict(combine(parts)) | measured
 
 
 MODIFIED: dict[str, dict] = {

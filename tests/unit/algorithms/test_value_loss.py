@@ -16,6 +16,7 @@ from reinforge.backends.microbatch import combine
 from reinforge.core.backend import TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.errors import InputError
+from reinforge.core.metrics import Metric
 
 T = torch.tensor
 
@@ -126,7 +127,7 @@ def test_explained_variance_of_special_critics() -> None:
     assert of(-returns)["critic/explained_variance"] == pytest.approx(-3.0)
     # nothing to explain
     assert "critic/explained_variance" not in of(torch.zeros(4), torch.full((4,), 0.1))
-    assert finish({"policy/loss": 1.0}) == {"policy/loss": 1.0}
+    assert finish({"policy/loss": Metric(1.0)}) == {"policy/loss": 1.0}
 
 
 def test_a_shared_loss_is_the_sum() -> None:

@@ -28,7 +28,7 @@ from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.algorithms.parts.reduce import token_mean
 from reinforge.algorithms.parts.surrogates import ppo_clip
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.microbatch import auto_budget, combine, trained_tokens
+from reinforge.backends.microbatch import auto_budget, trained_tokens
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.batch import Batch, Totals, cut, pack, rejoin
@@ -39,17 +39,6 @@ from reinforge.models.causal import CausalModel
 
 def make_backend(**changes):  # type: ignore[no-untyped-def]
     return LocalBackend(make_model(), train_config(**changes), total_steps=10)
-
-
-def test_combine_sums_and_takes_extremes() -> None:
-    t = torch.tensor
-    parts = [
-        {"a": t(1.0), "x/max": t(3.0), "x/min": t(-1.0)},
-        {"a": t(2.5), "x/max": t(1.0), "x/min": t(0.0), "late": t(4.0)},
-    ]
-    assert (
-        combine(parts) == {"a": 3.5, "x/max": 3.0, "x/min": -1.0, "late": 4.0} and combine([]) == {}
-    )
 
 
 def test_a_loss_sees_trained_tokens_only() -> None:

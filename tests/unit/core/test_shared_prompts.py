@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from reinforge.algorithms.build import build
-from reinforge.backends.microbatch import trained_tokens
+from reinforge.backends.microbatch import combine, trained_tokens
 from reinforge.core.backend import Loss
 from reinforge.core.batch import Batch, Totals, pack
+from reinforge.core.metrics import LossMetrics
 from reinforge.core.sample import Sample
 from reinforge.core.signal import with_signal
 from reinforge.models.causal import CausalModel
@@ -153,9 +154,7 @@ def test_rows_without_gradient_are_left_out_and_the_gradient_stays(
         model.module.zero_grad()
         metrics = [_backward(model, batch, loss, totals) for batch in batches if batch.n_trained]
         grads.append([p.grad.clone() for p in model.module.parameters() if p.grad is not None])
-        values.append(
-            {name: sum(float(m[name]) for m in metrics) for name in ("policy/loss", "policy/ratio")}
-        )
+        values.append({name: combine(metrics)[name] for name in ("policy/loss", "policy/ratio")})
         counts.append(sum(b.n_tokens for b in batches))
     assert counts[1] < 0.6 * counts[0]
     assert values[0] == pytest.approx(values[1], rel=1e-5) and values[0][
@@ -165,7 +164,7 @@ def test_rows_without_gradient_are_left_out_and_the_gradient_stays(
         torch.testing.assert_close(x, y, atol=1e-5 * float(x.abs().max()) + 1e-9, rtol=1e-4)
 
 
-def _backward(model: CausalModel, batch: Batch, loss: Loss, totals: Totals) -> dict[str, Tensor]:
+def _backward(model: CausalModel, batch: Batch, loss: Loss, totals: Totals) -> LossMetrics:
     value, metrics = loss(trained_tokens(model, batch, loss, totals, 1.0), totals)
     value.backward()
     return metrics

@@ -24,7 +24,7 @@ from reinforge.config.schema import Config
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.sample import Group
-from reinforge.loops.rl import RLTrainer, average
+from reinforge.loops.rl import RLTrainer
 from reinforge.loops.step import TrainingStep
 from reinforge.loops.troubles import UNSCORED, what_is_bad, why_bad
 
@@ -440,17 +440,3 @@ def test_rows_that_are_left_out_still_count(
     )
     for skipped, computed in zip(*told, strict=True):
         assert skipped == pytest.approx(computed, rel=1e-3, abs=1e-7) and computed[0] > 1e-3
-
-
-def test_average() -> None:
-    results = [
-        {"a": 1.0, "r/max": 5.0, "r/min": 5.0, "train/skipped": 0.0, "train/empty": 1.0},
-        {"a": 2.0, "r/max": 3.0, "r/min": 3.0, "train/skipped": 1.0, "train/empty": 0.0},
-    ]
-    assert average(results) == {
-        "a": 1.5,
-        "r/max": 5.0,
-        "r/min": 3.0,
-        "train/skipped": 1.0,
-        "train/empty": 1.0,
-    }

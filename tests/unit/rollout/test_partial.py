@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from helpers.dialogues import Echo, make_episodes, make_renderer
+from helpers.fake_engine import FakeEngine
 from helpers.group_source import take_batch
 from helpers.tiny_runs import DATA, digest, launch, lines, odd
 from helpers.toys import SilentView, make_model, make_module
@@ -526,9 +527,6 @@ def test_what_cannot_be_partial(
 
 
 def test_an_engine_that_does_not_tell_tokens_is_refused(make: Callable[..., Config]) -> None:
-    class Whole:
-        async def generate(self, tokens: Any, params: Any, *, key: int, n: int = 1) -> None: ...
-
     with pytest.raises(InputError, match=r"rollout\.partial.*tokens as they come"):
-        resumable_requests(make("x", "grpo", *PARTIAL), Whole())  # type: ignore[arg-type]
-    assert resumable_requests(make("x", "grpo"), Whole()) is None  # type: ignore[arg-type]
+        resumable_requests(make("x", "grpo", *PARTIAL), FakeEngine())
+    assert resumable_requests(make("x", "grpo"), FakeEngine()) is None

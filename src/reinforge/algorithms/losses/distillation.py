@@ -32,6 +32,7 @@ from reinforge.algorithms.parts.reduce import Reduce, token_mean
 from reinforge.algorithms.settings import look_up
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.metrics import LossMetrics
 from reinforge.core.trace import traced
 
 
@@ -198,7 +199,7 @@ class DistillationLoss(Loss):
             s, t, temperature=temperature, reverse=settings.get("reverse", False)
         )
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         assert tokens.divergence is not None, "the backend has no teacher"
         parts = self.weight * self.scale * tokens.divergence
         if self.weight != 1:
@@ -207,10 +208,9 @@ class DistillationLoss(Loss):
         weighted = weights * parts
         loss = weighted.sum()
         watched = {"divergence": tokens.divergence, "nll": -tokens.logprobs}
-        metrics = {"distillation/loss": loss.detach()} | {
-            f"distillation/{name}": value.detach().sum() / max(totals.tokens, 1)
-            for name, value in watched.items()
-        }
+        metrics: LossMetrics = {"distillation/loss": loss.detach()}
+        for name, value in watched.items():
+            metrics[f"distillation/{name}"] = value.detach().sum() / max(totals.tokens, 1)
         shown = {
             "logprob": tokens.logprobs,
             "weight": weights,

@@ -11,6 +11,7 @@ from torch import Tensor
 from reinforge.algorithms.losses.rows import constant, sums
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.metrics import LossMetrics
 from reinforge.core.trace import traced
 
 
@@ -52,7 +53,7 @@ class NashLoss(Loss):
         self.beta = beta
         self.needs = frozenset({"reference"})
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         rows = len(tokens.lengths)
         policy = sums(tokens.logprobs, tokens.sequence, rows)
         reference = sums(tokens.streams["reference"].to(policy.dtype), tokens.sequence, rows)

@@ -14,6 +14,7 @@ from reinforge.algorithms.losses.distillation import DistillationLoss, minillm_r
 from reinforge.algorithms.parts.rollouts import AdvantageOptions, Rollouts
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.metrics import LossMetrics, tensor_of
 from reinforge.core.trace import LOSS
 
 
@@ -81,10 +82,10 @@ class WithDivergence(Loss):
         self.given = distillation.given
         self.by_rank = distillation.by_rank
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         policy, metrics = self.policy(tokens, totals)
         divergence, more = self.distillation(tokens, totals)
         both = {**metrics, **more}
         if LOSS in both:
-            both[LOSS] = metrics[LOSS] + more[LOSS]
+            both[LOSS] = tensor_of(metrics[LOSS]) + tensor_of(more[LOSS])
         return policy + divergence, both

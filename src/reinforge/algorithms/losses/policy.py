@@ -22,6 +22,7 @@ from reinforge.algorithms.parts.surrogates import Surrogate, safe_ratio
 from reinforge.algorithms.parts.terms import LossTerms
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.metrics import Extreme, LossMetrics
 from reinforge.core.trace import traced
 
 Selected = Literal["keep", "drop", "penalise"]
@@ -93,7 +94,7 @@ class PolicyLoss(Loss):
             and self.selected != "penalise"
         )
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         logprobs = tokens.logprobs
         streams = tokens.streams
         if not len(logprobs):
@@ -119,10 +120,12 @@ class PolicyLoss(Loss):
         weighted = share * parts
         loss = weighted.sum()
 
-        done = {name: value.detach().sum() / totals.seen for name, value in averages.items()}
+        done: LossMetrics = {
+            name: value.detach().sum() / totals.seen for name, value in averages.items()
+        }
         done["policy/loss"] = loss.detach()
         if "policy/ratio" in averages:
-            done["policy/ratio/max"] = averages["policy/ratio"].detach().max()
+            done["policy/ratio/max"] = Extreme.largest(averages["policy/ratio"].detach().max())
         if "behaviour" in streams:
             done |= mismatch(now if self.engine_old else old, streams["behaviour"], totals.seen)
         shown = {"logprob": now, "weight": share, "loss": weighted}

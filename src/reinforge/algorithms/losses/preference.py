@@ -22,6 +22,7 @@ from reinforge.algorithms.settings import look_up, settings_of
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
+from reinforge.core.metrics import LossMetrics
 from reinforge.core.sample import Sample
 from reinforge.core.trace import traced
 
@@ -178,7 +179,7 @@ class PairLoss(Loss):
             ):
                 batch.streams[f"partner_{name}"] = part[batch.sequence]
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         lengths = tokens.lengths.clamp(min=1)
         pairs = totals.samples / 2
         assert pairs > 0, "Totals.samples counts the rows of the batch: use Totals.of"
@@ -192,7 +193,7 @@ class PairLoss(Loss):
 
         loss = policy.sum() * 0.0
         seen: dict[str, Tensor] = {}  # [S] each, for people
-        metrics: dict[str, Tensor] = {}
+        metrics: LossMetrics = {}
         for name, row in self.rows.items():
             scale = 1 / lengths.to(policy.dtype) if row.averaged else torch.ones_like(policy)
             against = reference if row.needs_reference else torch.zeros_like(reference)

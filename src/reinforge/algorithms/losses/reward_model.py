@@ -17,6 +17,7 @@ from reinforge.algorithms.losses.rows import constant, last, sides
 from reinforge.algorithms.settings import look_up
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.metrics import Extreme, LossMetrics
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class RewardLoss(Loss):
         self.centre = centre
         self.unit = 2 if self.row.per == "pair" else 1
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         assert tokens.values is not None and totals.samples > 0
         values = tokens.values
         stream = tokens.streams[self.row.stream].to(values.dtype) if self.row.stream else None
@@ -114,10 +115,10 @@ class RewardLoss(Loss):
             }
         scores = constant({"score": values}, "score", tokens.lengths)  # at the last token
         given = None if stream is None else last(stream, tokens.lengths)
-        watched = {
+        watched: LossMetrics = {
             "reward/mean": scores.detach().sum() / totals.samples,
-            "reward/max": scores.detach().max(),
-            "reward/min": scores.detach().min(),
+            "reward/max": Extreme.largest(scores.detach().max()),
+            "reward/min": Extreme.smallest(scores.detach().min()),
         }
         if self.row.per == "answer":
             loss = self.row.function(scores, given).sum() / totals.samples

@@ -7,6 +7,7 @@ from torch import Tensor
 from reinforge.algorithms.parts.reduce import Reduce, token_mean
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.metrics import LossMetrics
 from reinforge.core.trace import traced
 
 
@@ -18,7 +19,7 @@ class NLLLoss(Loss):
     def __init__(self, reduce: Reduce = token_mean):
         self.reduce = reduce
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         weights = self.reduce(tokens, totals)
         weighted = weights * tokens.logprobs
         loss = -weighted.sum()
@@ -43,7 +44,7 @@ class DFTLoss(Loss):
     def __init__(self, reduce: Reduce = token_mean):
         self.reduce = reduce
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         loss = (self.reduce(tokens, totals) * dft(tokens.logprobs)).sum()
         return loss, {
             "sft/loss": loss.detach(),

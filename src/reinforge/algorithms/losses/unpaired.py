@@ -23,6 +23,7 @@ from reinforge.algorithms.settings import look_up, settings_of
 from reinforge.core.backend import Loss, State, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
+from reinforge.core.metrics import LossMetrics
 from reinforge.core.sample import Sample
 
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -195,7 +196,7 @@ class UnpairedLoss(Loss):
             batch.streams["constant"] = torch.full((batch.n_trained,), value)
             batch.streams["class_size"] = size[batch.sequence]
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         streams = tokens.streams
         rows = len(tokens.lengths)
         policy = sums(tokens.logprobs, tokens.sequence, rows)
@@ -212,7 +213,7 @@ class UnpairedLoss(Loss):
         )
         chosen = share[good].sum()
         rejected = share[~good].sum()
-        metrics = {
+        metrics: LossMetrics = {
             "preference/loss": loss.detach(),
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,

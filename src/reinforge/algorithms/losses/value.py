@@ -14,6 +14,7 @@ from torch import Tensor
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
 from reinforge.core.errors import InputError
+from reinforge.core.metrics import LossMetrics, Metric, StepMetrics
 
 MOMENTS = "critic/moments/"  # sums / N that `finish` turns into the explained variance
 
@@ -32,7 +33,7 @@ class ValueLoss(Loss):
         self.clip = clip
         self.needs: frozenset[str] = frozenset({"values"})
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         if "returns" not in tokens.streams:
             raise InputError(
                 "the advantage gave the critic no returns to learn.",
@@ -77,7 +78,7 @@ def moments(values: Tensor, returns: Tensor, n_tokens: int) -> dict[str, Tensor]
     }
 
 
-def finish(metrics: Mapping[str, float]) -> dict[str, float]:
+def finish(metrics: Mapping[str, Metric]) -> StepMetrics:
     """Metrics summed over a whole batch, with the moments turned into
 
         explained_variance = 1 - Var(R - v) / Var(R)
@@ -94,7 +95,7 @@ def finish(metrics: Mapping[str, float]) -> dict[str, float]:
         - (metrics["critic/return"] - metrics["critic/value"]) ** 2
     )
     if spread > 1e-12 * max(metrics[f"{MOMENTS}return_squared"], 1e-300):  # below it is rounding
-        done["critic/explained_variance"] = 1 - max(left, 0.0) / spread
+        done["critic/explained_variance"] = Metric(1 - max(left, 0.0) / spread)
     return done
 
 
@@ -113,7 +114,7 @@ class WithValues(Loss):
         self.needs = policy.needs | value.needs
         self.reads = policy.reads | value.reads
 
-    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         policy, metrics = self.policy(tokens, totals)
         value, more = self.value(tokens, totals)
         return policy + self.coefficient * value, {**metrics, **more}

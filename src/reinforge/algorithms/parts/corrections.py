@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from reinforge.algorithms.parts.ratios import safe_ratio, sequence_log_ratio
+from reinforge.core.metrics import Extreme, LossMetrics, Metric, StepMetrics, tensor_of
 
 Correction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
@@ -137,7 +138,7 @@ def _with_moments(weights: Tensor, name: str, touched: Tensor) -> tuple[Tensor, 
     }
 
 
-def mismatch(trainer: Tensor, behaviour: Tensor, n_tokens: int) -> dict[str, Tensor]:
+def mismatch(trainer: Tensor, behaviour: Tensor, n_tokens: int) -> LossMetrics:
     """Statistics of rho for one micro-batch, as shares of `n_tokens` (the whole batch's), so that
     they add up.
 
@@ -150,16 +151,21 @@ def mismatch(trainer: Tensor, behaviour: Tensor, n_tokens: int) -> dict[str, Ten
     ratio = safe_ratio(trainer, behaviour)
     return {
         "mismatch/mean": delta.sum() / n_tokens,
-        "mismatch/max": delta.max(),
+        "mismatch/max": Extreme.largest(delta.max()),
         "mismatch/ratio": ratio.sum() / n_tokens,
         "mismatch/ratio_squared": ratio.square().sum() / n_tokens,
-        "mismatch/ratio/min": ratio.min(),
-        "mismatch/ratio/max": ratio.max(),
+        "mismatch/ratio/min": Extreme.smallest(ratio.min()),
+        "mismatch/ratio/max": Extreme.largest(ratio.max()),
         "mismatch/outside_2x": ((ratio > 2.0) | (ratio < 0.5)).to(ratio.dtype).sum() / n_tokens,
     }
 
 
-def finish(metrics: Mapping[str, float]) -> dict[str, float]:
+# moments that the effective sample size of a mean is computed from: the means, and their names
+MOMENTS = {"mismatch/ratio": "mismatch/ess", "mismatch/weight": "mismatch/weight_ess"}
+SQUARES = {f"{mean}_squared" for mean in MOMENTS}
+
+
+def finish(metrics: Mapping[str, Metric]) -> StepMetrics:
     """Metrics summed over a whole batch, with moments turned into effective sample sizes (as a
     share):
 
@@ -167,15 +173,17 @@ def finish(metrics: Mapping[str, float]) -> dict[str, float]:
     weight. `mismatch/ess` is of rho as it is, `mismatch/weight_ess` of the weights that the
     correction made of it.
     """
-    done = dict(metrics)
-    for mean, ess in (
-        ("mismatch/ratio", "mismatch/ess"),
-        ("mismatch/weight", "mismatch/weight_ess"),
-    ):
-        square = done.pop(f"{mean}_squared", 0.0)
+    done = {name: metric for name, metric in metrics.items() if name not in SQUARES}
+    return done | {name: Metric(share) for name, share in _sample_sizes(metrics).items()}
+
+
+def _sample_sizes(metrics: Mapping[str, float]) -> dict[str, float]:
+    found = {}
+    for mean, name in MOMENTS.items():
+        square = metrics.get(f"{mean}_squared", 0.0)
         if square > 0:
-            done[ess] = done[mean] ** 2 / square
-    return done
+            found[name] = metrics[mean] ** 2 / square
+    return found
 
 
 def statistics(
@@ -195,7 +203,8 @@ def statistics(
     trainer = trainer.detach().double().cpu()
     behaviour = behaviour.detach().double().cpu()
     found = {
-        name: float(value) for name, value in mismatch(trainer, behaviour, len(trainer)).items()
+        name: float(tensor_of(part))
+        for name, part in mismatch(trainer, behaviour, len(trainer)).items()
     }
     found |= _quantiles("mismatch/ratio", safe_ratio(trainer, behaviour))
     if sequence is not None:
@@ -210,7 +219,8 @@ def statistics(
         weights, metrics = correction(trainer, behaviour, sequence)
         found |= {f"mismatch/{name}": float(value.mean()) for name, value in metrics.items()}
         found |= _quantiles("mismatch/weight", weights)
-    return finish(found)
+    sizes = _sample_sizes(found)
+    return {name: value for name, value in found.items() if name not in SQUARES} | sizes
 
 
 def _quantiles(name: str, values: Tensor) -> dict[str, float]:

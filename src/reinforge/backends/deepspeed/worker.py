@@ -29,6 +29,7 @@ from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
+from reinforge.core.metrics import LossMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.models.adapters import begins_as_base
@@ -135,11 +136,11 @@ class DeepSpeedWorker(RankWorker):
             )
             batch.streams["reference"] = found.cpu()
 
-    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
+    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> LossMetrics:
         """A pack that does not count runs through the same graph, so that no rank waits for a
         gradient that never comes, times 0.
         """
-        metrics: dict[str, Tensor] = {}
+        metrics: LossMetrics = {}
 
         def work() -> Tensor:
             value, told = self._micro(batch, loss, totals)

@@ -24,8 +24,9 @@ from reinforge.backends.microbatch import annotate_nothing, combine
 from reinforge.backends.oom import fitted
 from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.train import TrainConfig
-from reinforge.core.backend import Loss, Metrics, State, Stateful
+from reinforge.core.backend import Loss, State, Stateful
 from reinforge.core.batch import Batch, Totals, rejoin
+from reinforge.core.metrics import StepMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
@@ -144,14 +145,16 @@ class DistributedBackend:
         for batch, parts in zip(batches, cuts, strict=True):
             rejoin(batch, parts)
 
-    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
         return self._pass("train_packs", batches, loss, totals)
 
-    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+    def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
         """What the loss says of the batches, without a gradient."""
         return self._pass("evaluate_packs", batches, loss, totals)
 
-    def _pass(self, method: str, batches: Sequence[Batch], loss: Loss, totals: Totals) -> Metrics:
+    def _pass(
+        self, method: str, batches: Sequence[Batch], loss: Loss, totals: Totals
+    ) -> StepMetrics:
         whole = [
             [part] for part in fitted([b for b in batches if b.n_trained], self.budget, loss.unit)
         ]
@@ -168,12 +171,7 @@ class DistributedBackend:
             method,
             [([(packs[i], counts) for i, counts in share], loss, totals) for share in shares],
         )
-        return combine(
-            [
-                {name: torch.tensor(value, dtype=torch.float64) for name, value in part.items()}
-                for part in found
-            ]
-        )
+        return combine(found)
 
     def step(self) -> StepReport:
         self._stale = True

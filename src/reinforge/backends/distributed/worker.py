@@ -16,9 +16,10 @@ from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.microbatch import combine
 from reinforge.backends.oom import memory_errors
-from reinforge.core.backend import Loss, Metrics, State, Stateful
+from reinforge.core.backend import Loss, State, Stateful
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
+from reinforge.core.metrics import LossMetrics, StepMetrics
 
 Dealt = Sequence[tuple[Batch, bool]]  # packs of one rank, and whether they count
 
@@ -59,24 +60,24 @@ class RankWorker(LocalBackend, ABC):
         return found
 
     @torch.no_grad()
-    def evaluate_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+    def evaluate_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics:
         return self._run(dealt, loss, totals)
 
-    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics:
         self.model.recompute(True)
         try:
             return self._run(dealt, loss, totals)
         finally:
             self.model.recompute(False)
 
-    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics:
         found = [
             (self._safely(batch, partial(self._one, batch, loss, totals, counts)), counts)
             for batch, counts in dealt
         ]
         return combine([part for part, counts in found if counts])
 
-    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
+    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> LossMetrics:
         """A pack that does not count gives gradients of 0, so that every rank has some to add."""
         value, metrics = self._micro(batch, loss, totals)
         if value.requires_grad:

@@ -33,8 +33,9 @@ from reinforge.backends.reference import ReferencePolicy
 from reinforge.checkpoint.tensors import Box, CheckpointTensors, write_pieces
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
-from reinforge.core.backend import Loss, Metrics, State
+from reinforge.core.backend import Loss, State
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.metrics import LossMetrics, StepMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
@@ -168,17 +169,17 @@ class FsdpWorker(RankWorker):
             found = self.reference.logprobs(batch.to(self.member.device), self.temperature)
             batch.streams["reference"] = found.cpu()
 
-    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics:
         found = super().train_packs(dealt, loss, totals)
         self.optimizer.collect()
         return found
 
-    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> Metrics:
+    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics:
         found = super()._run(dealt, loss, totals)
         self.root.reshard()
         return found
 
-    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> dict[str, Tensor]:
+    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> LossMetrics:
         """A pack that does not count runs through the same graph, so that no rank waits for a
         gradient that never comes, times 0.
         """

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from reinforge.backends.distributed import wire
-from reinforge.cluster import payload
+from reinforge.cluster import transport
 from reinforge.core.report import OutOfMemory, StepReport
 from reinforge.loops.step import TrainingStep
 from reinforge.loops.troubles import NONFINITE, UNSCORED, BadSteps
@@ -54,7 +54,7 @@ def test_a_critics_metrics_have_names_of_their_own() -> None:
 def test_a_report_travels_between_ranks_and_actors_as_it_is() -> None:
     report = short(1, 64, 32)
     assert wire.unpack(wire.pack(report)) == report
-    assert payload.unpack(payload.pack(report)) == report
+    assert transport.unpack(transport.pack(report)) == report
     assert pickle.loads(pickle.dumps(report)) == report
 
 
