@@ -1,5 +1,5 @@
 # The two commands that matter: `make demo` and `make test`. Both make .venv on first use and leave it alone afterwards.
-# Knobs: PYTHON=python3.12  TORCH=2.12.0  SYSTEM_TORCH=1|0  JOBS=2  ARGS="-k grpo" (pytest)
+# Knobs: PYTHON=python3.12  TORCH=2.12.0  SYSTEM_TORCH=1|0  JOBS=3  ARGS="-k grpo" (pytest)
 #        OMP_NUM_THREADS=2 (threads of each test process)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -12,7 +12,8 @@ OMP_NUM_THREADS ?= 1
 test test-long test-scale pytest: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 
 PY := .venv/bin/python
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 8 ? 8 : n )))
+# more processes than cores: many tests wait for a process that they started, or for its end
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); n=$$(( n + (n + 1) / 2 )); echo $$(( n > 8 ? 8 : n )))
 ARGS ?=
 
 help: ## this list

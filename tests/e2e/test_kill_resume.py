@@ -52,7 +52,9 @@ def finish(run: Whole, folder: Path, *overrides: str, forked: bool = True) -> st
 # ---- kills ----
 
 
-@pytest.mark.parametrize(("trial", "forked"), [(0, False), (1, True), (2, True)])
+@pytest.mark.parametrize(
+    ("trial", "forked"), [pytest.param(0, False, marks=pytest.mark.long), (1, True), (2, True)]
+)
 def test_grpo_killed_at_random(grpo: Whole, tmp_path: Path, trial: int, forked: bool) -> None:
     killed_at(grpo, tmp_path, random.Random(trial).uniform(0.1, 0.9) * grpo.seconds, forked=forked)
     finish(grpo, tmp_path, forked=forked)

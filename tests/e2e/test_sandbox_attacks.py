@@ -164,7 +164,8 @@ run_sync(program, Limits(seconds=60), Isolation({isolation.mode!r}))
     assert left_behind(trainer.pid) == []
 
 
-def test_two_hundred_runs_a_tenth_of_them_hostile(isolation: Isolation) -> None:
+@pytest.mark.parametrize("runs", [50, pytest.param(200, marks=pytest.mark.long)])
+def test_many_runs_a_tenth_of_them_hostile(isolation: Isolation, runs: int) -> None:
     """Honest samples get what they get alone; nothing stays: no process, no file, no descriptor."""
     hostile = [c for c in CHEATS.values()] + [
         f"def add(a, b):\n    exec({a.code!r})"
@@ -175,7 +176,7 @@ def test_two_hundred_runs_a_tenth_of_them_hostile(isolation: Isolation) -> None:
     backend = "bubblewrap" if isolation.mode == "bwrap" else "namespaces"
     completions = []
     expected = []
-    for i in range(200):
+    for i in range(runs):
         if i % 10 == 3:
             # the same program would be run once
             completions.append(f"{rng.choice(hostile)}\n# {i}")
@@ -194,7 +195,7 @@ def test_two_hundred_runs_a_tenth_of_them_hostile(isolation: Isolation) -> None:
     assert reward.pool is not None
     reward.pool.close()
     assert outcome == expected
-    assert reward.counts["failed_here"] == 0 and sum(reward.counts.values()) == 200
+    assert reward.counts["failed_here"] == 0 and sum(reward.counts.values()) == runs
     assert left_behind() == []
     assert descriptors() == before
     assert {

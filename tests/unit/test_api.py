@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import reinforge
+from helpers.toy_rewards import halves, ones, share_of_a
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.data import load_data
 from reinforge.build.evaluation import build_heldout
@@ -33,10 +34,6 @@ ROWS = [{"prompt": f"{i}: "} for i in range(32)]
 SMALL: dict[str, Any] = dict(
     steps=1, group_size=4, prompts_per_step=2, max_new_tokens=4, overrides=["rollout.kv_gib=0.01"]
 )
-
-
-def share_of_a(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    return [sum(ch in "aA" for ch in c) / max(1, len(c)) for c in completions]
 
 
 def rewards_of(run_dir: Path) -> list[float]:
@@ -226,14 +223,6 @@ def test_a_dict_and_the_weights_of_rewards(tiny_dir: str, tmp_path: Path) -> Non
 
 
 # rewards
-
-
-def ones(completions: list[str]) -> list[float]:
-    return [1.0] * len(completions)
-
-
-def halves(completions: list[str]) -> list[float]:
-    return [0.5] * len(completions)
 
 
 @pytest.mark.parametrize(

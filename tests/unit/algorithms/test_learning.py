@@ -18,6 +18,7 @@ import pytest
 from torch import Tensor
 
 from helpers.tiny_runs import lines
+from helpers.toy_rewards import LETTERS, first_half, letters, second_half
 from helpers.toys import SilentView
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts, group_relative
@@ -29,7 +30,6 @@ from reinforge.models.tiny import make_tiny_model
 
 NAMES = [name for name, row in TABLE.items() if row.family == "policy_gradient"]
 # three seeds: all but remax are past 0.95 after 24 steps
-LETTERS = 4
 TARGET = 0.8
 STEPS: dict[str, int] = {name: 24 for name in NAMES} | {
     # the greedy answer of a policy that knows nothing is a poor baseline: at first most advantages
@@ -41,24 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # 0.05 is meant for thousands of tokens: of an answer of four it makes lambda 0
     "vapo": {"length_alpha": 2.0},
 }
-
-
-def share(completion: str, case: str, start: int, stop: int) -> float:
-    """The share of letters start..stop that are there and of the right case."""
-    low, high = "az" if case == "small" else "AZ"
-    return sum(low <= letter <= high for letter in completion[start:stop]) / (stop - start)
-
-
-def letters(completions: list[str], case: list[str], **_: Any) -> list[float]:
-    return [share(c, k, 0, LETTERS) for c, k in zip(completions, case, strict=True)]
-
-
-def first_half(completions: list[str], case: list[str], **_: Any) -> list[float]:
-    return [share(c, k, 0, LETTERS // 2) for c, k in zip(completions, case, strict=True)]
-
-
-def second_half(completions: list[str], case: list[str], **_: Any) -> list[float]:
-    return [share(c, k, LETTERS // 2, LETTERS) for c, k in zip(completions, case, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +69,7 @@ def learn(model: Path, folder: Path, name: str, **algorithm: Any) -> list[dict[s
                 **algorithm,
             },
             "data": {"source": "python"},
-            "rewards": [{"name": f"{__name__}:letters"}],
+            "rewards": [{"name": "helpers.toy_rewards:letters"}],
             "rollout": {"max_new_tokens": LETTERS, "kv_gib": 0.01},
             "train": {"steps": STEPS[name], "prompts_per_step": 8, "learning_rate": 1e-2},
             "run": {"dir": str(folder), "checkpoint": {"every": 0}, "log": {"samples_every": 0}},

@@ -14,6 +14,7 @@ import torch
 
 from helpers.offline_runs import config
 from helpers.tiny_runs import digest, lines
+from helpers.toy_rewards import letters
 from helpers.toys import SilentView, ToyTokenizer, make_module, run, tokens_of
 from helpers.toys import train_config as train_section
 from reinforge.algorithms.build import build as build_algorithm
@@ -268,14 +269,6 @@ ROWS = [
     for i in range(16)
     for case in ("small", "LARGE")
 ]
-
-
-def letters(completions: list[str], case: list[str], **_: Any) -> list[float]:
-    found = []
-    for completion, kind in zip(completions, case, strict=True):
-        low, high = "az" if kind == "small" else "AZ"
-        found.append(sum(low <= letter <= high for letter in completion[:4]) / 4)
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.offline_runs import WORDS, config, launch, small_model
 from helpers.tiny_runs import digest, lines
+from helpers.toy_rewards import polite
 from helpers.toys import SilentView
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
@@ -69,10 +70,6 @@ def test_evaluation_asks_for_its_own_attributes(tmp_path: Path) -> None:
         eval={"source": str(tmp_path / "a.jsonl"), "fixed": {"s": 3}},
     )  # type: ignore[arg-type]
     assert [row.prompt for row in train_and_eval_rows(other)[1]] == ["x3", "y3"]
-
-
-def polite(completions: list[str], **_: Any) -> list[float]:
-    return [float(c == "please") for c in completions]
 
 
 def test_a_steered_model_does_what_it_is_asked(model: str, tmp_path: Path) -> None:

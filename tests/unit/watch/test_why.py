@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.tiny_runs import DATA
+from helpers.toy_rewards import digits, same, short
 from helpers.toys import SilentView
 from reinforge.algorithms.parts import advantages
 from reinforge.build.caller_objects import CallerObjects
@@ -29,18 +30,6 @@ from reinforge.watch.why import (
     overview,
     read_step,
 )
-
-
-def digits(completions: list[str], **_: Any) -> list[float]:
-    return [sum(ch.isdigit() for ch in c) / 4 for c in completions]
-
-
-def short(completions: list[str], **_: Any) -> list[float]:
-    return [1 - len(c) / 8 for c in completions]
-
-
-def same(completions: list[str], **_: Any) -> list[float]:
-    return [0.5 for _ in completions]
 
 
 @pytest.fixture(scope="module")
