@@ -16,7 +16,7 @@ class Attempt:
     """What whoever starts a run knows about it, and is told about it.
 
     `train_config` makes it, or `run_on_ray` its own kind. The builders hand its values to the run;
-    who carries the run out calls `made` and `opened`.
+    who carries the run out calls `run_made` and `run_opened`.
     """
 
     began: float = field(default_factory=time.monotonic)
@@ -25,8 +25,8 @@ class Attempt:
     passing: tuple[type[BaseException], ...] = ()
     run: Run | None = None  # once it is made
 
-    def made(self, run: Run) -> None:
+    def run_made(self, run: Run) -> None:
         self.run = run
 
-    def opened(self, run: Run) -> None:
+    def run_opened(self, run: Run) -> None:
         """The run continues or begins: its log is open."""

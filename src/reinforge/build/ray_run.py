@@ -35,7 +35,7 @@ class RayAttempt(Attempt):
         self.cluster = cluster
         self.lost_at = lost_at
 
-    def opened(self, run: Run) -> None:
+    def run_opened(self, run: Run) -> None:
         """The log is open: what happened is written, unless it is there."""
         there = {
             json.loads(line).get("fault")

@@ -68,11 +68,11 @@ def _execute(
 
     trainer = build(config, view, given, attempt, factories)
     run = trainer.run
-    attempt.made(run)
+    attempt.run_made(run)
 
     async def go() -> None:
         with run:
-            attempt.opened(run)
+            attempt.run_opened(run)
             await trainer.train()
 
     try:

@@ -29,13 +29,13 @@ MODEL = "model"  # the object that an engine in an actor of its own generates wi
 
 @dataclass(frozen=True, slots=True)
 class ActorReply:
-    """What a call returned, packed; or what it raised, told so that the controller can raise it
-    again.
+    """What a call returned, packed; or what it raised, as a text from which the controller can
+    raise it again.
     """
 
     value: Any = None
     error: str | None = None  # the class, where it is one that a user can act on
-    told: Any = None
+    detail: Any = None
     refs: Any = None  # to objects in the store; Ray has to see them to keep count
 
 
@@ -105,7 +105,7 @@ class Actor:
     async def make(self, name: str, payload: Any) -> ActorReply:
         """`factory(objects, *args)` becomes object `name`."""
         self._prepare()
-        return self._answered(
+        return self._reply_of(
             lambda factory, args: self.objects.__setitem__(name, factory(self.objects, *args)),
             payload,
         )
@@ -122,7 +122,7 @@ class Actor:
                 function(target, *args) if function is not None else getattr(target, method)(*args)
             )
 
-        return self._answered(work, payload, views)
+        return self._reply_of(work, payload, views)
 
     async def acall(self, name: str, method: str, payload: Any) -> ActorReply:
         """A method that awaits. Others run meanwhile."""
@@ -132,15 +132,15 @@ class Actor:
             _, args = unpack(payload)
             return ActorReply(pack(await getattr(self.objects[name], method)(*args)))
         except Exception as error:
-            return _told(error)
+            return _error_reply(error)
 
-    def _answered(self, work: Any, payload: Any, views: bool = False) -> ActorReply:
+    def _reply_of(self, work: Any, payload: Any, views: bool = False) -> ActorReply:
         from reinforge.cluster.transport import pack, unpack
 
         try:
             return ActorReply(pack(work(*unpack(payload, views=views))))
         except Exception as error:
-            return _told(error)
+            return _error_reply(error)
 
     # ---- weights ----
 
@@ -157,7 +157,7 @@ class Actor:
             self._kept = [ray.put(pack(bucket)) for bucket in buckets_of(named)]
             return ActorReply(pack(fingerprint(named)), refs=self._kept)
         except Exception as error:
-            return _told(error)
+            return _error_reply(error)
 
     async def receive(self, name: str, refs: Sequence[Any], mark: str, version: int) -> ActorReply:
         """New weights for an engine with a module of its own: all are here before the first is
@@ -176,7 +176,7 @@ class Actor:
             await engine.update(put_into(self.objects[MODEL].module, named, mark), version)
             return ActorReply(pack(time.monotonic() - began))
         except Exception as error:
-            return _told(error)
+            return _error_reply(error)
 
     async def end(self) -> None:
         """An orderly end, for what has one."""
@@ -192,13 +192,13 @@ class Actor:
         self._kept = []
 
 
-def _told(error: Exception) -> ActorReply:
+def _error_reply(error: Exception) -> ActorReply:
     from reinforge.core.errors import InputError, ReinforgeError
 
     if isinstance(error, InputError):
         return ActorReply(
-            error="InputError", told={"what": error.what, "where": error.where, "fix": error.fix}
+            error="InputError", detail={"what": error.what, "where": error.where, "fix": error.fix}
         )
     if isinstance(error, ReinforgeError):
-        return ActorReply(error=type(error).__name__, told=str(error))
-    return ActorReply(error="", told="".join(traceback.format_exception(error)))
+        return ActorReply(error=type(error).__name__, detail=str(error))
+    return ActorReply(error="", detail="".join(traceback.format_exception(error)))

@@ -158,7 +158,7 @@ class RemoteEngine:
         while replica.sent:
             try:
                 for answer in (
-                    await self._kept(
+                    await self._with_recovery(
                         replica,
                         lambda workers: workers.acall(MAILBOX, "take", self.cluster.cfg.heartbeat),
                     )
@@ -189,7 +189,7 @@ class RemoteEngine:
 
     # ---- a lost replica ----
 
-    async def _kept(
+    async def _with_recovery(
         self, replica: EngineReplica, work: Callable[[WorkerGroup], Awaitable[Any]]
     ) -> Any:
         """What the replica's actor answers; None where it was lost, and is there again."""
@@ -199,10 +199,10 @@ class RemoteEngine:
         except ActorLost as lost:
             async with replica.repair:
                 if replica.workers is workers:  # nobody else has done it
-                    await self._again(replica, lost)
+                    await self._recover(replica, lost)
         return None
 
-    async def _again(self, replica: EngineReplica, lost: ActorLost) -> None:
+    async def _recover(self, replica: EngineReplica, lost: ActorLost) -> None:
         """A new actor in the same place, with the weights of the others; then everything that was
         sent to the old one since it had nothing to do, in the same order: what it computes together
         is then the same, too. The answers that are known are not told twice.
@@ -259,7 +259,7 @@ class RemoteEngine:
         await self._each(lambda workers: workers.acall(self.name, "sleep"))
 
     async def _each(self, work: Callable[[WorkerGroup], Awaitable[Any]]) -> None:
-        await asyncio.gather(*(self._kept(replica, work) for replica in self.replicas))
+        await asyncio.gather(*(self._with_recovery(replica, work) for replica in self.replicas))
 
     def state(self) -> dict[str, int]:
         state: dict[str, int] = self.replicas[0].workers.call(self.name, "state")

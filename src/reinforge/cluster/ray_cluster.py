@@ -90,7 +90,7 @@ class RayCluster:
         models, stay and forget what they were doing.
         """
         for name, workers in list(self.worker_groups.items()):
-            if name in TRAINERS or not workers.cleared():
+            if name in TRAINERS or not workers.clear():
                 workers.stop()
                 del self.worker_groups[name]
 

@@ -48,9 +48,9 @@ class RemoteReward:
             except ActorLost as lost:
                 async with self._repair:
                     if self.workers is workers:
-                        await self._again(lost)
+                        await self._recover(lost)
 
-    async def _again(self, lost: ActorLost) -> None:
+    async def _recover(self, lost: ActorLost) -> None:
         began = time.monotonic()
         self.cluster.note("actor_lost", role=lost.role, how=lost.how)
         self.failures += 1

@@ -72,7 +72,7 @@ class WorkerGroup:
         self.where = []
         for place in self.places:
             spare = self.resources.spare(place)
-            where = None if spare is None else self._answers(spare)
+            where = None if spare is None else self._address_of(spare)
             self.actors.append(spare if where is not None else make(place))
             self.where.append(where or ActorAddress(0, "", ""))
         for i, actor in enumerate(self.actors):
@@ -87,7 +87,7 @@ class WorkerGroup:
             self._rendezvous()
         self.resources.warm_up(make)
 
-    def _answers(self, spare: Any) -> ActorAddress | None:
+    def _address_of(self, spare: Any) -> ActorAddress | None:
         """Whether a spare is there: it may have been lost with the others."""
         ping = spare.ping.remote()
         if not ray.wait([ping], timeout=self.cfg.heartbeat)[0]:
@@ -135,7 +135,7 @@ class WorkerGroup:
         self.where = []
         self.following = []
 
-    def cleared(self) -> bool:
+    def clear(self) -> bool:
         """Whether the actor lives, and has forgotten everything."""
         if (
             not self.actors
@@ -159,11 +159,11 @@ class WorkerGroup:
         """An object in the first actor: `factory(objects, *args)`, with the objects that are there
         already.
         """
-        self._open(self.settle(self.first.make.remote(name, pack((factory, args))), self.cfg.start))
+        self._open(self.wait(self.first.make.remote(name, pack((factory, args))), self.cfg.start))
 
     def call(self, name: str, method: str, *args: Any, views: bool = False) -> Any:
         return self._open(
-            self.settle(self.first.call.remote(name, method, pack((None, args)), views)), views
+            self.wait(self.first.call.remote(name, method, pack((None, args)), views)), views
         )
 
     def apply(
@@ -171,12 +171,12 @@ class WorkerGroup:
     ) -> Any:
         """What `function(object, *args)` returns, there."""
         return self._open(
-            self.settle(self.first.call.remote(name, "", pack((function, args)), views)), views
+            self.wait(self.first.call.remote(name, "", pack((function, args)), views)), views
         )
 
     async def ask(self, method: str, *args: Any, limit: float | None = None) -> Any:
         """A method of the actor itself; the event loop goes on meanwhile."""
-        return self._open(await self.settled(getattr(self.first, method).remote(*args), limit))
+        return self._open(await self.wait_async(getattr(self.first, method).remote(*args), limit))
 
     def send(self, name: str, method: str, *args: Any) -> None:
         """Without waiting: calls arrive in the order in which they were sent, and who asks later
@@ -195,16 +195,16 @@ class WorkerGroup:
             value = unpack(answer.value, views=views)
             return value if answer.refs is None else (answer.refs, value)
         if answer.error == "InputError":
-            raise InputError(**answer.told)
+            raise InputError(**answer.detail)
         if answer.error:
-            raise getattr(errors, answer.error, errors.StoppedByPolicy)(answer.told)
-        if dead := self._ended():
+            raise getattr(errors, answer.error, errors.StoppedByPolicy)(answer.detail)
+        if dead := self._ended_rank():
             raise ActorLost(self.role, dead)
-        raise RuntimeError(f"in the actor {self.role}:\n{answer.told}")
+        raise RuntimeError(f"in the actor {self.role}:\n{answer.detail}")
 
     # ---- waiting ----
 
-    def settle(self, ref: Any, limit: float | None = None) -> Any:
+    def wait(self, ref: Any, limit: float | None = None) -> Any:
         """The result, or `ActorLost`. Blocks, as the work would here."""
         until = time.monotonic() + (limit or self.cfg.timeout)
         while True:
@@ -215,14 +215,14 @@ class WorkerGroup:
             if ref in ready:
                 return self._get(ref, None)
             if ready:
-                return self._bereaved(ref)
-            self._signs_of_life()
+                return self._rank_lost(ref)
+            self._check_alive()
             if time.monotonic() > until:
                 raise self._hung(
                     f"has worked for more than {limit or self.cfg.timeout:g} s (cluster.timeout)"
                 )
 
-    async def settled(self, ref: Any, limit: float | None = None) -> Any:
+    async def wait_async(self, ref: Any, limit: float | None = None) -> Any:
         """The same in an event loop that goes on."""
         until = time.monotonic() + (limit or self.cfg.timeout)
         future = _future(ref)
@@ -247,15 +247,15 @@ class WorkerGroup:
         except asyncio.CancelledError:
             future.cancel()
             raise
-        with self._translated():
+        with self._ray_errors():
             return future.result()
 
     def _get(self, ref: Any, seconds: float | None) -> Any:
-        with self._translated():
+        with self._ray_errors():
             return ray.get(ref, timeout=seconds)
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _ray_errors(self) -> Iterator[None]:
         try:
             yield
         except GetTimeoutError as error:
@@ -265,24 +265,24 @@ class WorkerGroup:
         except RayTaskError:  # the actor lives, and something before our own code failed
             raise
         except RayError as error:
-            raise ActorLost(self.role, _first(error)) from error
+            raise ActorLost(self.role, _reason(error)) from error
 
-    def _bereaved(self, ref: Any) -> Any:
+    def _rank_lost(self, ref: Any) -> Any:
         """A rank has ended. What the first one says of it is better than that it is gone."""
-        dead = self._ended() or "a rank ended"
+        dead = self._ended_rank() or "a rank ended"
         if ray.wait([ref], timeout=GRACE)[0]:
             answer = self._get(ref, None)
             if isinstance(answer, ActorReply) and answer.error in ("InputError", "StoppedByPolicy"):
                 return answer
         raise ActorLost(self.role, dead)
 
-    def _ended(self) -> str | None:
+    def _ended_rank(self) -> str | None:
         for rank, ref in enumerate(self.following, 1):
             if ray.wait([ref], timeout=0)[0]:
                 return f"rank {rank} (pid {self.where[rank].pid}) ended"
         return None
 
-    def _signs_of_life(self) -> None:
+    def _check_alive(self) -> None:
         pings = [actor.ping.remote() for actor in self.actors]
         ready, silent = ray.wait(pings, num_returns=len(pings), timeout=self.cfg.heartbeat)
         if silent:
@@ -312,7 +312,7 @@ def _future(ref: Any) -> asyncio.Future[Any]:
     return future
 
 
-def _first(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """What Ray says of a death, in a line."""
     text = str(error)
     for mark in ("Worker exit detail: ", "The actor is dead because ", "Death reason: "):

@@ -217,7 +217,7 @@ class RLTrainer:
             totals = replace(totals, traced=trace.slots)
         metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
         if trace is not None:
-            trace.heard(metrics, totals)
+            trace.add_loss_metrics(metrics, totals)
         self.run.counters["updates"] = self.run.counters.get("updates", 0) + 1
         report = self.backend.step()
         updates.policy.append(report)

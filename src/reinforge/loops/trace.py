@@ -76,7 +76,7 @@ class _RowPosition:
 @dataclass
 class StepTrace:
     """The record of one step. Made by `Tracer.begin`, which gives the batches their stream; told
-    what the loss said by `heard`; read once by `record`.
+    what the loss said by `add_loss_metrics`; read once by `record`.
     """
 
     tracer: Tracer
@@ -142,7 +142,7 @@ class StepTrace:
             place.batch.streams[STREAM][place.begin : place.end] = numbers
             self.slots += wanted
 
-    def heard(self, metrics: StepMetrics, totals: Totals) -> None:
+    def add_loss_metrics(self, metrics: StepMetrics, totals: Totals) -> None:
         """What the loss said in an optimizer step; it is taken out of the metrics."""
         self._said |= take_traced(metrics)
         self.totals.append(totals)

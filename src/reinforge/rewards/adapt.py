@@ -37,7 +37,7 @@ def kind_of(function: Callable[..., Any]) -> Kind | None:
     return "verl" if all(name in parameters for name in VERL) else None
 
 
-def adapted(function: Callable[..., Any], kind: str | None) -> Callable[..., Any]:
+def adapt(function: Callable[..., Any], kind: str | None) -> Callable[..., Any]:
     """The same reward with our signature: one list per column, completions as text."""
     if kind == "trl":
         return _trl(function)

@@ -13,7 +13,7 @@ from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.rewards.builtin import FUNCTIONS
 from reinforge.rewards.combine import gates_of
-from reinforge.rewards.execution import placed, pool_for
+from reinforge.rewards.execution import pool_for, with_execution
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.load import load_function
 from reinforge.rewards.names import BUILTIN
@@ -95,7 +95,7 @@ def build_rewards(
     functions = functions or {}
     built = [
         (
-            placed(cfg, cfg.name, functions[cfg.name], f"rewards.{i}")
+            with_execution(cfg, cfg.name, functions[cfg.name], f"rewards.{i}")
             if cfg.name in functions
             else _from_config(cfg, f"rewards.{i}.name", device, load)
         )
@@ -149,7 +149,9 @@ def _from_config(
                 where=where.replace("name", "options"),
                 fix=f"It has: {', '.join(list(parameters)[1:])}.",
             )
-        return placed(cfg, cfg.name, FUNCTIONS[cfg.name], where.removesuffix(".name"), ours=True)
+        return with_execution(
+            cfg, cfg.name, FUNCTIONS[cfg.name], where.removesuffix(".name"), ours=True
+        )
     if ":" not in cfg.name:
         near = get_close_matches(cfg.name, BUILTIN, n=1)
         raise InputError(
@@ -159,7 +161,7 @@ def _from_config(
             + f"Built in: {', '.join(BUILTIN)}; or write file.py:function, or give the function to"
             " reinforge.train.",
         )
-    return placed(
+    return with_execution(
         cfg,
         cfg.name.rpartition(":")[2],
         load_function(cfg.name, where),

@@ -13,7 +13,7 @@ from typing import Any
 
 from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
-from reinforge.rewards.adapt import adapted, kind_of
+from reinforge.rewards.adapt import adapt, kind_of
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.load import importable
 from reinforge.rewards.pool import PoolSpec, RewardPool, pool_of
@@ -26,7 +26,7 @@ CALLS_OTHERS = {"reasoning_gym": ("reasoning_gym",)}
 BACKTRACKS = {"regex"}
 
 
-def placed(
+def with_execution(
     cfg: RewardConfig, name: str, function: Callable[..., Any], where: str, *, ours: bool = False
 ) -> FunctionReward:
     """The reward with its process, if it gets one.
@@ -43,7 +43,7 @@ def placed(
     here = by_default if cfg.in_process is None else cfg.in_process
     reward = FunctionReward(
         name,
-        adapted(function, kind),
+        adapt(function, kind),
         cfg.weight,
         cfg.options,
         pure=ours and here and not foreign,

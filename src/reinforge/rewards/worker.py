@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from reinforge.core.errors import InputError
 from reinforge.core.frames import frame, read_frame
-from reinforge.rewards.adapt import adapted
+from reinforge.rewards.adapt import adapt
 from reinforge.rewards.load import load_function
 from reinforge.rewards.outcome import checked
 from reinforge.rewards.wire import decode
@@ -70,7 +70,7 @@ def main(control: socket.socket, spec: dict[str, Any]) -> None:
     try:
         for module in spec["preload"]:
             importlib.import_module(module)
-        function = adapted(load_function(spec["target"], "rewards"), spec["kind"])
+        function = adapt(load_function(spec["target"], "rewards"), spec["kind"])
     except BaseException as error:
         function = f"{type(error).__name__}: {error}"
     children: set[int] = set()

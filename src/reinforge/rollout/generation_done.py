@@ -27,7 +27,7 @@ class Countdown:
             self.then()
 
 
-async def paced(rollout: Rollout, row: Row, context: RolloutContext) -> Group:
+async def run_rollout(rollout: Rollout, row: Row, context: RolloutContext) -> Group:
     """The group that the row became.
 
     `context.generated` is called once, when the rollout says so or has ended.

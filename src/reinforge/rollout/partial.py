@@ -28,7 +28,7 @@ from reinforge.engines.resumable import (
     requests_from_json,
     requests_to_json,
 )
-from reinforge.rollout.generation_done import paced
+from reinforge.rollout.generation_done import run_rollout
 from reinforge.rollout.rows.sampler import RowChoice
 from reinforge.rollout.source import GroupSource, RolloutBatch
 from reinforge.rollout.staleness import StalenessPolicy
@@ -125,7 +125,7 @@ class PartialSource(GroupSource):
         taken: list[int] = []
         enough = asyncio.Event()
 
-        def told(place: int) -> None:
+        def generation_done(place: int) -> None:
             if taken:
                 return
             order.append(place)
@@ -139,8 +139,10 @@ class PartialSource(GroupSource):
                 enough.set()
 
         for i, (entry, name) in enumerate(zip(entries, names, strict=True)):
-            context = RolloutContext(name, partial(told, i), self.requests.engine_of(name))
-            work = paced(self.rollout, self.rows[entry.choice.row], context)
+            context = RolloutContext(
+                name, partial(generation_done, i), self.requests.engine_of(name)
+            )
+            work = run_rollout(self.rollout, self.rows[entry.choice.row], context)
             tasks.append(asyncio.ensure_future(work))
         waits = asyncio.ensure_future(enough.wait())
         try:

@@ -13,7 +13,7 @@ from reinforge.core.faults import fault_metrics
 from reinforge.core.sample import Group, Row, Stop
 from reinforge.data.cursor import Cursor
 from reinforge.rollout.first_finished import first_finished
-from reinforge.rollout.generation_done import paced
+from reinforge.rollout.generation_done import run_rollout
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.rows.pass_rates import PassRates
 from reinforge.rollout.rows.replay import Replay, ReplayEntry
@@ -195,7 +195,7 @@ class GroupSource:
         counting = 0
         generating = len(names)
 
-        def told() -> None:
+        def generation_done() -> None:
             nonlocal generating
             generating -= 1
             if not generating:
@@ -210,7 +210,7 @@ class GroupSource:
 
         await first_finished(
             [
-                paced(self.rollout, row, RolloutContext(name, told))
+                run_rollout(self.rollout, row, RolloutContext(name, generation_done))
                 for row, name in zip(rows, names, strict=True)
             ],
             enough,

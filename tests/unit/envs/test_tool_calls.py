@@ -370,15 +370,15 @@ def test_a_template_without_tools_hears_of_them_in_words() -> None:
 def test_a_template_with_tools_gets_calls_as_it_wants_them() -> None:
     action = Action("x", [], "thought", calls=[Call("add", {"a": 1}, "i")])
     native = ToolTemplate(FORMATS["hermes"], native=True)
-    assert native.opened(Observation([], [TOOL])).tools == [TOOL]
-    assert native.said("x", action)["tool_calls"] == [
+    assert native.first_observation(Observation([], [TOOL])).tools == [TOOL]
+    assert native.assistant_message("x", action)["tool_calls"] == [
         {"type": "function", "id": "i", "function": {"name": "add", "arguments": {"a": 1}}}
     ]
-    as_text = ToolTemplate(FORMATS["deepseek"], native=True).said("x", action)
+    as_text = ToolTemplate(FORMATS["deepseek"], native=True).assistant_message("x", action)
     assert (
         as_text["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
         and as_text["content"] == "thought"
     )
-    assert "tool_calls" not in native.said(
+    assert "tool_calls" not in native.assistant_message(
         "x", Action("x", [], "", calls=[Call("f", {})], errors=["bad"])
     ), "what could not be read whole stays text"

@@ -302,14 +302,14 @@ class Slow:
 
 
 def source_of(
-    world: Slow, staleness: int = 2, over_provision: float = 1.5, **kw: Any
+    rollouts: Slow, staleness: int = 2, over_provision: float = 1.5, **kw: Any
 ) -> PartialSource:
     return PartialSource(
         ROWS,
         Cursor(64, 0, False),
-        world,
+        rollouts,
         4,
-        requests=world,
+        requests=rollouts,
         staleness=staleness,
         over_provision=over_provision,
         **kw,
@@ -320,12 +320,12 @@ def test_nothing_is_lost_twice_or_too_old() -> None:
     """Every seventh row needs ten times as long."""
 
     async def go(staleness: int) -> None:
-        world = Slow(lambda i: 40 if i % 7 == 3 else 4)
-        source = source_of(world, staleness)
+        rollouts = Slow(lambda i: 40 if i % 7 == 3 else 4)
+        source = source_of(rollouts, staleness)
         trained = []
         ages = []
         for step in range(12):
-            world.version = step
+            rollouts.version = step
             batch = await take_batch(source, step, step)
             assert len(batch.groups) >= 4
             trained += [g.samples[0].group for g in batch.groups]
@@ -354,8 +354,8 @@ def test_nothing_is_lost_twice_or_too_old() -> None:
 
 def test_a_cut_step_leaves_everything_as_it_was(tmp_path: Path) -> None:
     async def go() -> None:
-        world = Slow(lambda i: 40 if i % 3 == 1 else 4)
-        source = source_of(world, journal=Journal(tmp_path / "journal"))
+        rollouts = Slow(lambda i: 40 if i % 3 == 1 else 4)
+        source = source_of(rollouts, journal=Journal(tmp_path / "journal"))
         await take_batch(source, 0, 0)
         carried = list(source.unfinished)
         taken = source.cursor.taken
@@ -373,8 +373,8 @@ def test_a_cut_step_leaves_everything_as_it_was(tmp_path: Path) -> None:
             Slow(lambda i: 1 if i % 3 == 1 else 4), journal=Journal(tmp_path / "journal")
         )  # another clock: others would be first
         again.load(State({}, {**state.meta, "kept": {}}))
-        again.requests = world  # type: ignore[assignment]
-        world.done.update({name: [] for name in first})
+        again.requests = rollouts  # type: ignore[assignment]
+        rollouts.done.update({name: [] for name in first})
         again.cursor.take(taken)
         # the journal knows who was taken
         assert [g.samples[0].group for g in (await take_batch(again, 1, 1)).groups] == first

@@ -33,7 +33,7 @@ from reinforge.rollout.source import GroupSource, rollout_metrics
 ROWS = [Row(f"r{i}", f"p{i}") for i in range(64)]
 
 
-class World:
+class FakeRollouts:
     """A rollout with an engine's version; it can be made to wait between generating and scoring."""
 
     def __init__(self) -> None:
@@ -65,15 +65,15 @@ class World:
 
 
 async def trained(
-    ahead: RolloutBuffer, world: World, steps: int, start: int = 0
+    buffer: RolloutBuffer, rollouts: FakeRollouts, steps: int, start: int = 0
 ) -> list[list[tuple[str, int]]]:
     """[[(group, version) of each step]]; step k has the weights of version k."""
     out = []
     for step in range(start, steps):
-        world.version = step
-        await ahead.advance(step, step)
-        world.scores.set()
-        batch = await ahead.take(step, step)
+        rollouts.version = step
+        await buffer.advance(step, step)
+        rollouts.scores.set()
+        batch = await buffer.take(step, step)
         out.append([(g.samples[0].group, int(g.samples[0].versions[-1])) for g in batch.groups])
     return out
 
@@ -81,16 +81,18 @@ async def trained(
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_every_step_trains_what_was_sampled_so_many_steps_before(staleness: int) -> None:
     async def go() -> None:
-        world = World()
-        ahead = RolloutBuffer(GroupSource(ROWS, Cursor(64, 0, False), world, 4), staleness, last=10)
-        steps = await trained(ahead, world, 10)
+        rollouts = FakeRollouts()
+        buffer = RolloutBuffer(
+            GroupSource(ROWS, Cursor(64, 0, False), rollouts, 4), staleness, last=10
+        )
+        steps = await trained(buffer, rollouts, 10)
         names = [name for step in steps for name, _ in step]
         assert names == [f"{i}:r{i}" for i in range(40)]  # each once, in the order of the data
         assert [v for step in steps for _, v in step] == [
             max(0, k - staleness) for k in range(10) for _ in range(4)
         ]
         # nothing was generated for a step that does not come
-        assert not ahead.in_flight and ahead.source.cursor.taken == 40
+        assert not buffer.in_flight and buffer.source.cursor.taken == 40
 
     asyncio.run(go())
 
@@ -99,20 +101,20 @@ def test_training_goes_on_while_scores_are_missing() -> None:
     """`advance` needs tokens, `take` needs the scores of its own step only."""
 
     async def go() -> None:
-        world = World()
-        ahead = RolloutBuffer(GroupSource(ROWS, Cursor(64, 0, False), world, 2), 1, last=5)
-        await asyncio.wait_for(ahead.advance(0, 0), 5)
-        assert len(world.generated) == 4 and world.scored == []
+        rollouts = FakeRollouts()
+        buffer = RolloutBuffer(GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2), 1, last=5)
+        await asyncio.wait_for(buffer.advance(0, 0), 5)
+        assert len(rollouts.generated) == 4 and rollouts.scored == []
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ahead.take(0, 0), 0.05)
+            await asyncio.wait_for(buffer.take(0, 0), 0.05)
         # a batch ahead stays where it is when the wait for it is cut
-        assert len(ahead.in_flight) == 2
-        world.scores.set()
-        assert [g.row.id for g in (await ahead.take(0, 0)).groups] == ["r0", "r1"]
-        world.scores.clear()
-        await asyncio.wait_for(ahead.advance(1, 1), 5)
-        assert world.generated[4:] == ["4:r4", "5:r5"] and len(world.scored) == 4
-        await ahead.close()
+        assert len(buffer.in_flight) == 2
+        rollouts.scores.set()
+        assert [g.row.id for g in (await buffer.take(0, 0)).groups] == ["r0", "r1"]
+        rollouts.scores.clear()
+        await asyncio.wait_for(buffer.advance(1, 1), 5)
+        assert rollouts.generated[4:] == ["4:r4", "5:r5"] and len(rollouts.scored) == 4
+        await buffer.close()
 
     asyncio.run(go())
 
@@ -123,13 +125,13 @@ def test_the_average_is_evaluated_when_nothing_is_under_way() -> None:
     """
 
     async def go() -> None:
-        world = World()
+        rollouts = FakeRollouts()
         average = 1000
         seen = list[int]()
-        world.ticks = 20
-        world.scores.set()
-        ahead = RolloutBuffer(
-            GroupSource(ROWS, Cursor(64, 0, False), world, 2), 1, last=5, drain=False
+        rollouts.ticks = 20
+        rollouts.scores.set()
+        buffer = RolloutBuffer(
+            GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2), 1, last=5, drain=False
         )
         swapped = False
 
@@ -141,28 +143,28 @@ def test_the_average_is_evaluated_when_nothing_is_under_way() -> None:
             swapped = False
 
         async def update(weights: Any, version: int) -> None:
-            world.version = average if swapped else version
+            rollouts.version = average if swapped else version
 
         async def evaluate() -> dict[str, float]:
             for _ in range(50):
                 await asyncio.sleep(0)
-            seen.append(world.version)
+            seen.append(rollouts.version)
             return {}
 
         backend: Any = SimpleNamespace(
             ema=SimpleNamespace(swapped=swap), weights=lambda: None, steps=0
         )
         engine: Any = SimpleNamespace(update=update)
-        await ahead.advance(0, 0)
-        assert not world.generated
-        run = with_average(evaluate, backend, engine, ahead.settle)
+        await buffer.advance(0, 0)
+        assert not rollouts.generated
+        run = with_average(evaluate, backend, engine, buffer.settle)
         assert run is not None
         await run()
-        assert seen == [average] and world.version == 0 and len(world.generated) == 4
+        assert seen == [average] and rollouts.version == 0 and len(rollouts.generated) == 4
         for step in (0, 1):
             assert {
                 int(v)
-                for g in (await ahead.take(step, 0)).groups
+                for g in (await buffer.take(step, 0)).groups
                 for v in g.samples[0].versions[1:]
             } == {0}
 
@@ -172,55 +174,55 @@ def test_the_average_is_evaluated_when_nothing_is_under_way() -> None:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_what_was_cut_is_begun_again(staleness: int) -> None:
     async def go() -> None:
-        world = World()
-        source = GroupSource(ROWS, Cursor(64, 0, False), world, 2)
-        ahead = RolloutBuffer(source, staleness, last=9)
-        world.scores.set()
+        rollouts = FakeRollouts()
+        source = GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2)
+        buffer = RolloutBuffer(source, staleness, last=9)
+        rollouts.scores.set()
         whole = await trained(
-            RolloutBuffer(GroupSource(ROWS, Cursor(64, 0, False), world, 2), staleness, last=9),
-            world,
+            RolloutBuffer(GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2), staleness, last=9),
+            rollouts,
             4,
         )
-        again = await trained(ahead, world, 2)
+        again = await trained(buffer, rollouts, 2)
         before = source.cursor.taken
-        held = len(ahead.in_flight)
-        world.version = 2
-        cut = asyncio.ensure_future(ahead.advance(2, 2))
+        held = len(buffer.in_flight)
+        rollouts.version = 2
+        cut = asyncio.ensure_future(buffer.advance(2, 2))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         cut.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cut
-        assert source.cursor.taken == before and len(ahead.in_flight) == held
-        assert again + await trained(ahead, world, 4, start=2) == whole
+        assert source.cursor.taken == before and len(buffer.in_flight) == held
+        assert again + await trained(buffer, rollouts, 4, start=2) == whole
 
     asyncio.run(go())
 
 
 def test_an_engine_elsewhere_is_not_waited_for_and_old_samples_are_dropped() -> None:
     async def go() -> None:
-        world = World()
-        world.scores.set()
-        world.ticks = 20
-        ahead = RolloutBuffer(
-            GroupSource(ROWS, Cursor(64, 0, False), world, 2), 1, last=9, drain=False
+        rollouts = FakeRollouts()
+        rollouts.scores.set()
+        rollouts.ticks = 20
+        buffer = RolloutBuffer(
+            GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2), 1, last=9, drain=False
         )
-        await ahead.advance(0, 0)
-        assert world.generated == []  # only begun
-        await ahead.take(0, 0)
-        world.version = 1
-        world.lag = 1
-        await ahead.advance(1, 1)  # begins step 2, with an engine that still has version 0
-        assert len((await ahead.take(1, 1)).groups) == 2
-        await ahead.settle()
-        world.version = 2
-        world.lag = 0
-        await ahead.advance(2, 2)
-        batch = await ahead.take(2, 2)
+        await buffer.advance(0, 0)
+        assert rollouts.generated == []  # only begun
+        await buffer.take(0, 0)
+        rollouts.version = 1
+        rollouts.lag = 1
+        await buffer.advance(1, 1)  # begins step 2, with an engine that still has version 0
+        assert len((await buffer.take(1, 1)).groups) == 2
+        await buffer.settle()
+        rollouts.version = 2
+        rollouts.lag = 0
+        await buffer.advance(2, 2)
+        batch = await buffer.take(2, 2)
         # sampled by version 0, and at least 1 was promised
         assert batch.groups == [] and len(batch.stale) == 2
         assert rollout_metrics(batch, {})["tokens/stale"] == 8 == batch.sampled_tokens
-        await ahead.close()
+        await buffer.close()
 
     asyncio.run(go())
 
@@ -230,7 +232,7 @@ def test_training_leaves_the_loop_free_for_an_engine_elsewhere(drain: bool) -> N
     async def go() -> tuple[int, str]:
         trainer = object.__new__(RLTrainer)
         trainer.buffer = RolloutBuffer(
-            GroupSource(ROWS, Cursor(64, 0, False), World(), 2), 1, drain=drain
+            GroupSource(ROWS, Cursor(64, 0, False), FakeRollouts(), 2), 1, drain=drain
         )
         ticks = 0
         over = False
@@ -253,29 +255,29 @@ def test_training_leaves_the_loop_free_for_an_engine_elsewhere(drain: bool) -> N
 
 def test_the_buffer_survives_and_a_smaller_bound_drops_it() -> None:
     async def go() -> None:
-        world = World()
-        world.scores.set()
-        source = GroupSource(ROWS, Cursor(64, 0, False), world, 2)
-        ahead = RolloutBuffer(source, 2, last=20)
-        await trained(ahead, world, 3)
-        await ahead.settle()
-        state = ahead.state()
+        rollouts = FakeRollouts()
+        rollouts.scores.set()
+        source = GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2)
+        buffer = RolloutBuffer(source, 2, last=20)
+        await trained(buffer, rollouts, 3)
+        await buffer.settle()
+        state = buffer.state()
         assert [e["step"] for e in state.meta["begun"]] == [3, 4] and [
             e["made"] for e in state.meta["begun"]
         ] == [1, 2]
-        world.version = 3
-        rest = await trained(ahead, world, 8, start=3)
+        rollouts.version = 3
+        rest = await trained(buffer, rollouts, 8, start=3)
 
         cursor = Cursor(64, 0, False)
         cursor.take(10)  # 5 batches of 2
-        resumed = RolloutBuffer(GroupSource(ROWS, cursor, world, 2), 2, last=20)
+        resumed = RolloutBuffer(GroupSource(ROWS, cursor, rollouts, 2), 2, last=20)
         resumed.load(State(dict(state.tensors), state.meta))
-        assert await trained(resumed, world, 8, start=3) == rest
+        assert await trained(resumed, rollouts, 8, start=3) == rest
 
         cursor.load({**cursor.state(), "taken": 10})
-        smaller = RolloutBuffer(GroupSource(ROWS, cursor, world, 2), 1, last=20)
+        smaller = RolloutBuffer(GroupSource(ROWS, cursor, rollouts, 2), 1, last=20)
         smaller.load(State(dict(state.tensors), state.meta))
-        world.version = 3
+        rollouts.version = 3
         await smaller.advance(3, 3)
         batch = await smaller.take(3, 3)
         assert [g.row.id for g in batch.groups] == ["r10", "r11"] and len(batch.stale) == 4

@@ -40,9 +40,9 @@ class AnswerReader:
         stop_strings: Sequence[str] = (),
     ) -> ModelAnswer:
         """`call_id` names the k-th call where the model gave it no id."""
-        text = self.visible(completion, stop_strings)
+        text = self.visible_text(completion, stop_strings)
         parsed = (
-            self.tool_template.read(self.spelled(completion))
+            self.tool_template.read(self.raw_text(completion))
             if self.tool_template.reads
             else ParsedAnswer(text)
         )
@@ -58,13 +58,13 @@ class AnswerReader:
             thinking=parsed.thinking or "",
         )
 
-    def visible(self, completion: Completion, stop_strings: Sequence[str] = ()) -> str:
+    def visible_text(self, completion: Completion, stop_strings: Sequence[str] = ()) -> str:
         """The text without control tokens, up to the first stop string."""
         text = self.renderer.decode(completion.tokens)
         found = first_stop(text, stop_strings)
         return text if found is None else text[:found]
 
-    def spelled(self, completion: Completion) -> str:
+    def raw_text(self, completion: Completion) -> str:
         """The text with control tokens, which some formats write calls with, but without the one
         that ended it.
         """

@@ -266,7 +266,7 @@ class AgentSession:
 
     def _visible(self, completion: Completion, asked: SamplingRequest) -> str:
         stops = (*asked.stop_strings, *self.sampling.stop_strings)
-        return self.reader.visible(completion, stops)
+        return self.reader.visible_text(completion, stops)
 
     async def _generate(self, prompt: list[int], asked: SamplingRequest) -> list[Completion]:
         model = self.model
