@@ -30,7 +30,7 @@ SMALL = [
     "run.log.samples_every=0",
 ]
 # a random model adds nothing up, and rewards that are all 0 would train nothing
-SIGNAL = "rewards.0.name=tiny_runs:odd"
+SIGNAL = "rewards.0.name=helpers.toy_rewards:odd"
 
 
 def steps(path: Path, model: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:

@@ -37,6 +37,11 @@ def short(completions: list[str], **_: Any) -> list[float]:
     return [1 - len(c) / 8 for c in completions]
 
 
+def minus_length(completions: list[str], **_: Any) -> list[float]:
+    """One less for every character."""
+    return [-float(len(c)) for c in completions]
+
+
 def polite(completions: list[str], **_: Any) -> list[float]:
     return [float(c == "please") for c in completions]
 

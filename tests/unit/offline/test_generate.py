@@ -296,21 +296,17 @@ def test_labels_come_later_and_ask_for_nothing_again(tmp_path: Path) -> None:
         generate("m", prompts, out, **options, labelling=how)
         assert len(judge.asked) == 18
         rewards = [
-            RewardConfig(name="test_generate:short", weight=2.0),
+            RewardConfig(name="helpers.toy_rewards:minus_length", weight=2.0),
             RewardConfig(name="exact_match"),
         ]
         generate("m", prompts, out, **options, labelling=LabelOptions(rewards, pairs="all"))
         assert len(stub.asked) == 3
         assert [(r["rewards"], r["reward"]) for r in lines_of(out)[:3]] == [
-            ({"short": -len(t), "exact_match": 0.0}, -2.0 * len(t)) for t in texts
+            ({"minus_length": -len(t), "exact_match": 0.0}, -2.0 * len(t)) for t in texts
         ]
         found = [(p["chosen"], p["rejected"], p["margin"]) for p in lines_of(pairs_path(out))[:3]]
         assert found == [("a", "aa", 2.0), ("a", "aaa", 4.0), ("aa", "aaa", 2.0)]
         assert len({p["id"] for p in lines_of(pairs_path(out))}) == 9
-
-
-def short(completions: list[str], **_: Any) -> list[float]:
-    return [-float(len(c)) for c in completions]
 
 
 def test_pairs() -> None:
