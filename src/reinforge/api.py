@@ -1,4 +1,4 @@
-"""The Python door. The command line builds the same objects.
+"""The Python interface. The command line builds the same objects.
 
 import reinforge
 

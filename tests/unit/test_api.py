@@ -1,4 +1,6 @@
-"""The Python door: `reinforge.train` with plain functions and rows, and the same ids everywhere."""
+"""The Python interface: `reinforge.train` with plain functions and rows, and the same ids
+everywhere.
+"""
 
 from __future__ import annotations
 

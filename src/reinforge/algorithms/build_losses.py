@@ -76,7 +76,7 @@ def unpaired(
 def online(
     name: str, spec: AlgorithmSpec, o: AlgorithmOptions, given: Mapping[str, Any]
 ) -> Algorithm:
-    """A loss over what is sampled: pairs of it, contests with an opponent, or the best of it."""
+    """A loss over what is sampled: pairs of it, matches against an opponent, or the best of it."""
     settings = _settings(spec, o)
     function = PICKS[spec.parts["pick"]]
     chosen = {key: settings.pop(key) for key in settings_of(function) if key in settings}

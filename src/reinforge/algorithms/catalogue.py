@@ -426,7 +426,7 @@ TABLE: dict[str, AlgorithmSpec] = {
     "apo_zero_unpaired": _loss(UNPAIRED, "apo_zero_unpaired", "2408.06266"),
     # pairs (or the best) of what the policy samples
     "online_dpo": _sampled(ONLINE, "sigmoid", "best_and_worst", "2402.04792"),
-    "xpo": _sampled(OPPOSED, "xpo", "contest", "2405.21046", mixture=1.0),
+    "xpo": _sampled(OPPOSED, "xpo", "against_opponent", "2405.21046", mixture=1.0),
     "nash_md": _sampled(OPPOSED, "nash_md", "win_rates", "2312.00886", mixture=0.125),
     "spin": _sampled(SELF_PLAY, "sigmoid", "self_play", "2401.01335", reference=SPIN),
     "best_of_n": _sampled(BEST_OF, "nll", "keep_best", "2112.09332", keep=1, threshold=0.0),

@@ -1,4 +1,4 @@
-"""From the answers to one prompt to what is trained of them: pairs, contests against an opponent,
+"""From the answers to one prompt to what is trained of them: pairs, matches against an opponent,
 or the best.
 
 A pick is `fn(group, **settings) -> samples`; neighbours are units of the loss (chosen, rejected).
@@ -96,7 +96,7 @@ def keep_best(
 
 PICKS: dict[str, Callable[..., list[Sample]]] = {
     "best_and_worst": best_and_worst,
-    "contest": against_opponent,
+    "against_opponent": against_opponent,
     "self_play": self_play,
     "win_rates": win_rates,
     "keep_best": keep_best,
@@ -130,9 +130,7 @@ def _matches(group: Group) -> list[tuple[Sample, Sample]]:
     own, theirs = (
         [s for s in group.samples if float(s.streams[OPPONENT][-1]) == side] for side in (0.0, 1.0)
     )
-    assert len(own) == len(theirs), (
-        "a contest needs as many answers of the opponent as of the policy"
-    )
+    assert len(own) == len(theirs), "the opponent needs as many answers as the policy"
     return [(a, b) for a, b in zip(own, theirs, strict=True) if _usable([a]) and _usable([b])]
 
 

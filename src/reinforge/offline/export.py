@@ -1,4 +1,4 @@
-"""Out the door: a directory that transformers, peft and every serving engine load as it is."""
+"""Exports a model: a directory that transformers, peft and every serving engine load as it is."""
 
 from __future__ import annotations
 

@@ -792,7 +792,7 @@ sys.exit(code)
 def test_without_the_hub_a_cached_model_is_loaded_and_another_refused_without_a_retry(
     model: Path, tmp_path: Path
 ) -> None:
-    """The Python door: whoever loads asks first."""
+    """The Python interface: whoever loads asks first."""
     cache = tmp_path / "cache" / "models--org--here"
     shutil.copytree(model, cache / "snapshots" / ("0" * 40))
     (cache / "refs").mkdir()

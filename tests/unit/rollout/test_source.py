@@ -349,7 +349,9 @@ def test_replayed_groups_take_the_place_of_fresh_ones() -> None:
 # everything at once: exact at every boundary
 
 
-def workshop(journal: Journal | None = None) -> tuple[GroupSource, dict[str, Any], FakeEngine]:
+def resumable_source(
+    journal: Journal | None = None,
+) -> tuple[GroupSource, dict[str, Any], FakeEngine]:
     """Pass rates, a teachable preference, a learned curriculum, dynamic sampling, spare prompts and
     replay, on rows of known odds.
     """
@@ -439,7 +441,7 @@ def test_every_boundary_resumes_exactly_even_after_a_batch_that_was_cut() -> Non
     steps = 7
 
     async def go() -> None:
-        source, parts, engine = workshop()
+        source, parts, engine = resumable_source()
         saved = []
         whole = []
         for step in range(steps):
@@ -454,7 +456,7 @@ def test_every_boundary_resumes_exactly_even_after_a_batch_that_was_cut() -> Non
         # every feature was at work
         assert any(w[3] for w in whole) and any(w[2] > 1 for w in whole)
         for start in range(steps):
-            source, parts, engine = workshop()
+            source, parts, engine = resumable_source()
             for name, part in parts.items():
                 part.load(saved[start][name])
             task = asyncio.ensure_future(take_batch(source, start, start))
