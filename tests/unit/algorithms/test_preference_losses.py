@@ -14,6 +14,7 @@ from torch import Tensor
 
 from helpers.loss_rows import LENGTHS, assert_cut_does_not_matter, rows, run, slope
 from helpers.toys import make_model, train_config
+from reinforge.algorithms.catalogue import TABLE
 from reinforge.algorithms.losses import preference_terms as losses
 from reinforge.algorithms.losses.nash import geometric_mixture, nash_md
 from reinforge.algorithms.losses.preference import PREFERENCE, PairLoss
@@ -114,8 +115,13 @@ def call(
     return row.function(*numbers, **extra, **{**row.defaults, **settings})
 
 
-def test_every_row_has_a_golden_number() -> None:
-    assert GOLDEN.keys() | RANKED == PREFERENCE.keys()
+def test_every_loss_is_checked_against_numbers() -> None:
+    """Here, or as the loss of an algorithm: every algorithm has a twin in plain Python, with its
+    gradient (tests/parity/loss_twins.py).
+    """
+    of_algorithms = {spec.parts["loss"] for spec in TABLE.values() if spec.family == "preference"}
+    assert PREFERENCE.keys() <= GOLDEN.keys() | RANKED | of_algorithms
+    assert GOLDEN.keys() | RANKED <= PREFERENCE.keys()
 
 
 @pytest.mark.parametrize("name", GOLDEN)
