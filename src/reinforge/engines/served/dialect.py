@@ -7,8 +7,8 @@ restarts, interruptions, updates and their proof. What differs is a dialect. To 
 1. Write `engines/served/NAME.py` with a class that has the members of `Dialect`. `sglang.py` is the
    example to copy: it needs nothing in the server but HTTP.
 2. Name it in `DIALECTS` (make.py), and in `EngineName` and `SERVERS` (config/engine.py).
-3. Write a stub that speaks the server's API (tests/helpers/sglang_stub.py is one), and run the
-   suites of tests/contract and of the served engines on it.
+3. Write a stub that speaks the server's API (tests/helpers/sglang_stub.py is one), and run on it
+   what tests/unit/engines/test_engine_sglang.py runs, and tests/contract/test_engine.py.
 
 The server must take token ids and give back token ids with the log-prob of each, score given
 tokens, load new weights without a restart, and abort what is running.
