@@ -14,6 +14,7 @@ import pytest
 from helpers.source_tree import PACKAGE, ROOT, modules, project_files, tree
 
 PAGES = ("docs/architecture.md", "docs/add-a-model.md", "CONTRIBUTING.md")
+CLASS = re.compile(r"`([A-Z][a-z0-9]+[A-Z]\w*)`")
 # `Class.member`, `module.NAME` and `module.Class`, in backticks; calls and indices may follow
 MEMBER = re.compile(r"`([A-Za-z_]\w*)\.([A-Za-z_]\w*)(?:\(\)|\[[^`]*\])?`")
 FILE = re.compile(r"(?<![\w*/.{<-])((?:[\w.-]+/)*[\w-]+\.py)\b(?!:)")
@@ -56,6 +57,12 @@ def classes() -> dict[str, list[ast.ClassDef]]:
 
 
 @cache
+def names() -> frozenset[str]:
+    """What is defined or imported anywhere in the package."""
+    return frozenset().union(*(_top_level(path) for path in modules().values()))
+
+
+@cache
 def members(cls: ast.ClassDef) -> frozenset[str] | None:
     """What a class and its bases have; None where a base is not ours, so that nobody knows."""
     found: set[str] = set()
@@ -82,8 +89,10 @@ def members(cls: ast.ClassDef) -> frozenset[str] | None:
 
 
 def unknown_members(text: str) -> list[str]:
-    """`Class.member` where a class of ours has no such member, `module.NAME` that is not there."""
-    found = []
+    """`SomeClass` that nobody has, `Class.member` where a class of ours has no such member,
+    `module.NAME` that is not there.
+    """
+    found = [name for name in CLASS.findall(text) if name not in names()]
     for owner, member in MEMBER.findall(text):
         if member == "py":
             continue
@@ -150,3 +159,4 @@ def test_the_guard_sees_a_name_that_is_gone() -> None:
     ]
     assert unknown_files("see core/batch.py, batch.py and core/bundle.py") == ["core/bundle.py"]
     assert unknown_members("`algorithm.old` is a key of the config") == []
+    assert unknown_members("a `TrainedTokens`, once a `TokenView`") == ["TokenView"]

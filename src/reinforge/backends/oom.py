@@ -17,7 +17,9 @@ from reinforge.core.report import OutOfMemory
 
 
 class OomRecovery:
-    """Finds a smaller budget, and remembers that until the next optimizer step reports it."""
+    """Finds a smaller micro-batch when memory runs out, and remembers it until the next optimizer
+    step reports it. Every backend has one.
+    """
 
     def __init__(self) -> None:
         # the micro-batch in progress: the one that failed, if memory runs out now

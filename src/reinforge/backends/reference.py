@@ -109,7 +109,9 @@ class ReferencePolicy:
 
 
 class FrozenReference(ReferencePolicy):
-    """The model with its adapter off, or a copy that was made before the model was cut."""
+    """A reference that never moves: the model with its adapter off, or a copy that was made before
+    the model was cut. Workers on ranks make it.
+    """
 
     def __init__(self, model: CausalModel, cfg: ReferenceConfig, copied: CausalModel | None):
         assert cfg.kind == "frozen", "the config refuses it"

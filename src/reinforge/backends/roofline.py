@@ -18,8 +18,8 @@ from reinforge.core.model_facts import ModelFacts
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Peak of dense matrix products (bfloat16 on a GPU, float32 on a CPU) in flop/s, and of memory
-    in bytes/s.
+    """A device as far as times are predicted: peak of dense matrix products (bfloat16 on a GPU,
+    float32 on a CPU) in flop/s, and of memory in bytes/s.
     """
 
     name: str

@@ -64,7 +64,9 @@ class RunInputs:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """The rows whose prompts fit, in the order of the data, and the token ids of each."""
+    """The rows whose prompts fit, in the order of the data, and the token ids of each.
+    `encode_train_prompts` and `encode_eval_prompts` make it; rollouts look ids up in it.
+    """
 
     rows: list[Row]
     ids: dict[str, list[int]]  # by row id
@@ -73,8 +75,8 @@ class EncodedPrompts:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What policy, backend, critic and engine are made from: plain values, which travel to an
-    actor as they are.
+    """What policy, backend, critic and engine are made from: plain values, which travel to an actor
+    as they are. `model_inputs` makes it, the factories get it.
     """
 
     cfg: Config

@@ -47,7 +47,9 @@ RANKS = "ranks"
 
 
 class RemotePolicy:
-    """What the controller knows of a policy that is in an actor."""
+    """What the controller knows of a policy that is in an actor: its shape, and whether it has a
+    value head. `RayFactories.make_policy` gives it to the builders in place of the model.
+    """
 
     module = None
     value_head: bool | None = None

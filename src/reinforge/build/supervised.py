@@ -49,7 +49,9 @@ from reinforge.rollout.rows.sampler import RowSampler
 
 @dataclass(frozen=True)
 class UnitRows:
-    """What rows became: the units that fit, and for each the row of the data that it is of."""
+    """What rows became: the units that fit (a text, a pair, a judged answer), and for each the row
+    of the data that it is of. Made for training and for held-out rows.
+    """
 
     units: list[Unit]
     rows: list[Row]

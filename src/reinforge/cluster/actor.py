@@ -29,8 +29,8 @@ MODEL = "model"  # the object that an engine in an actor of its own generates wi
 
 @dataclass(frozen=True, slots=True)
 class ActorReply:
-    """What a call returned, packed; or what it raised, as a text from which the controller can
-    raise it again.
+    """What a call of an actor's method returned, packed; or what it raised, as a text from which
+    the controller can raise it again. `Actor` makes it, `WorkerGroup` opens it.
     """
 
     value: Any = None
@@ -41,7 +41,9 @@ class ActorReply:
 
 @dataclass(frozen=True, slots=True)
 class ActorAddress:
-    """An actor, for logs and for whoever wants to end it."""
+    """Where an actor runs, for logs and for whoever wants to end it. `Actor` says it to its
+    `WorkerGroup`.
+    """
 
     pid: int
     node: str

@@ -144,7 +144,9 @@ class RemoteBackend:
 
 
 class RemoteTeachers:
-    """The teachers of a backend, asked where they are."""
+    """The teachers of a backend in an actor, asked where they are. `RemoteBackend` has it in place
+    of theirs.
+    """
 
     def __init__(self, backend: RemoteBackend):
         self.backend = backend

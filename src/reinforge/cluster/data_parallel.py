@@ -32,7 +32,9 @@ GenerateReply = list[Completion] | str | None
 
 
 class RankEngine:
-    """One rank's engine."""
+    """The engine of one rank. `DataParallelEngine` makes one on every rank and gives each a share
+    of the requests.
+    """
 
     def __init__(self, member: RankMember, make: Callable[[], NativeEngine]):
         self.member = member
@@ -93,6 +95,8 @@ class RankEngine:
 
 @dataclass(slots=True)
 class _PendingRequest:
+    """A request that waits for its turn, and the future of whoever asked."""
+
     asked: GenerateRequest
     future: asyncio.Future[list[Completion]] = field(repr=False)
 
@@ -103,7 +107,10 @@ class _PendingRequest:
 
 
 class DataParallelEngine:
-    """An `Engine`. `own` is rank 0's; `make` is what the other ranks call for theirs."""
+    """An `Engine` over all ranks of a backend (`rollout.all_ranks`): each has a whole copy of the
+    model and generates a share. `build/engines.py` makes it; `own` is rank 0's engine, `make` is
+    what the other ranks call for theirs.
+    """
 
     measured: Mapping[str, float] = {}
     streaming = None

@@ -28,7 +28,9 @@ MAILBOX = "mailbox"
 
 @dataclass(slots=True, eq=False)
 class SentRequests:
-    """Requests that were sent together, and who waits for them."""
+    """Requests that were sent to an actor together, and who waits for each. `RemoteEngine` keeps
+    them until their replies are there.
+    """
 
     requests: list[MailboxRequest]
     waiting: dict[int, asyncio.Future[Any]]
@@ -40,7 +42,9 @@ class SentRequests:
 
 @dataclass(slots=True, eq=False)
 class EngineReplica:
-    """One actor that generates: what it was asked, and the task that picks its answers up."""
+    """One actor that generates: what it was asked, and the task that collects its replies.
+    `RemoteEngine` has one for each and sends a request to the one with least to do.
+    """
 
     workers: WorkerGroup
     sent: list[SentRequests] = field(default_factory=list)
@@ -279,7 +283,9 @@ class RemoteEngine:
 
 
 class SharedMailbox(Mailbox):
-    """A mailbox beside the trainer: its engine takes the weights from the backend, in place."""
+    """The mailbox of an engine in the trainer's actor: it takes the weights from the backend there,
+    in place.
+    """
 
     def __init__(self, engine: Engine, objects: dict[str, Any]):
         super().__init__(engine)

@@ -6,7 +6,9 @@ from reinforge.core.errors import EXIT_STOPPED, ReinforgeError
 
 
 class ActorLost(ReinforgeError):
-    """An actor is gone, or does not answer. `role` says whose."""
+    """An actor is gone, or does not answer; `role` says whose. Worker groups raise it, and the run
+    is attempted again by `build/ray_run.py`.
+    """
 
     exit_code = EXIT_STOPPED
 

@@ -17,7 +17,7 @@ from reinforge.core.errors import ReinforgeError
 
 @dataclass(frozen=True, slots=True)
 class MailboxRequest:
-    """One call of the engine, which `RemoteEngine` numbers."""
+    """One call of the engine in an actor. `RemoteEngine` numbers and submits it."""
 
     number: int
     method: str  # of the engine: generate, score
@@ -27,7 +27,9 @@ class MailboxRequest:
 
 @dataclass(frozen=True, slots=True)
 class MailboxReply:
-    """What the engine returned or raised for the request of this number."""
+    """What the engine returned or raised for the request of this number. `RemoteEngine` takes it
+    and tells whoever waits.
+    """
 
     number: int
     value: Any

@@ -28,7 +28,7 @@ ROUNDS = 5
 @dataclass
 class NetworkFacts:
     """What the machine has: interfaces (up or not) and InfiniBand or RoCE devices with the state of
-    their ports.
+    their ports. `reinforge launch` looks, and sets the variables of NCCL by it.
     """
 
     interfaces: dict[str, str] = field(default_factory=dict)

@@ -12,7 +12,9 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class ActorPlacement:
-    """One actor: its bundle, and what it takes of it."""
+    """Where one actor goes: its bundle of the placement group, and what it takes of it. Made with
+    the `PlacementPlan`.
+    """
 
     bundle: int
     cpus: float
@@ -21,7 +23,9 @@ class ActorPlacement:
 
 @dataclass(slots=True)
 class PlacementPlan:
-    """`places` by role: one for each rank or replica."""
+    """What a run asks Ray for, and which actor goes where: `places` by role, one for each rank or
+    replica. Made from the config before anything is started.
+    """
 
     strategy: str
     bundles: list[Resources] = field(default_factory=list)

@@ -20,7 +20,9 @@ NAME = "reward"
 
 
 class RemoteReward:
-    """A reward function that awaits: (prompts, completions) -> scores."""
+    """A reward model in an actor, as a function that awaits: (prompts, completions) -> scores. Made
+    in place of the reward's own function; rollouts call it.
+    """
 
     def __init__(self, cluster: RayCluster, place: int, reward: ModelReward, device: str):
         self.cluster = cluster

@@ -53,7 +53,9 @@ WORTH = 1.03  # staler data must be this much faster
 
 @dataclass(frozen=True)
 class GpuCluster:
-    """GPUs of one kind. Bytes/s per GPU: inside a node, and between nodes."""
+    """GPUs of one kind, for predictions: how many, how many in a node, and bytes/s of each inside a
+    node and between nodes.
+    """
 
     machine: Machine
     gpus: int
@@ -73,7 +75,9 @@ def _normal(n: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class CompletionLengths:
-    """Of completions: log-normal, cut at `cap`, with this mean after the cut."""
+    """How long completions are, for predictions: log-normal, cut at `cap`, with this mean after the
+    cut.
+    """
 
     mean: float
     cap: int
@@ -129,7 +133,9 @@ class ClusterLayout:
 
 @dataclass(frozen=True)
 class PhaseRatios:
-    """Measured over modelled time of each phase, from a run; 1 without one."""
+    """Measured over modelled time of each phase, from a run; 1 without one. Predictions for more
+    GPUs are multiplied by them.
+    """
 
     generate: float = 1.0
     train: float = 1.0
@@ -181,7 +187,9 @@ def replica(f: ModelFacts, m: Machine) -> int:
 
 @dataclass(frozen=True)
 class ReplicaTimes:
-    """One replica on `size` GPUs: seconds of a decode step for so many rows of such length."""
+    """The times of one replica on `size` GPUs: seconds of a decode step for so many rows of such
+    length. Predictions ask it.
+    """
 
     f: ModelFacts
     cluster: GpuCluster

@@ -28,13 +28,17 @@ _AS: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16}
 
 @dataclass(slots=True)
 class Payload:
-    """A pickled value, and the large buffers that stay outside of the pickle."""
+    """A pickled value, and the large buffers that stay outside of the pickle, so that Ray shares
+    them without a copy. `pack` makes it, `unpack` opens it.
+    """
 
     data: bytes
     buffers: list[Any] = field(default_factory=list)  # np.ndarray of uint8 each
 
 
 class _Packer(Pickler):
+    """Pickles tensors of whatever device as buffers in host memory."""
+
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided:
             plain = obj.detach().cpu().contiguous()

@@ -39,7 +39,9 @@ GRACE = 3.0  # seconds for the first rank to tell why another one ended
 
 
 class WorkerGroup:
-    """One actor, or the ranks of one backend. Rank 0 is asked; the others follow it."""
+    """The actors of one role: one, or the ranks of one backend. Rank 0 is asked, the others follow
+    it. `RayCluster` makes it; remote backends, engines and rewards call methods of objects in it.
+    """
 
     def __init__(self, resources: ResourcePool, role: str, places: Sequence[ActorPlacement]):
         self.resources = resources

@@ -107,8 +107,9 @@ class Prepares(Protocol):
 
 
 class TensorShards(Protocol):
-    """Tensors that lie in several processes, which write them into a checkpoint themselves: nobody
-    gathers them.
+    """Tensors that lie in several processes, which write them into a checkpoint themselves, so that
+    nobody gathers them. A backend on ranks puts them into its `State`; the checkpoint store calls
+    `write`.
     """
 
     def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
@@ -121,7 +122,10 @@ class TensorShards(Protocol):
 
 @dataclass(slots=True)
 class State:
-    """Everything of a backend that a checkpoint must hold: flat tensors and plain JSON values."""
+    """Everything of a backend or a part that a checkpoint must hold: flat tensors and plain JSON
+    values. `Backend.state` and `Stateful.state` make it, the `Checkpointer` saves it and gives it
+    back to `load`.
+    """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
@@ -130,7 +134,7 @@ class State:
 
 class Stateful(Protocol):
     """Something else of a run that must survive a resume: a critic, a pass-rate store, a
-    coefficient that adapts.
+    coefficient that adapts. The builders collect the parts of a run; the `Checkpointer` calls them.
     """
 
     def state(self) -> State: ...
@@ -158,7 +162,10 @@ class Teacher(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    """What the loops train a policy, a critic or a reward model with. `build/` makes it."""
+    """What trains one model: a policy, a critic or a reward model. `build/` makes it, the loops
+    call it once per step: `annotate`, then `forward_backward` and `step` for each update, then
+    `weights` for the engine.
+    """
 
     # packed tokens per micro-batch. The gradient does not depend on it but its rounding does, so it
     # is part of the state

@@ -5,8 +5,8 @@ Packing lives here because every floor above reads it.
 The tokens lie in segments. Without sharing a segment is a sample; with it, the prompt of a group is
 one segment that the answers of the group continue, so that it is computed once.
 
-The trained tokens of a batch are handed to losses as flat [M] vectors (`Batch.view`): there is no
-mask to forget, because nothing but trained tokens is there.
+The trained tokens of a batch are handed to losses as flat [M] vectors (`TrainedTokens`): there is
+no mask to forget, because nothing but trained tokens is there.
 
 Legend: N tokens of the pack, M trained tokens, S samples.
 """
@@ -25,6 +25,10 @@ from reinforge.core.sample import Sample
 
 @dataclass(slots=True)
 class Batch:
+    """Samples packed end to end, as one forward computes them. The loops make batches with `pack`;
+    a backend annotates and trains them.
+    """
+
     samples: list[Sample]
     tokens: Tensor  # [N] int64
     positions: Tensor  # [N] int64: the place of a token in its sample
@@ -140,6 +144,10 @@ class Batch:
 
 @dataclass(slots=True)
 class _Segment:
+    """A run of tokens in the pack: a whole sample, the prompt of a group, or an answer that
+    continues one.
+    """
+
     sample: int  # whose tokens
     start: int
     stop: int

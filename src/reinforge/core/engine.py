@@ -12,7 +12,8 @@ from reinforge.core.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw.
+    """How completions are sampled. Rollouts, evaluations and servers make one and hand it to
+    `Engine.generate` with every prompt.
 
     Filters (top_p, top_k, min_p) change the distribution and are refused in training rollouts.
     """
@@ -33,6 +34,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
+    """One sampled answer, as `Engine.generate` gives it. A rollout makes a `Sample` of it."""
+
     tokens: list[int]  # sampled ids, the stop token included
     # of each sampled token: post-temperature, full vocabulary (greedy: temperature 1)
     logprobs: list[float]
@@ -42,7 +45,9 @@ class Completion:
 
 @dataclass(slots=True)
 class GenerationStats:
-    """What an engine did since it was made: how often it ran, and what that cost."""
+    """What an engine did since it was made: how many tokens, and how long that took. The engine
+    counts; loops and benchmarks read.
+    """
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -56,7 +61,9 @@ OnTokens = Callable[[int, list[int], list[float], Stop | None], None]
 
 @runtime_checkable
 class Engine(Protocol):
-    """What rollouts and evaluations generate with. `build/` makes it, the loops update it."""
+    """What generates: rollouts and evaluations ask it for completions, the loops give it new
+    weights after every step. `build/` makes it.
+    """
 
     @property
     def stats(self) -> GenerationStats | None:

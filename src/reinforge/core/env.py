@@ -29,6 +29,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
+    """What an environment says: new messages for the model. `Env.reset` and `Env.step` return it,
+    the player tokenises it.
+    """
+
     messages: list[Message]  # new messages only: what was said before is never tokenised again
     # JSON schemas for the chat template; those of the first observation count
     tools: list[dict[str, Any]] | None = None
@@ -38,7 +42,9 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One turn of the model."""
+    """One turn of the model, as an environment gets it. The player makes it of what was sampled and
+    passes it to `Env.step`.
+    """
 
     text: str  # without control tokens
     tokens: list[int]  # as sampled, the stop token included
@@ -56,6 +62,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """What came of an action: what the environment says next, a reward, whether the episode is
+    over. `Env.step` returns it.
+    """
+
     observation: Observation | None  # None only where `done`
     reward: float | None = None  # of this turn; with `done` it is the final reward
     done: bool = False

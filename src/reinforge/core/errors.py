@@ -48,6 +48,8 @@ class StoppedByPolicy(ReinforgeError):
 
 
 class Terminated(ReinforgeError):
-    """SIGTERM or Ctrl-C arrived and a checkpoint was saved."""
+    """SIGTERM or Ctrl-C arrived and a checkpoint was saved. `Run` raises it; the command line ends
+    with its exit code.
+    """
 
     exit_code = EXIT_TERMINATED

@@ -17,6 +17,10 @@ PREFIX = "faults/"
 
 
 class Fault(StrEnum):
+    """Kinds of things that went wrong around a sample and did not end the run. Rewards, rollouts
+    and environments count them; metrics and events carry these names.
+    """
+
     REWARD_TIMEOUT = "reward_timeout"  # scores that are missing because a reward took too long
     REWARD_CRASH = "reward_crash"  # ... because its process died, or met its limit of memory
     REWARD_ERROR = "reward_error"  # ... because it raised, where the config tolerates that
@@ -40,7 +44,9 @@ EPISODE = {
 
 @dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """All faults of one kind in one step."""
+    """All faults of one kind in one step, as one event of the log. Made by `fault_events` for the
+    run.
+    """
 
     fault: str
     step: int
@@ -50,7 +56,9 @@ class FaultEvent:
 
 
 class FaultyGroup(Protocol):
-    """A group, as far as this is concerned."""
+    """What this module reads of a `Group`: how often something went wrong, and what was said about
+    it.
+    """
 
     @property
     def faults(self) -> Mapping[str, int]: ...

@@ -22,7 +22,9 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a data set. `id` is stable across epochs, shuffles and resumes."""
+    """One row of a data set: a prompt and its columns. `data/` makes it, rollouts play it, rewards
+    get its columns. `id` is stable across epochs, shuffles and resumes.
+    """
 
     id: str
     prompt: str | list[dict[str, Any]]  # text, or chat messages

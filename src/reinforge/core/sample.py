@@ -103,7 +103,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All samples of one prompt. The text is for people and logs; training reads tokens."""
+    """All samples of one prompt. A rollout makes it; advantages compare inside of it. The text is
+    for people and logs; training reads tokens.
+    """
 
     row: Row
     samples: list[Sample]

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Weights:
+    """The newest weights of a backend, for an engine. `Backend.weights` makes it after every
+    update, `Engine.update` takes it.
+    """
+
     kind: Literal["shared", "full", "adapter"]
     module: nn.Module | None = None  # shared: the very module that trains
     # otherwise (HF name, tensor) pairs

@@ -27,6 +27,10 @@ Prompt = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OpenAIServer:
+    """Where a server with an OpenAI-compatible API is, and how hard it may be asked. Made from a
+    config or from options of the command line.
+    """
+
     url: str  # up to and including /v1
     model: str | None = None  # None: the only one it has
     api_key: str | None = None
@@ -39,6 +43,8 @@ class OpenAIServer:
 
 @dataclass(frozen=True, slots=True)
 class OpenAIReply:
+    """One answer of such a server."""
+
     text: str
     stop: Stop
     logprobs: list[float] | None = None
@@ -46,7 +52,10 @@ class OpenAIReply:
 
 
 class OpenAIClient:
-    """Use within one event loop, as `async with`."""
+    """Asks an OpenAI-compatible server, at most so many requests at once, and again where it fails
+    for the moment. Judges, opponents and `reinforge generate` make one. Use it within one event
+    loop, as `async with`.
+    """
 
     def __init__(self, server: OpenAIServer, *, where: str = "--server"):
         self.server = server

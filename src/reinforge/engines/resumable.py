@@ -22,7 +22,7 @@ from reinforge.core.weights import Weights
 
 @dataclass(slots=True)
 class PartialCompletion:
-    """One completion so far; `stop` is None until it is whole."""
+    """One completion so far; `stop` is None until it is whole. Kept by a `ResumableRequest`."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -53,7 +53,9 @@ class PartialCompletion:
 
 @dataclass(slots=True)
 class ResumableRequest:
-    """One request: the hash of its prompt and what there is of its completions."""
+    """One request to an engine that can be continued: the hash of its prompt and what there is of
+    its completions. `ResumableEngine` makes it, `ResumableRequests` keeps it.
+    """
 
     prompt: str
     completions: list[PartialCompletion]

@@ -22,7 +22,9 @@ from reinforge.watch.recorder import note
 
 
 class RestoredRun(NamedTuple):
-    """What a run continues from. The backend and the parts have their states already."""
+    """What a run continues from; the backend and the parts have their states already.
+    `Checkpointer.restore` returns it to the run.
+    """
 
     extra: dict[str, Any]
     # of the configuration since the run was recorded; None: there is no record to compare with

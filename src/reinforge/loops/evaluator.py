@@ -12,7 +12,9 @@ from reinforge.core.sample import Group
 
 
 class EvalVerdict(NamedTuple):
-    """What an evaluation says about the run."""
+    """What an evaluation says about the run. The `Evaluator` returns it to the run, which may stop
+    and asks the `Checkpointer` to keep the best.
+    """
 
     improved: bool  # by the metric that the best checkpoint is kept by
     stop: str | None  # why the run is to end now

@@ -41,7 +41,7 @@ PATIENCE = 20.0  # seconds that a run which is asked to end waits for rewards un
 
 @dataclass
 class RLTrainer:
-    """An RL run with all its parts. build/ makes it; whoever starts it enters `run` and awaits
+    """An RL run with all its parts. `build_rl` makes it; whoever starts it enters `run` and awaits
     `train`.
     """
 

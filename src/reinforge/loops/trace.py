@@ -62,7 +62,9 @@ class Tracer:
 
 @dataclass(frozen=True, slots=True)
 class _RowPosition:
-    """Where a row of the batch is: pack, row of the pack, and its tokens there."""
+    """Where a sample is in the step's batches: which pack, and which of its trained tokens.
+    `StepTrace` looks samples up by it.
+    """
 
     minibatch: int
     batch: Batch

@@ -10,7 +10,9 @@ from reinforge.watch.troubles import Trouble
 
 
 class ViewLike(Protocol):
-    """Who watches a run. Whoever starts the run gives one; builders and the run call it."""
+    """Who watches a run: the bar at a terminal, a notebook, nobody. Whoever starts the run gives
+    one; builders and the run tell it what happens.
+    """
 
     def start(self, total_steps: int, title: str, first_step: int = 0) -> None: ...
 

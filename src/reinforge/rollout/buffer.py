@@ -31,7 +31,9 @@ KINDS = ("groups", "discarded")
 
 @dataclass(eq=False)
 class BufferEntry:
-    """The rollouts of step `step`, begun in step `made` with the weights of `version`."""
+    """The rollout batch of step `step`, begun in step `made` with the weights of `version`.
+    `RolloutBuffer` keeps one for each step that is begun and not trained.
+    """
 
     step: int
     made: int

@@ -36,7 +36,9 @@ from reinforge.rollout.staleness import StalenessPolicy
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedGroup:
-    """A group that a step did not wait for: the next one resubmits it."""
+    """A group that a step did not wait for. `PartialSource` keeps it, and submits it again in the
+    next step.
+    """
 
     choice: RowChoice
     made: int  # the step it was begun in

@@ -22,6 +22,10 @@ from reinforge.rollout.rows.sampler import RowChoice, RowSampler
 
 @dataclass(slots=True)
 class RolloutBatch:
+    """The groups of one optimizer step, and what it took to get them. `GroupSource.gather` makes
+    it, the buffer keeps it until its step, the loop trains its groups.
+    """
+
     groups: list[Group]  # fresh ones that are trained, in the order of submission
     # groups without signal that dynamic sampling replaced
     discarded: list[Group] = field(default_factory=list)

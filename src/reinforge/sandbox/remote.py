@@ -2,7 +2,7 @@
 and out.
 
 That service is trusted to contain programs; verdicts are still given here. A service that cannot be
-reached, or that says `SandboxError`, gives `refused`: unscored, never 0.
+reached, or that says "SandboxError", gives `refused`: unscored, never 0.
 """
 
 from __future__ import annotations

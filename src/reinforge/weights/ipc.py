@@ -17,6 +17,10 @@ from torch import Tensor
 
 
 class IpcChannel:
+    """Weights as handles of the trainer's GPU memory: nothing travels. `WeightTransfer` makes it
+    where engine and trainer share a GPU.
+    """
+
     kind = "ipc"
 
     def __init__(self) -> None:

@@ -21,7 +21,9 @@ HEAD = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # of logits of a ti
 
 
 class WeightMismatch(RuntimeError):
-    """The engine does not serve what the trainer has."""
+    """The engine does not serve what the trainer has. `compare` raises it with the likeliest
+    reason, and the run ends.
+    """
 
 
 def probe_tokens(vocabulary: int, length: int = 48) -> list[int]:
@@ -36,7 +38,9 @@ def probe_tokens(vocabulary: int, length: int = 48) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ProbeCheck:
-    """What one engine said after an update."""
+    """What one engine said after an update. `compare` makes it; the largest error of a step becomes
+    a metric.
+    """
 
     error: float  # mean |Δ log-prob| over the probe
     version: int

@@ -7,6 +7,8 @@ from reinforge.backends.distributed.driver import DistributedBackend
 
 
 class DeepSpeedBackend(DistributedBackend):
-    """DeepSpeed's ZeRO: optimizer, gradients and (stage 3) weights cut over the ranks."""
+    """DeepSpeed's ZeRO: optimizer, gradients and (stage 3) weights cut over the ranks.
+    `train.backend: deepspeed` names it in `ON_RANKS`.
+    """
 
     kind = DeepSpeedWorker

@@ -82,9 +82,8 @@ class ClippedAdamW(torch.optim.AdamW):
 
 
 class ZeroModel:
-    """One rank's part of a model and its optimizer.
-
-    Everything here is called by all ranks at once.
+    """One rank's part of a model and its optimizer, as DeepSpeed holds them. `DeepSpeedWorker`
+    makes it and calls it; everything here is called by all ranks at once.
     """
 
     def __init__(
@@ -248,7 +247,9 @@ class ZeroModel:
 
 
 class FrozenZeroModel:
-    """A model that is only asked, its weights cut as in stage 3."""
+    """A model that is not trained (a reference, a teacher), its weights cut as in stage 3.
+    `DeepSpeedWorker` makes it and runs forwards in it.
+    """
 
     def __init__(self, member: RankMember, model: PackedModel, cfg: DeepSpeedConfig):
         self.engine = start(member, model, cfg, None)

@@ -10,7 +10,9 @@ from reinforge.core.backend import State
 
 
 class PartOwner(Protocol):
-    """A backend whose parts are held by ranks or by an actor. `part` is a name in `parts()`."""
+    """A backend whose averages and moving references are held by ranks or by an actor. `part` is a
+    name in `parts()`. `WeightFollower` calls it.
+    """
 
     def swap_part(self, part: str, into: bool) -> None:
         """Whether the model computes with the average `part` of its weights."""

@@ -20,7 +20,9 @@ from reinforge.core.errors import InputError
 
 
 class Pickler(pickle.Pickler):
-    """Also knows the functions that were loaded from a file by its path."""
+    """Pickles what travels between ranks; it also knows the functions that were loaded from a file
+    by its path.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if (

@@ -7,6 +7,8 @@ from reinforge.backends.fsdp.worker import FsdpWorker
 
 
 class FsdpBackend(DistributedBackend):
-    """torch's FSDP2: weights cut into as many pieces as there are ranks."""
+    """torch's FSDP2: weights cut into as many shards as there are ranks. `train.backend: fsdp`
+    names it in `ON_RANKS`.
+    """
 
     kind = FsdpWorker

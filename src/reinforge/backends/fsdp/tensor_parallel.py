@@ -39,7 +39,9 @@ def _style(name: str) -> ParallelStyle:
 
 
 class TensorParallelPlan:
-    """Which modules of a model are cut, and how. `ranks`: of a tensor group."""
+    """Which modules of a model are cut over the `ranks` of a tensor group, and how, as transformers
+    plans it. `FsdpWorker` makes it, cuts the model by it and puts whole tensors together again.
+    """
 
     def __init__(self, model: PackedModel, ranks: int):
         self.ranks = ranks

@@ -7,6 +7,8 @@ from reinforge.backends.megatron.worker import MegatronWorker
 
 
 class MegatronBackend(DistributedBackend):
-    """Megatron's layers: matrices cut over tensor groups, which all train a whole model."""
+    """Megatron's layers: matrices cut over tensor groups, which all train a whole model.
+    `train.backend: megatron` names it in `ON_RANKS`.
+    """
 
     kind = MegatronWorker

@@ -87,7 +87,7 @@ class PackedCoreAttention(nn.Module):
 
 
 class MegatronModules(nn.Module):
-    """What is trained, and what transformers' wrapper would be asked for."""
+    """The modules of a `MegatronModel`: what is trained, where a transformers model would stand."""
 
     def __init__(self, embed: nn.Module, layers: nn.ModuleList, norm: nn.Module, head: nn.Module):
         super().__init__()

@@ -30,7 +30,9 @@ Listener = Callable[[list[int], list[float], Stop | None], None]
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """One sequence on its way from prompt to completion."""
+    """One sequence on its way from prompt to completion. The native engine makes one for each
+    sample that it was asked for, and sets its future when it is done.
+    """
 
     prompt: list[int]
     params: Sampling

@@ -44,6 +44,8 @@ class DecodeWindow:
 
 @dataclass(slots=True)
 class _CapturedGraph:
+    """A decode step that was captured as a CUDA graph, and the tensors that it reads and writes."""
+
     graph: torch.cuda.CUDAGraph
     rows: DecodeBatch  # the tensors that the graph reads and advances
     tokens: Tensor  # [WINDOW, B]
@@ -52,6 +54,10 @@ class _CapturedGraph:
 
 
 class Decoder:
+    """Runs decode steps for the native engine, several between two looks of the host: as CUDA
+    graphs on a GPU, one by one on a CPU.
+    """
+
     def __init__(self, model: CausalModel):
         self.model = model
         self.graphs = model.device.type == "cuda" and HAS_TRITON

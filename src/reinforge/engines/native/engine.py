@@ -50,7 +50,9 @@ OTHER_ENGINE = "Use another engine, another model, or an algorithm that learns f
 
 
 class NativeEngine:
-    """The trainer's own module generates, in this process."""
+    """An `Engine`: the trainer's own module generates, in this process. `build/engines.py` makes it
+    for a run, `build/serving.py` for a server.
+    """
 
     measured: Mapping[str, float] = {}
 
@@ -468,6 +470,10 @@ class NativeEngine:
 
 @dataclass(slots=True)
 class _ShapeProbe:
+    """A layout that remembers how large the keys and values of each layer are. The engine sizes its
+    cache by it.
+    """
+
     packed: PackedLayout
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
 

@@ -18,7 +18,9 @@ from reinforge.models.causal import CausalModel
 
 @dataclass(slots=True, eq=False)
 class SharedPrefix:
-    """Sequences that continue the same tokens."""
+    """Sequences that continue the same tokens: a prompt that is prefilled once, and the samples
+    that wait for it. The native engine queues them and admits them by `admit`.
+    """
 
     tokens: list[int]
     sequences: list[LiveSequence]

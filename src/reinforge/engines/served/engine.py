@@ -35,7 +35,9 @@ STARTS = 3  # of one replica, that fail one after the other
 
 @dataclass(slots=True)
 class SampleInProgress:
-    """One sample on its way, across interruptions."""
+    """One sample on its way, across interruptions. `ServedEngine.generate` makes one for each
+    completion, asks for the rest of it until it is whole, and returns what it has gathered.
+    """
 
     index: int
     done: Completion = field(default_factory=lambda: Completion([], [], [], Stop.LENGTH))
@@ -62,7 +64,7 @@ class SampleInProgress:
 
 class EventLoopState:
     """What belongs to one event loop: the gate that an update closes, and the work of bringing
-    replicas up.
+    replicas up. `ServedEngine` makes a new one when it finds itself in another loop.
     """
 
     def __init__(self) -> None:
@@ -88,6 +90,10 @@ class EventLoopState:
 
 
 class ServedEngine:
+    """An `Engine` over servers in processes of their own. `make_served` makes it; rollouts ask it,
+    and the loop updates it, as any other. What is particular to a kind of server is its `Dialect`.
+    """
+
     streaming = None
 
     def __init__(self, setup: ServerSetup, dialect: Dialect, score: Scorer | None = None):

@@ -15,14 +15,20 @@ from reinforge.core.errors import InputError
 
 
 class ServerDown(RuntimeError):
-    """No answer, or an answer that says that the server cannot go on."""
+    """No answer, or one that says that the server cannot go on. `ServerClient` and dialects raise
+    it; the engine replaces the replica and asks another.
+    """
 
 
 class ServerFault(ServerDown):
-    """An answer that says that this request failed, by a server that may be well otherwise."""
+    """An answer that says that this request failed, by a server that may be well otherwise. The
+    engine asks for a token to see, and raises the fault if one comes.
+    """
 
 
 class ServerClient:
+    """The connection to one server. A `Replica` has one; dialects send every request through it."""
+
     def __init__(self, address: str, key: str | None = None):
         self.address = address.rstrip("/")
         self.key = key

@@ -30,6 +30,10 @@ BOOT = (
 
 
 class Sglang:
+    """The `Dialect` of SGLang. It needs nothing in the server but its own HTTP API, so it is the
+    example to copy for another server.
+    """
+
     name = "sglang"
     channels: tuple[str, ...] = ("safetensors",)
 

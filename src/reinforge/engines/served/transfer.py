@@ -26,7 +26,9 @@ Channel = FileChannel | IpcChannel
 
 @dataclass
 class PublishedWeights:
-    """One set of weights, and what the trainer says about the probe under it."""
+    """One set of weights where servers can read it, and what the trainer says about the probe under
+    it. `WeightTransfer.publish` makes it.
+    """
 
     channel: Channel
     version: int
@@ -34,6 +36,10 @@ class PublishedWeights:
 
 
 class WeightTransfer:
+    """Sends weights to replicas in two phases, stage and commit, and proves that they arrived.
+    `ServedEngine` has one and calls it in `update`, and for a replica that comes back.
+    """
+
     def __init__(self, setup: ServerSetup, dialect: Dialect, score: Scorer | None):
         self.setup = setup
         self.dialect = dialect

@@ -57,6 +57,8 @@ def options(args: Mapping[str, Any]) -> list[str]:
 
 
 class Vllm:
+    """The `Dialect` of vLLM: it speaks to a plug-in of ours that the server loads."""
+
     name = "vllm"
     channels: tuple[str, ...] = ("ipc", "files", "adapter")
 

@@ -32,7 +32,9 @@ def packed(code: str, values: Any) -> str:
 
 
 class ControlMiddleware:
-    """ASGI middleware around vLLM's own application."""
+    """ASGI middleware around vLLM's own application: it answers the paths below /reinforge and asks
+    for the key. vLLM makes it (`--middleware`).
+    """
 
     def __init__(self, app: Any):
         self.app = app
@@ -230,7 +232,10 @@ class ControlMiddleware:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: `self` has its `model_runner`. Replies are JSON text."""
+    """What vLLM's workers can do beside their own: receive weights, look at the head. vLLM mixes it
+    into its worker (`--worker-extension-cls`), so `self` has its `model_runner`. Replies are JSON
+    text.
+    """
 
     def reinforge_facts(self) -> str:
         runner = self.model_runner  # type: ignore[attr-defined]

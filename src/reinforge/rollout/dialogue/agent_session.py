@@ -41,7 +41,9 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """The part of a request that concerns sampling."""
+    """The part of an agent's request that concerns sampling. The endpoint reads it from the
+    request; `AgentSession` holds it against the limits of the run.
+    """
 
     n: int = 1
     max_tokens: int | None = None

@@ -26,7 +26,9 @@ from reinforge.rollout.journal import Journal
 
 
 class Endpoint(Protocol):
-    """Where agents find the model. Called in the event loop of the engine."""
+    """Where agents find the model: an HTTP server, or a client in the same process. The build makes
+    it; `AgentPlayer` opens a session at it for every episode, in the event loop of the engine.
+    """
 
     def open(self, session: AgentSession) -> EndpointAddress: ...
 

@@ -21,7 +21,9 @@ from reinforge.core.threads import in_thread
 
 
 class EpisodeFailure(Exception):
-    """The episode cannot be scored. `kind`: timeout, error, length (no room) or sandbox."""
+    """The episode cannot be scored. `kind`: timeout, error, length (no room) or sandbox. What runs
+    the environment raises it; players note it in the episode, which stays unscored.
+    """
 
     def __init__(self, kind: str, why: str):
         super().__init__(why)

@@ -22,7 +22,9 @@ from reinforge.rollout.track import TokenTrack
 
 @dataclass(eq=False)
 class Turn:
-    """One answer of the model."""
+    """One answer of the model in the conversation of an agent: what it continued, and what was
+    sampled. A `Recording` keeps it.
+    """
 
     parent: Turn | None
     # ids between the parent's end and the answer; without a parent the whole prompt
@@ -49,7 +51,9 @@ class Turn:
 
 
 class Recording:
-    """The turns of one episode, in the order in which they were complete."""
+    """The turns of one episode of an agent, in the order in which they were complete.
+    `AgentSession` fills it; afterwards it becomes the samples that are trained.
+    """
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []

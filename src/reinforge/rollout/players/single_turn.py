@@ -27,7 +27,7 @@ from reinforge.rollout.track import TokenTrack
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnswers:
-    """Completions of one prompt, their texts and scores."""
+    """Completions of one prompt, their texts and scores. `SingleTurn` makes a group of it."""
 
     completions: list[Completion]
     texts: list[str]

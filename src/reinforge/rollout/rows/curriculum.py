@@ -18,8 +18,9 @@ from reinforge.rollout.rows.pass_rates import PassRates
 
 @dataclass(frozen=True, slots=True)
 class QuantileRamp:
-    """q(t) = start + (end - start) * min(1, t / steps); at least the `least` easiest rows are
-    always allowed.
+    """Which share of the rows, the easiest first, is allowed in a step: q(t) = start + (end -
+    start) * min(1, t / steps), and at least the `least` easiest rows. A curriculum asks it for the
+    largest difficulty.
     """
 
     start: float
@@ -69,7 +70,9 @@ def difficulties(rows: Sequence[Row], column: str) -> list[float]:
 
 
 class DeclaredDifficulty:
-    """Difficulty is a column of the data."""
+    """A curriculum by a column of the data: rows above the difficulty of the step are not taken. A
+    `RowWeighting`; `RowSampler` asks it.
+    """
 
     def __init__(self, difficulty: Sequence[float], ramp: QuantileRamp):
         self.difficulty = torch.tensor(difficulty, dtype=torch.float64)

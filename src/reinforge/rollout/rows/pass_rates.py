@@ -23,7 +23,9 @@ COLUMNS = ("attempts", "successes", "weight", "hits", "last")
 
 @dataclass(frozen=True, slots=True)
 class PassRateBands:
-    """When a row counts as known, and which pass rates then mean that it can teach nothing."""
+    """When a row counts as known, and which pass rates then mean that it can teach nothing.
+    Settings of `sampling`, read by what weighs rows.
+    """
 
     solved: float = 0.95  # at or above
     hopeless: float = 0.0  # at or below

@@ -20,7 +20,7 @@ from reinforge.rollout.staleness import StalenessPolicy, oldest_version
 
 @dataclass(slots=True)
 class ReplayEntry:
-    """A group in the replay buffer."""
+    """A group that may be trained again, and how often it was. The replay buffer keeps it."""
 
     group: Group
     version: int  # the oldest weights that sampled any of it

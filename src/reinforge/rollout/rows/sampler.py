@@ -19,11 +19,19 @@ from reinforge.rollout.rows.pass_rates import PassRates
 
 @dataclass(frozen=True, slots=True)
 class RowChoice:
+    """A row that was chosen for a step. `RowSampler.take` makes it; the name of the group comes
+    from it.
+    """
+
     position: int  # in the cursor's endless walk: no two groups of a run share one
     row: int
 
 
 class RowWeighting(Protocol):
+    """Says how likely a row is taken: a curriculum, a filter by pass rate. `RowSampler` multiplies
+    what all of them say.
+    """
+
     def weigh(self, row: int, step: int) -> float:
         """The probability that row number `row`, met in this step, is taken. 0: not now."""
         ...
@@ -32,9 +40,8 @@ class RowWeighting(Protocol):
 
 
 class RowSampler:
-    """Without policies it is the cursor.
-
-    With several, a row is taken with the product of their probabilities.
+    """Chooses the rows of a step, for a group source. Without policies it is the cursor; with
+    several, a row is taken with the product of their probabilities.
 
     It always comes to an end: when a whole epoch went by without one row taken, the coins are left
     out for the rest of the call (every row of probability above 0 is taken), and after a second
