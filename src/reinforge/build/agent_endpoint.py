@@ -48,14 +48,14 @@ class CompleteChoice(Choice):
     episode has them.
     """
 
-    def __init__(self, decode: Decode, wanted: PreparedRequest, said: ModelAnswer):
+    def __init__(self, decode: Decode, wanted: PreparedRequest, answer: ModelAnswer):
         super().__init__(decode, wanted)
-        self.said = said
+        self.answer = answer
 
     def take(self, piece: AnswerPiece) -> str:
         super().take(piece)
-        self.content = self.said.content
-        self.calls = list(self.said.calls)
+        self.content = self.answer.content
+        self.calls = list(self.answer.calls)
         self.finish = "tool_calls" if self.calls else self.finish
         return self.content
 
@@ -127,21 +127,23 @@ class AgentEndpoint:
         self, request: ChatRequest
     ) -> tuple[ReplyFormatter, AsyncGenerator[AnswerPiece, None]]:
         session = self._line()
-        asked = self._asked(request, request.max_completion_tokens or request.max_tokens)
+        sampling_request = self._sampling_request(
+            request, request.max_completion_tokens or request.max_tokens
+        )
         if request.top_logprobs:
             raise ApiError(
                 400, "top_logprobs: not in training; logprobs alone are there", param="top_logprobs"
             )
-        prompt, said = await self._there(
-            session.chat(plain_messages(request.messages), request.used_tools, asked)
+        prompt, answers = await self._in_engine_loop(
+            session.chat(plain_messages(request.messages), request.used_tools, sampling_request)
         )
-        return self._replies("chat", request, prompt, said, bool(request.logprobs))
+        return self._replies("chat", request, prompt, answers, bool(request.logprobs))
 
     async def complete(
         self, request: CompletionRequest
     ) -> tuple[ReplyFormatter, AsyncGenerator[AnswerPiece, None]]:
         session = self._line()
-        asked = self._asked(request, request.max_tokens)
+        sampling_request = self._sampling_request(request, request.max_tokens)
         if request.echo or request.logprobs or request.max_tokens == 0:
             raise ApiError(
                 400, "echo, max_tokens: 0 and the likeliest tokens: not in training", param="echo"
@@ -152,8 +154,10 @@ class AgentEndpoint:
                 f"{len(request.prompts)} prompts: in training a request has one",
                 param="prompt",
             )
-        prompt, said = await self._there(session.complete(request.prompts[0], asked))
-        return self._replies("text", request, prompt, said, request.logprobs is not None)
+        prompt, answers = await self._in_engine_loop(
+            session.complete(request.prompts[0], sampling_request)
+        )
+        return self._replies("text", request, prompt, answers, request.logprobs is not None)
 
     def _line(self) -> AgentSession:
         session = self._sessions.get(CALLER.get())
@@ -166,7 +170,7 @@ class AgentEndpoint:
             )
         return session
 
-    def _asked(self, request: ApiRequest, max_tokens: int | None) -> SamplingRequest:
+    def _sampling_request(self, request: ApiRequest, max_tokens: int | None) -> SamplingRequest:
         """What the request wants of the sampling.
 
         What would change the distribution that is trained is refused.
@@ -193,7 +197,7 @@ class AgentEndpoint:
             tuple(request.stop_token_ids),
         )
 
-    async def _there(self, work: Any) -> Any:
+    async def _in_engine_loop(self, work: Any) -> Any:
         """Runs the work where the engine is."""
         assert self._loop is not None
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -219,22 +223,22 @@ class AgentEndpoint:
         kind: str,
         request: ApiRequest,
         prompt: list[int],
-        said: Sequence[ModelAnswer],
+        answers: Sequence[ModelAnswer],
         logprobs: bool,
     ) -> tuple[ReplyFormatter, Any]:
         wanted = PreparedRequest(
             kind,
             request.model or self.name,
             [prompt],
-            len(said),
+            len(answers),
             logprobs=logprobs,
             token_ids=request.return_token_ids,
             stops=request.stops,
             usage=request.stream_options is not None and request.stream_options.include_usage,
         )
         replies = ReplyFormatter(wanted, self._decode, self._spell)
-        replies.choices = [CompleteChoice(self._decode, wanted, s) for s in said]
-        return replies, _told(said)
+        replies.choices = [CompleteChoice(self._decode, wanted, s) for s in answers]
+        return replies, _pieces_of(answers)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(
@@ -251,7 +255,7 @@ class AgentEndpoint:
         )
 
 
-async def _told(said: Sequence[ModelAnswer]) -> AsyncGenerator[AnswerPiece, None]:
+async def _pieces_of(answers: Sequence[ModelAnswer]) -> AsyncGenerator[AnswerPiece, None]:
     """An answer is told when it is complete and on record; a streamed one comes in one piece."""
-    for i, s in enumerate(said):
+    for i, s in enumerate(answers):
         yield AnswerPiece(i, s.completion.tokens, s.completion.logprobs, s.completion.stop)

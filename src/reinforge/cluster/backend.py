@@ -53,15 +53,15 @@ class RemoteBackend:
         self.name = name
         self.shares = shares
         workers.make(name, factory, *args)
-        told = workers.apply(name, _describe)
-        self.budget: int = told["budget"]
-        self.share: bool = told["share"]
-        self.steps: int = told["steps"]
-        self.device = torch.device(told["device"])
-        self.has_reference: bool = told["reference"]
-        self.ema = WeightFollower(self, "ema") if told["ema"] else None
-        self.teachers = RemoteTeachers(self) if told["teachers"] else None
-        self._parts: list[str] = told["parts"]
+        description = workers.apply(name, _describe)
+        self.budget: int = description["budget"]
+        self.share: bool = description["share"]
+        self.steps: int = description["steps"]
+        self.device = torch.device(description["device"])
+        self.has_reference: bool = description["reference"]
+        self.ema = WeightFollower(self, "ema") if description["ema"] else None
+        self.teachers = RemoteTeachers(self) if description["teachers"] else None
+        self._parts: list[str] = description["parts"]
 
     def forget_teachers(self) -> None:
         self.teachers = None

@@ -41,12 +41,12 @@ class RankEngine:
         self.engine = make()
 
     def generate(
-        self, sign: str, asked: Sequence[GenerateRequest]
+        self, sign: str, requests: Sequence[GenerateRequest]
     ) -> tuple[list[GenerateReply], GenerationStats]:
         """`sign`: what appears in the store when the round is called off."""
         before = replace(self.engine.stats)
         now = self.engine.stats
-        found = self._wait(self._all(sign, asked))
+        found = self._wait(self._all(sign, requests))
         done = GenerationStats(
             now.prompt_tokens - before.prompt_tokens,
             now.generated_tokens - before.generated_tokens,
@@ -55,10 +55,10 @@ class RankEngine:
         )
         return found, done
 
-    async def _all(self, sign: str, asked: Sequence[GenerateRequest]) -> list[GenerateReply]:
+    async def _all(self, sign: str, requests: Sequence[GenerateRequest]) -> list[GenerateReply]:
         work = [
             asyncio.ensure_future(self.engine.generate(tokens, params, key=key, n=n))
-            for tokens, params, key, n in asked
+            for tokens, params, key, n in requests
         ]
         listening = asyncio.ensure_future(self._listen(sign, work))
         found = await asyncio.gather(*work, return_exceptions=True)
@@ -97,12 +97,12 @@ class RankEngine:
 class _PendingRequest:
     """A request that waits for its turn, and the future of whoever asked."""
 
-    asked: GenerateRequest
+    request: GenerateRequest
     future: asyncio.Future[list[Completion]] = field(repr=False)
 
     @property
     def cost(self) -> int:
-        tokens, params, _, n = self.asked
+        tokens, params, _, n = self.request
         return len(tokens) + n * params.max_new_tokens
 
 
@@ -160,7 +160,7 @@ class DataParallelEngine:
                 shares = dispatch_requests([r.cost for r in self._round], self.ranks.size)
                 found = await self._call(
                     "generate",
-                    [(self._sign, [self._round[i].asked for i in share]) for share in shares],
+                    [(self._sign, [self._round[i].request for i in share]) for share in shares],
                 )
                 self._deliver(shares, found)
                 await asyncio.sleep(0)

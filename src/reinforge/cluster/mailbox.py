@@ -67,12 +67,12 @@ class Mailbox:
             )
         except Exception as error:
             # what can travel
-            told = (
+            reported = (
                 error
                 if isinstance(error, ReinforgeError)
                 else RuntimeError(f"{type(error).__name__}: {error}")
             )
-            found = MailboxReply(request.number, None, told)
+            found = MailboxReply(request.number, None, reported)
         finally:
             self._running.pop(request.number, None)
         self._ready.append(found)

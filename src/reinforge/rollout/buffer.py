@@ -184,7 +184,7 @@ class RolloutBuffer:
         for i, entry in enumerate(entries):
             rollout_batch = entry.rollout_batch
             assert rollout_batch is not None and not rollout_batch.used
-            told = {
+            entry_meta = {
                 "step": entry.step,
                 "made": entry.made,
                 "version": entry.version,
@@ -198,14 +198,14 @@ class RolloutBuffer:
                 tensors.update(
                     {f"{i}/{kind}/{name}": tensor for name, tensor in saved.tensors.items()}
                 )
-                told[kind] = saved.meta
-            described.append(told)
+                entry_meta[kind] = saved.meta
+            described.append(entry_meta)
         return State(tensors, {"begun": described})
 
     def load(self, state: State) -> None:
         rows = {row.id: row for row in self.source.rows}
         self.in_flight.clear()
-        for i, told in enumerate(state.meta["begun"]):
+        for i, entry_meta in enumerate(state.meta["begun"]):
             kinds = {}
             for kind in KINDS:
                 prefix = f"{i}/{kind}/"
@@ -214,16 +214,22 @@ class RolloutBuffer:
                     for name, t in state.tensors.items()
                     if name.startswith(prefix)
                 }
-                kinds[kind] = groups_from_state(State(tensors, told[kind]), rows, "rollout buffer")
+                kinds[kind] = groups_from_state(
+                    State(tensors, entry_meta[kind]), rows, "rollout buffer"
+                )
             rollout_batch = RolloutBatch(
                 kinds["groups"],
                 kinds["discarded"],
-                rounds=told["rounds"],
-                cancelled=told["cancelled"],
-                report=dict(told["report"]),
+                rounds=entry_meta["rounds"],
+                cancelled=entry_meta["cancelled"],
+                report=dict(entry_meta["report"]),
             )
             self.in_flight.append(
                 BufferEntry(
-                    told["step"], told["made"], told["version"], told["before"], rollout_batch
+                    entry_meta["step"],
+                    entry_meta["made"],
+                    entry_meta["version"],
+                    entry_meta["before"],
+                    rollout_batch,
                 )
             )

@@ -90,14 +90,14 @@ class EngineThread:
             if not here.is_closed():
                 here.call_soon_threadsafe(queue.put_nowait, item)
 
-        def heard(
+        def on_tokens(
             prompt: int, i: int, tokens: list[int], logprobs: list[float], stop: Stop | None
         ) -> None:
             put(AnswerPiece(prompt * n + i, tokens, logprobs, stop))
 
         futures = [
             self.submit(
-                self.engine.generate(ids, params, key=key, n=n, on_tokens=partial(heard, p))
+                self.engine.generate(ids, params, key=key, n=n, on_tokens=partial(on_tokens, p))
             )
             for p, (ids, key) in enumerate(zip(prompts, keys, strict=True))
         ]

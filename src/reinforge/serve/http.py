@@ -166,31 +166,31 @@ class Endpoints:
 
     async def chat(self, body: bytes) -> Response:
         assert self.service is not None
-        asked = await asyncio.to_thread(parsed, ChatRequest, body)
-        self._known(asked.model)
-        replies, pieces = await self.service.chat(asked)
+        request = await asyncio.to_thread(parsed, ChatRequest, body)
+        self._known(request.model)
+        replies, pieces = await self.service.chat(request)
         return (
             EventStream(replies.chunks(pieces), self)
-            if asked.stream
+            if request.stream
             else JSONResponse(await replies.whole(pieces))
         )
 
     async def completions(self, body: bytes) -> Response:
         assert self.service is not None
-        asked = await asyncio.to_thread(parsed, CompletionRequest, body)
-        self._known(asked.model)
-        replies, pieces = await self.service.complete(asked)
+        request = await asyncio.to_thread(parsed, CompletionRequest, body)
+        self._known(request.model)
+        replies, pieces = await self.service.complete(request)
         return (
             EventStream(replies.chunks(pieces), self)
-            if asked.stream
+            if request.stream
             else JSONResponse(await replies.whole(pieces))
         )
 
     async def score(self, body: bytes) -> Response:
         assert self.scorer is not None
-        asked = await asyncio.to_thread(parsed, ScoreRequest, body)
-        self._known(asked.model)
-        return JSONResponse(await self.scorer.score(asked))
+        request = await asyncio.to_thread(parsed, ScoreRequest, body)
+        self._known(request.model)
+        return JSONResponse(await self.scorer.score(request))
 
     # help
 

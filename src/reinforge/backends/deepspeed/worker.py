@@ -70,7 +70,7 @@ class DeepSpeedWorker(RankWorker):
         self.stored = {name: p.dtype for name, p in trained.items()}
         self.shapes = {name: p.shape for name, p in trained.items()}
         self._frozen: CausalModel | None = None
-        self._asked: FrozenZeroModel | None = None
+        self._frozen_engine: FrozenZeroModel | None = None
         if (
             settings.get("reference")
             and isinstance(model, CausalModel)
@@ -78,7 +78,7 @@ class DeepSpeedWorker(RankWorker):
         ):
             self._frozen = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
             if cfg.deepspeed.stage == 3:
-                self._asked = FrozenZeroModel(member, self._frozen, cfg.deepspeed)
+                self._frozen_engine = FrozenZeroModel(member, self._frozen, cfg.deepspeed)
             else:
                 self._frozen.module.to(member.device)
         self._loading = False
@@ -114,7 +114,10 @@ class DeepSpeedWorker(RankWorker):
         return FrozenReference(model, kind, self._frozen)
 
     def close(self) -> None:
-        for engine in (self.optimizer.engine, None if self._asked is None else self._asked.engine):
+        for engine in (
+            self.optimizer.engine,
+            None if self._frozen_engine is None else self._frozen_engine.engine,
+        ):
             if engine is not None:
                 engine.destroy()
 
@@ -131,8 +134,8 @@ class DeepSpeedWorker(RankWorker):
                 self.optimizer.run(ask)
                 if self._frozen is None
                 else ask()
-                if self._asked is None
-                else self._asked.run(ask)
+                if self._frozen_engine is None
+                else self._frozen_engine.run(ask)
             )
             batch.streams["reference"] = found.cpu()
 

@@ -242,11 +242,11 @@ class Ranks:
             raise
         except RuntimeError as error:
             self.broken = str(error).splitlines()[0] if str(error) else type(error).__name__
-            told = None if isinstance(error, torch.OutOfMemoryError) else self._evidence()
-            if told is None:
+            evidence = None if isinstance(error, torch.OutOfMemoryError) else self._evidence()
+            if evidence is None:
                 raise
-            self.broken = told
-            raise StoppedByPolicy(told) from error
+            self.broken = evidence
+            raise StoppedByPolicy(evidence) from error
         except BaseException as error:
             self.broken = repr(error)
             raise
@@ -396,13 +396,13 @@ def serve() -> NoReturn:
         # another rank is gone: not this one's story
         lost = isinstance(error, RuntimeError) and "onnection" in str(error)
         if not lost:
-            told = (
+            text = (
                 str(error)
                 if isinstance(error, ReinforgeError)
                 else f"{type(error).__name__}: {error}"
             )
             with contextlib.suppress(RuntimeError):
-                store.set(f"error/{rank}", told.strip()[:2000] or type(error).__name__)
+                store.set(f"error/{rank}", text.strip()[:2000] or type(error).__name__)
             if not isinstance(error, ReinforgeError):
                 traceback.print_exc()
     sys.stdout.flush()

@@ -96,18 +96,21 @@ class AgentSession:
         self._promised = 0  # answers that were given or are on their way
 
     async def chat(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: SamplingRequest
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        request: SamplingRequest,
     ) -> tuple[list[int], list[ModelAnswer]]:
         """Prompt ids and answers.
 
         `messages` have text as content, and arguments of tool calls as objects.
         """
-        return await self._held(self._chat(messages, tools, asked))
+        return await self._held(self._chat(messages, tools, request))
 
     async def complete(
-        self, prompt: str | list[int], asked: SamplingRequest
+        self, prompt: str | list[int], request: SamplingRequest
     ) -> tuple[list[int], list[ModelAnswer]]:
-        return await self._held(self._complete(prompt, asked))
+        return await self._held(self._complete(prompt, request))
 
     async def close(self) -> None:
         """What is still being generated is dropped; the engine has nothing of this episode left."""
@@ -134,7 +137,10 @@ class AgentSession:
     # ---- conversations ----
 
     async def _chat(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, asked: SamplingRequest
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        request: SamplingRequest,
     ) -> tuple[list[int], list[ModelAnswer]]:
         tool_template = self.model.tool_template
         parent = self.recording.continued(messages, tools)
@@ -154,35 +160,35 @@ class AgentSession:
             )
             given = dialogue.begin(first.messages, first.tools)
         prompt = [*(parent.ids if parent is not None else []), *given]
-        said = []
-        for completion in await self._generate(prompt, asked):
-            heard = self._read(completion, asked, bool(tools))
-            said.append(heard)
+        answers = []
+        for completion in await self._generate(prompt, request):
+            answer = self._read(completion, request, bool(tools))
+            answers.append(answer)
             action = Action(
-                heard.text,
+                answer.text,
                 list(completion.tokens),
-                heard.content,
-                calls=heard.calls,
-                errors=heard.errors,
-                thinking=heard.thinking,
+                answer.content,
+                calls=answer.calls,
+                errors=answer.errors,
+                thinking=answer.thinking,
             )
-            answer = tool_template.assistant_message(heard.text, action)
+            message = tool_template.assistant_message(answer.text, action)
             self._keep(
                 Turn(
                     parent,
                     given,
                     completion,
                     dialogue,
-                    [*messages, as_message(heard)],
+                    [*messages, as_message(answer)],
                     tools,
-                    answer,
+                    message,
                 ),
-                heard,
+                answer,
             )
-        return prompt, said
+        return prompt, answers
 
     async def _complete(
-        self, prompt: str | list[int], asked: SamplingRequest
+        self, prompt: str | list[int], request: SamplingRequest
     ) -> tuple[list[int], list[ModelAnswer]]:
         """Text that continues an earlier answer keeps its ids; the rest is encoded as its author
         wrote it.
@@ -203,10 +209,10 @@ class AgentSession:
         ids = [*(parent.ids if parent is not None else []), *given]
         if not ids:
             raise RequestRefused("prompt: empty, there is nothing to continue", param="prompt")
-        said = []
-        for completion in await self._generate(ids, asked):
-            heard = ModelAnswer(completion, text := self._visible(completion, asked), text)
-            said.append(heard)
+        answers = []
+        for completion in await self._generate(ids, request):
+            answer = ModelAnswer(completion, text := self._visible(completion, request), text)
+            answers.append(answer)
             open_end = (
                 isinstance(prompt, str)
                 and completion.tokens[-1] not in renderer.template.special_ids
@@ -218,15 +224,15 @@ class AgentSession:
                     completion,
                     text=f"{prompt}{renderer.decode(completion.tokens)}" if open_end else None,
                 ),
-                heard,
+                answer,
             )
-        return ids, said
+        return ids, answers
 
-    def _keep(self, turn: Turn, heard: ModelAnswer) -> None:
+    def _keep(self, turn: Turn, answer: ModelAnswer) -> None:
         self.recording.turns.append(turn)
-        self.last = heard
-        self.counts["calls"] += len(heard.calls)
-        self.counts["malformed"] += len(heard.errors)
+        self.last = answer
+        self.counts["calls"] += len(answer.calls)
+        self.counts["malformed"] += len(answer.errors)
 
     def _written(self, message: Message) -> Message:
         """Tool calls of the agent's own making, for a template without a place for them, or that
@@ -252,25 +258,25 @@ class AgentSession:
 
     # ---- answers ----
 
-    def _read(self, completion: Completion, asked: SamplingRequest, tools: bool) -> ModelAnswer:
+    def _read(self, completion: Completion, request: SamplingRequest, tools: bool) -> ModelAnswer:
         """Calls count where there are tools and all of them could be read."""
 
         def call_id(k: int) -> str:
             name = tokens_hash([completion.tokens])
             return f"{seed_of(self.uid, name, k) % 16**9:09x}"
 
-        stops = (*asked.stop_strings, *self.sampling.stop_strings)
+        stops = (*request.stop_strings, *self.sampling.stop_strings)
         answer = self.reader.read(completion, call_id=call_id, stop_strings=stops)
         if tools and answer.calls and not answer.errors:
             return answer
         errors = answer.errors if tools else ()
         return replace(answer, content=answer.text, calls=(), errors=errors)
 
-    def _visible(self, completion: Completion, asked: SamplingRequest) -> str:
-        stops = (*asked.stop_strings, *self.sampling.stop_strings)
+    def _visible(self, completion: Completion, request: SamplingRequest) -> str:
+        stops = (*request.stop_strings, *self.sampling.stop_strings)
         return self.reader.visible_text(completion, stops)
 
-    async def _generate(self, prompt: list[int], asked: SamplingRequest) -> list[Completion]:
+    async def _generate(self, prompt: list[int], request: SamplingRequest) -> list[Completion]:
         model = self.model
         room = model.limits.max_tokens - len(prompt)
         self.full = room < 1
@@ -281,41 +287,41 @@ class AgentSession:
                 code="context_length_exceeded",
             )
         most = model.limits.max_turns
-        if most is not None and self._promised + asked.n > most:
+        if most is not None and self._promised + request.n > most:
             raise RequestRefused(
                 f"an episode has at most {most} answers of the model (agent.max_calls)",
                 code="too_many_calls",
             )
-        if asked.temperature is not None and asked.temperature != self.sampling.temperature:
+        if request.temperature is not None and request.temperature != self.sampling.temperature:
             if model.temperature == "refuse":
                 raise RequestRefused(
                     f"temperature: {self.sampling.temperature:g} is what is trained; ask for that,"
                     " or leave it out",
                     param="temperature",
                 )
-            self.counts["overridden"] += asked.n
+            self.counts["overridden"] += request.n
         limit = min(self.sampling.max_new_tokens, room)
-        wanted = limit if asked.max_tokens is None else min(asked.max_tokens, limit)
+        wanted = limit if request.max_tokens is None else min(request.max_tokens, limit)
         params = replace(
             self.sampling,
             max_new_tokens=wanted,
-            stop_strings=(*self.sampling.stop_strings, *asked.stop_strings),
-            stop_tokens=(*self.sampling.stop_tokens, *asked.stop_tokens),
+            stop_strings=(*self.sampling.stop_strings, *request.stop_strings),
+            stop_tokens=(*self.sampling.stop_tokens, *request.stop_tokens),
         )
         name = tokens_hash([prompt])
         used = self._streams.setdefault(name, set())
         stream = next(k for k in range(len(used) + 1) if k not in used)
         used.add(stream)
-        self._promised += asked.n
+        self._promised += request.n
         try:
             async with (
                 nullcontext() if model.lockstep is None else model.lockstep.turn(self.uid, prompt)
             ):
                 key = seed_of(model.seed, model.purpose, self.uid, name, stream)
-                completions = await model.engine.generate(prompt, params, key=key, n=asked.n)
+                completions = await model.engine.generate(prompt, params, key=key, n=request.n)
         except asyncio.CancelledError:
             used.discard(stream)  # nobody saw what was drawn
-            self._promised -= asked.n
+            self._promised -= request.n
             raise
         except Exception as error:
             self.broken = error
@@ -339,17 +345,17 @@ def named(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def as_message(said: ModelAnswer) -> Message:
+def as_message(answer: ModelAnswer) -> Message:
     calls = [
         {
             "id": c.id,
             "type": "function",
             "function": {"name": c.name, "arguments": dict(c.arguments)},
         }
-        for c in said.calls
+        for c in answer.calls
     ]
     return {
         "role": "assistant",
-        "content": said.content,
+        "content": answer.content,
         **({"tool_calls": calls} if calls else {}),
     }

@@ -164,16 +164,16 @@ class EnvPlayer:
         track: TokenTrack,
         completion: Completion,
         answer: Message,
-        heard: Observation,
+        observation: Observation,
     ) -> AddedTokens:
         """What the context gets before the next turn."""
-        if heard.tokens is None:
+        if observation.tokens is None:
             return dialogue.go_on(
-                completion.tokens, answer, self.tool_template.reply_messages(heard.messages)
+                completion.tokens, answer, self.tool_template.reply_messages(observation.messages)
             )
         known = len(track.tokens)
-        goes_on = heard.tokens[:known] == track.tokens
-        new = heard.tokens[known:] if goes_on else heard.tokens
+        goes_on = observation.tokens[:known] == track.tokens
+        new = observation.tokens[known:] if goes_on else observation.tokens
         dialogue.messages = [
             *dialogue.messages,
             answer,
