@@ -19,7 +19,7 @@ from helpers import slurm_cluster
 from helpers.paths import SRC
 from reinforge.checkpoint import store
 from reinforge.cluster.launchers import slurm
-from reinforge.cluster.launchers.job import Job
+from reinforge.cluster.launchers.job import LaunchJob
 from reinforge.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.xdist_group("clusters")
@@ -93,7 +93,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def job(config: Path, run: Path, *env: tuple[str, str]) -> Job:
+def job(config: Path, run: Path, *env: tuple[str, str]) -> LaunchJob:
     quiet = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(SRC),
@@ -101,7 +101,7 @@ def job(config: Path, run: Path, *env: tuple[str, str]) -> Job:
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return Job(
+    return LaunchJob(
         config,
         run,
         (f"run.dir={run}",),
@@ -113,7 +113,7 @@ def job(config: Path, run: Path, *env: tuple[str, str]) -> Job:
     )
 
 
-def submit(here: slurm_cluster.Slurm, wanted: Job, starter: slurm.Starter) -> str:
+def submit(here: slurm_cluster.Slurm, wanted: LaunchJob, starter: slurm.Starter) -> str:
     wanted.folder.mkdir(parents=True)
     (wanted.run_dir / "logs").mkdir()
     path = wanted.folder / "job.sh"

@@ -141,7 +141,7 @@ def _on_policy(
     made = _policy_gradient(name, spec, o, given)
     if "loss" not in spec.parts:
         return made
-    both = on_policy.WithDivergence(made.loss, DistillationLoss(spec.parts["loss"]))
+    both = on_policy.PolicyAndDistillationLoss(made.loss, DistillationLoss(spec.parts["loss"]))
     return replace(made, loss=both)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.build import build as build_algorithm
-from reinforge.algorithms.losses.value import ValueLoss, WithValues
+from reinforge.algorithms.losses.value import PolicyAndValueLoss, ValueLoss
 from reinforge.config.algorithm import AlgorithmConfig, ReferenceConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
@@ -84,7 +84,7 @@ def make_algorithm(cfg: Config, weights: Mapping[str, float]) -> Algorithm:
         return algorithm
     value_loss = ValueLoss(cfg.critic.clip)
     coefficient = cfg.critic.coefficient or VALUE_COEFFICIENT
-    return replace(algorithm, loss=WithValues(algorithm.loss, value_loss, coefficient))
+    return replace(algorithm, loss=PolicyAndValueLoss(algorithm.loss, value_loss, coefficient))
 
 
 def _check_critic(cfg: Config, algorithm: Algorithm) -> None:

@@ -26,7 +26,7 @@ from reinforge.rollout.rows.curriculum import (
     difficulties,
 )
 from reinforge.rollout.rows.pass_rates import PassRateBands, PassRates
-from reinforge.rollout.rows.replay import Replay
+from reinforge.rollout.rows.replay import ReplayBuffer
 from reinforge.rollout.rows.sampler import RowSampler, RowWeighting, TeachableWeighting
 from reinforge.rollout.source import GroupSource
 
@@ -62,7 +62,7 @@ def make_source(
         parts["passrates"] = rates
     if sampling.replay is not None:
         r = sampling.replay
-        replay = Replay(
+        replay = ReplayBuffer(
             rows, size=r.size, share=r.share, max_staleness=r.max_staleness, max_uses=r.max_uses
         )
         parts["replay"] = replay

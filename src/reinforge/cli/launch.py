@@ -113,13 +113,13 @@ def launch(
       reinforge launch recipe:chain_sum --on kubernetes --nodes 4 --gpus 8 \\
         --image reinforge:1 --dry-run cluster.kind=ray train.backend=fsdp
     """
-    from reinforge.cluster.launchers.job import Job
+    from reinforge.cluster.launchers.job import LaunchJob
     from reinforge.config.pipeline import Pipeline
 
     words = _adapted(config, tuple(overrides or ()), on, nodes, gpus)
     loaded = _loaded(config, words, on)
     run_dir = Path(os.path.abspath(loaded.dir if isinstance(loaded, Pipeline) else loaded.run.dir))
-    job = Job(
+    job = LaunchJob(
         Path(os.path.abspath(config)),
         run_dir,
         words,

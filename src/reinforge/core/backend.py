@@ -90,7 +90,7 @@ class Loss(ABC):
 
 
 @runtime_checkable
-class Prepares(Protocol):
+class PreparingLoss(Protocol):
     """A loss with constants of the whole optimizer batch (a KTO baseline, ranks): it sees all
     packs, annotated, before the first is trained.
     """

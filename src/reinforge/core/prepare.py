@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reinforge.core.backend import Backend, Loss, Prepares
+from reinforge.core.backend import Backend, Loss, PreparingLoss
 from reinforge.core.batch import Batch, pack
 from reinforge.core.sample import Sample
 
@@ -18,7 +18,7 @@ def prepared(backend: Backend, loss: Loss, samples: Sequence[Sample]) -> list[Ba
     """
     batches = pack(samples, backend.budget, unit=loss.unit, share=backend.share)
     backend.annotate(batches, loss.needs - batches[0].streams.keys() if batches else loss.needs)
-    if isinstance(loss, Prepares) and batches:
+    if isinstance(loss, PreparingLoss) and batches:
         others = pack(loss.companions(samples), backend.budget, share=backend.share)
         backend.annotate(
             others,

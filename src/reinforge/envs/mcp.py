@@ -27,7 +27,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from reinforge.core.errors import InputError
-from reinforge.envs.tools import NAMES, Tool, ToolError, Unavailable, fitted
+from reinforge.envs.tools import NAMES, Tool, ToolError, ToolUnavailable, fitted
 
 MARK = "REINFORGE_MCP"  # in the environment of a server and of all that it starts
 PAGES = 100  # of a server's list of tools
@@ -151,7 +151,7 @@ class McpConnection:
                 listed = await asyncio.shield(self._listed)
         except TimeoutError:
             await self.close()
-            raise Unavailable(
+            raise ToolUnavailable(
                 f"the MCP server {self.server.name} was not ready after"
                 f" {self.server.start_seconds:g} s"
             ) from None
@@ -213,7 +213,7 @@ class McpConnection:
             last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
             why = "; it said: ".join([f"{type(error).__name__}: {error}", *last])
             self._listed.set_exception(
-                Unavailable(f"the MCP server {self.server.name} did not start: {why}")
+                ToolUnavailable(f"the MCP server {self.server.name} did not start: {why}")
             )
             self._listed.exception()  # whoever waits hears it; if nobody does, that is no news
 
@@ -232,7 +232,7 @@ class McpConnection:
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         if self.over:
-            raise Unavailable(f"the MCP server {self.server.name} is gone")
+            raise ToolUnavailable(f"the MCP server {self.server.name} is gone")
         mcp = _package()
         try:
             result = await self._client.call_tool(name, arguments)
@@ -240,7 +240,7 @@ class McpConnection:
             if error.code == mcp.types.CONNECTION_CLOSED or self._task.done():
                 self.over = True
                 self._stop.set()
-                raise Unavailable(
+                raise ToolUnavailable(
                     f"the MCP server {self.server.name} ended while {name} ran"
                 ) from error
             raise ToolError(str(error)) from None

@@ -18,7 +18,7 @@ from reinforge.core.threads import in_thread
 from reinforge.envs.mcp import McpConnection, connect, server_of
 from reinforge.envs.shipped import shipped
 from reinforge.envs.single import messages_of
-from reinforge.envs.tools import Tool, ToolError, Unavailable, tool
+from reinforge.envs.tools import Tool, ToolError, ToolUnavailable, tool
 from reinforge.rewards.build import load_function
 from reinforge.rewards.verifiable import exact_number
 
@@ -107,7 +107,7 @@ class ToolEnv:
             text = await self._call(call)
         except ToolError as error:
             text = f"error: {error}"
-        except (Unavailable, InputError):
+        except (ToolUnavailable, InputError):
             raise  # not the model's doing: the episode cannot be scored
         except TimeoutError:
             text = f"error: {call.name} took longer than {self.tool_seconds:g} s"

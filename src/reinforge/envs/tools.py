@@ -54,7 +54,7 @@ class ToolError(Exception):
     """What went wrong, for the model to read."""
 
 
-class Unavailable(Exception):
+class ToolUnavailable(Exception):
     """The tool itself cannot work now.
 
     That says nothing about the model, and its episode is not scored.
@@ -63,7 +63,7 @@ class Unavailable(Exception):
     kind = "error"
 
 
-class NoSandbox(Unavailable):
+class NoSandbox(ToolUnavailable):
     """... because the program could not be contained."""
 
     kind = "sandbox"

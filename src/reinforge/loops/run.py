@@ -40,7 +40,7 @@ from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import OF_ONE_STEP
 from reinforge.watch.sinks import HURRIED_SECONDS, TrackerRun, make_sinks
-from reinforge.watch.timing import Phases, efficiency
+from reinforge.watch.timing import PhaseTimer, efficiency
 from reinforge.watch.troubles import RunHealth
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class Run:
         self.seconds = 0.0  # of training so far
         self.last: Metrics = {}  # newest metrics, for the result
         self.report: Path | None = None  # where it is, once the run has ended
-        self.phases = Phases(peak=device_peak)
+        self.phases = PhaseTimer(peak=device_peak)
         self.bad_steps = BadSteps()
         self.health = RunHealth()
         # kinds of trouble that are in the log already; that of a tracker is an event of its own

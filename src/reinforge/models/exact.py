@@ -4,9 +4,9 @@ beside it.
 Then decoding, prefill and training give bit-identical log-probs, and there is no mismatch to
 correct. What breaks this in an ordinary forward is the order of additions (and which of two
 implementations of `exp` an element meets), because both depend on how many rows there are.
-`RowWise` is a context in which the architecture's own code runs: calls that add numbers up or that
-are not elementwise-safe are replaced by ones whose arithmetic for a row is fixed, and calls that
-cannot be made so are refused.
+`RowWiseMode` is a context in which the architecture's own code runs: calls that add numbers up or
+that are not elementwise-safe are replaced by ones whose arithmetic for a row is fixed, and calls
+that cannot be made so are refused.
 
 - matrix products: on a CPU tiles of `TILE` rows, the last one filled up, so that BLAS always sees
   one shape; on a GPU a Triton kernel with one configuration per weight, whatever the number of rows
@@ -320,7 +320,7 @@ _REFUSED_ON_CPU = {
 }
 
 
-class RowWise(TorchFunctionMode):
+class RowWiseMode(TorchFunctionMode):
     """Inside, torch functions called by a model's own code compute each row alone."""
 
     def __torch_function__(
@@ -344,6 +344,6 @@ class RowWise(TorchFunctionMode):
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """For gradient checkpointing, which runs layers again from the backward pass, outside of
-    `RowWise`.
+    `RowWiseMode`.
     """
-    return nullcontext(), RowWise()
+    return nullcontext(), RowWiseMode()

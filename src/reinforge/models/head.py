@@ -80,7 +80,7 @@ def exact_statistics(
     """
     if x.is_cuda:
         return statistics(x, targets, temperatures, rule, entropy)
-    with rowwise.RowWise():
+    with rowwise.RowWiseMode():
         return statistics(x, targets, temperatures, rule, entropy)
 
 

@@ -35,7 +35,7 @@ def named_weights(
         yield from pairs
 
 
-class LowRank(NamedTuple):
+class LowRankUpdate(NamedTuple):
     """What an adapter adds to a weight: b @ a."""
 
     a: Tensor  # [r, in]
@@ -43,7 +43,7 @@ class LowRank(NamedTuple):
 
 
 @torch.no_grad()
-def low_rank(module: nn.Module) -> dict[str, LowRank] | None:
+def low_rank(module: nn.Module) -> dict[str, LowRankUpdate] | None:
     """The adapter alone, by the names of the weights it changes.
 
     None where weights are no plain sum of base and product: no adapter, DoRA, embeddings, a base in
@@ -73,7 +73,7 @@ def low_rank(module: nn.Module) -> dict[str, LowRank] | None:
         b = torch.cat(
             [layer.lora_B[adapter].weight.float() * layer.scaling[adapter] for adapter in used], 1
         )
-        found[f"{name}.weight"] = LowRank(a, b)
+        found[f"{name}.weight"] = LowRankUpdate(a, b)
     return found
 
 

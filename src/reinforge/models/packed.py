@@ -17,7 +17,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models import attention, rope
 from reinforge.models.attention import AttentionLayout, PackedLayout
-from reinforge.models.exact import RowWise
+from reinforge.models.exact import RowWiseMode
 from reinforge.models.exact_attention import layout as exact_layout
 from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
 
@@ -110,7 +110,7 @@ class PackedModel:
         """[N, E] last hidden states of N tokens whose relations `layout` describes."""
         if self.exact:
             layout = exact_layout(layout)
-        with RowWise() if self.exact else nullcontext():
+        with RowWiseMode() if self.exact else nullcontext():
             out = self.trunk(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout
             )

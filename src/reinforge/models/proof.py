@@ -178,7 +178,7 @@ def by_transformers(module: Any) -> Iterator[None]:
         module.set_attn_implementation(attention.NAME)
 
 
-class InFloat32(TorchFunctionMode):
+class Float32Mode(TorchFunctionMode):
     """Inside, a module in a lower precision computes in float32: each tensor is widened when it
     takes part in a calculation, so there is never more than one layer's weight in float32 at a
     time. Two forwards can then be compared to six digits.
@@ -228,7 +228,7 @@ def _wide(x: Any) -> Any:
 
 
 def widened(model: PackedModel) -> Any:
-    return nullcontext() if model.dtype == torch.float32 else InFloat32()
+    return nullcontext() if model.dtype == torch.float32 else Float32Mode()
 
 
 # ---- 4: nothing leaks ----

@@ -27,7 +27,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.frames import HEAD
 from reinforge.rewards.outcome import LARGEST as LARGEST_SCORE
 from reinforge.rewards.outcome import RewardOutcome
-from reinforge.rewards.wire import NotPlain, encode
+from reinforge.rewards.wire import NotPlainData, encode
 from reinforge.rewards.worker import packed
 
 START = 180.0  # seconds for importing the reward
@@ -331,7 +331,7 @@ def _plain(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         try:
             plain[key] = encode(value)
-        except NotPlain as odd:
+        except NotPlainData as odd:
             raise InputError(
                 f"reward {name} is given {key}, which holds a {odd}: it cannot be sent to a process"
                 " of its own.",

@@ -19,7 +19,7 @@ _TEXT: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-class NotPlain(TypeError):
+class NotPlainData(TypeError):
     """Something that is data for nobody but this process."""
 
 
@@ -50,7 +50,7 @@ def encode(value: Any) -> Any:
             return {MARK: name, "": there(value)}
     if isinstance(value, str | int | float):  # of a class of its own, such as an enum
         return encode(next(kind(value) for kind in (str, int, float) if isinstance(value, kind)))
-    raise NotPlain(type(value).__name__)
+    raise NotPlainData(type(value).__name__)
 
 
 def decode(value: Any) -> Any:

@@ -16,7 +16,7 @@ from reinforge.rollout.first_finished import first_finished
 from reinforge.rollout.generation_done import run_rollout
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.rows.pass_rates import PassRates
-from reinforge.rollout.rows.replay import Replay, ReplayEntry
+from reinforge.rollout.rows.replay import ReplayBuffer, ReplayEntry
 from reinforge.rollout.rows.sampler import RowChoice, RowSampler
 
 
@@ -121,7 +121,7 @@ class GroupSource:
         over_provision: float = 1.0,
         journal: Journal | None = None,
         passrates: PassRates | None = None,
-        replay: Replay | None = None,
+        replay: ReplayBuffer | None = None,
         components: Collection[str] = (),
     ):
         self.rows = rows

@@ -11,7 +11,7 @@ MEASURED = ("generate", "train")  # phases whose memory is worth a metric
 ROLES = {"trainer": ("annotate", "train"), "engine": ("generate",)}
 
 
-class Phases:
+class PhaseTimer:
     """`with phases("generate"):` adds up seconds by phase.
 
     A phase inside another takes its time away from the outer one, so that phases never count a

@@ -19,7 +19,7 @@ from reinforge.algorithms.losses import preference_terms as losses
 from reinforge.algorithms.losses.nash import geometric_mixture, nash_md
 from reinforge.algorithms.losses.preference import PREFERENCE, PairLoss
 from reinforge.backends.local import LocalBackend
-from reinforge.core.backend import Loss, Prepares
+from reinforge.core.backend import Loss, PreparingLoss
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
@@ -435,7 +435,7 @@ def test_through_a_backend_before_the_first_step() -> None:
             make_model(), train_config(learning_rate=1e-3), total_steps=10, reference=True
         )
         loss = PairLoss(name)
-        assert isinstance(loss, Loss) and isinstance(loss, Prepares)
+        assert isinstance(loss, Loss) and isinstance(loss, PreparingLoss)
         # pairs may share their prompt
         batches = pack(samples, 12, unit=loss.unit, share=name == "hinge")
         backend.annotate(batches, loss.needs)

@@ -23,7 +23,7 @@ from reinforge.algorithms.losses.unpaired import (
     kto_baseline,
     mismatched,
 )
-from reinforge.core.backend import Prepares, State
+from reinforge.core.backend import PreparingLoss, State
 from reinforge.core.batch import Batch, pack
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
@@ -192,7 +192,8 @@ def test_mismatched_rows() -> None:
     assert len({x.uid for x in found} | {x.uid for x in samples}) == 6
     assert [len(x.tokens) for x in mismatched(samples, limit=4)] == [4, 4, 3]
     assert (
-        isinstance(UnpairedLoss("kto"), Prepares) and UnpairedLoss("bco").companions(samples) == []
+        isinstance(UnpairedLoss("kto"), PreparingLoss)
+        and UnpairedLoss("bco").companions(samples) == []
     )
 
 

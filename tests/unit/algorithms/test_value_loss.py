@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reinforge.algorithms.losses.policy import PolicyLoss
-from reinforge.algorithms.losses.value import ValueLoss, WithValues, finish
+from reinforge.algorithms.losses.value import PolicyAndValueLoss, ValueLoss, finish
 from reinforge.algorithms.parts.reduce import token_mean
 from reinforge.algorithms.parts.surrogates import ppo_clip
 from reinforge.backends.microbatch import combine
@@ -133,7 +133,7 @@ def test_explained_variance_of_special_critics() -> None:
 def test_a_shared_loss_is_the_sum() -> None:
     policy = PolicyLoss(ppo_clip, token_mean)
     value = ValueLoss(0.2)
-    both = WithValues(policy, value, 0.5)
+    both = PolicyAndValueLoss(policy, value, 0.5)
     given = tokens(T([1.0, 2.0]), T([0.0, 2.1]), T([2.0, 0.0]), advantages=T([1.0, -2.0]))
     loss, metrics = both(given, totals(2))
     assert float(loss) == pytest.approx(

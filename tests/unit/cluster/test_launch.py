@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from helpers.paths import ROOT
 from reinforge.cli.main import app
 from reinforge.cluster.launchers import ray_job, slurm
-from reinforge.cluster.launchers.job import Job
+from reinforge.cluster.launchers.job import LaunchJob
 from reinforge.core.errors import InputError
 from reinforge.loops.signals import Signals
 
@@ -52,7 +52,7 @@ def odd(tmp_path: Path) -> Path:
     return folder
 
 
-def start(job: Job, starter: slurm.Starter, found: Path) -> subprocess.Popen[str]:
+def start(job: LaunchJob, starter: slurm.Starter, found: Path) -> subprocess.Popen[str]:
     """The script under bash, with programs in the place of Slurm's that note what they
     are asked.
     """
@@ -89,7 +89,7 @@ def seen(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("starter", ["srun", "torchrun"])
 def test_odd_words_arrive_as_they_are(odd: Path, tmp_path: Path, starter: slurm.Starter) -> None:
-    job = Job(
+    job = LaunchJob(
         odd / "c d.yaml",
         odd / "run",
         ODD,
@@ -122,7 +122,7 @@ def test_odd_words_arrive_as_they_are(odd: Path, tmp_path: Path, starter: slurm.
 
 
 def test_a_signal_saves_and_requeues_and_a_failure_does_not(tmp_path: Path) -> None:
-    job = Job(tmp_path / "c.yaml", tmp_path / "run", gpus=1)
+    job = LaunchJob(tmp_path / "c.yaml", tmp_path / "run", gpus=1)
     process = start(job, "srun", tmp_path / "one")
     seen(tmp_path / "one" / "srun")
     process.send_signal(signal.SIGUSR1)
@@ -143,7 +143,7 @@ def test_a_signal_saves_and_requeues_and_a_failure_does_not(tmp_path: Path) -> N
 
 
 def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
-    job = Job(
+    job = LaunchJob(
         tmp_path / "c.yaml",
         tmp_path / "My Run",
         nodes=3,
@@ -198,11 +198,11 @@ def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
         {"env": (("A-B", "1"),)},
     ):
         with pytest.raises(InputError):
-            Job(tmp_path / "c.yaml", tmp_path / "run", **wrong)  # type: ignore[arg-type]
+            LaunchJob(tmp_path / "c.yaml", tmp_path / "run", **wrong)  # type: ignore[arg-type]
 
 
 def test_ray_gets_files_instead_of_quotes(odd: Path) -> None:
-    job = Job(odd / "c.yaml", odd / "run", ODD, env=(("HF_TOKEN", "hf_secret"),))
+    job = LaunchJob(odd / "c.yaml", odd / "run", ODD, env=(("HF_TOKEN", "hf_secret"),))
     assert shlex.split(ray_job.script(job).removeprefix("#!/bin/bash\n")) == [
         "exec",
         "python",

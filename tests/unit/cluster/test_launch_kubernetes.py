@@ -15,7 +15,7 @@ import yaml
 
 from helpers.paths import TESTS
 from reinforge.cluster.launchers import kubernetes
-from reinforge.cluster.launchers.job import Job
+from reinforge.cluster.launchers.job import LaunchJob
 
 jsonschema = pytest.importorskip("jsonschema")
 DATA = TESTS / "data" / "kuberay"
@@ -63,8 +63,8 @@ def problems(document: dict[str, Any]) -> list[str]:
     ]
 
 
-def job(**changes: Any) -> Job:
-    return Job(
+def job(**changes: Any) -> LaunchJob:
+    return LaunchJob(
         Path("/configs/c.yaml"),
         Path("/runs/Some Run"),
         **{"overrides": ODD, "nodes": 4, "gpus": 8, "time": "1-0", **changes},

@@ -26,7 +26,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.envs.mcp import MARK, server_of
 from reinforge.envs.toolbox import ToolEnv
-from reinforge.envs.tools import Unavailable
+from reinforge.envs.tools import ToolUnavailable
 from reinforge.rollout.dialogue.episode import EpisodeLimits
 
 ROW = Row("r0", "What is 2 and 3?", {})
@@ -331,7 +331,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, code: str, why: s
     (tmp_path / "bad.py").write_text(code)
 
     async def go() -> None:
-        with pytest.raises(Unavailable, match=why):
+        with pytest.raises(ToolUnavailable, match=why):
             await ToolEnv(
                 [command(tmp_path / "bad.py", start_seconds=1 if "ready" in why else 30)]
             ).reset(ROW, 0)
@@ -398,9 +398,9 @@ def test_a_server_behind_http(http: tuple[str, subprocess.Popen[bytes]]) -> None
         assert answers[0] == "5" and "the cat is on the keyboard" in answers[1]
         server.kill()
         server.wait()
-        with pytest.raises(Unavailable):
+        with pytest.raises(ToolUnavailable):
             await env.step(calls(("add", {"a": 1})))
-        with pytest.raises(Unavailable, match="did not start"):
+        with pytest.raises(ToolUnavailable, match="did not start"):
             await ToolEnv([{"mcp": {"url": url}}]).reset(ROW, 0)
 
     asyncio.run(go())

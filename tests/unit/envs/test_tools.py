@@ -19,7 +19,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.envs.shipped import SearchTool, calculator, shipped
 from reinforge.envs.toolbox import CalculatorEnv, ToolEnv
-from reinforge.envs.tools import Tool, ToolError, Unavailable, fitted, tool
+from reinforge.envs.tools import Tool, ToolError, ToolUnavailable, fitted, tool
 
 
 class Place(TypedDict):
@@ -160,7 +160,7 @@ def broken() -> str:
 
 def offline() -> str:
     """Cannot work."""
-    raise Unavailable("no network")
+    raise ToolUnavailable("no network")
 
 
 def test_calls_are_answered_in_order_and_at_once() -> None:
@@ -199,7 +199,7 @@ def test_what_goes_wrong_is_said_to_the_model() -> None:
 
 
 def test_a_tool_that_cannot_work_is_not_the_models_fault() -> None:
-    with pytest.raises(Unavailable, match="no network"):
+    with pytest.raises(ToolUnavailable, match="no network"):
         step(ToolEnv([offline]), Call("offline", {}))
 
 
@@ -360,7 +360,7 @@ def test_python_fails_closed() -> None:
         and made.parameters["required"] == ["code"]
     )
     made.function.sandbox = Refusing  # type: ignore[attr-defined]
-    with pytest.raises(Unavailable, match="no namespaces"):
+    with pytest.raises(ToolUnavailable, match="no namespaces"):
         step(ToolEnv([made]), Call("python", {"code": "print(1)"}))
 
 
@@ -369,7 +369,7 @@ def test_python_runs_in_the_sandbox() -> None:
     assert made is not None
     try:
         found = said(ToolEnv([made]), Call("python", {"code": "print(6*7)"}))
-    except Unavailable as error:
+    except ToolUnavailable as error:
         needs.missing("sandbox", str(error))
     assert found == ["42"]
     assert "ZeroDivisionError" in said(ToolEnv([made]), Call("python", {"code": "1/0"}))[0]

@@ -317,7 +317,7 @@ def test_a_shared_critic_moves_the_trunk() -> None:
     value loss alone, times the coefficient.
     """
     from reinforge.algorithms.losses.policy import PolicyLoss
-    from reinforge.algorithms.losses.value import WithValues
+    from reinforge.algorithms.losses.value import PolicyAndValueLoss
     from reinforge.algorithms.parts.reduce import token_mean
     from reinforge.algorithms.parts.surrogates import ppo_clip
 
@@ -333,7 +333,7 @@ def test_a_shared_critic_moves_the_trunk() -> None:
             batch.streams["advantages"] = torch.zeros(batch.n_trained)
         backend.forward_backward(
             batches,
-            WithValues(PolicyLoss(ppo_clip, token_mean), ValueLoss(None), coefficient),
+            PolicyAndValueLoss(PolicyLoss(ppo_clip, token_mean), ValueLoss(None), coefficient),
             Totals.of(batches),
         )
         found.append({n: g for n, g in gradients(backend).items() if n != "lm_head.weight"})

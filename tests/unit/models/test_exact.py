@@ -30,7 +30,7 @@ from reinforge.engines.native import NativeEngine
 from reinforge.models import exact, exact_attention, exact_functions, exact_proof, exact_tiles
 from reinforge.models.attention import Segments, starts_of
 from reinforge.models.causal import CausalModel
-from reinforge.models.exact import RowWise
+from reinforge.models.exact import RowWiseMode
 from reinforge.models.head import LogitRule, exact_statistics, statistics, token_logprobs
 from reinforge.models.load import load_model
 from reinforge.plan.preflight import preflight
@@ -172,7 +172,7 @@ def test_every_exact_function_is_tried_here() -> None:
 def test_elementwise(threads: int, dtype: torch.dtype, name: str) -> None:
     f = ELEMENTWISE[name]
     x = (torch.randn(331, 151, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    with RowWise():
+    with RowWiseMode():
         rows_alone(f, x)
         got = f(x)
     # torch's own gelu is off by a few units of rounding of x (up to 13 here), by how many differs
@@ -188,7 +188,7 @@ def test_a_number_has_the_same_bits_wherever_it_stands(threads: int, name: str) 
     f = ELEMENTWISE[name]
     x = torch.randn(67, generator=torch.Generator().manual_seed(1)) * 3
     huge = torch.tensor([1e4, -1e4, 3e38, -3e38]).repeat(67)[:67]
-    with RowWise():
+    with RowWiseMode():
         alone = torch.cat([f(x[i : i + 1].clone()) for i in range(67)])
         for shift in range(17):
             assert torch.equal(f(x.roll(shift)).roll(-shift), alone)
@@ -219,7 +219,7 @@ def test_exact_functions_are_accurate(name: str) -> None:
     # torch's own loses its digits below -5, where 1 + erf and 1 + tanh are almost 0
     if "gelu" in name:
         x = x[x > -5]
-    with RowWise():
+    with RowWiseMode():
         got = f(x)
     want = f(x.double())
     rounded = want.float()
@@ -234,7 +234,7 @@ def test_exact_functions_are_accurate(name: str) -> None:
 def test_exact_functions_have_torchs_gradient(name: str) -> None:
     f = ELEMENTWISE[name]
     x = torch.randn(40, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    with RowWise():
+    with RowWiseMode():
         (got,) = torch.autograd.grad(f(x).sum(-1), x)
     (want,) = torch.autograd.grad(f(x).sum(), x)
     torch.testing.assert_close(got, want)
@@ -356,9 +356,9 @@ def test_what_mixes_rows_is_refused() -> None:
         lambda: x.clone().exp_(),
         lambda: x.abs() ** x,
     ):
-        with RowWise(), pytest.raises(InputError, match="model.exact"):
+        with RowWiseMode(), pytest.raises(InputError, match="model.exact"):
             f()
-    with RowWise():
+    with RowWiseMode():
         assert int(torch.arange(5).sum()) == 10 and torch.equal(
             torch.ones(2, 1) @ torch.ones(1, 3), torch.ones(2, 3)
         )

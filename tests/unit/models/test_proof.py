@@ -325,7 +325,7 @@ def test_in_float32_a_narrow_module_computes_what_its_wide_twin_computes() -> No
     narrow = make_module("gemma2").bfloat16()
     wide = make_module("gemma2").bfloat16().float()
     tokens = torch.tensor([tokens_of(20)])
-    with torch.no_grad(), proof.InFloat32():
+    with torch.no_grad(), proof.Float32Mode():
         found = narrow(tokens, use_cache=False).logits
     with torch.no_grad():
         want = wide(tokens, use_cache=False).logits

@@ -29,7 +29,7 @@ from reinforge.rewards.build import build_rewards
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.outcome import RewardOutcome
 from reinforge.rewards.pool import PoolSpec, RewardPool, pool_of
-from reinforge.rewards.wire import NotPlain, decode, encode
+from reinforge.rewards.wire import NotPlainData, decode, encode
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.players.single_turn import SingleTurn
 from reinforge.rollout.scoring import RewardScorer
@@ -225,7 +225,7 @@ def test_columns_arrive_as_they_are() -> None:
     assert decode(encode({"\x00": 1, "a": {2, 3}})) == {"\x00": 1, "a": {2, 3}} and encode(
         {"a": [1.5, None, "é\ud800"]}
     ) == {"a": [1.5, None, "é\ud800"]}
-    with pytest.raises(NotPlain, match="object"):
+    with pytest.raises(NotPlainData, match="object"):
         encode([object()])
     [reward] = build_rewards([RewardConfig(name="helpers.hostile_rewards:types", timeout=20)])
     rows = [Row("a", "p", {"meta": meta}), Row("b", "p", {"meta": {"1": [2, [3]]}})]

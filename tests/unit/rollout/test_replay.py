@@ -11,7 +11,7 @@ import torch
 from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
-from reinforge.rollout.rows.replay import Replay, informative
+from reinforge.rollout.rows.replay import ReplayBuffer, informative
 from reinforge.rollout.staleness import oldest_version
 
 ROWS = [Row(f"r{i}", f"p{i}") for i in range(20)]
@@ -41,8 +41,8 @@ def make_group(row: int, rewards: Sequence[float | None], version: int = 0) -> G
     return Group(ROWS[row], samples, [f"text é {i}" for i in range(len(rewards))])
 
 
-def buffer(**kw: float) -> Replay:
-    return Replay(ROWS, **{"size": 8, "share": 0.5, "max_staleness": 3, "max_uses": 1, **kw})  # type: ignore[arg-type]
+def buffer(**kw: float) -> ReplayBuffer:
+    return ReplayBuffer(ROWS, **{"size": 8, "share": 0.5, "max_staleness": 3, "max_uses": 1, **kw})  # type: ignore[arg-type]
 
 
 def names(kept: Sequence) -> list[str]:
@@ -182,4 +182,4 @@ def test_an_empty_buffer_and_a_row_that_is_gone() -> None:
     replay.load(empty)
     assert replay.kept == []
     with pytest.raises(InputError, match="holds row r3, which the data no longer has"):
-        Replay(ROWS[:3], size=8, share=0.5, max_staleness=3, max_uses=1).load(saved)
+        ReplayBuffer(ROWS[:3], size=8, share=0.5, max_staleness=3, max_uses=1).load(saved)

@@ -34,7 +34,7 @@ from reinforge.rollout.journal import Journal
 from reinforge.rollout.players.single_turn import SingleTurn
 from reinforge.rollout.rows.curriculum import LearnedDifficulty, QuantileRamp
 from reinforge.rollout.rows.pass_rates import PassRateBands, PassRates
-from reinforge.rollout.rows.replay import Replay
+from reinforge.rollout.rows.replay import ReplayBuffer
 from reinforge.rollout.rows.sampler import RowSampler, TeachableWeighting
 from reinforge.rollout.source import GroupSource, RolloutBatch, has_signal, rollout_metrics
 
@@ -322,7 +322,7 @@ def test_replayed_groups_take_the_place_of_fresh_ones() -> None:
         Cursor(10, 0, False),
         Clock(lambda i: 1, flat=[0]),
         4,
-        replay=Replay(ROWS, size=4, share=0.25, max_staleness=4, max_uses=1),
+        replay=ReplayBuffer(ROWS, size=4, share=0.25, max_staleness=4, max_uses=1),
     )
     first = run(take_batch(source, 0, 0))
     second = run(take_batch(source, 1, 1))
@@ -371,7 +371,7 @@ def resumable_source(
         seed=0,
     )
     rates = PassRates([row.id for row in rows], bands=PassRateBands(min_attempts=4))
-    replay = Replay(rows, size=5, share=0.34, max_staleness=3, max_uses=2)
+    replay = ReplayBuffer(rows, size=5, share=0.34, max_staleness=3, max_uses=2)
     cursor = Cursor(15, 0, True)
     row_sampler = RowSampler(
         cursor,

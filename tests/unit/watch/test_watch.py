@@ -28,7 +28,7 @@ from reinforge.watch.notebook import NotebookOutput, shortened
 from reinforge.watch.recorder import Recorder, note, pick
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import compare_runs, flatten, list_runs, show_run
-from reinforge.watch.timing import Phases
+from reinforge.watch.timing import PhaseTimer
 from reinforge.watch.troubles import Trouble
 from reinforge.watch.view import View, notebook_console, visible
 
@@ -438,7 +438,7 @@ def test_phases_add_up_and_inner_ones_are_not_counted_twice() -> None:
     def passing(seconds: float) -> None:
         now[0] += seconds
 
-    phases = Phases(clock=lambda: now[0])
+    phases = PhaseTimer(clock=lambda: now[0])
     with phases("generate"):
         passing(3.0)
         with phases("reward"):
@@ -481,7 +481,7 @@ def test_peaks_of_memory_belong_to_their_phase() -> None:
         high, level[0] = level[0], 0.5
         return high
 
-    phases = Phases(clock=lambda: 0.0, peak=gauge)
+    phases = PhaseTimer(clock=lambda: 0.0, peak=gauge)
     for most in (7.0, 5.0):
         with phases("generate"):
             level[0] = 2.0

@@ -66,7 +66,7 @@ for _function in ADVANTAGES.values():
     _function.needs = frozenset({"teacher"})
 
 
-class WithDivergence(Loss):
+class PolicyAndDistillationLoss(Loss):
     """L = L_policy + L_distillation over the same tokens: MiniLLM's long term and its single-step
     term, which is exact. That has a gradient where advantages are 0 too.
     """

@@ -99,7 +99,7 @@ def finish(metrics: Mapping[str, Metric]) -> StepMetrics:
     return done
 
 
-class WithValues(Loss):
+class PolicyAndValueLoss(Loss):
     """L = L_policy + coefficient * L_value, for a value head on the policy's own trunk: one forward
     gives both.
     """

@@ -21,7 +21,7 @@ NAME_LIMIT = 40  # KubeRay appends to the names of jobs and wants at most 47
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """`reinforge train CONFIG overrides` on `nodes` machines with `gpus` each.
 
     `run_dir` is absolute, and on a disk that all see.

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from reinforge.cluster.launchers.job import Job, seconds_of
+from reinforge.cluster.launchers.job import LaunchJob, seconds_of
 
 CONFIG_DIR = "/etc/reinforge"
 RUNS_DIR = "/runs"
@@ -26,7 +26,7 @@ HEAD_PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
 
 
 def manifests(
-    job: Job, text: str, *, standing: bool = False, in_worker: bool = False
+    job: LaunchJob, text: str, *, standing: bool = False, in_worker: bool = False
 ) -> list[dict[str, Any]]:
     """What is applied: the configuration with its command, and the job; `standing`: a cluster
     alone. `text` is the YAML of the config.
@@ -77,7 +77,7 @@ def as_yaml(documents: list[dict[str, Any]]) -> str:
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
 
 
-def submission(job: Job, path: str) -> list[str]:
+def submission(job: LaunchJob, path: str) -> list[str]:
     return ["kubectl", "apply", "--namespace", job.namespace, "--filename", path]
 
 
@@ -85,7 +85,7 @@ def read_config(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _metadata(job: Job) -> dict[str, Any]:
+def _metadata(job: LaunchJob) -> dict[str, Any]:
     return {
         "name": job.name,
         "namespace": job.namespace,
@@ -93,11 +93,11 @@ def _metadata(job: Job) -> dict[str, Any]:
     }
 
 
-def _object(job: Job, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+def _object(job: LaunchJob, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": _metadata(job), "spec": spec}
 
 
-def _cluster(job: Job, config: bool) -> dict[str, Any]:
+def _cluster(job: LaunchJob, config: bool) -> dict[str, Any]:
     """A head that only drives, and `nodes` workers with the GPUs.
 
     The dashboard answers inside the cluster, to who has the token.
@@ -122,7 +122,9 @@ def _cluster(job: Job, config: bool) -> dict[str, Any]:
     }
 
 
-def _pod(job: Job, role: str, config: bool, gpus: int, ports: dict[str, int]) -> dict[str, Any]:
+def _pod(
+    job: LaunchJob, role: str, config: bool, gpus: int, ports: dict[str, int]
+) -> dict[str, Any]:
     size: dict[str, Any] = {
         "cpu": str(job.cpus),
         "memory": job.memory,

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import shlex
 
-from reinforge.cluster.launchers.job import Job
+from reinforge.cluster.launchers.job import LaunchJob
 
 ADDRESS = "http://127.0.0.1:8265"
 
 
-def script(job: Job) -> str:
+def script(job: LaunchJob) -> str:
     """`run.sh`, which runs in the directory that is sent along.
 
     The run directory is a path of the cluster.
@@ -23,7 +23,7 @@ def script(job: Job) -> str:
     )
 
 
-def runtime(job: Job, folder: str) -> str:
+def runtime(job: LaunchJob, folder: str) -> str:
     """What Ray is to prepare, as the text of a file (JSON is YAML): variables may be secrets, and
     arguments are there for every user to read. `folder` holds config.yaml and run.sh and is sent.
     """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import shlex
 from typing import Literal
 
-from reinforge.cluster.launchers.job import Job, bash_array, exports
+from reinforge.cluster.launchers.job import LaunchJob, bash_array, exports
 
 Starter = Literal["srun", "torchrun", "ray"]
 NOTICE_SECONDS = 120  # between the signal and the end of the time; Slurm may be a minute early
@@ -105,7 +105,7 @@ stop=(kill -TERM "$child")
 """
 
 
-def script(job: Job, starter: Starter = "srun") -> str:
+def script(job: LaunchJob, starter: Starter = "srun") -> str:
     """The batch script.
 
     Everything that a user wrote is quoted; lines for sbatch hold only words that need no quotes.
@@ -153,7 +153,7 @@ def script(job: Job, starter: Starter = "srun") -> str:
     )
 
 
-def submission(job: Job, path: str) -> list[str]:
+def submission(job: LaunchJob, path: str) -> list[str]:
     """The sbatch command.
 
     Paths are here and not in the script: a word of a command line needs no quotes.

@@ -16,7 +16,7 @@ from reinforge.core.weights import Weights
 from reinforge.engines.served.dialect import Dialect, ServerSetup
 from reinforge.engines.served.http import ServerFault
 from reinforge.engines.served.replica import Replica
-from reinforge.models.named_weights import LowRank, base_weights, low_rank, named_weights
+from reinforge.models.named_weights import LowRankUpdate, base_weights, low_rank, named_weights
 from reinforge.weights.files import AdapterChannel, FileChannel, SafetensorsChannel
 from reinforge.weights.ipc import IpcChannel, usable
 from reinforge.weights.probe import ProbeCheck, Scorer, compare, probe_tokens
@@ -89,7 +89,7 @@ class WeightTransfer:
             channel, version, None if score is None else score(self.tokens).float().cpu()
         )
 
-    def _low_rank(self, weights: Weights) -> dict[str, LowRank] | None:
+    def _low_rank(self, weights: Weights) -> dict[str, LowRankUpdate] | None:
         """The adapter, where it can travel alone."""
         alone = (
             weights.kind == "shared"

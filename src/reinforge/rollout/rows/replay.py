@@ -43,7 +43,7 @@ def informative(group: Group) -> float:
     return sum((r - mean) ** 2 for r in rewards) / len(rewards)
 
 
-class Replay:
+class ReplayBuffer:
     """The replay buffer: the `size` most informative groups, and which of them the next step trains
     on again. The group source asks it.
 
