@@ -28,6 +28,7 @@ from reinforge.algorithms.parts.kl import ESTIMATORS, k1
 from reinforge.algorithms.parts.reduce import REDUCERS
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Totals
+from reinforge.core.metrics import tensor_of
 
 HERE = Path(__file__).parent
 PEERS: dict[str, dict[str, Any]] = {
@@ -140,7 +141,7 @@ def over_packs(
             totals,
         )
         total = total + found
-        metrics.append({name: float(value) for name, value in measured.items()})
+        metrics.append({name: float(tensor_of(part)) for name, part in measured.items()})
     total.backward()
     assert leaf.grad is not None and float(leaf.grad.abs().max()) > 1e-3
     done: Outputs = {"loss": total.detach(), "gradient": leaf.grad, "metrics": metrics}

@@ -13,6 +13,7 @@ from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.build import build
 from reinforge.algorithms.losses.policy import PolicyLoss
 from reinforge.algorithms.settings import settings_of
+from reinforge.backends.microbatch import combine
 from reinforge.build.algorithm import algorithm_of
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.schema import Config
@@ -46,7 +47,7 @@ def loss_of(
     )
     loss.backward()
     assert leaf.grad is not None
-    return loss.item(), {k: v.item() for k, v in metrics.items()}, leaf.grad.tolist()
+    return loss.item(), dict(combine([metrics])), leaf.grad.tolist()
 
 
 # settings
