@@ -18,15 +18,16 @@ EngineName = Literal["native", "vllm", "sglang"]
 @dataclass(frozen=True)
 class ServerFacts:
     """What is known of a kind of server without speaking to it. The tables of config/rules make
-    its column of them; engines/served has the code, under the same name.
+    its column of them, and engines/served/make.py its `Dialect`.
     """
 
+    dialect: str  # the class that speaks to it: module:class
     ipc: bool = False  # takes weights as handles of GPU memory; otherwise from files
 
 
 SERVERS: dict[str, ServerFacts] = {
-    "vllm": ServerFacts(ipc=True),
-    "sglang": ServerFacts(),
+    "vllm": ServerFacts("reinforge.engines.served.vllm:Vllm", ipc=True),
+    "sglang": ServerFacts("reinforge.engines.served.sglang:Sglang"),
 }
 
 

@@ -23,9 +23,9 @@ from reinforge.config.load import config_from_dict
 from reinforge.config.rules.machine import missing
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.served.dialect import ServerSetup
+from reinforge.engines.served.dialect import ServerSetup, options
 from reinforge.engines.served.make import make_served
-from reinforge.engines.served.vllm import Vllm, options, plugin_file, unpacked
+from reinforge.engines.served.vllm import Vllm, plugin_file, unpacked
 from reinforge.engines.served.vllm_plugin import ControlMiddleware
 
 BASE = {

@@ -6,7 +6,7 @@ restarts, interruptions, updates and their proof. What differs is a dialect. To 
 
 1. Write `engines/served/NAME.py` with a class that has the members of `Dialect`. `sglang.py` is the
    example to copy: it needs nothing in the server but HTTP.
-2. Name it in `DIALECTS` (make.py), and in `EngineName` and `SERVERS` (config/engine.py).
+2. Name it in `EngineName` and in `SERVERS`, which stand together in config/engine.py.
 3. Write a stub that speaks the server's API (tests/helpers/sglang_stub.py is one), and run on it
    what tests/unit/engines/test_engine_sglang.py runs, and tests/contract/test_engine.py.
 
@@ -25,6 +25,27 @@ from reinforge.config.engine import EngineConfig
 from reinforge.core.engine import Sampling
 from reinforge.engines.served.http import ServerClient
 
+# how long a server may take, in seconds
+ASK = 30.0  # for answers that need no model
+LOAD = 600.0  # for those that move weights
+
+
+def options(args: Mapping[str, Any]) -> list[str]:
+    """Options of a server as its command line wants them.
+
+    >>> options({"enforce-eager": True, "tensor_parallel_size": 2, "enable-prefix-caching": False})
+    ['--enforce-eager', '--tensor-parallel-size', '2', '--no-enable-prefix-caching']
+    """
+    found: list[str] = []
+    for name, value in args.items():
+        flag = name.strip("-").replace("_", "-")
+        found += (
+            [f"--{flag}" if value else f"--no-{flag}"]
+            if isinstance(value, bool)
+            else [f"--{flag}", str(value)]
+        )
+    return found
+
 
 @dataclass(frozen=True)
 class ServerSetup:
@@ -32,7 +53,7 @@ class ServerSetup:
     `build/served.py` makes it of a run's config.
     """
 
-    kind: str  # a name in `DIALECTS`
+    kind: str  # a name in `SERVERS`
     cfg: EngineConfig
     model: str  # a directory that the server loads, or a hub id
     folder: Path  # of logs and weights on disk: the run's
@@ -91,7 +112,7 @@ class Dialect(Protocol):
     `ServerClient` raises both already, by the status code.
     """
 
-    name: str  # as in `DIALECTS`
+    name: str  # as in `SERVERS`
     # How weights may arrive, which is what `stage` understands. "safetensors": a directory with
     # config.json and *.safetensors, under the names of the checkpoint. "files", "adapter", "ipc":
     # forms of ours (weights/), for servers that load a plug-in of ours.
@@ -133,7 +154,8 @@ class Dialect(Protocol):
     async def stage(self, http: ServerClient, message: Mapping[str, Any]) -> None:
         """Phase one of an update: makes the weights ready. What is served does not change.
 
-        `message` says where they are (`SafetensorsChannel.message` and the others of weights/).
+        `message` has the `folder` where they are and their `version` (`SafetensorsChannel.message`,
+        and the others of weights/).
         """
         ...
 

@@ -1,22 +1,20 @@
-"""One function that makes a served engine of plain values: what another process, or an actor, is
-given. `DIALECTS` are the kinds of servers that there are.
-"""
+"""A served engine of plain values: what another process, or an actor, is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 
+from reinforge.config.engine import SERVERS
 from reinforge.engines.served.dialect import Dialect, ServerSetup
 from reinforge.engines.served.engine import ServedEngine
-from reinforge.engines.served.sglang import Sglang
-from reinforge.engines.served.vllm import Vllm
 from reinforge.weights.probe import Scorer
 
-# by the name in the config (`rollout.engine`); config/engine.py has the same names in SERVERS
-DIALECTS: dict[str, Callable[[], Dialect]] = {
-    "vllm": Vllm,
-    "sglang": Sglang,
-}
+
+def make_dialect(server: str) -> Dialect:
+    """How to speak to this kind of server, a name in `SERVERS`."""
+    module, _, name = SERVERS[server].dialect.partition(":")
+    found: Dialect = getattr(import_module(module), name)()
+    return found
 
 
 def make_served(setup: ServerSetup, score: Scorer | None = None) -> ServedEngine:
@@ -24,4 +22,4 @@ def make_served(setup: ServerSetup, score: Scorer | None = None) -> ServedEngine
 
     `score`: the trainer's own log-probs, if the trainer is in this process.
     """
-    return ServedEngine(setup, DIALECTS[setup.kind](), score)
+    return ServedEngine(setup, make_dialect(setup.kind), score)

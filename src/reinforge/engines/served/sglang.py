@@ -15,9 +15,15 @@ from typing import Any
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
+from reinforge.engines.served.dialect import (
+    ASK,
+    LOAD,
+    SampleOutput,
+    SampleRequest,
+    ServerSetup,
+    options,
+)
 from reinforge.engines.served.http import ServerClient, ServerDown
-from reinforge.engines.served.vllm import ASK, LOAD, options
 
 SEEDS = 2**31
 KEY = "REINFORGE_SGLANG_KEY"
@@ -53,9 +59,13 @@ class Sglang:
             "max-running-requests": setup.max_batch,
             "mem-fraction-static": setup.cfg.memory,
         }
-        args |= {"enable-deterministic-inference": True} if setup.cfg.seeded else {}
-        args |= {"enable-memory-saver": True} if setup.sleep_level else {}
-        args |= {"device": "cpu"} if setup.device == "cpu" else {}
+        if setup.cfg.seeded:
+            args["enable-deterministic-inference"] = True
+        if setup.sleep_level:
+            args["enable-memory-saver"] = True
+        if setup.device == "cpu":
+            args["device"] = "cpu"
+        # the user's own count more
         given = {name.strip("-").replace("_", "-"): value for name, value in setup.cfg.args.items()}
         return [python, "-c", BOOT, *options({**args, **given})]
 
@@ -87,26 +97,24 @@ class Sglang:
         }
         if params.stop_strings and not params.ignore_eos:
             shared["stop"] = list(params.stop_strings)
-        sampling = [
-            {
-                **shared,
-                "max_new_tokens": d.max_tokens,
-                **({} if d.seed is None else {"sampling_seed": d.seed % SEEDS}),
-            }
-            for d in draws
-        ]
+        sampling = []
+        for draw in draws:
+            own = {**shared, "max_new_tokens": draw.max_tokens}
+            if draw.seed is not None:
+                own["sampling_seed"] = draw.seed % SEEDS
+            sampling.append(own)
         reply = await http.post(
             "/generate",
             {
-                "input_ids": [d.tokens for d in draws],
+                "input_ids": [draw.tokens for draw in draws],
                 "sampling_params": sampling,
                 "return_logprob": True,
                 "rid": [uuid.uuid4().hex for _ in draws],
             },
         )
-        return [self._piece(answer) for answer in reply]
+        return [self._output(answer) for answer in reply]
 
-    def _piece(self, answer: dict[str, Any]) -> SampleOutput:
+    def _output(self, answer: dict[str, Any]) -> SampleOutput:
         meta = answer["meta_info"]
         drawn = meta.get("output_token_logprobs") or []
         reason = (meta.get("finish_reason") or {}).get("type", "abort")

@@ -16,12 +16,17 @@ from typing import Any
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
+from reinforge.engines.served.dialect import (
+    ASK,
+    LOAD,
+    SampleOutput,
+    SampleRequest,
+    ServerSetup,
+    options,
+)
 from reinforge.engines.served.http import ServerClient
 
 MODULE = "reinforge_vllm"
-ASK = 30.0  # seconds for answers that need no model
-LOAD = 600.0  # for those that move weights
 
 
 def plugin_file() -> Path:
@@ -37,23 +42,6 @@ def install_plugin(folder: Path) -> Path:
     shutil.copyfile(plugin_file(), part)
     part.rename(place / f"{MODULE}.py")
     return place
-
-
-def options(args: Mapping[str, Any]) -> list[str]:
-    """As the command line wants them.
-
-    >>> options({"enforce-eager": True, "tensor_parallel_size": 2, "enable-prefix-caching": False})
-    ['--enforce-eager', '--tensor-parallel-size', '2', '--no-enable-prefix-caching']
-    """
-    found: list[str] = []
-    for name, value in args.items():
-        flag = name.strip("-").replace("_", "-")
-        found += (
-            [f"--{flag}" if value else f"--no-{flag}"]
-            if isinstance(value, bool)
-            else [f"--{flag}", str(value)]
-        )
-    return found
 
 
 class Vllm:
