@@ -56,6 +56,10 @@ class AnswerTrial:
 
 @dataclass
 class RewardFindings:
+    """What `reinforge check rewards` found: every answer that was tried, and the rewards that were
+    left out.
+    """
+
     names: list[str]
     tried: list[AnswerTrial] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)

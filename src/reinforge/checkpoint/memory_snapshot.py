@@ -16,6 +16,10 @@ from reinforge.core.backend import State
 
 @dataclass
 class MemorySnapshot:
+    """The newest boundary of a run, kept in memory, for a run that outlives the processes that
+    train. Whoever attempts a run again makes it; the `Checkpointer` fills it and restores from it.
+    """
+
     every: int  # steps
     step: int = -1  # of what is kept; -1: nothing
     _state: State = field(default_factory=State)

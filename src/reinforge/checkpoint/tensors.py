@@ -27,6 +27,8 @@ Box = tuple[tuple[int, int], ...]  # [begin, end) of each dimension
 
 
 class ShardSpan(NamedTuple):
+    """Which part of a tensor lies in which file of a checkpoint that ranks wrote."""
+
     file: Path
     box: Box
 

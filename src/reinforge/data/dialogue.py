@@ -21,6 +21,10 @@ SPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True, slots=True)
 class AddedTokens:
+    """What a conversation adds to the context, in ids. `DialogueTokens` makes it, players append
+    it.
+    """
+
     ids: list[int]  # to be appended; where `fresh`, the whole context
     fresh: bool = False  # the template rewrote what came before
 

@@ -29,6 +29,10 @@ CONTINUES = "CONTINUE_FINAL_MESSAGE_TAG "  # as transformers has it: a template 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
+    """Messages as a chat template renders them, and which spans of the text are literals or
+    generated. The `Renderer` tokenises it.
+    """
+
     text: str
     literals: tuple[Span, ...] = ()  # special-token text that came from the messages
     generated: tuple[Span, ...] = ()  # what the template's generation markers enclose

@@ -32,17 +32,25 @@ MOST_OUTPUT = 1 << 16  # bytes of a command's stdout and stderr that are kept: t
 
 @dataclass(frozen=True, slots=True)
 class EndpointAddress:
+    """Where one episode of an agent finds the model. The endpoint makes it, the program gets it."""
+
     base_url: str
     api_key: str  # of one sample; worth nothing once its episode is over
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
+    """What an agent program returned: a reward, or nothing, and metrics."""
+
     reward: float | None = None  # None: that is for the config's rewards
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class AgentProgram(Protocol):
+    """A program that plays an episode by asking the model over HTTP. `AgentPlayer` runs it once per
+    episode.
+    """
+
     async def run(self, address: EndpointAddress, row: dict[str, Any]) -> AgentOutcome:
         """Raises whatever went wrong with the program."""
         ...

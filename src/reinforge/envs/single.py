@@ -10,6 +10,10 @@ from reinforge.core.sample import Row
 
 
 class SingleTurnEnv:
+    """An environment that says the prompt and takes one answer: single-turn training through the
+    machinery of episodes.
+    """
+
     pure = True
 
     async def reset(self, row: Row, seed: int) -> Observation:

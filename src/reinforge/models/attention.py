@@ -33,6 +33,11 @@ PADDING_WASTE = 1.25
 
 
 class AttentionLayout(Protocol):
+    """How the tokens of one forward relate, and how they attend: packs, prefills, one token for
+    each of several sequences. `PackedModel.hidden` passes it through the model; our attention calls
+    it in every layer.
+    """
+
     def attend(
         self,
         layer: int,

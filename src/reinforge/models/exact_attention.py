@@ -160,6 +160,10 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(slots=True)
 class ExactSegments(Segments):
+    """Attention between runs of tokens, tile by tile in an order that does not depend on what else
+    is in the pack (`model.exact`).
+    """
+
     plans: dict[int, TilePlan] = field(default_factory=dict)
 
     def attend(
@@ -183,6 +187,10 @@ class ExactSegments(Segments):
 
 @dataclass(slots=True)
 class ExactPaged:
+    """Attention of one new token for each sequence over the paged cache, with the bits that a pack
+    would give (`model.exact`).
+    """
+
     paged: PagedLayout
     slots: Tensor
     plan: TilePlan

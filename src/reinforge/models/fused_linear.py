@@ -39,6 +39,10 @@ class FusedLinear:
 
 
 class _FusedPart:
+    """One of the linear layers that a `FusedLinear` computes together: it takes its part of the
+    joint product.
+    """
+
     def __init__(self, joint: FusedLinear, layer: nn.Linear, index: int):
         self.joint = joint
         self.layer = layer

@@ -40,6 +40,8 @@ class CompletionSource(Protocol):
 
 
 class NativeSource:
+    """Completions of a model in this process, for `reinforge generate`."""
+
     def __init__(self, name: str, data: DataConfig, config: Config | None, adapter: str | None):
         if config is not None and not is_run(Path(name)):
             self.model = load_model(config.model, AdapterConfig(path=adapter) if adapter else None)
@@ -67,6 +69,8 @@ class NativeSource:
 
 
 class ServerSource:
+    """Completions of an OpenAI-compatible server, for `reinforge generate`."""
+
     def __init__(
         self, client: OpenAIClient, model: str, *, raw: bool, logprobs: bool, token_ids: bool
     ):

@@ -43,6 +43,10 @@ CLOCKED = ("time/", "share/", "memory/", "tokens_per_second", "efficiency/", "ti
 
 @dataclass(frozen=True)
 class Artefact:
+    """What a finished stage left: a model, data or an evaluation, with hashes of what it was made
+    from. The pipeline writes it when a stage ends, and later stages and runs read it.
+    """
+
     stage: str
     kind: str
     what: str  # model, reward model, data, evaluation

@@ -43,6 +43,8 @@ SHOWN = ("eval/accuracy", "eval/loss", "eval/reward", "reward/mean", "train/loss
 
 @dataclass
 class PipelineResult:
+    """What `run_pipeline` returns about a pipeline that has ended."""
+
     run_dir: Path
     artefacts: dict[str, Artefact]
     ran: list[str] = field(default_factory=list)  # the stages that were not finished before

@@ -54,6 +54,8 @@ TEXTS = ("completion", "chosen", "rejected")
 
 @dataclass
 class StageOutput:
+    """What one stage gave, before it is written down as an `Artefact`."""
+
     what: str
     paths: dict[str, str]
     id: str  # a hash of what came out

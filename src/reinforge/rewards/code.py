@@ -69,6 +69,8 @@ def extract(completion: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
+    """The tests of a row for programs. `parse_tests` makes it, the reward `code` runs them."""
+
     kind: Kind
     cases: list[Any]  # stdin: (input, output); calls: (args, expected); asserts: text
     entry: str | None = None

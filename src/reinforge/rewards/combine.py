@@ -16,6 +16,10 @@ Components = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class RewardGate:
+    """What must pass before a component counts. `gates_of` reads it from the rewards, `gated`
+    applies it.
+    """
+
     on: str  # the component that must pass
     at: float | None = None  # at least this; None: above 0
 

@@ -66,6 +66,8 @@ class PoolSpec:
 
 @dataclass
 class RewardWorker:
+    """A process that computes rewards, seen from the pool that started it."""
+
     channel: socket.socket
     pid: int = 0
     calls: int = 0

@@ -39,6 +39,8 @@ OPTIONS = ("path", "spread", "join", "revision", "dtype", "template", "batch_tok
 
 @dataclass
 class ProcessReward(ModelReward):
+    """A reward model that judges the steps of an answer one by one; the reward `process`."""
+
     spread: str = "mean"
     join: str = "min"
     # what was asked, and what was said

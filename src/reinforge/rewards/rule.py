@@ -13,6 +13,8 @@ SMALLEST = 1e-8  # a standard deviation below it is that of a constant: nothing 
 
 @dataclass(slots=True)
 class RunningMoments:
+    """Mean and spread of what a reward has given so far."""
+
     n: int = 0
     mean: float = 0.0
     m2: float = 0.0  # sum of squared deviations from the mean
@@ -39,6 +41,10 @@ class RunningMoments:
 
 @dataclass(frozen=True, slots=True)
 class NormalizationRule:
+    """How one component of the reward is centred, scaled and clipped by what it gave so far. Made
+    from the options of a reward; `RewardNormalization` applies it.
+    """
+
     center: bool = False
     scale: bool = False
     clip: tuple[float, float] | None = None

@@ -67,6 +67,8 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
+    """Which containment programs run in. `sandbox/detect.py` finds one that works here."""
+
     mode: Literal["own", "bwrap", "bare", "remote"]
     url: str | None = None  # of a remote sandbox
 

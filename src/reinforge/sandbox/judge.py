@@ -31,6 +31,10 @@ from reinforge.sandbox.remote import calls_program
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """How many tests a program passed, and how the judging ended. The reward `code` makes a score
+    of it.
+    """
+
     passed: int
     total: int
     # or how the run ended that stopped the judging; "failed_here": not the solution's fault
@@ -48,6 +52,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class JudgeRules:
+    """Limits and tolerances of the judging of one program."""
+
     limits: Limits = DEFAULT  # `seconds` is for each test
     total_seconds: float = 60.0  # for all tests of one solution
     tolerance: float = 0.0  # for numbers, absolute and relative

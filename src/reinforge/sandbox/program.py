@@ -20,6 +20,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Program:
+    """A program to be run in the sandbox: code, input and files."""
+
     code: str
     language: str = "python"
     stdin: str | bytes = b""

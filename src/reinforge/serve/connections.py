@@ -27,6 +27,8 @@ _WAITS = itertools.count()
 
 @dataclass(frozen=True)
 class ConnectionLimits:
+    """How much a server takes from its clients at once, from the options of `reinforge serve`."""
+
     requests: int = 256  # at once; more are told to come again
     body: int = 8 << 20  # bytes of one request
     connections: int = 1024  # open at once, fewer where the process may not have as many files open

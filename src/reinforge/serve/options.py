@@ -15,6 +15,8 @@ KEY = "REINFORGE_API_KEY"
 
 @dataclass(frozen=True)
 class ServeOptions:
+    """The options of `reinforge serve`."""
+
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None  # default: from the environment

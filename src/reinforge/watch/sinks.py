@@ -37,6 +37,10 @@ Sampled = Sequence[Mapping[str, Any]]  # lines of samples.jsonl
 
 
 class Sink(Protocol):
+    """A tracker that gets the metrics of a run: TensorBoard, W&B, MLflow, trackio. `make_sinks`
+    makes those of a config; each runs in a thread of its own.
+    """
+
     name: str
 
     def open(self) -> None:
@@ -190,6 +194,8 @@ def fenced(value: Any) -> str:
 
 
 class TensorBoard:
+    """A `Sink`: event files in the run directory."""
+
     name = "tensorboard"
 
     def __init__(self, target: TrackerRun):
@@ -218,6 +224,8 @@ class TensorBoard:
 
 
 class Wandb:
+    """A `Sink`: Weights & Biases."""
+
     name = "wandb"
 
     def __init__(self, target: TrackerRun):
@@ -307,6 +315,8 @@ class Mlflow:
 
 
 class Trackio:
+    """A `Sink`: trackio."""
+
     name = "trackio"
 
     def __init__(self, target: TrackerRun):

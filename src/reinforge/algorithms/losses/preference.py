@@ -32,6 +32,10 @@ GIVEN = {"nll", "gap", "explore"}  # tensors that the loss makes itself
 
 @dataclass(frozen=True)
 class PreferenceRow:
+    """A loss over pairs: its function, and what `PairLoss` must hand it. A row of `PREFERENCE`; the
+    name of the loss is its key.
+    """
+
     function: Callable[..., Result]
     needs_reference: bool = True
     averaged: bool = False  # log-probs per token instead of per answer

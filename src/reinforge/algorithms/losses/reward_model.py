@@ -67,6 +67,10 @@ def process(scores: Tensor, label: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RewardRow:
+    """A loss of a reward model: its function, and what one number of it is about. A row of
+    `REWARD`; `RewardLoss` calls it.
+    """
+
     function: Callable[..., Tensor]
     per: Literal["pair", "answer", "step"]
     stream: str | None = None  # what it compares with: gap, target or label

@@ -113,6 +113,10 @@ def _parts(
 
 @dataclass(frozen=True)
 class UnpairedRow:
+    """A loss over answers that were judged one by one. A row of `UNPAIRED`; `UnpairedLoss` calls
+    it.
+    """
+
     function: Callable[..., Result]
     constant: str | None = None  # the batch-wide constant it takes by this name
 

@@ -18,6 +18,10 @@ DEEPEST = 64  # levels of nesting in arguments
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
+    """What an answer of the model says: its text, and the tool calls in it. `CallFormat.parse`
+    makes it.
+    """
+
     content: str  # the text without the calls
     calls: tuple[Call, ...] = ()
     errors: tuple[str, ...] = ()  # what is wrong with those that could not be read
@@ -26,6 +30,10 @@ class ParsedAnswer:
 
 
 class CallFormat(Protocol):
+    """One way in which models write tool calls. `envs/calls/` has one class for each; rollouts and
+    servers read answers with it and write calls back into the conversation.
+    """
+
     @property
     def name(self) -> str: ...
 

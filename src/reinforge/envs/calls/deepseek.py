@@ -19,6 +19,8 @@ FENCE = re.compile(r"```(?:json)?\s*\n?(.*?)\n?\s*(?:```|$)", re.DOTALL)
 
 
 class DeepSeek:
+    """A `CallFormat`: DeepSeek's."""
+
     name = "deepseek"
     marks = (BEGIN, CALL)
     text_arguments = True

@@ -26,6 +26,8 @@ TO = re.compile(r"\bto=([\w.-]+)")
 
 
 class Harmony:
+    """A `CallFormat`: that of gpt-oss, with channels."""
+
     name = "harmony"
     marks = (CHANNEL, START)
     text_arguments = False

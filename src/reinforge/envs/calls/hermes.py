@@ -23,6 +23,8 @@ CLOSE = "</tool_call>"
 
 
 class Hermes:
+    """A `CallFormat`: JSON in tags, as Hermes, Qwen and many others write it."""
+
     name = "hermes"
     marks = (OPEN,)
     text_arguments = False

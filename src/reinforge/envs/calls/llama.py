@@ -23,6 +23,8 @@ CALL = re.compile(r'\{\s*"(name|type|function)"\s*:')
 
 
 class LlamaJson:
+    """A `CallFormat`: bare JSON, as Llama 3 writes it."""
+
     name = "llama_json"
     marks = (TAG, '{"name"')
     text_arguments = False

@@ -26,6 +26,8 @@ ID = "[CALL_ID]"
 
 
 class Mistral:
+    """A `CallFormat`: a mark and a JSON list, as Mistral writes it."""
+
     name = "mistral"
     marks = (MARK,)
     text_arguments = False

@@ -32,6 +32,8 @@ GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
 
 @dataclass(frozen=True)
 class TagFormat:
+    """A `CallFormat` of tags around tags: those of Qwen's coders and of GLM are two."""
+
     name: str
     read: Callable[[str], Call]
     write: Callable[[Call], str]
