@@ -20,6 +20,9 @@ def test_unit_tests_are_in_the_folder_of_their_package() -> None:
     folders = {path.name for path in (TESTS / "unit").iterdir() if list(path.glob("test_*.py"))}
     assert folders <= packages | BESIDE_SRC, folders - packages - BESIDE_SRC
     assert all((ROOT / name).is_dir() for name in BESIDE_SRC)
+    modules = tuple(f"test_{path.stem}" for path in PACKAGE.glob("[a-z]*.py"))
+    above = [path.name for path in (TESTS / "unit").glob("test_*.py")]
+    assert [name for name in above if not name.startswith(modules)] == []
 
 
 def test_a_name_is_used_once() -> None:
