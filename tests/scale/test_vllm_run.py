@@ -26,7 +26,7 @@ from reinforge.models.load import load_model
 from reinforge.models.tiny import make_tiny_model
 from reinforge.offline.export import export
 
-pytestmark = pytest.mark.timeout(3 * START)
+pytestmark = [pytest.mark.timeout(3 * START), pytest.mark.xdist_group("vllm")]
 
 
 @pytest.fixture(scope="module")
