@@ -1,8 +1,8 @@
 """How the tests of this folder share two processes (`pytest -n 2 --dist loadgroup`).
 
-A file runs in one process, so that its ranks and servers are started once. Files with the same mark
-`xdist_group(...)` follow one another: two clusters, or two servers of vLLM, are too much at once for
-a small machine.
+A file runs in one process, so that its ranks and servers are started once. Files that have the same
+mark `xdist_group(...)` follow one another: two clusters at once, or two servers of vLLM, are too
+much for a small machine.
 """
 
 from __future__ import annotations
