@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from helpers.open_clusters import open_cluster, watch_clusters  # noqa: E402
 from helpers.tiny_runs import digest, launch, lines, make_config  # noqa: E402
-from reinforge.cluster.connect import connected  # noqa: E402
+from reinforge.cluster.connect import ray_connection  # noqa: E402
 from reinforge.config.cluster import ClusterConfig  # noqa: E402
 from reinforge.models.tiny import make_tiny_model  # noqa: E402
 
@@ -139,7 +139,7 @@ def main() -> None:
             "run.log.samples_every=1",
             "run.checkpoint.every=20",
         )
-        with connected(ClusterConfig(kind="ray", object_store_gib=0.3), 8):
+        with ray_connection(ClusterConfig(kind="ray", object_store_gib=0.3), 8):
             hurt = make_config(str(model), folder, "hurt", "grpo", *overrides)
             watch_clusters()
             killer = Killer(Path(hurt.run.dir), asked.kills, asked.seed)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from helpers.tiny_runs import digest, launch, lines, make_config  # noqa: E402
-from reinforge.cluster.connect import connected  # noqa: E402
+from reinforge.cluster.connect import ray_connection  # noqa: E402
 from reinforge.config.cluster import ClusterConfig  # noqa: E402
 from reinforge.models.tiny import make_tiny_model  # noqa: E402
 
@@ -45,7 +45,7 @@ def main() -> None:
     digests = set()
     with (
         tempfile.TemporaryDirectory(prefix="rf-overhead-") as name,
-        connected(ClusterConfig(kind="ray", object_store_gib=0.5), 4),
+        ray_connection(ClusterConfig(kind="ray", object_store_gib=0.5), 4),
     ):
         folder = Path(name)
         model = make_tiny_model(folder / "model", width=asked.width, layers=4, heads=4, context=256)

@@ -27,12 +27,12 @@ def need_ray() -> None:
 
 @contextmanager
 def one_ray(cpus: int = 6) -> Iterator[None]:
-    from reinforge.cluster.connect import connected
+    from reinforge.cluster.connect import ray_connection
     from reinforge.config.cluster import ClusterConfig
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STARTED_BY, str(os.getpid()))
-        with connected(ClusterConfig(kind="ray", object_store_gib=0.3), cpus):
+        with ray_connection(ClusterConfig(kind="ray", object_store_gib=0.3), cpus):
             yield
 
 

@@ -18,7 +18,7 @@ from reinforge.backends.microbatch import (
     facts_of,
     trained_tokens,
 )
-from reinforge.backends.oom import OomRecovery, fitted, memory_errors
+from reinforge.backends.oom import OomRecovery, fit_to_budget, memory_errors
 from reinforge.backends.optimizer import MasterAdamW, learning_rate
 from reinforge.backends.reference import ReferencePolicy
 from reinforge.backends.teachers import Teachers
@@ -127,7 +127,7 @@ class LocalBackend:
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
         waiting = list(batches)
         while waiting:
-            parts = fitted(waiting[:1], self.budget)
+            parts = fit_to_budget(waiting[:1], self.budget)
             try:
                 for part in parts:
                     self.recovery.working = part
@@ -177,7 +177,7 @@ class LocalBackend:
         fresh = not self.optimizer.gradients()
         while True:
             try:
-                return self._pass(fitted(batches, self.budget, loss.unit), loss, totals)
+                return self._pass(fit_to_budget(batches, self.budget, loss.unit), loss, totals)
             except torch.OutOfMemoryError:
                 # what an earlier call of the same optimizer step added up cannot be told from what
                 # this one did
@@ -193,7 +193,7 @@ class LocalBackend:
         """What the loss says of the batches, without a gradient."""
         while True:
             try:
-                return self._forward(fitted(batches, self.budget, loss.unit), loss, totals)
+                return self._forward(fit_to_budget(batches, self.budget, loss.unit), loss, totals)
             except torch.OutOfMemoryError:
                 pass
             self.budget = self.recovery.smaller(self.budget, loss.unit)

@@ -67,7 +67,7 @@ class OomRecovery:
         return OutOfMemory(times=len(told), old_budget=told[0][0], new_budget=told[-1][1])
 
 
-def fitted(batches: Sequence[Batch], budget: int, unit: int = 1) -> list[Batch]:
+def fit_to_budget(batches: Sequence[Batch], budget: int, unit: int = 1) -> list[Batch]:
     """The batches, those that are larger than the budget cut: they were packed before it shrank."""
     return [
         part

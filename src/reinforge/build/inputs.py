@@ -148,7 +148,7 @@ def encode_prompts(
     limit = cfg.data.max_length or context - max_new_tokens
     encoded = [(row, inputs.renderer.prompt(row)) for row in rows]
     kept, counts = apply_length(cfg.data, encoded, limit)
-    tell_lengths(counts, limit, view)
+    report_lengths(counts, limit, view)
     if cfg.env is not None or cfg.agent is not None:
         longest = episode_tokens(cfg, context)
     else:
@@ -181,7 +181,7 @@ def eval_new_tokens(cfg: Config) -> int:
     return cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens
 
 
-def tell_lengths(counts: Mapping[str, int], limit: int, view: ViewLike) -> None:
+def report_lengths(counts: Mapping[str, int], limit: int, view: ViewLike) -> None:
     """Says how many rows the length policy changed."""
     for name, count in counts.items():
         if count and name != "rows":

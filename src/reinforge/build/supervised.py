@@ -22,7 +22,7 @@ from reinforge.build.inputs import (
     encode_eval_prompts,
     model_inputs,
     read_inputs,
-    tell_lengths,
+    report_lengths,
 )
 from reinforge.build.precompute import precompute_reference, precompute_teacher
 from reinforge.build.predict import needs_of, predict_run
@@ -151,7 +151,7 @@ def make_units(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitRo
     limit = inputs.cfg.data.max_length or inputs.context
     made = [(row, unit) for row in rows for unit in make(inputs.renderer, row)]
     kept, counts = kinds.fit(inputs.cfg.data, [unit for _, unit in made], limit)
-    tell_lengths(counts, limit, view)
+    report_lengths(counts, limit, view)
     by_uid = {unit[0].uid: row for row, unit in made}
     return UnitRows(kept, [by_uid[unit[0].uid] for unit in kept])
 

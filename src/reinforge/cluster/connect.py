@@ -84,7 +84,7 @@ QUIET = {
 
 
 @contextlib.contextmanager
-def connected(cfg: ClusterConfig, cpus: float) -> Iterator[None]:
+def ray_connection(cfg: ClusterConfig, cpus: float) -> Iterator[None]:
     """A cluster that is started here has at least so many logical CPUs, real or not: nothing would
     be gained by waiting for a core.
     """
@@ -137,7 +137,7 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
         ) from error
 
 
-def enough(needed: dict[str, float]) -> None:
+def check_resources(needed: dict[str, float]) -> None:
     """What can never be placed is told now, instead of waited for."""
     have = ray.cluster_resources()
     for name, count in needed.items():
@@ -152,5 +152,5 @@ def enough(needed: dict[str, float]) -> None:
             )
 
 
-def gpus_there() -> float:
+def gpu_count() -> float:
     return float(ray.cluster_resources().get("GPU", 0))

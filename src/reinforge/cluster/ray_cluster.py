@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from reinforge.cluster.connect import connected, enough, gpus_there
+from reinforge.cluster.connect import check_resources, gpu_count, ray_connection
 from reinforge.cluster.placement import PlacementPlan, plan, ranks_for
 from reinforge.cluster.resources import ResourcePool
 from reinforge.cluster.worker_group import WorkerGroup
@@ -47,18 +47,18 @@ class RayCluster:
         `ranks`: None: as many as the GPUs that nobody else needs. All actors end with the block.
         """
         more: dict[str, Any] = {"critic": critic, "rewards": rewards}
-        with connected(
+        with ray_connection(
             cfg,
             plan(cfg, ranks=ranks or os.cpu_count() or 1, **more, gpu=False).needed.get("CPU", 0),
         ):
-            gpu = device != "cpu" and gpus_there() > 0
+            gpu = device != "cpu" and gpu_count() > 0
             made = plan(
                 cfg,
-                ranks=ranks or ranks_for(cfg, gpus_there() if gpu else 0, **more),
+                ranks=ranks or ranks_for(cfg, gpu_count() if gpu else 0, **more),
                 **more,
                 gpu=gpu,
             )
-            enough(made.needed)
+            check_resources(made.needed)
             cluster = cls(cfg, made, modules)
             try:
                 yield cluster

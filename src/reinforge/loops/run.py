@@ -31,7 +31,7 @@ from reinforge.loops.config_changes import Changes
 from reinforge.loops.evaluator import Evaluator
 from reinforge.loops.signals import Signals
 from reinforge.loops.step import TrainingStep
-from reinforge.loops.troubles import BadSteps, ending_of, tell_faults, tell_troubles, told_of
+from reinforge.loops.troubles import BadSteps, ending_of, error_line, report_faults, report_troubles
 from reinforge.loops.view import NoView, ViewLike
 from reinforge.watch.ending import describe_end, write_summary
 from reinforge.watch.logs import read_lines
@@ -316,7 +316,7 @@ class Run:
         Other troubles are noted.
         """
         self.bad_steps.observe(step)
-        tell_troubles(self.recorder, self._tell, self.step, step, groups)
+        report_troubles(self.recorder, self._tell, self.step, step, groups)
         self._tell_health()
         self.bad_steps.check(step)
 
@@ -372,7 +372,7 @@ class Run:
         if log.samples_every:
             shown = [group for group in evaluator.played if group.transcripts]
             self.recorder.samples(self.step, shown, log.samples, evaluation=True)
-        tell_faults(self.recorder, self.step, result, evaluator.played, "eval/")
+        report_faults(self.recorder, self.step, result, evaluator.played, "eval/")
         evaluator.played.clear()
         self.view.update(self.step, self.last)
         verdict = evaluator.judge(self.step, result)
@@ -437,7 +437,7 @@ class Run:
                 ending_of(error),
                 step=self.step,
                 stopped=self.stopped,
-                reason=None if error is None else told_of(error),
+                reason=None if error is None else error_line(error),
                 error=error and repr(error),
             )
         finally:
@@ -486,7 +486,7 @@ class Run:
             "steps": self.step,
             "of": self.total,
             "stopped": self.stopped,
-            "error": None if error is None else told_of(error),
+            "error": None if error is None else error_line(error),
             "seconds": time.monotonic() - self.began,
             "metrics": finite,
             "counters": self.counters,

@@ -29,7 +29,7 @@ def ending_of(error: BaseException | None) -> str:
     return "stopped" if isinstance(error, StoppedByPolicy) else "failed"
 
 
-def told_of(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """An error in one line: what it says, and of an unexpected one also its kind."""
     said = str(error).strip().partition("\n")[0]
     if isinstance(error, ReinforgeError):
@@ -105,7 +105,7 @@ def _why_unscored(step: TrainingStep) -> str:
     )
 
 
-def tell_troubles(
+def report_troubles(
     recorder: Recorder,
     tell: Callable[[str], None],
     number: int,
@@ -117,7 +117,7 @@ def tell_troubles(
         recorder.event("skipped_step", step=number, grad_norm=step.grad_norm)
     if step.empty:
         recorder.event("empty_step", step=number)
-    tell_faults(recorder, number, step.metrics, groups)
+    report_faults(recorder, number, step.metrics, groups)
     for role, told in step.out_of_memory().items():
         recorder.event("out_of_memory", step=number, role=role, **asdict(told))
         tell(
@@ -126,7 +126,7 @@ def tell_troubles(
         )
 
 
-def tell_faults(
+def report_faults(
     recorder: Recorder, step: int, metrics: Metrics, groups: Sequence[Group], prefix: str = ""
 ) -> None:
     """One line for each kind of fault. `prefix`: of the metrics of an evaluation."""

@@ -38,7 +38,7 @@ def check_env(config: Config, rows: Sequence[Row], report: PlanReport) -> None:
     from reinforge.data.dialogue import DialogueTokens
     from reinforge.envs.calls import tool_template_of
     from reinforge.models.load import context_length, load_tokenizer
-    from reinforge.rollout.dialogue.env_player import opening
+    from reinforge.rollout.dialogue.env_player import first_prompt
     from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
 
     mixture = mixture_of(config.env, config.run.seed)
@@ -57,7 +57,9 @@ def check_env(config: Config, rows: Sequence[Row], report: PlanReport) -> None:
         )
         try:
             return len(
-                await opening(DialogueTokens(renderer, f"row {row.id}"), tool_template, environment)
+                await first_prompt(
+                    DialogueTokens(renderer, f"row {row.id}"), tool_template, environment
+                )
             )
         finally:
             await environment.close()

@@ -21,7 +21,7 @@ from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.distributed.worker import RankWorker, parameter_of
 from reinforge.backends.local import refuse_other_model
 from reinforge.backends.microbatch import annotate_nothing, combine
-from reinforge.backends.oom import fitted
+from reinforge.backends.oom import fit_to_budget
 from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, State, Stateful
@@ -126,7 +126,7 @@ class DistributedBackend:
         if not batches or not needs:
             return
         cuts = split_evenly(
-            [fitted([batch], self.budget) for batch in batches], self.parallel.data_parallel
+            [fit_to_budget([batch], self.budget) for batch in batches], self.parallel.data_parallel
         )
         packs = [part for parts in cuts for part in parts if part.n_tokens]
         for nothing in (part for parts in cuts for part in parts if not part.n_tokens):
@@ -156,7 +156,8 @@ class DistributedBackend:
         self, method: str, batches: Sequence[Batch], loss: Loss, totals: Totals
     ) -> StepMetrics:
         whole = [
-            [part] for part in fitted([b for b in batches if b.n_trained], self.budget, loss.unit)
+            [part]
+            for part in fit_to_budget([b for b in batches if b.n_trained], self.budget, loss.unit)
         ]
         packs = [
             part

@@ -24,7 +24,7 @@ from reinforge.rollout.journal import Journal
 from reinforge.rollout.track import TokenTrack
 
 
-async def opening(
+async def first_prompt(
     dialogue: DialogueTokens, tool_template: ToolTemplate, environment: EpisodeEnvironment
 ) -> list[int]:
     """The environment's first words as the ids of the first prompt, with the tools where there are
@@ -114,7 +114,7 @@ class EnvPlayer:
     ) -> None:
         dialogue = DialogueTokens(self.renderer, f"row {row.id}")
         track = TokenTrack()
-        track.give(await opening(dialogue, self.tool_template, environment))
+        track.give(await first_prompt(dialogue, self.tool_template, environment))
         episode.tracks.append(track)
         while True:
             phase[0] = "generate"
