@@ -118,6 +118,8 @@ RIGHT: dict[str, Make] = {
             "activation_sparsity_pattern": [0.0] * 4,
         },
     ),
+    # every fourth layer has no rotary embedding
+    "smollm3": ("SmolLM3Config", {**_BASE, "num_hidden_layers": 4}),
     "gpt_neox": ("GPTNeoXConfig", {k: v for k, v in _BASE.items() if k != "num_key_value_heads"}),
 }
 

@@ -22,12 +22,13 @@ class ServerFacts:
     """
 
     dialect: str  # the class that speaks to it: module:class
+    package: str  # what the Python that starts it must have
     ipc: bool = False  # takes weights as handles of GPU memory; otherwise from files
 
 
 SERVERS: dict[str, ServerFacts] = {
-    "vllm": ServerFacts("reinforge.engines.served.vllm:Vllm", ipc=True),
-    "sglang": ServerFacts("reinforge.engines.served.sglang:Sglang"),
+    "vllm": ServerFacts("reinforge.engines.served.vllm:Vllm", package="vllm", ipc=True),
+    "sglang": ServerFacts("reinforge.engines.served.sglang:Sglang", package="sglang"),
 }
 
 

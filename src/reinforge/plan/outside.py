@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from reinforge.config.engine import SERVERS
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
@@ -90,7 +91,8 @@ def check_engine(config: Config, report: PlanReport) -> None:
     engine = config.engine
     if kind == "native" or engine.address or engine.python is None:
         return
-    ask = f"import importlib.util as u, sys; sys.exit(0 if u.find_spec({kind!r}) else 3)"
+    package = SERVERS[kind].package
+    ask = f"import importlib.util as u, sys; sys.exit(0 if u.find_spec({package!r}) else 3)"
     command = [os.path.expanduser(engine.python), "-c", ask]
     try:
         code = subprocess.run(
@@ -100,14 +102,14 @@ def check_engine(config: Config, report: PlanReport) -> None:
         report.refuse(
             "engine.python",
             f"{engine.python} does not run: {error}.",
-            f"Give the path of a Python that has {kind}.",
+            f"Give the path of a Python that has {package}.",
         )
         return
     if code:
         report.refuse(
             "engine.python",
-            f"{engine.python} has no {kind}.",
-            f"Install it there, or name a Python that has {kind}.",
+            f"{engine.python} has no {package}.",
+            f"Install it there, or name a Python that has {package}.",
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from reinforge.config import megatron
+from reinforge.config.engine import SERVERS
 from reinforge.config.rules.table import Problem
 from reinforge.config.sections import Sections
 
@@ -39,17 +40,18 @@ def _engine(config: Sections) -> Iterator[Problem]:
         )
     if engine.address:
         return
-    if engine.python is None and find_spec(kind) is None:
+    package = SERVERS[kind].package
+    if engine.python is None and find_spec(package) is None:
         yield Problem(
             "engine.python",
-            f"this Python has no {kind}.",
+            f"this Python has no {package}.",
             f"Name one that has it, e.g. engine.python=.venv-{kind}/bin/python.",
         )
     if engine.python is not None and shutil.which(engine.python) is None:
         yield Problem(
             "engine.python",
             f"no such program: {engine.python}",
-            f"Give the path of a Python that has {kind}.",
+            f"Give the path of a Python that has {package}.",
         )
 
 
