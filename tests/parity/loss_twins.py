@@ -412,11 +412,9 @@ def logits(name: str) -> Difference:
     if name in ("opd", "minillm"):
         algorithm.advantages([batch])
     loss: Any = algorithm.loss
-    divergence = (
-        loss.divergence(leaf, INPUTS["wide_teacher" if name == "uld" else "teacher"])
-        if hasattr(loss, "divergence")
-        else None
-    )
+    divergence = None
+    if loss.divergence is not None:
+        divergence = loss.divergence(leaf, INPUTS["wide_teacher" if name == "uld" else "teacher"])
     lengths = batch.trained_lengths()
     given = TrainedTokens(
         logprobs,

@@ -405,7 +405,7 @@ def test_an_error_in_a_users_advantage_is_theirs_and_says_which_line(tmp_path: P
         InputError,
         match=(
             r"algorithm.advantage: wrong raised AttributeError: .*'reward'"
-            rf" \(test_table.py:{line}\)"
+            rf" \({Path(__file__).name}:{line}\)"
         ),
     ):
         build("grpo", advantage=wrong).advantage(Empty())  # type: ignore[arg-type]
