@@ -84,7 +84,8 @@ def take_traced(metrics: StepMetrics) -> dict[int, Metrics]:
     Slots that the loss has not seen are left out.
 
     >>> metrics = {"policy/loss": 0.5, "trace/0/tokens": 2.0, "trace/0/ratio/max": 1.5}
-    >>> take_traced(metrics | {"trace/1/tokens": 0.0}), metrics
+    >>> metrics["trace/1/tokens"] = 0.0
+    >>> take_traced(metrics), metrics
     ({1: {'tokens': 2.0, 'ratio/max': 1.5}}, {'policy/loss': 0.5})
     """
     found: dict[int, Metrics] = {}
