@@ -43,7 +43,7 @@ FREE = Sampling(12, ignore_eos=True)
 
 
 @dataclass
-class Both:
+class ModelAndEngine:
     model: CausalModel
     engine: ServedEngine
 
@@ -70,7 +70,7 @@ class Both:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelAndEngine]:
     python = vllm_python()
     folder = tmp_path_factory.mktemp("vllm")
     path = make_tiny_model(
@@ -93,47 +93,47 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     engine = make_served(
         setup_of(cfg, model, [2], context=256, longest=200, saved=str(path)), trainer_score(model)
     )
-    found = Both(model, engine)
+    found = ModelAndEngine(model, engine)
     run(engine.update(found.weights, 0))
     yield found
     engine.close()
 
 
-def test_is_an_engine_of_its_own_python(both: Both) -> None:
-    assert isinstance(both.engine, Engine)
-    [replica] = both.engine.replicas
+def test_is_an_engine_of_its_own_python(pair: ModelAndEngine) -> None:
+    assert isinstance(pair.engine, Engine)
+    [replica] = pair.engine.replicas
     assert (
         replica.facts["tied"]
         and replica.facts["dtype"] == "float32"
         and replica.facts["device"] == "cpu"
     )
-    assert both.engine.measured["weights/probe_error"] < 1e-4
+    assert pair.engine.measured["weights/probe_error"] < 1e-4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_log_probs_are_the_trainers(both: Both, temperature: float) -> None:
+def test_log_probs_are_the_trainers(pair: ModelAndEngine, temperature: float) -> None:
     """After temperature, over the full vocabulary; greedy reports temperature 1."""
     for done in run(
-        both.engine.generate(PROMPT, Sampling(24, temperature, ignore_eos=True), key=3, n=2)
+        pair.engine.generate(PROMPT, Sampling(24, temperature, ignore_eos=True), key=3, n=2)
     ):
-        want = both.logprobs(PROMPT, done.tokens, temperature or 1.0)
+        want = pair.logprobs(PROMPT, done.tokens, temperature or 1.0)
         assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4
         assert len(done.tokens) == 24 and done.stop is Stop.LENGTH and set(done.versions) == {0}
 
 
-def test_greedy_is_the_native_engines(both: Both) -> None:
+def test_greedy_is_the_native_engines(pair: ModelAndEngine) -> None:
     greedy = Sampling(20, 0.0)
-    native = NativeEngine(both.model, stop_tokens=[2], kv_gib=0.01)
+    native = NativeEngine(pair.model, stop_tokens=[2], kv_gib=0.01)
     for prompt in (PROMPT, [11, 12], list(range(20, 50))):
         assert (
-            run(both.engine.generate(prompt, greedy, key=1))[0].tokens
+            run(pair.engine.generate(prompt, greedy, key=1))[0].tokens
             == run(native.generate(prompt, greedy, key=1))[0].tokens
         )
 
 
-def test_a_key_fixes_the_draws_whatever_else_runs(both: Both) -> None:
+def test_a_key_fixes_the_draws_whatever_else_runs(pair: ModelAndEngine) -> None:
     async def work() -> None:
-        engine = both.engine
+        engine = pair.engine
         alone = await engine.generate(PROMPT, FREE, key=5, n=3)
         company = [
             engine.generate([3 + i, 9], Sampling(4 + i, ignore_eos=True), key=i, n=1 + i % 2)
@@ -152,7 +152,7 @@ def test_a_key_fixes_the_draws_whatever_else_runs(both: Both) -> None:
     run(work())
 
 
-def test_more_prompts_than_one_pass_takes(both: Both) -> None:
+def test_more_prompts_than_one_pass_takes(pair: ModelAndEngine) -> None:
     """Where vLLM cuts a prompt in two it rewinds the seeded generator; a CPU's cannot be, and the
     worker ended.
     """
@@ -160,21 +160,21 @@ def test_more_prompts_than_one_pass_takes(both: Both) -> None:
     async def work() -> None:
         prompts = [[3 + (i * 7 + j) % 250 for j in range(150)] for i in range(60)]
         asked = [
-            both.engine.generate(prompt, Sampling(2, ignore_eos=True), key=i)
+            pair.engine.generate(prompt, Sampling(2, ignore_eos=True), key=i)
             for i, prompt in enumerate(prompts)
         ]
         for prompt, [done] in zip(prompts, await asyncio.gather(*asked), strict=True):
             assert (
-                torch.tensor(done.logprobs).sub(both.logprobs(prompt, done.tokens, 1.0)).abs().max()
+                torch.tensor(done.logprobs).sub(pair.logprobs(prompt, done.tokens, 1.0)).abs().max()
                 < 1e-4
             )
 
     run(work())
-    assert both.engine.restarts == 0
+    assert pair.engine.restarts == 0
 
 
-def test_stops(both: Both) -> None:
-    engine = both.engine
+def test_stops(pair: ModelAndEngine) -> None:
+    engine = pair.engine
     free = run(engine.generate(PROMPT, FREE, key=8))[0]
     for at in (0, 5, 11):
         first = free.tokens.index(free.tokens[at])
@@ -184,7 +184,7 @@ def test_stops(both: Both) -> None:
             and done.stop is Stop.EOS
             and len(done.logprobs) == first + 1
         )
-    decode = both.model.tokenizer.decode
+    decode = pair.model.tokenizer.decode
     string = decode(free.tokens)[-3:-1]
     want = next(n for n in range(1, 13) if string in decode(free.tokens[:n]))
     done = run(engine.generate(PROMPT, Sampling(12, stop_strings=("never", string)), key=8))[0]
@@ -195,10 +195,10 @@ def test_stops(both: Both) -> None:
         run(engine.generate(PROMPT, Sampling(256), key=1))
 
 
-def test_cancelling_frees_everything(both: Both) -> None:
+def test_cancelling_frees_everything(pair: ModelAndEngine) -> None:
     async def work() -> None:
-        engine = both.engine
-        http = both.engine.replicas[0].http
+        engine = pair.engine
+        http = pair.engine.replicas[0].http
         assert http is not None
         task = asyncio.ensure_future(
             engine.generate(PROMPT, Sampling(190, ignore_eos=True), key=1, n=64)
@@ -216,55 +216,55 @@ def test_cancelling_frees_everything(both: Both) -> None:
     run(work())
 
 
-def test_strangers_are_refused(both: Both) -> None:
+def test_strangers_are_refused(pair: ModelAndEngine) -> None:
     """Whoever has no key can neither generate nor call the worker, by our paths or by
     vLLM's own.
     """
     from reinforge.engines.served.http import ServerClient
 
-    address = both.engine.replicas[0].http
+    address = pair.engine.replicas[0].http
     assert address is not None
     for path in ("/reinforge/status", "/reinforge/call", "/v1/completions", "/collective_rpc"):
         with pytest.raises(InputError, match="refuses the key"):
             run(ServerClient(address.address, "wrong").post(path, {}))
 
 
-def test_a_live_update(both: Both) -> None:
-    before = run(both.engine.generate(PROMPT, FREE, key=8))[0]
-    both.change(1)
-    run(both.engine.update(both.weights, 3))
+def test_a_live_update(pair: ModelAndEngine) -> None:
+    before = run(pair.engine.generate(PROMPT, FREE, key=8))[0]
+    pair.change(1)
+    run(pair.engine.update(pair.weights, 3))
     assert (
-        both.engine.measured["weights/probe_error"] < 1e-4
-        and both.engine.measured["weights/seconds"] < 60
+        pair.engine.measured["weights/probe_error"] < 1e-4
+        and pair.engine.measured["weights/seconds"] < 60
     )
-    after = run(both.engine.generate(PROMPT, FREE, key=8))[0]
+    after = run(pair.engine.generate(PROMPT, FREE, key=8))[0]
     assert set(after.versions) == {3} and after.tokens != before.tokens
     assert (
-        torch.tensor(after.logprobs).sub(both.logprobs(PROMPT, after.tokens, 1.0)).abs().max()
+        torch.tensor(after.logprobs).sub(pair.logprobs(PROMPT, after.tokens, 1.0)).abs().max()
         < 1e-4
     )
 
 
-def test_an_update_in_the_middle_of_completions(both: Both) -> None:
+def test_an_update_in_the_middle_of_completions(pair: ModelAndEngine) -> None:
     """The tokens before it are those of the old weights, the ones after it of the new, and each
     says so.
     """
 
     async def attempt(version: int) -> bool:
         """False: all was written before the update came, or nothing was."""
-        engine = both.engine
-        http = both.engine.replicas[0].http
+        engine = pair.engine
+        http = pair.engine.replicas[0].http
         assert http is not None
         before = engine.version
-        old = {name: p.clone() for name, p in both.model.module.state_dict().items()}
+        old = {name: p.clone() for name, p in pair.model.module.state_dict().items()}
         task = asyncio.ensure_future(
             engine.generate(PROMPT, Sampling(190, ignore_eos=True), key=version, n=128)
         )
         while not task.done() and not (await http.post("/reinforge/status"))["running"]:
             await asyncio.sleep(0.01)
-        both.change(version)
-        await engine.update(both.weights, version)
-        new = {name: p.clone() for name, p in both.model.module.state_dict().items()}
+        pair.change(version)
+        await engine.update(pair.weights, version)
+        new = {name: p.clone() for name, p in pair.model.module.state_dict().items()}
         completions = await task
         assert all(
             len(done.tokens) == 190 and done.versions == sorted(done.versions)
@@ -273,11 +273,11 @@ def test_an_update_in_the_middle_of_completions(both: Both) -> None:
         spanning = [done for done in completions if set(done.versions) == {before, version}]
         for done in spanning:
             cut = done.versions.index(version)
-            new_part = both.logprobs([*PROMPT, *done.tokens[:cut]], done.tokens[cut:], 1.0)
+            new_part = pair.logprobs([*PROMPT, *done.tokens[:cut]], done.tokens[cut:], 1.0)
             assert torch.tensor(done.logprobs[cut:]).sub(new_part).abs().max() < 1e-4
-            both.model.module.load_state_dict(old)
-            old_part = both.logprobs(PROMPT, done.tokens[:cut], 1.0)
-            both.model.module.load_state_dict(new)
+            pair.model.module.load_state_dict(old)
+            old_part = pair.logprobs(PROMPT, done.tokens[:cut], 1.0)
+            pair.model.module.load_state_dict(new)
             assert torch.tensor(done.logprobs[:cut]).sub(old_part).abs().max() < 1e-4
         return bool(spanning)
 
@@ -287,15 +287,15 @@ def test_an_update_in_the_middle_of_completions(both: Both) -> None:
     assert run(work()), "no update fell into the middle of completions"
 
 
-def test_an_adapter_travels_alone_once_its_base_is_there(both: Both) -> None:
-    module = load_model(ModelConfig(path=both.engine.setup.model, device="cpu")).module
+def test_an_adapter_travels_alone_once_its_base_is_there(pair: ModelAndEngine) -> None:
+    module = load_model(ModelConfig(path=pair.engine.setup.model, device="cpu")).module
     adapted = add_adapter(module, AdapterConfig(rank=4), seed=0)
     with torch.no_grad():
         for name, p in adapted.named_parameters():
             if "lora_B" in name:
                 p.copy_(torch.randn_like(p) * 0.2)
-    model = CausalModel(adapted, both.model.tokenizer)
-    transfer = both.engine.transfer
+    model = CausalModel(adapted, pair.model.tokenizer)
+    transfer = pair.engine.transfer
     weights = Weights("shared", module=adapted, probe=trainer_score(model))
     bases = []
     for version in (4, 5):
@@ -303,15 +303,15 @@ def test_an_adapter_travels_alone_once_its_base_is_there(both: Both) -> None:
             for name, p in adapted.named_parameters():
                 if "lora_B" in name:
                     p.add_(torch.randn_like(p) * 0.1)
-        run(both.engine.update(weights, version))
+        run(pair.engine.update(weights, version))
         assert (
             transfer.published is not None
             and transfer.published.channel.kind == "adapter"
             and transfer.base is not None
         )
         bases.append(transfer.base[1].folder)
-        done = run(both.engine.generate(PROMPT, FREE, key=8))[0]
-        want = Both(model, both.engine).logprobs(PROMPT, done.tokens, 1.0)
+        done = run(pair.engine.generate(PROMPT, FREE, key=8))[0]
+        want = ModelAndEngine(model, pair.engine).logprobs(PROMPT, done.tokens, 1.0)
         assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4 and set(done.versions) == {
             version
         }
@@ -319,37 +319,37 @@ def test_an_adapter_travels_alone_once_its_base_is_there(both: Both) -> None:
     assert bases[0] == bases[1] and sent < 0.2 * sum(
         file.stat().st_size for file in bases[0].glob("*.bin")
     )
-    both.engine.transfer.kind = "disk"
-    run(both.engine.update(both.weights, 6))
+    pair.engine.transfer.kind = "disk"
+    run(pair.engine.update(pair.weights, 6))
     assert (
-        len(list((both.engine.setup.folder / "engine-weights").iterdir())) == 1
-        and both.engine.measured["weights/probe_error"] < 1e-4
+        len(list((pair.engine.setup.folder / "engine-weights").iterdir())) == 1
+        and pair.engine.measured["weights/probe_error"] < 1e-4
     )
 
 
-def test_a_stale_tied_head_is_caught_and_named(both: Both) -> None:
+def test_a_stale_tied_head_is_caught_and_named(pair: ModelAndEngine) -> None:
     """Without our repair vLLM's head keeps the old weights.
 
     What was served before comes back in a fresh server.
     """
-    engine = both.engine
-    old = {name: p.clone() for name, p in both.model.module.state_dict().items()}
-    both.change(3)
+    engine = pair.engine
+    old = {name: p.clone() for name, p in pair.model.module.state_dict().items()}
+    pair.change(3)
     engine.transfer.fix_head = False
     with pytest.raises(WeightMismatch, match="tied lm_head is stale"):
-        run(engine.update(both.weights, 7))
+        run(engine.update(pair.weights, 7))
     engine.transfer.fix_head = True
-    both.model.module.load_state_dict(old)
+    pair.model.module.load_state_dict(old)
     done = run(engine.generate(PROMPT, FREE, key=8))[0]
     assert set(done.versions) == {6}
     assert (
-        torch.tensor(done.logprobs).sub(both.logprobs(PROMPT, done.tokens, 1.0)).abs().max() < 1e-4
+        torch.tensor(done.logprobs).sub(pair.logprobs(PROMPT, done.tokens, 1.0)).abs().max() < 1e-4
     )
 
 
-def test_what_a_killed_server_held_is_sent_again(both: Both) -> None:
+def test_what_a_killed_server_held_is_sent_again(pair: ModelAndEngine) -> None:
     async def work() -> None:
-        engine, [replica] = both.engine, both.engine.replicas
+        engine, [replica] = pair.engine, pair.engine.replicas
         assert replica.process is not None and replica.http is not None
         tasks = [
             asyncio.ensure_future(
@@ -367,22 +367,22 @@ def test_what_a_killed_server_held_is_sent_again(both: Both) -> None:
                 assert len(done.tokens) == 150 and set(done.versions) == {engine.version}
                 assert (
                     torch.tensor(done.logprobs)
-                    .sub(both.logprobs([7 + i], done.tokens, 1.0))
+                    .sub(pair.logprobs([7 + i], done.tokens, 1.0))
                     .abs()
                     .max()
                     < 1e-4
                 )
 
-    restarts = both.engine.restarts
+    restarts = pair.engine.restarts
     run(work())
-    assert both.engine.restarts == restarts + 1
+    assert pair.engine.restarts == restarts + 1
 
 
-def test_nothing_is_left_in_memory(both: Both) -> None:
-    both.engine.close()
+def test_nothing_is_left_in_memory(pair: ModelAndEngine) -> None:
+    pair.engine.close()
     left = (
         [p for p in Path("/dev/shm").glob(f"reinforge-weights-{os.getpid()}-*")]
         if Path("/dev/shm").is_dir()
         else []
     )
-    assert left == [] and not any(r.up for r in both.engine.replicas)
+    assert left == [] and not any(r.up for r in pair.engine.replicas)
