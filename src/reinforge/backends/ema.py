@@ -14,10 +14,12 @@ from reinforge.core.backend import State
 
 
 class WeightAverage:
-    """average <- decay * average + (1 - decay) * weights.
+    """A moving average of the weights: average <- decay * average + (1 - decay) * weights; decay 0
+    is a copy. A backend makes it for `train.ema` and for a reference that moves, and updates it
+    after every step.
 
     It follows the float32 masters, where they are, and is a part of the run: a resumed one
-    continues it bit for bit. decay 0 is a copy.
+    continues it bit for bit.
     """
 
     def __init__(self, optimizer: MasterAdamW, decay: float):

@@ -32,7 +32,8 @@ def learning_rate(step: int, base: float, schedule: ScheduleConfig, total: int) 
 
 
 class MasterAdamW:
-    """Decay only on matrices.
+    """AdamW with float32 master weights, for a model in any precision. The local backend makes it
+    and steps it. Only matrices decay.
 
     Gradients of low-precision weights are added up in float32 as soon as they appear.
 

@@ -22,7 +22,8 @@ from reinforge.models.fused_linear import separate
 
 
 class ReferencePolicy:
-    """Starts as the policy that the run starts from.
+    """The policy that KL terms and preference losses compare with. It starts as the policy that the
+    run starts from. A backend makes it and asks it for log-probs in `annotate`.
 
     With an adapter nothing of the base is copied. Frozen is then the adapter off where the adapter
     is new, and the adapter as it was loaded, put in the place of the trained one, where it is not.

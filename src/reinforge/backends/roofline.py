@@ -32,10 +32,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One step.
-
-    Lengths are means; `new_tokens` 0: nothing is generated. `passes` are forwards without gradient
-    (old, reference).
+    """The work of one step, for predictions. Lengths are means; `new_tokens` 0: nothing is
+    generated. `passes` are forwards without gradient (old, reference).
     """
 
     samples: int

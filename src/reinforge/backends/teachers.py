@@ -25,9 +25,9 @@ LOGPROBS = "teacher_logprobs"
 
 
 class Teachers:
-    """Frozen models with weights that sum to 1.
-
-    They are loaded when they are first asked: where everything was kept on disk, never.
+    """The teachers of a distillation: frozen models with weights that sum to 1. `build/teachers.py`
+    makes it, the backend asks it. Models are loaded when they are first asked: where everything was
+    kept on disk, never.
 
     `twins`: where a teacher has another tokenizer, the same texts in its tokens, by the uid of the
     student's sample.

@@ -108,8 +108,8 @@ def _quantiles(lengths: CompletionLengths, n: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class ClusterLayout:
-    """Where generation is: on all GPUs in turn (engines 0), or on `engines` of them; `staleness` 0
-    means on-policy.
+    """Where generation is in a prediction: on all GPUs in turn (engines 0), or on `engines` of
+    them; `staleness` 0 means on-policy.
     """
 
     engines: int = 0
@@ -144,9 +144,8 @@ class PhaseRatios:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """What the model says about one layout.
-
-    Idle shares: of the GPUs that train, of those that generate.
+    """What a prediction says about one layout: seconds of a step and of its phases. Idle shares: of
+    the GPUs that train, of those that generate.
     """
 
     layout: ClusterLayout

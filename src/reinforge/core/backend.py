@@ -26,7 +26,7 @@ from reinforge.core.weights import Weights
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
     """What a loss sees of one micro-batch: flat vectors over its M trained tokens, and nothing
-    else.
+    else. A backend makes it of a batch and its own forward, and calls the loss with it.
 
     Prompt, padding and tool tokens are not here, so they cannot get a gradient.
     """
@@ -91,8 +91,8 @@ class Loss(ABC):
 
 @runtime_checkable
 class PreparingLoss(Protocol):
-    """A loss with constants of the whole optimizer batch (a KTO baseline, ranks): it sees all
-    packs, annotated, before the first is trained.
+    """A loss with constants of the whole optimizer batch (a KTO baseline, ranks). Backends and
+    loops call `prepare` with all packs, annotated, before the first is trained.
     """
 
     def companions(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -153,7 +153,9 @@ class SwappableWeights(Protocol):
 
 
 class Teacher(Protocol):
-    """What a student imitates, as far as it is asked before training."""
+    """What a student imitates: the distributions of one or several frozen models. Backends have it;
+    it is asked before training, where its best tokens are kept on disk.
+    """
 
     def best(self, batch: Batch, k: int, temperature: float) -> tuple[Tensor, Tensor]:
         """([M, k] ids, [M, k] log-probs) of the likeliest tokens at every trained position."""

@@ -14,7 +14,7 @@ Metrics = dict[str, float]  # by name, as they are logged
 
 
 class Reduction(StrEnum):
-    """How several numbers of one name become one."""
+    """How several numbers of one name become one, over micro-batches, ranks and optimizer steps."""
 
     # parts of a batch are sums that were divided by the whole batch's counts (`Totals`), so that
     # they add up; optimizer steps are averaged

@@ -15,7 +15,8 @@ UNGATED = {"gpt2", "opt", "gpt_neox", "gptj", "gpt_neo", "bloom", "falcon", "phi
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the memory of a model depends on.
+    """What the memory of a model depends on, as plain numbers. Predictions of `plan` and the sizes
+    of micro-batches are computed from it.
 
     `weights` and `trained` are counted parameters; without them they are computed.
     """

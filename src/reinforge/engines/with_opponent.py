@@ -12,9 +12,9 @@ PREFIX = "opponent_"  # of the second one's state
 
 
 class EngineWithOpponent:
-    """An `Engine`: it answers with the first and keeps the second in step.
-
-    Who wants the second's answers asks it itself.
+    """An `Engine` of two: the policy's, which answers, and that of its opponent, which gets the
+    same updates. `build/opponent.py` makes it; who wants the opponent's answers asks that one
+    itself.
     """
 
     stats = None  # what the two did is not added up

@@ -44,7 +44,9 @@ class BufferEntry:
 
 
 class RolloutBuffer:
-    """`advance`, then `take`, once per step.
+    """The rollouts of the next steps: begun ahead of training as far as staleness allows, handed
+    over in order. The builders make it around a group source; the loop calls `advance`, then
+    `take`, once per step.
 
     A part of the run: a checkpoint holds every batch that was generated and not trained, so
     `settle` comes before it.

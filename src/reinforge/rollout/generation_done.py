@@ -12,9 +12,8 @@ from reinforge.core.sample import Group, Row
 
 
 class Countdown:
-    """Called so many times, it calls `then`, once.
-
-    For a group that generates in several parts, each of which says when it is generated.
+    """Calls `then` once it was called so many times: for a group that generates in several parts,
+    each of which says when it is generated. Rollouts make one for each such group.
     """
 
     def __init__(self, calls: int, then: Callable[[], None]):

@@ -17,7 +17,11 @@ Scores = dict[str, list[float | None]]
 
 
 class Journal:
-    """Append-only JSONL of (group, tokens hash, scores), of (submitted groups, those that were done
+    """What happened in rollouts since the last checkpoint and cannot be asked again: scores of
+    rewards that are not pure, which groups were done first, what environments said. Rollouts write
+    it before they use it; a step that is done again after a crash reads it; a checkpoint clears it.
+
+    Append-only JSONL of (group, tokens hash, scores), of (submitted groups, those that were done
     first), and of episodes. Without a path it remembers nothing.
     """
 

@@ -31,9 +31,8 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class FileChannel:
-    """One set of weights in a folder below `root`, or in memory.
-
-    It stays until `close`, or until this process ends.
+    """One set of weights in a folder below `root`, or in memory, where servers read it.
+    `WeightTransfer` makes one for every update. It stays until `close`, or until this process ends.
     """
 
     kind = "files"
@@ -151,7 +150,7 @@ def _write_bucket(folder: Path, file: str, pairs: list[tuple[str, Tensor]]) -> d
 
 class AdapterChannel(FileChannel):
     """What an adapter adds to weights that the reader has in another folder: `NAME/a` and `NAME/b`
-    for each weight that it changes.
+    for each weight that it changes. `WeightTransfer` makes it where only the adapter has to travel.
     """
 
     kind = "adapter"

@@ -49,9 +49,8 @@ class ZeroModule(nn.Module):
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """What DeepSpeed calls once per flat piece, with its gradient.
-
-    Clips as one process does, by the norm over all pieces of all ranks.
+    """The optimizer that DeepSpeed calls once per flat piece of the weights, with its gradient.
+    `ZeroModel` makes it. It clips as one process does, by the norm over all pieces of all ranks.
     """
 
     norm: Callable[[], Any]

@@ -57,9 +57,8 @@ def rank_here() -> int:
 
 
 class RankMember:
-    """One rank's end of the connection: where it computes, and the two groups.
-
-    `control` carries commands, on the CPU.
+    """One rank's end of the connection: where it computes, and the two process groups; `control`
+    carries commands, on the CPU. Every worker gets it.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, kind: str):
@@ -99,9 +98,9 @@ class RankMember:
 
 
 class Ranks:
-    """All ranks, seen from rank 0.
-
-    `call` runs a method of an object that every rank has, each with arguments of its own.
+    """All processes of a run that trains on ranks, seen from rank 0. `open_ranks` in the build
+    opens them; backends make objects on them, and `call` runs a method of such an object on every
+    rank, each with arguments of its own.
     """
 
     def __init__(self, size: int, kind: str):

@@ -18,10 +18,10 @@ from reinforge.config.train import OptimizerConfig
 
 
 class ShardedAdamW(MasterAdamW):
-    """AdamW on the pieces.
+    """AdamW on this rank's shards of the weights. `FsdpWorker` makes it and steps it.
 
     `parameters` are plain float32 tensors that share their memory with what is sharded; what is
-    `whole` is the same on every rank and counts once. `mesh` is that of the pieces; with a `plan`
+    `whole` is the same on every rank and counts once. `mesh` is that of the shards; with a `plan`
     there are as many of them as `tensor_mesh` has ranks.
     """
 

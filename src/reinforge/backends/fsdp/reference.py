@@ -19,7 +19,8 @@ from reinforge.models.causal import CausalModel
 
 
 class ShardedReference(ReferencePolicy):
-    """The copy is cut as the model is; it was made before that.
+    """The reference policy of a model that is sharded. `FsdpWorker` makes it. Where it is a copy,
+    that was made before the model was cut, and is cut in the same way.
 
     `root` is that of the copy, or without one the policy's own.
     """

@@ -98,8 +98,9 @@ class MegatronModules(nn.Module):
 
 
 class MegatronModel(CausalModel):
-    """`hosted`, loaded whole into host memory, in Megatron's layers, this rank's part of them, on
-    its device. `places` tells where each parameter of `hosted` went.
+    """This rank's part of a causal LM, in Megatron's layers. `MegatronWorker` makes it of `hosted`,
+    the transformers model, which was loaded whole into host memory. `places` tells where each
+    parameter of `hosted` went.
     """
 
     def __init__(

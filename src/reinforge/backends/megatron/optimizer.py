@@ -12,7 +12,7 @@ from reinforge.config.train import OptimizerConfig
 
 
 class GroupAdamW(MasterAdamW):
-    """What one rank holds.
+    """AdamW on what one rank of a tensor group holds. `MegatronWorker` makes it and steps it.
 
     The gradient is added up over ranks before the step, and its norm is that of the whole model.
     """

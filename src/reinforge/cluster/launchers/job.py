@@ -22,8 +22,8 @@ NAME_LIMIT = 40  # KubeRay appends to the names of jobs and wants at most 47
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """`reinforge train CONFIG overrides` on `nodes` machines with `gpus` each.
-
+    """What `reinforge launch` is asked for: `reinforge train CONFIG overrides` on `nodes` machines
+    with `gpus` each. A launcher (Slurm, Kubernetes, Ray jobs) writes it down in its own words.
     `run_dir` is absolute, and on a disk that all see.
     """
 

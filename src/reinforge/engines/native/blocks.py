@@ -29,7 +29,8 @@ def block_keys(tokens: Sequence[int], block_size: int) -> list[bytes]:
 
 
 class BlockPool:
-    """Hands out block ids and takes them back.
+    """The blocks of the paged cache: hands out their ids and takes them back. The native engine has
+    one.
 
     A block returns to the pool when its last holder lets go; one that is remembered by a key can be
     found until its room is needed, the longest unused first.

@@ -54,9 +54,9 @@ class LiveSequence:
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """Rebuilt when somebody enters or leaves, advanced in place otherwise.
-
-    A row that is done stands still.
+    """The sequences that are decoded now, as tensors, one row each. The native engine makes a new
+    one when a sequence enters or leaves; otherwise every decode step advances it in place. A row
+    that is done stands still.
     """
 
     newest: Tensor  # [B] the token to feed

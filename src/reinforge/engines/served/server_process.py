@@ -25,7 +25,8 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """Started on construction.
+    """A server in a process of its own, started on construction and ended with this one. A
+    `Replica` makes it.
 
     `log` is appended to, so that what a server said before it was started again is still there.
     """

@@ -18,8 +18,9 @@ SETTLE = 0.005
 
 
 class Lockstep:
-    """Requests wait until every running agent waits for an answer, then all start together, in the
-    order of their samples.
+    """Makes the requests of agents come in an order that does not depend on the clock: they wait
+    until every running agent waits for an answer, then all start together, in the order of their
+    samples.
     """
 
     def __init__(self) -> None:

@@ -33,8 +33,9 @@ class PassRateBands:
 
 
 class PassRates:
-    """Per row: attempts (scored samples), successes, the step of the last visit, and an estimate of
-    the pass rate p that forgets.
+    """How often the policy solves each row, as far as it was seen: attempts (scored samples),
+    successes, the step of the last visit, and an estimate of the pass rate p that forgets. A group
+    source tells it every step, row weightings ask it, checkpoints hold it.
 
     A visit with n scored samples, s of them (or s in sum of shares) successes, does
         weight <- decay * weight + n,    hits <- decay * hits + s,    p = hits / weight
