@@ -316,7 +316,7 @@ BAD: list[tuple[list[str], str]] = [
     (["train", "sft.yaml", "algorithm.name=grop"], "grpo"),
     (
         ["train", "grpo.yaml", "rewards=[{name: 'bad.py:raises'}]", "run.dir=runs/bad1"],
-        "reward raises raised ZeroDivisionError",
+        "bad.py:2 in raises: ZeroDivisionError: division by zero",
     ),
     (
         ["train", "grpo.yaml", "rewards=[{name: 'bad.py:short'}]", "run.dir=runs/bad2"],

@@ -23,6 +23,7 @@ from reinforge.plan.gold_answers import sample, tokens_for
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.combine import combined, gates_of
 from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.raised import raised_in_words
 
 ALL = 0.99  # of the sum of positive weights
 # a right answer may get less than everything there
@@ -196,7 +197,7 @@ class _RewardCheck:
                 )
                 parts[reward.name] = outcome.marked
             except Exception as error:  # somebody's function: whatever it raises is the finding
-                raised = f"{reward.name} raised {type(error).__name__}: {str(error)[:120]}"
+                raised = f"{reward.name} {raised_in_words(error)[:240]}"
                 parts[reward.name] = [math.nan] * len(pairs)
         counted = [
             combined({n: v[i] for n, v in parts.items()}, self.gates, self.weights)

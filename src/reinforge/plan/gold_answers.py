@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from reinforge.config.schema import Config
 from reinforge.core.errors import ReinforgeError
 from reinforge.plan.preflight import PlanReport
+from reinforge.rewards.raised import raised_in_words
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Row
@@ -129,7 +130,7 @@ async def _score(
             if kind == "gold"
             else (report.warn, "an empty completion")
         )
-        said = f"raised {type(cause).__name__}: {cause} on {what} of {named(row)}."
+        said = f"{raised_in_words(cause)} on {what} of {named(row)}."
         note(key, said, "Return 0.0 for a wrong answer, None for one that cannot be scored.")
         return None
     if len(values) != len(rows) or not all(

@@ -27,6 +27,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.frames import HEAD
 from reinforge.rewards.outcome import LARGEST as LARGEST_SCORE
 from reinforge.rewards.outcome import RewardOutcome
+from reinforge.rewards.raised import RewardRaised
 from reinforge.rewards.wire import NotPlainData, encode
 from reinforge.rewards.worker import packed
 
@@ -38,12 +39,6 @@ BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2])['path']; from reinforge.rewards.worker"
     " import run; run()"
 )
-
-
-class RewardRaised(Exception):
-    """The reward raised in its worker. The class has the name of what it raised there."""
-
-    trace: str = ""
 
 
 class WorkerCrashed(Exception):
@@ -311,10 +306,9 @@ def _ulimit() -> str:
 def _outcome(name: str, reply: dict[str, Any], count: int) -> RewardOutcome:
     """What a worker said, believed as far as it is numbers."""
     if "raised" in reply:
-        error = type(str(reply["raised"]), (RewardRaised,), {"trace": str(reply.get("trace"))})(
-            str(reply.get("said"))
-        )
-        raise error
+        told = {name: str(reply.get(name, "")) for name in ("trace", "place", "line")}
+        kind = type(str(reply["raised"]), (RewardRaised,), told)
+        raise kind(str(reply.get("said")))
     if "input_error" in reply:
         what, where, fix = reply["input_error"]
         raise InputError(str(what), where=where, fix=fix)

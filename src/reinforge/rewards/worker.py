@@ -29,6 +29,7 @@ from reinforge.core.frames import frame, read_frame
 from reinforge.rewards.adapt import adapt
 from reinforge.rewards.load import load_function
 from reinforge.rewards.outcome import checked
+from reinforge.rewards.raised import place_of
 from reinforge.rewards.wire import decode
 
 PRINTED = 20_000  # characters that one call may print
@@ -159,10 +160,13 @@ def answer(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, A
     except InputError as error:
         return {"input_error": [error.what, error.where, error.fix]}
     except BaseException as error:
+        place, line = place_of(error)
         return {
             "raised": type(error).__name__,
             "said": str(error)[:2000],
             "trace": traceback.format_exc()[-4000:],
+            "place": place,
+            "line": line,
         }
 
 

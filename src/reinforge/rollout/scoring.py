@@ -15,6 +15,7 @@ from reinforge.core.seeds import tokens_hash
 from reinforge.rewards.combine import combined, gates_of
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.normalization import RewardNormalization
+from reinforge.rewards.raised import raised_in_words
 from reinforge.rollout.baseline import greedy_name
 from reinforge.rollout.journal import Journal, Scores
 
@@ -86,14 +87,14 @@ class RewardScorer:
                     if isinstance(error, InputError):
                         raise
                     raise InputError(
-                        f"reward {reward.name} raised {type(error).__name__}: {error}",
+                        f"reward {reward.name} {raised_in_words(error)}.",
                         where=where,
                         fix=(
-                            "Fix the function, or set rollout.on_reward_error=unscored to go on"
-                            " without these samples."
+                            "The run ends here. Fix the function, or set"
+                            " rollout.on_reward_error=unscored to go on without these samples."
                         ),
                     ) from error
-                self.errors.append(f"{reward.name} on {where}: {type(error).__name__}: {error}")
+                self.errors.append(f"{reward.name} on {where} {raised_in_words(error)}")
                 faults[Fault.REWARD_ERROR] = faults.get(Fault.REWARD_ERROR, 0) + len(texts)
                 why.setdefault(Fault.REWARD_ERROR, self.errors[-1])
                 scores[reward.name] = [math.nan] * len(texts)

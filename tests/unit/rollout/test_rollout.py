@@ -201,7 +201,11 @@ def test_a_reward_that_fails(fault: str) -> None:
 
 def test_a_raised_error_names_the_row_and_the_cause() -> None:
     with pytest.raises(
-        InputError, match=r"row r7: reward mine raised ZeroDivisionError: oh.*on_reward_error"
+        InputError,
+        match=(
+            r"row r7: reward mine raised at .*test_rollout.py:\d+ in boom: ZeroDivisionError: oh"
+            r" \(the line: raise ZeroDivisionError\(.*The run ends here.*on_reward_error"
+        ),
     ) as caught:
         run(make_rollout(reward=boom)(ROW, RolloutContext("g")))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -471,7 +475,7 @@ def test_one_failing_row_ends_the_round_and_cancels_the_rest() -> None:
         seed=0,
     )
     source = GroupSource(rows, Cursor(4, 0, False), rollout, 4)
-    with pytest.raises(InputError, match="row r1: reward f raised ValueError: bad row"):
+    with pytest.raises(InputError, match="row r1: reward f raised at .* ValueError: bad row"):
         run(take_batch(source))
     assert source.cursor.taken == 0 and engine.running == 0
 
