@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -429,30 +430,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code: 0 done, 2 bad input, 3 stopped itself, 130 Ctrl-C, 143 SIGTERM, 1 a bug.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in args
     greet(args)
+    code = _run([a for a in args if a != "--debug"], debug="--debug" in args)
+    _let_go_of_dead_output()
+    return code
+
+
+def _run(args: Sequence[str], *, debug: bool) -> int:
     command = typer.main.get_command(app)
     # typer turns wrong usage, Ctrl-C and a closed pipe into SystemExit; the rest comes through
     try:
-        command.main([a for a in args if a != "--debug"], prog_name="reinforge")
+        command.main(list(args), prog_name="reinforge")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        _tell(traceback.format_exc() if debug else f"{_paragraph(error)}\n")
+        # where a terminal has closed nobody hears it, and the exit code is still the error's
+        with suppress(OSError):
+            sys.stderr.write(traceback.format_exc() if debug else f"{_paragraph(error)}\n")
         return error.exit_code if isinstance(error, ReinforgeError) else 1
     return 0
 
 
-def _tell(text: str) -> None:
-    """Says it on stderr.
-
-    Where a terminal has closed nobody hears it, and the exit code must still be the error's: what
-    Python would flush at its end goes nowhere then.
+def _let_go_of_dead_output() -> None:
+    """Where a terminal or pipe is gone, what Python would flush at its end goes nowhere: otherwise
+    its exit code would be that of the flush.
     """
     try:
-        sys.stderr.write(text)
         sys.stderr.flush()
         sys.stdout.flush()
     except OSError:

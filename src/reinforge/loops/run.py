@@ -13,7 +13,7 @@ import math
 import signal
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -38,7 +38,7 @@ from reinforge.watch.logs import read_lines
 from reinforge.watch.memory_usage import device_peak, process_peak
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report
-from reinforge.watch.runs import OF_ONE_STEP
+from reinforge.watch.runs import OF_ONE_STEP, steps_begun
 from reinforge.watch.sinks import HURRIED_SECONDS, TrackerRun, make_sinks
 from reinforge.watch.timing import PhaseTimer, efficiency
 from reinforge.watch.troubles import RunHealth
@@ -102,6 +102,9 @@ class Run:
         self.counters: dict[str, int] = {}
         self.stopped: str | None = None  # why the run ended before its time
         self.seconds = 0.0  # of training so far
+        self.first_step = 0  # where this start began
+        # seconds of the starts before this one, up to the checkpoint that it continues
+        self.seconds_before: float | None = 0.0
         self.last: Metrics = {}  # newest metrics, for the result
         self.report: Path | None = None  # where it is, once the run has ended
         self.phases = PhaseTimer(peak=device_peak)
@@ -126,17 +129,20 @@ class Run:
 
     def _open(self) -> None:
         """Continues where the run was, if it was begun; opens its logs."""
-        begun = (self.dir / "metrics.jsonl").exists()
+        begun = steps_begun(self.dir)
         restored = self.checkpointer.restore()
         if restored is not None:
             self._continue(restored.extra)
         self._open_logs(None if restored is None else restored.extra["clock"]["offsets"])
-        self.view.start(self.total, self.dir.name, self.step)
+        self.view.start(max(self.total, self.step), self.dir.name, self.step)
         if restored is not None:
             self.view.message(f"resumed at step {self.step} from {self.dir}")
             self._tell_changes(restored.changes)
-        elif begun:
-            self.view.message(f"{self.dir} has no checkpoint: what was begun there begins again")
+        elif begun is not None:
+            self.view.message(
+                f"{self.dir} has no checkpoint: what was begun there begins again, and the"
+                f" {begun} steps that it had done are lost"
+            )
         if self.uncontained:
             self.recorder.event(UNCONTAINED, rewards=self.uncontained)
 
@@ -179,7 +185,13 @@ class Run:
         """Finishes the boundary that the run starts at: the evaluation before the first step, or
         one that was cut.
         """
-        if not self.going():
+        if self.step > self.total:
+            self.view.message(
+                f"this run has done {self.step} steps already, and {self.total} are asked for:"
+                f" nothing to do. To go on, ask for more than {self.step} steps; for a run of"
+                f" {self.total} steps, use another run.dir."
+            )
+        elif not self.going():
             why = f", {self.stopped}" if self.stopped else ""
             self.view.message(f"this run is finished (step {self.step}{why}); nothing to do")
         await self._boundary()
@@ -205,8 +217,15 @@ class Run:
                 "saved": time.time(),
                 "last": self.last,
                 "seconds": self.seconds,
+                "elapsed": self._elapsed(),
             },
         }
+
+    def _elapsed(self) -> float | None:
+        """Seconds of all starts, this one included; None where an older checkpoint does not say."""
+        if self.seconds_before is None:
+            return None
+        return self.seconds_before + time.monotonic() - self.began
 
     def _continue(self, extra: dict[str, Any]) -> None:
         self.cursor.load(extra["cursor"])
@@ -218,6 +237,8 @@ class Run:
         self.uncontained = sorted({*self.uncontained, *extra.get("uncontained", [])})
         self.last = extra["clock"]["last"]
         self.seconds = extra["clock"].get("seconds", 0.0)
+        self.first_step = self.step
+        self.seconds_before = extra["clock"].get("elapsed")
         was_out_of_time = self.stopped is not None and self.stopped.startswith(OUT_OF_TIME)
         if was_out_of_time and not self._out_of_time():
             self.stopped = None  # it has more time now
@@ -471,13 +492,20 @@ class Run:
             self.view.stop()
         if len(self.health.trackers) > failed:
             problem = self._write_ending(values)
-        try:
-            if problem is not None:
-                raise problem
-            if not isinstance(error, self.passing):
-                self.view.message(describe_end(self.dir))
-        except (InputError, OSError) as why:
-            self.view.message(f"no report was written: {why}")
+        if problem is None and isinstance(error, self.passing):
+            return
+        # the run is over: what becomes of it does not depend on whether this can be shown
+        with suppress(OSError):
+            self.view.message(self._describe_end(problem))
+
+    def _describe_end(self, problem: Exception | None) -> str:
+        """`problem`: what kept the report from being written."""
+        if problem is None:
+            try:
+                return describe_end(self.dir)
+            except (InputError, OSError) as why:
+                problem = why
+        return f"no report was written: {problem}"
 
     def _summary(self, error: BaseException | None) -> dict[str, Any]:
         finite = {k: v for k, v in self.last.items() if math.isfinite(v)}  # NaN is not JSON
@@ -488,6 +516,8 @@ class Run:
             "stopped": self.stopped,
             "error": None if error is None else error_line(error),
             "seconds": time.monotonic() - self.began,
+            "seconds_all_starts": self._elapsed(),
+            "steps_this_start": self.step - self.first_step,
             "metrics": finite,
             "counters": self.counters,
         }

@@ -12,6 +12,8 @@ from reinforge.watch.troubles import Trouble
 class ViewLike(Protocol):
     """Who watches a run: the bar at a terminal, a notebook, nobody. Whoever starts the run gives
     one; builders and the run tell it what happens.
+
+    That nobody can see it any more, because its terminal is gone, is no error of a view.
     """
 
     def start(self, total_steps: int, title: str, first_step: int = 0) -> None: ...

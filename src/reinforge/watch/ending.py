@@ -6,10 +6,11 @@ Reads a run directory only, so it can be told of any run.
 from __future__ import annotations
 
 import json
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reinforge.algorithms.catalogue import spec_of
 from reinforge.watch.logs import read_json, read_lines
@@ -21,6 +22,49 @@ REPORT = "report.html"
 UNGROUPED = "run"  # the group of metrics whose names have none
 TENTH = 10  # the first and the last tenth of the steps are compared
 LARGEST_PHASES = 3
+MOST_NLL = 700.0  # beyond it a perplexity has no number
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _perplexity(nll: float) -> str:
+    """
+    >>> _perplexity(0.0), _perplexity(1000.0)
+    ('1', 'inf')
+    """
+    return f"{math.exp(nll) if nll < MOST_NLL else math.inf:.4g}"
+
+
+class Watched(NamedTuple):
+    """A metric that the end of a run tells of, what it is called there, and how it is written."""
+
+    name: str
+    label: str
+    form: Callable[[float], str] = _short
+
+
+LOSS = Watched("train/loss", "loss")
+MEAN_REWARD = Watched("reward/mean", "mean reward")
+# what people look at first, by the family of the algorithm; of any other it is the loss
+WATCHED = {
+    "supervised": (LOSS, Watched("sft/nll", "perplexity", _perplexity)),
+    "preference": (
+        Watched("rewards/accuracy", "reward accuracy", _percent),
+        Watched("rewards/margin", "reward margin"),
+        LOSS,
+    ),
+    "reward": (
+        Watched("reward/accuracy", "accuracy", _percent),
+        Watched("reward/margin", "margin"),
+        LOSS,
+    ),
+}
 
 
 def grouped(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -96,14 +140,37 @@ def describe_end(run_dir: Path) -> str:
 
 
 def _how_far(run: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    why = run["why"]
-    spent = f" in {duration(summary['seconds'])}" if "seconds" in summary else ""
-    return f"{run['step']} of {run['steps'] or '?'} steps{spent}{f': {why}' if why else ''}"
+    step = run["step"]
+    asked = run["steps"]
+    # of a run that was killed since, the summary is that of an earlier ending
+    spent = _spent(step, summary) if summary.get("steps") == step else ""
+    why = f": {run['why']}" if run["why"] else ""
+    if asked is not None and step > asked:
+        return f"{step} steps{spent}, more than the {asked} that are asked for{why}"
+    return f"{step} of {asked or '?'} steps{spent}{why}"
+
+
+def _spent(step: int, summary: Mapping[str, Any]) -> str:
+    """The time of all steps, and beside it that of this start where it did not do all of them.
+
+    >>> _spent(4, {"seconds": 3.0, "seconds_all_starts": 3.0, "steps_this_start": 4})
+    ' in 3.0 s'
+    >>> _spent(4, {"seconds": 3.0, "seconds_all_starts": 9.0, "steps_this_start": 1})
+    ' in 9.0 s (this start: 1 step in 3.0 s)'
+    """
+    here = duration(summary["seconds"])
+    steps = summary.get("steps_this_start", step)
+    if steps == step:
+        return f" in {here}"
+    total = summary.get("seconds_all_starts")
+    everything = "" if total is None else f" in {duration(total)}"
+    return f"{everything} (this start: {steps} {'step' if steps == 1 else 'steps'} in {here})"
 
 
 def reached(run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The held-out metric and the reward, or else the loss: from where to where."""
+    """From where to where: the held-out metric, then what people look at in a run of its family."""
     found = []
+    family = family_of(run)
     best = run["best_eval"]
     first = run["first_eval"]
     if best is not None:
@@ -117,28 +184,26 @@ def reached(run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[
         top = (
             "" if best["value"] == last else f"; best {form(best['value'])} at step {best['step']}"
         )
+        if family == "supervised" and best["metric"] == "eval/loss":
+            between = f" (perplexity {_perplexity(last)})"
         found.append(f"{best['metric']} {began}{form(last)}{between}{top}")
-    name, label = (
-        ("reward/mean", "mean reward") if SCORED in run["last"] else ("train/loss", "loss")
-    )  # of a policy gradient it says nothing
-    values = [line[name] for line in steps if isinstance(line.get(name), int | float)]
-    if values:
-        few = max(1, len(values) // TENTH)
-        ends = (sum(values[:few]) / few, sum(values[-few:]) / few)
-        found.append(
-            f"{label} {_short(ends[0])} -> {_short(ends[1])}"
-            if len(values) > 1
-            else f"{label} {_short(ends[0])}"
-        )
+    watched = WATCHED.get(family, (LOSS,))
+    if SCORED in run["last"]:  # answers are sampled, and a policy gradient's loss says nothing
+        watched = (MEAN_REWARD, *(each for each in watched if each != LOSS))
+    for metric in watched:
+        found += _from_to(metric, steps)
     return found
 
 
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}"
+def _from_to(metric: Watched, steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A metric over the first and over the last tenth of the steps; nothing where it is absent."""
+    values = [line[metric.name] for line in steps if isinstance(line.get(metric.name), int | float)]
+    if not values:
+        return []
+    few = max(1, len(values) // TENTH)
+    ends = [sum(values[:few]) / few, sum(values[-few:]) / few]
+    shown = " -> ".join(metric.form(value) for value in (ends if len(values) > 1 else ends[:1]))
+    return [f"{metric.label} {shown}"]
 
 
 def _cost(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
@@ -184,9 +249,14 @@ def next_steps(run_dir: Path, run: Mapping[str, Any]) -> list[str]:
     return [export] if is_reward_model(run) else [f"reinforge chat {where}", export]
 
 
+def family_of(run: Mapping[str, Any]) -> str:
+    """Of the run's algorithm."""
+    return spec_of(run["config"].get("algorithm.name", "")).family
+
+
 def is_reward_model(run: Mapping[str, Any]) -> bool:
     """Whether the run trains scores, not text."""
-    return spec_of(run["config"].get("algorithm.name", "")).family == "reward"
+    return family_of(run) == "reward"
 
 
 def write_summary(run_dir: Path, values: Mapping[str, Any]) -> None:

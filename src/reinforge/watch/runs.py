@@ -153,6 +153,14 @@ def show_run(path: Path) -> dict[str, Any]:
     }
 
 
+def steps_begun(path: Path) -> int | None:
+    """How many steps the logs of a directory tell of; None where no run was begun."""
+    log = path / "metrics.jsonl"
+    if not log.exists():
+        return None
+    return max((int(line.get("step", 0)) for line in read_lines(log)), default=0)
+
+
 def total_steps(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> int | None:
     """How many steps the run is to take: what it said when it began, or the config's number."""
     told = [

@@ -7,13 +7,15 @@ is not interpreted.
 
 from __future__ import annotations
 
+import re
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, cast
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -34,10 +36,14 @@ from reinforge.watch.troubles import Trouble
 if TYPE_CHECKING:
     from reinforge.core.sample import Group
 
+LABEL = re.compile(r"\w* {2,}")  # at the beginning of a line, or the room where one would be
 # metric, short label, format
 SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
     ("train/loss", "loss", "{:.4f}"),
+    ("rewards/accuracy", "accuracy", "{:.1%}"),
+    ("rewards/margin", "margin", "{:.3g}"),
+    ("reward/accuracy", "accuracy", "{:.1%}"),
     ("policy/kl", "kl", "{:.4f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
     ("response/length", "length", "{:.0f}"),
@@ -74,6 +80,23 @@ def _visible(char: str) -> str:
     return char
 
 
+def hanging(line: str, width: int) -> list[str]:
+    """A line as several that fit. What follows a label goes on under itself; a word that is longer,
+    such as a path, stays whole.
+
+    >>> hanging("cost   one two three", 14), hanging("one two three", 8), hanging("", 8)
+    (['cost   one two', '       three'], ['one two', 'three'], [''])
+    """
+    label = LABEL.match(line)
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=" " * (label.end() if label else 0),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
+
+
 def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, value) of the metrics worth a glance, in reading order."""
     return [
@@ -108,6 +131,15 @@ def notebook_console(output: NotebookOutput | None = None) -> Console:
     )
 
 
+class SteadyConsole(Console):
+    """A console whose reader may go away (`reinforge train ... | head`): rich would end the program
+    then, and this one leaves it to whoever prints.
+    """
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class Activity:
     """What the run is busy with, and for how long: a line that moves while nothing else does."""
 
@@ -140,7 +172,7 @@ class View:
         plain_seconds: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        console = console or Console(highlight=False)
+        console = console or SteadyConsole(highlight=False)
         self.console = notebook_console() if console.is_jupyter else console
         self.plain_seconds = plain_seconds
         self.clock = clock
@@ -165,7 +197,7 @@ class View:
             None,
         )
         if not self.console.is_terminal:
-            self.console.print(
+            self._print(
                 Text(
                     visible(
                         f"{title}: {total_steps} steps"
@@ -187,11 +219,16 @@ class View:
         self._task = self._bar.add_task(visible(title), total=total_steps, completed=first_step)
         self._show()
 
-    def _show(self) -> None:
-        """Draws the live part anew.
+    def _print(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
+        """Above the live part, where there is one.
 
-        A terminal that is gone shows nothing, and that is no reason to end the run.
+        A terminal or pipe that is gone shows nothing, and that is no reason to end the run.
         """
+        with suppress(OSError):
+            self.console.print(what, soft_wrap=soft_wrap)
+
+    def _show(self) -> None:
+        """Draws the live part anew; a terminal that is gone is left alone here too."""
         with suppress(OSError):
             if self._live is None:
                 self._live = Live(
@@ -230,7 +267,7 @@ class View:
         if self.console.is_terminal:
             self._show()
         elif self._step is None or self._step <= self._first:  # later the steps themselves are told
-            self.console.print(Text(visible(text)), soft_wrap=True)
+            self._print(Text(visible(text)), soft_wrap=True)
 
     def troubles(self, found: Sequence[Trouble]) -> None:
         """What speaks against the run, all of it: each kind is printed once, and stays under the
@@ -275,7 +312,7 @@ class View:
             )
             values = "  ".join(f"{label} {value}" for label, value in numbers(news))
             text = f"step {step}/{self._total}  {values}  {self._eta(step, now)}".rstrip()
-            self.console.print(Text(text), soft_wrap=True)
+            self._print(Text(text), soft_wrap=True)
 
     def _eta(self, step: int, now: float) -> str:
         done = step - self._first
@@ -294,7 +331,7 @@ class View:
                     f"  [{reward}] {visible(prompt_text(group.row.prompt)[-200:], 120)} ->"
                     f" {visible(text, 200)}"
                 )
-                self.console.print(Text(line), soft_wrap=True)
+                self._print(Text(line), soft_wrap=True)
             return
         table = Table(show_lines=True, expand=True)
         for name, ratio in (("prompt", 4), ("completion", 6)):
@@ -312,14 +349,14 @@ class View:
                 Text(str(sample.stop)),
                 Text(str(sample.n_trained)),
             )
-        self.console.print(table)
+        self._print(table)
 
     def message(self, text: str) -> None:
         """Lines of text. A terminal breaks them between words; in a file they stay as they are."""
-        self.console.print(
-            Text("\n".join(visible(line) for line in text.split("\n"))),
-            soft_wrap=not self.console.is_terminal,
-        )
+        lines = [visible(line) for line in text.split("\n")]
+        if self.console.is_terminal:
+            lines = [part for line in lines for part in hanging(line, self.console.width)]
+        self._print(Text("\n".join(lines)), soft_wrap=True)
 
     def stop(self) -> None:
         self._activity = None

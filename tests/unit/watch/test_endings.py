@@ -5,6 +5,8 @@ Also of a run that is still going.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -28,9 +30,12 @@ from reinforge.cli.main import main
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy, Terminated
 from reinforge.loops.run import Run
-from reinforge.watch.ending import describe_end
+from reinforge.watch.ending import describe_end, reached
+from reinforge.watch.logs import read_lines
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.runs import show_run
+from reinforge.watch.troubles import Trouble
+from reinforge.watch.view import SteadyConsole, View
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -305,3 +310,115 @@ def test_every_phase_says_what_it_does(make: Callable[..., Config]) -> None:
 def test_launch_has_the_report(make: Callable[..., Config]) -> None:
     result = launch(make())
     assert result.report == result.run_dir / "report.html" and result.report.exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "first", "last", "told"),
+    [
+        (
+            "dpo",
+            {"rewards/accuracy": 0.5, "rewards/margin": 0.0, "train/loss": 0.7},
+            {"rewards/accuracy": 0.9, "rewards/margin": 1.5, "train/loss": 0.2},
+            ["reward accuracy 50.0% -> 90.0%", "reward margin 0 -> 1.5", "loss 0.7 -> 0.2"],
+        ),
+        (
+            "bradley_terry",
+            {"reward/accuracy": 0.5, "reward/margin": 0.0, "train/loss": 0.7},
+            {"reward/accuracy": 1.0, "reward/margin": 2.0, "train/loss": 0.1},
+            ["accuracy 50.0% -> 100.0%", "margin 0 -> 2", "loss 0.7 -> 0.1"],
+        ),
+        (
+            "sft",
+            {"train/loss": 1.0, "sft/nll": 1.0},
+            {"train/loss": 0.5, "sft/nll": 0.0, "eval/loss": 0.0},
+            ["eval/loss 0 (perplexity 1)", "loss 1 -> 0.5", "perplexity 2.718 -> 1"],
+        ),
+        (
+            "grpo",
+            {"reward/mean": 0.1, "reward/unscored": 0.0, "train/loss": 0.3},
+            {"reward/mean": 0.6, "reward/unscored": 0.0, "train/loss": 0.4},
+            ["mean reward 0.1 -> 0.6"],
+        ),
+        (
+            "online_dpo",
+            {"reward/mean": 0.1, "reward/unscored": 0.0, "rewards/accuracy": 0.5},
+            {"reward/mean": 0.6, "reward/unscored": 0.0, "rewards/accuracy": 0.75},
+            ["mean reward 0.1 -> 0.6", "reward accuracy 50.0% -> 75.0%"],
+        ),
+        ("forward_kl", {"train/loss": 2.0}, {"train/loss": 1.0}, ["loss 2 -> 1"]),
+    ],
+)
+def test_the_end_tells_what_people_look_at_in_a_run_of_its_family(
+    algorithm: str,
+    first: dict[str, float],
+    last: dict[str, float],
+    told: list[str],
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder(tmp_path, {"algorithm": {"name": algorithm}}, steps=2)
+    for step, metrics in enumerate((first, last), start=1):
+        recorder.log(
+            step, {"time/step": 1.0, "train/skipped": 0.0, "train/grad_norm": 1.0} | metrics
+        )
+    recorder.event("finished")
+    recorder.close()
+    run = show_run(tmp_path)
+    assert reached(run, list(read_lines(tmp_path / "metrics.jsonl"))) == told
+
+
+def test_a_resumed_run_tells_the_time_of_all_starts_and_of_this_one(
+    make: Callable[..., Config],
+) -> None:
+    first = SilentView()
+    assert ends(make("run", "grpo", "train.steps=2"), first) is None
+    assert re.match(r"finished  2 of 2 steps in [\d.]+ s\n", first.messages[-1])
+    again = SilentView()
+    cfg = make("run", "grpo", "train.steps=3")
+    assert ends(cfg, again) is None
+    assert re.match(
+        r"finished  3 of 3 steps in [\d.]+ s \(this start: 1 step in [\d.]+ s\)\n",
+        again.messages[-1],
+    )
+    summary = json.loads((Path(cfg.run.dir) / "summary.json").read_text())
+    assert summary["steps_this_start"] == 1
+    assert summary["seconds_all_starts"] > summary["seconds"] > 0
+
+    fewer = SilentView()
+    assert ends(make("run", "grpo", "train.steps=1"), fewer) is None
+    said = (
+        "this run has done 3 steps already, and 1 are asked for: nothing to do. To go on, ask for"
+        " more than 3 steps; for a run of 1 steps, use another run.dir."
+    )
+    assert said in fewer.messages
+    assert re.match(
+        r"finished  3 steps in [\d.]+ s \(this start: 0 steps in [\d.]+ s\), more than the 1 that"
+        r" are asked for\n",
+        fewer.messages[-1],
+    )
+
+
+def test_what_cannot_be_shown_takes_nothing_from_the_run(make: Callable[..., Config]) -> None:
+    class Gone(SilentView):
+        def message(self, text: str) -> None:
+            if text.startswith("finished"):
+                raise OSError(errno.EIO, "Input/output error")
+
+    cfg = make("run", "grpo", "train.steps=1")
+    assert ends(cfg, Gone()) is None
+    assert json.loads((Path(cfg.run.dir) / "summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("kind", [errno.EIO, errno.EPIPE])
+def test_a_terminal_that_is_gone_is_no_error_of_the_view(kind: int, live: bool) -> None:
+    class Hung(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(kind, os.strerror(kind))
+
+    view = View(SteadyConsole(file=Hung(), force_terminal=live, width=80))
+    view.doing("reading data")
+    view.start(3, "run")
+    view.update(1, {"train/loss": 1.0})
+    view.troubles([Trouble("kind", "what.", "fix.")])
+    view.message("finished")
+    view.stop()
