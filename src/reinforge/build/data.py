@@ -116,6 +116,18 @@ def check_scored_columns(
     check_columns(rewards, rows, added=added, some=cfg.rollout.on_reward_error == "unscored")
 
 
+def few_rows(cfg: Config, rows: int) -> InputError | None:
+    """What to say, not to raise, where a step takes more rows than there are."""
+    per_step = cfg.train.prompts_per_step
+    if not 0 < rows < per_step:
+        return None
+    return InputError(
+        f"{per_step} rows per step, but there are only {rows}.",
+        where="train.prompts_per_step",
+        fix="A step repeats rows.",
+    )
+
+
 def total_steps(cfg: Config, rows: int) -> int:
     """The steps of a run over so many rows."""
     if cfg.train.steps is not None:

@@ -17,7 +17,7 @@ from typing import Any
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.build.algorithm import make_algorithm
 from reinforge.build.caller_objects import CallerObjects
-from reinforge.build.data import check_scored_columns, load_data
+from reinforge.build.data import check_scored_columns, few_rows, load_data
 from reinforge.build.limits import episode_tokens
 from reinforge.build.reward_weights import reward_weights
 from reinforge.config.schema import Config
@@ -179,6 +179,13 @@ def encode_eval_prompts(inputs: RunInputs, view: ViewLike) -> EncodedPrompts | N
 def eval_new_tokens(cfg: Config) -> int:
     """The most tokens that an answer may have in an evaluation."""
     return cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens
+
+
+def report_few_rows(inputs: RunInputs, view: ViewLike) -> None:
+    """Says that a step has the same row more than once, where it must."""
+    doubt = few_rows(inputs.cfg, len(inputs.train_rows))
+    if doubt is not None:
+        view.message(f"warning: {doubt}")
 
 
 def report_lengths(counts: Mapping[str, int], limit: int, view: ViewLike) -> None:

@@ -22,6 +22,7 @@ from reinforge.build.inputs import (
     encode_eval_prompts,
     model_inputs,
     read_inputs,
+    report_few_rows,
     report_lengths,
 )
 from reinforge.build.precompute import precompute_reference, precompute_teacher
@@ -34,6 +35,7 @@ from reinforge.core.backend import Backend, Stateful
 from reinforge.core.engine import Engine
 from reinforge.core.sample import Row
 from reinforge.data import units as kinds
+from reinforge.data.bad_rows import BadRows
 from reinforge.data.units import Unit
 from reinforge.evals.heldout import HeldOutEvaluation, heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
@@ -64,10 +66,11 @@ def build_supervised(
     inputs = read_inputs(cfg, given, view, factories.make_rewards)
     cfg = inputs.cfg
     loss = inputs.algorithm.loss
-    if units_of(inputs.algorithm) is kinds.judged and (what := kinds.one_sided(inputs.train_rows)):
-        view.message(f"warning: data: {what} {kinds.BOTH_LABELS}")
+    report_few_rows(inputs, view)
     train = make_units(inputs, inputs.train_rows, view)
     held_out = make_units(inputs, inputs.eval_rows, view)
+    if units_of(inputs.algorithm) is kinds.judged and (what := kinds.one_sided(inputs.train_rows)):
+        view.message(f"warning: data: {what} {kinds.BOTH_LABELS}")
     eval_prompts = encode_eval_prompts(inputs, view) if inputs.rewards else None
     models = model_inputs(inputs, eval_prompts)
     steps = total_steps(cfg, len(train.units))
@@ -149,7 +152,12 @@ def make_units(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitRo
     view.doing(f"tokenising {len(rows)} rows")
     make = units_of(inputs.algorithm)
     limit = inputs.cfg.data.max_length or inputs.context
-    made = [(row, unit) for row in rows for unit in make(inputs.renderer, row)]
+    made: list[tuple[Row, Unit]] = []
+    bad = BadRows()
+    for row in rows:
+        with bad.looking_at(row.id):
+            made += [(row, unit) for unit in make(inputs.renderer, row)]
+    bad.refuse()
     kept, counts = kinds.fit(inputs.cfg.data, [unit for _, unit in made], limit)
     report_lengths(counts, limit, view)
     by_uid = {unit[0].uid: row for row, unit in made}

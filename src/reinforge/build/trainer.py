@@ -20,6 +20,7 @@ from reinforge.build.inputs import (
     encode_train_prompts,
     model_inputs,
     read_inputs,
+    report_few_rows,
 )
 from reinforge.build.limits import response_tokens
 from reinforge.build.local import LocalFactories
@@ -65,6 +66,7 @@ def build_rl(
     """The trainer of a run that learns from what its model generates."""
     inputs = read_inputs(cfg, given, view, factories.make_rewards)
     cfg = inputs.cfg
+    report_few_rows(inputs, view)
     prompts = encode_train_prompts(inputs, view)
     eval_prompts = encode_eval_prompts(inputs, view)
     models = model_inputs(inputs, prompts, eval_prompts)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
+from reinforge.data.bad_rows import BadRows
 from reinforge.data.formats import check_nothing_lost, understood
 from reinforge.data.objects import rows_of
 from reinforge.data.preference import with_prompt
@@ -42,6 +43,7 @@ def load_rows(cfg: DataConfig) -> list[Row]:
     if cfg.source == MIXTURE:
         return _not_empty(list(islice(_mixed(cfg), cfg.limit)), "data.mixture", cfg.where)
     records = read(cfg.source, split=cfg.split, options=cfg.options)
+    bad = BadRows()
     rows = _rows(
         islice(records, size_of(cfg.source, cfg.options)),
         cfg.columns,
@@ -49,8 +51,11 @@ def load_rows(cfg: DataConfig) -> list[Row]:
         cfg.system,
         cfg.template,
         cfg.fixed,
+        bad,
     )
-    return _not_empty(list(islice(rows, cfg.limit)), f"data.source {cfg.source}", cfg.where)
+    found = list(islice(rows, cfg.limit))
+    bad.refuse()
+    return _not_empty(found, f"data.source {cfg.source}", cfg.where)
 
 
 def _mixed(cfg: DataConfig) -> Iterator[Row]:
@@ -96,8 +101,11 @@ def rows_from(
                 )
             yield f"{name} row {i}", dict(record)
 
-    rows = _rows(records(), columns or {}, where or {}, system, template, fixed or {})
-    return _not_empty(list(islice(rows, limit)), name, where or {})
+    bad = BadRows()
+    rows = _rows(records(), columns or {}, where or {}, system, template, fixed or {}, bad)
+    found = list(islice(rows, limit))
+    bad.refuse()
+    return _not_empty(found, name, where or {})
 
 
 def fingerprint(rows: Sequence[Row]) -> str:
@@ -132,8 +140,10 @@ def _rows(
     system: str | None,
     template: str | None,
     fixed: Mapping[str, Any],
+    bad: BadRows,
 ) -> Iterator[Row]:
-    """Rows one by one; `fixed` columns have that value in all of them.
+    """Rows one by one; `fixed` columns have that value in all of them. `bad` keeps what is wrong
+    with single ones.
 
     Their ids: the id or uid column, which must be unique; otherwise a hash of the contents, and the
     how-many-eth it is of equal rows.
@@ -143,38 +153,60 @@ def _rows(
     seen: dict[str, str] = {}  # id -> where it was
     equal: dict[str, int] = {}  # contents -> how many so far
     for place, raw in records:
-        view = {**raw, **{ours: _column(raw, theirs, place) for ours, theirs in columns.items()}}
-        if not all(_equal(_column(view, name, place), value) for name, value in where.items()):
-            continue
-        if template is None:
-            check_nothing_lost(raw, columns, place)
-        view = with_prompt(
-            understood({**view, **fixed}, place, templated=template is not None), place
-        )
-        moved = set(columns.values()) - set(columns)
-        prompt, rest = _prompt(
-            {k: v for k, v in view.items() if k not in moved}, view, template, system, place
-        )
-        key = next((name for name in ("id", "uid") if rest.get(name) is not None), None)
-        if key is None:
-            text = json.dumps([prompt, rest], sort_keys=True, default=str, ensure_ascii=False)
-            digest = hashlib.blake2b(
-                text.encode("utf-8", "surrogatepass"), digest_size=8
-            ).hexdigest()
-            uid, equal[digest] = f"{digest}-{equal.get(digest, 0)}", equal.get(digest, 0) + 1
-        else:
-            uid = str(rest.pop(key))
-        if uid in seen:
-            raise InputError(
-                f"has the id {uid!r} that {seen[uid]} has too",
-                where=place,
-                fix=(
-                    f"Ids must be unique. If {key!r} is no row id, rename it, e.g. data.columns:"
-                    f" {{source_{key}: {key}}}."
-                ),
+        row = None
+        with bad.looking_at(place):
+            view = _mapped(raw, columns, place)
+            if not all(_equal(_column(view, name, place), value) for name, value in where.items()):
+                continue
+            if template is None:
+                check_nothing_lost(raw, columns, place)
+            view = with_prompt(
+                understood({**view, **fixed}, place, templated=template is not None), place
             )
-        seen[uid] = place
-        yield Row(id=uid, prompt=prompt, columns=rest, place=place)
+            moved = set(columns.values()) - set(columns)
+            prompt, rest = _prompt(
+                {k: v for k, v in view.items() if k not in moved}, view, template, system, place
+            )
+            uid, rest = _identified(prompt, rest, seen, equal, place)
+            row = Row(id=uid, prompt=prompt, columns=rest, place=place)
+        if row is not None:
+            yield row
+
+
+def _mapped(raw: Mapping[str, Any], columns: Mapping[str, str], place: str) -> dict[str, Any]:
+    """The record with our names for its columns beside its own."""
+    return {**raw, **{ours: _column(raw, theirs, place) for ours, theirs in columns.items()}}
+
+
+def _identified(
+    prompt: str | list[dict[str, Any]],
+    columns: dict[str, Any],
+    seen: dict[str, str],
+    equal: dict[str, int],
+    place: str,
+) -> tuple[str, dict[str, Any]]:
+    """The id of a row, and its columns without it. `seen` and `equal` are told of it."""
+    rest = dict(columns)
+    key = next((name for name in ("id", "uid") if rest.get(name) is not None), None)
+    if key is None:
+        text = json.dumps([prompt, rest], sort_keys=True, default=str, ensure_ascii=False)
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        number = equal.get(digest, 0)
+        uid = f"{digest}-{number}"
+        equal[digest] = number + 1
+    else:
+        uid = str(rest.pop(key))
+    if uid in seen:
+        raise InputError(
+            f"has the id {uid!r} that {seen[uid]} has too",
+            where=place,
+            fix=(
+                f"Ids must be unique. If {key!r} is no row id, rename it, e.g. data.columns:"
+                f" {{source_{key}: {key}}}."
+            ),
+        )
+    seen[uid] = place
+    return uid, rest
 
 
 def _column(record: Mapping[str, Any], name: str, place: str) -> Any:
@@ -490,14 +522,15 @@ def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
     asked = {prompt_text(row) for row in train}
     kept: list[Row] = []
     records = islice(read(source, options=options), len(train) + size * TRIES)
-    for row in _rows(
-        records, cfg.columns, where, cfg.system, cfg.template, {**cfg.fixed, **wanted.fixed}
-    ):
+    bad = BadRows()
+    fixed = {**cfg.fixed, **wanted.fixed}
+    for row in _rows(records, cfg.columns, where, cfg.system, cfg.template, fixed, bad):
         if len(kept) == size:
             break
         if (text := prompt_text(row)) not in asked:
             asked.add(text)
             kept.append(row)
+    bad.refuse()
     if len(kept) < size:
         raise InputError(
             f"only {len(kept)} of {size} evaluation problems are not also training problems",

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from reinforge.config.load import load_config
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, ReinforgeError
+from reinforge.data.bad_rows import BadRows
 from reinforge.data.readers import kind_of
 from reinforge.data.sources import MIXTURE, PYTHON
 from reinforge.plan.gold_answers import check_rewards, named, sample
@@ -36,6 +37,7 @@ from reinforge.plan.outside import (
     check_ranks,
 )
 from reinforge.plan.preflight import IMPORTING, PlanReport
+from reinforge.watch.runs import checkpoints, steps_begun
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Row
@@ -64,6 +66,7 @@ def run_checks(config: Config) -> PlanReport:
     missing = not_here(config)
     report.errors += missing
     try:
+        _check_resume(config, report)
         _import(config, tokenizer=not missing)
         _stage("putting the algorithm together")
         _check_algorithm(config, report)
@@ -89,6 +92,29 @@ def run_checks(config: Config) -> PlanReport:
     except ReinforgeError as error:
         report.errors.append(str(error))
     return report
+
+
+def _check_resume(config: Config, report: PlanReport) -> None:
+    """A run that was begun and has nothing to go on from, or nothing to do. The run itself says so
+    too.
+    """
+    folder = Path(config.run.dir)
+    begun = steps_begun(folder)
+    done = max((checkpoint["step"] for checkpoint in checkpoints(folder)), default=None)
+    asked = config.train.steps
+    if done is None and begun is not None:
+        report.warn(
+            "run.dir",
+            f"{folder} has no checkpoint to continue from.",
+            f"The run begins again, and the {begun} steps that it had done are lost.",
+        )
+    elif done is not None and asked is not None and done > asked:
+        report.warn(
+            "train.steps",
+            f"the run in {folder} has done {done} steps already, and {asked} are asked for: nothing"
+            " would be done.",
+            f"Ask for more than {done}, or use another run.dir for a run of {asked} steps.",
+        )
 
 
 def _check_model(config: Config, train: list[Row], held_out: list[Row], report: PlanReport) -> None:
@@ -129,6 +155,7 @@ def _import(config: Config, *, tokenizer: bool) -> None:
 
 
 def _rows(config: Config, report: PlanReport) -> tuple[list[Row], list[Row]]:
+    from reinforge.build.data import few_rows
     from reinforge.data.sources import train_and_eval_rows
 
     train, held_out = train_and_eval_rows(config.data)
@@ -139,12 +166,8 @@ def _rows(config: Config, report: PlanReport) -> tuple[list[Row], list[Row]]:
             f"{config.data.source} gives no training rows.",
             "Check data.where, data.limit and data.eval.size.",
         )
-    elif len(train) < config.train.prompts_per_step:
-        report.warn(
-            "train.prompts_per_step",
-            f"{config.train.prompts_per_step} rows per step, but there are only {len(train)}.",
-            "A step repeats rows.",
-        )
+    elif (doubt := few_rows(config, len(train))) is not None:
+        report.warnings.append(str(doubt))
     wants_eval = config.data.eval.source is not None or config.data.eval.size > 0
     if wants_eval and not held_out:
         report.refuse(
@@ -242,7 +265,7 @@ def _check_prompts(
     for rows, kind in ((train, "training"), (held_out, "evaluation")):
         # with rewards, evaluation also generates
         whole = given and (kind == "training" or not config.rewards)
-        lengths = [_length(renderer, row, make if whole else None) for row in rows]
+        lengths = _lengths(renderer, rows, make if whole else None)
         if kind == "training":
             report.summary["row_tokens" if given else "prompt_tokens"] = {
                 **quantiles(lengths),
@@ -251,14 +274,24 @@ def _check_prompts(
             }
         check_lengths(config, kind, rows, lengths, limit, report)
     if config.algorithm.kind.wants_answers:
-        for row in train:
-            _length(renderer, row, texts)
+        _lengths(renderer, train, texts)
     for name, count in renderer.counts.items():
         if count:
             report.warn(
                 "data",
                 f"{count} of {len(train) + len(held_out)} checked rows: {UNUSUAL.get(name, name)}.",
             )
+
+
+def _lengths(renderer: Renderer, rows: Sequence[Row], make: Units | None) -> list[int]:
+    """Of all rows; those that cannot be rendered are told together."""
+    found = []
+    bad = BadRows()
+    for row in rows:
+        with bad.looking_at(row.id):
+            found.append(_length(renderer, row, make))
+    bad.refuse()
+    return found
 
 
 def _length(renderer: Renderer, row: Row, make: Units | None) -> int:

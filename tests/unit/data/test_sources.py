@@ -266,7 +266,7 @@ def test_columns_where_template_system_limit(tmp_path: Path) -> None:
     with pytest.raises(
         InputError,
         match=(
-            r"a.jsonl:1: has no column 'solutoin', only q, solution, level\. Did you mean"
+            r"a.jsonl:1: has no column 'solutoin', only q, solution, level\n(.*\n)*Did you mean"
             r" solution\?.*data.columns"
         ),
     ):

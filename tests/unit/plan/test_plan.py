@@ -271,6 +271,36 @@ def test_a_teacher_that_the_hub_does_not_have_is_found(
     assert asked == [("org/teacher", "v2", "teacher.path")]
 
 
+def test_a_run_that_is_past_what_is_asked_is_told_before_it_starts(
+    model: Path, rows: Path, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000016"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "MANIFEST.json").write_text("{}")
+    for steps, told in ((12, True), (16, False)):
+        asked = ("train.epochs=null", f"train.steps={steps}")
+        found = run_checks(make(model, rows, tmp_path, *asked)).warnings
+        said = (
+            f"train.steps: the run in {tmp_path / 'run'} has done 16 steps already, and 12 are"
+            " asked for: nothing would be done. Ask for more than 16, or use another run.dir for a"
+            " run of 12 steps."
+        )
+        assert (said in found) is told
+
+
+def test_a_run_without_a_checkpoint_is_told_to_begin_again(
+    model: Path, rows: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    told = run_checks(make(model, rows, tmp_path)).warnings
+    assert (
+        f"run.dir: {run} has no checkpoint to continue from. The run begins again, and the 2 steps"
+        " that it had done are lost." in told
+    )
+
+
 def test_phase_one_is_fast_and_imports_nothing_heavy(
     model: Path, rows: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,88 @@
+"""Rows that cannot be used are told together, before any weights are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reinforge.build.caller_objects import CallerObjects
+from reinforge.build.local import LocalFactories
+from reinforge.build.run import train_config
+from reinforge.config.data import DataConfig
+from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+from reinforge.data.sources import load_rows
+
+
+def test_the_first_five_bad_rows_are_named_and_all_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "" if i % 2 else f"question {i}", "answer": "1"} for i in range(14)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError) as caught:
+        load_rows(DataConfig(source=str(path)))
+    told = str(caught.value).splitlines()
+    assert told[0] == "data: 7 of 14 rows cannot be used:"
+    places = [line.split(": ")[0] for line in told[1:6]]
+    assert places == [f"  - {path}:{line}" for line in (2, 4, 6, 8, 10)]
+    assert told[6] == "  - and 2 more" and "remove the row" in told[7]
+    # a limit that is reached before them does not look at them
+    assert len(load_rows(DataConfig(source=str(path), limit=1))) == 1
+
+
+def test_one_bad_row_is_told_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": null}\n{"prompt": "c"}\n')
+    with pytest.raises(InputError, match=rf"^{path}:2: prompt is "):
+        load_rows(DataConfig(source=str(path)))
+
+
+def test_what_is_wrong_with_all_rows_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with pytest.raises(InputError, match=r"^data.template: "):
+        load_rows(DataConfig(source=str(path), template="{a!r}"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "what"),
+    [
+        ("sft", {"completion": None}, "completion is missing"),
+        ("dpo", {"chosen": "yes", "rejected": "yes"}, "chosen and rejected are the same"),
+        ("kto", {"completion": "yes", "label": "perhaps"}, "label"),
+    ],
+)
+def test_supervised_rows_are_checked_before_weights_are_read(
+    algorithm: str,
+    row: dict[str, Any],
+    what: str,
+    make: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loads(*given: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(LocalFactories, "make_policy", loads)
+    rows = [{"prompt": f"question {i}", **row} for i in range(8)]
+    with pytest.raises(InputError) as caught:
+        train_config(make("run", algorithm, rewards=[]), CallerObjects(data=rows))
+    told = str(caught.value).splitlines()
+    assert told[0] == "data: 8 of 8 rows cannot be used:"
+    assert len(told) == 8 and "(data row 4)" in told[5] and what in told[5]
+    assert told[6] == "  - and 3 more"
+
+
+def test_a_run_says_that_a_step_repeats_rows(
+    make: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"question {i}", "completion": "yes"} for i in range(3)]
+    cfg = make("run", "sft", "train.steps=1", "train.prompts_per_step=4", rewards=[])
+    train_config(cfg, CallerObjects(data=rows))
+    said = (
+        "warning: train.prompts_per_step: 4 rows per step, but there are only 3. A step repeats"
+        " rows."
+    )
+    assert said in capsys.readouterr().out
