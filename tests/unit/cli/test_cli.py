@@ -378,3 +378,16 @@ def test_tiny_says_in_three_lines_what_it_made_and_what_to_do_next(
     assert main(["tiny", "other place"]) == 0
     *_, command = shlex.split(capfd.readouterr().out.splitlines()[1])
     assert preflight(load_config("recipe:algorithms/grpo", [command])).ok
+
+
+def test_digests_of_several_runs_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests = {"a": "abc", "b": "abc", "c": "def"}
+    fake(monkeypatch, "reinforge.checkpoint.store", digest_run=lambda d: digests[d.name])
+    assert main(["runs", "digest", "runs/a"]) == 0
+    assert capsys.readouterr().out == "abc\n"
+    assert main(["runs", "digest", "runs/a", "runs/b"]) == 0
+    assert capsys.readouterr().out == "abc  runs/a\nabc  runs/b\nequal: bit-identical\n"
+    assert main(["runs", "digest", "runs/a", "runs/b", "runs/c"]) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == ["def  runs/c", "different"]
