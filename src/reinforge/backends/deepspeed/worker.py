@@ -184,7 +184,7 @@ class DeepSpeedWorker(RankWorker):
 
     @torch.no_grad()
     def receive(self, tensors: dict[str, Tensor]) -> None:
-        """Whole tensors, of which each rank keeps its piece at once."""
+        """Whole tensors, of which each rank keeps its shard at once."""
         if not self._loading:
             self.optimizer.reset()
             self._loading = True

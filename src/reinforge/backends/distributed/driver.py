@@ -228,9 +228,9 @@ class DistributedBackend:
         self._call("swap", part, into)
 
     def load_part(self, part: str, state: State) -> None:
-        """Gives every rank its pieces, a bucket at a time, and lets it load them.
+        """Gives every rank its shards, a bucket at a time, and lets it load them.
 
-        What is in pieces on disk, the ranks read themselves.
+        What is in shards on disk, the ranks read themselves.
         """
         self._stale = True
         keys = [key for key in state.tensors if part or key.startswith(("model/", "optimizer/"))]

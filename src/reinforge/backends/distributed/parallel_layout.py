@@ -58,7 +58,7 @@ class ParallelLayout:
 
     @property
     def shards(self) -> int:
-        """Pieces that a matrix, or its part of a tensor group, is cut into."""
+        """Shards that a matrix, or its part of a tensor group, is cut into."""
         return self.size // self.tensor
 
     def spread(self, by_group: Sequence[T]) -> list[T]:

@@ -93,7 +93,7 @@ class RankWorker(LocalBackend, ABC):
                 return work()
         except torch.OutOfMemoryError as error:
             # the other ranks wait in the middle of the pass: it cannot be done again in smaller
-            # pieces
+            # shards
             raise InputError(
                 f"a micro-batch of {batch.n_tokens} tokens does not fit into the memory of rank"
                 f" {self.member.rank}.",
@@ -122,7 +122,7 @@ class RankWorker(LocalBackend, ABC):
 
     def cut(self, name: str, tensor: Tensor) -> list[Tensor]:
         """What each rank is sent of a tensor of the parameter `name`. Here: all of it, and every
-        rank keeps its piece.
+        rank keeps its shard.
         """
         return [tensor] * self.member.size
 

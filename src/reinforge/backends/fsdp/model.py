@@ -1,6 +1,6 @@
-"""A model cut into as many pieces as there are ranks (FSDP2, `fully_shard`).
+"""A model cut into as many shards as there are ranks (FSDP2, `fully_shard`).
 
-A piece is float32 and is its own master: a pass gathers the weights layer by layer, in the model's
+A shard is float32 and is its own master: a pass gathers the weights layer by layer, in the model's
 precision, and gradients come back summed over ranks in float32.
 """
 
@@ -26,7 +26,7 @@ from reinforge.models.packed import PackedModel
 
 
 class FsdpModule(nn.Module):
-    """Runs a piece of work inside a module, because gathering hangs on a module's call: our forward
+    """Runs work inside a module, because gathering hangs on a module's call: our forward
     calls trunk and head by themselves.
     """
 
@@ -48,7 +48,7 @@ def shard(
 ) -> FSDPModule:
     """Cuts the model in place, layer by layer, so that no more than one whole layer is on the
     device at once. A value head is small and must not be rounded: it stays whole on every rank.
-    With a `plan` matrices are first cut over `tensor_mesh`. `offload`: the pieces lie in host
+    With a `plan` matrices are first cut over `tensor_mesh`. `offload`: the shards lie in host
     memory, and their gradients go there.
     """
     dtype = model.dtype

@@ -1,4 +1,4 @@
-"""AdamW on the pieces of a model. What it and the averages see are plain tensors: the pieces
+"""AdamW on the shards of a model. What it and the averages see are plain tensors: the shards
 themselves.
 """
 
@@ -76,7 +76,7 @@ class ShardedAdamW(MasterAdamW):
                 self.masters[name].grad = total
 
     def gradient_norm(self) -> Tensor:
-        """Over all pieces of all ranks."""
+        """Over all shards of all ranks."""
         grads = {
             name: self.sums[name]
             for name in self.masters

@@ -1,4 +1,4 @@
-"""The reference of a model in pieces, which is cut as the model is."""
+"""The reference of a model in shards, which is cut as the model is."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class TensorParallelPlan:
         found = {}
         for name, part in model.trunk.named_modules():
             style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
-            # the ends of the model are cut into pieces, and whole while they compute
+            # the ends of the model are cut into shards, and whole while they compute
             if style is None or isinstance(part, nn.Embedding):
                 continue
             if style != SUMMED and (style not in CUT or type(part) is not nn.Linear):

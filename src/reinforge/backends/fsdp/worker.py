@@ -1,4 +1,4 @@
-"""One rank's part of a backend: what it holds of a model that is cut into pieces, and its share of
+"""One rank's part of a backend: what it holds of a model that is cut into shards, and its share of
 every pass.
 
 Every method here is run by all ranks at once: a rank with nothing to do computes a pack of another
@@ -191,7 +191,7 @@ class FsdpWorker(RankWorker):
     # ---- whole tensors ----
 
     def state(self) -> State:
-        """This rank's pieces, under the names and in the precision that the whole has in a
+        """This rank's shards, under the names and in the precision that the whole has in a
         checkpoint.
         """
         found = super().state()
@@ -202,7 +202,7 @@ class FsdpWorker(RankWorker):
         return State({**found.tensors, **weights}, found.meta)
 
     def _whole(self, name: str, piece: Tensor) -> Tensor:
-        """The tensor that the pieces of all ranks make up."""
+        """The tensor that the shards of all ranks make up."""
         if name in self.optimizer.whole or piece.ndim == 0:
             return piece
         shape = list(self.shapes[name])
@@ -241,7 +241,7 @@ class FsdpWorker(RankWorker):
                 targets[name].copy_(whole)
 
     def _box(self, key: str, shape: Sequence[int]) -> Box:
-        """Where this rank's piece of a tensor of a state lies in the whole."""
+        """Where this rank's shard of a tensor of a state lies in the whole."""
         name = parameter_of(key)
         if not shape or name in self.optimizer.whole:
             return tuple((0, n) for n in shape)
@@ -312,7 +312,7 @@ class FsdpWorker(RankWorker):
 
 
 def _meshes(kind: str, parallel: ParallelLayout) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Over which ranks weights are cut into pieces, and over which matrices are cut before that."""
+    """Over which ranks weights are cut into shards, and over which matrices are cut before that."""
     if parallel.tensor == 1:
         return init_device_mesh(kind, (parallel.size,)), None
     both = init_device_mesh(

@@ -41,7 +41,7 @@ View = Callable[[Tensor], Tensor]
 class WeightPlacement:
     """Where a parameter of transformers lies: in `own`, a parameter of `MegatronModel.module`,
     whose part `view` it is; of a parameter that the tensor group has cut along `dim`, this rank's
-    piece.
+    shard.
     """
 
     own: str
@@ -49,7 +49,7 @@ class WeightPlacement:
     dim: int | None = None
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The piece in a tensor like `own` (a weight, a moment), shaped as in transformers."""
+        """The shard in a tensor like `own` (a weight, a moment), shaped as in transformers."""
         part = self.view(tensor)
         return part.flatten(0, -tensor.ndim) if part.ndim > tensor.ndim else part
 
@@ -58,7 +58,7 @@ class WeightPlacement:
         part.copy_(piece.reshape(part.shape))
 
     def cut(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """The piece of one rank of the group."""
+        """The shard of one rank of the group."""
         return whole if self.dim is None else whole.chunk(size, self.dim)[rank]
 
 
@@ -197,7 +197,7 @@ class MegatronModel(CausalModel):
 
     @property
     def cut_over_group(self) -> set[str]:
-        """Parameters of `module` of which each rank of the tensor group has another piece."""
+        """Parameters of `module` of which each rank of the tensor group has another shard."""
         return {place.own for place in self.places.values() if place.dim is not None}
 
     @property
@@ -328,7 +328,7 @@ def library() -> SimpleNamespace:
 
 
 def connect(tensor: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's tensor group, and the ranks that have the same piece of every matrix as this one.
+    """This rank's tensor group, and the ranks that have the same shard of every matrix as this one.
 
     Run by all ranks at once: Megatron's groups are global, and made again for ranks that were
     opened anew, or are to be cut otherwise.

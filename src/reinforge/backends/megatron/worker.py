@@ -94,7 +94,7 @@ class MegatronWorker(RankWorker):
                 yield "/".join([kind, name, *rest]), place, tensor
 
     def _whole(self, place: WeightPlacement, tensor: Tensor) -> Tensor:
-        """What the pieces of a tensor group make up. A number (of steps) is what it is."""
+        """What the shards of a tensor group make up. A number (of steps) is what it is."""
         if tensor.ndim == 0:
             return tensor
         piece = place.take(tensor.detach()).contiguous()
@@ -125,7 +125,7 @@ class MegatronWorker(RankWorker):
                 targets[name].copy_(found)
 
     def receive(self, tensors: dict[str, Tensor]) -> None:
-        """Whole tensors, of which each rank keeps its piece."""
+        """Whole tensors, of which each rank keeps its shard."""
         model = self.model
         for key, tensor in tensors.items():
             place = model.places[key.split("/")[1]]
