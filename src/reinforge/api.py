@@ -24,10 +24,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import RunResult, train_config
 from reinforge.config.load import config_from_dict
 from reinforge.config.pipeline import Pipeline, load_any
@@ -37,10 +38,8 @@ from reinforge.config.strict import parse
 from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
 from reinforge.data.objects import rows_of
-
-if TYPE_CHECKING:
-    from reinforge.build.caller_objects import CallerObjects
-    from reinforge.rewards.build import GivenRewards
+from reinforge.pipelines.run import run_pipeline
+from reinforge.rewards.build import GivenRewards, describe_rewards
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -129,9 +128,6 @@ def train(
     `dir` is where the run is written: by default a new `runs/<algorithm>-<date>-<time>`. To
     continue a run, give its `dir`.
     """
-    from reinforge.build.caller_objects import CallerObjects
-    from reinforge.rewards.build import describe_rewards
-
     _check_named(model, adapter)
     paths = {
         name: str(value)
@@ -240,8 +236,6 @@ def _check_named(model: Any, adapter: Any) -> None:
 
 def _train_pipeline(pipeline: Pipeline, given: CallerObjects) -> RunResult:
     """Metrics are named by stage: `grpo/eval/accuracy`."""
-    from reinforge.pipelines.run import run_pipeline
-
     if given.data is not None or given.eval_data is not None or given.functions:
         raise InputError(
             "objects cannot be given beside a pipeline: its stages could not be made again.",
@@ -297,40 +291,9 @@ def evaluate(
     Writes nothing but the result. Rows that were given as Python objects are not kept: for such a
     run, name files, `overrides=["data.source=rows.jsonl", ...]`.
     """
-    from reinforge.build.caller_objects import CallerObjects
-    from reinforge.build.evaluation import Evaluate, build_heldout
-    from reinforge.build.inputs import read_inputs
-    from reinforge.build.local import LocalFactories
-    from reinforge.build.saved_model import config_of, load_weights
-    from reinforge.build.supervised import build_supervised_heldout
-    from reinforge.models.packed import PackedModel
-    from reinforge.watch.view import View
+    from reinforge.offline.evaluate import evaluate_saved
 
-    config, run_dir = config_of(Path(config_or_run), overrides)
-    view = View()
-    factories = LocalFactories()
-    inputs = read_inputs(config, CallerObjects(), view, factories.make_rewards)
-
-    def load(model: PackedModel) -> None:
-        if run_dir is not None:
-            load_weights(model, run_dir, checkpoint)
-
-    heldout: Evaluate | None
-    if config.algorithm.rl:
-        heldout = build_heldout(inputs, factories, view, load=load)
-    else:
-        heldout = build_supervised_heldout(inputs, factories, view, load=load)
-    if heldout is None:
-        raise InputError(
-            "there is nothing to evaluate: no held-out rows, or no reward to score them.",
-            where="data.eval",
-            fix="Set data.eval.size or data.eval.source, and rewards.",
-        )
-
-    async def measure() -> dict[str, float]:
-        return await heldout()
-
-    return run_sync(measure())
+    return evaluate_saved(Path(config_or_run), overrides, checkpoint)
 
 
 def generate(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reinforge.config.schema import Config
 from reinforge.data.sources import PYTHON
-from reinforge.models.causal import CausalModel
 from reinforge.rewards.build import GivenRewards, describe_rewards
+
+if TYPE_CHECKING:
+    from reinforge.models.causal import CausalModel
 
 
 @dataclass

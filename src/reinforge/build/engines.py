@@ -12,9 +12,11 @@ from reinforge.backends.distributed.ranks import Ranks
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.policy import load_policy, move_to_device
 from reinforge.build.served import setup_of, trainer_score
+from reinforge.cluster.data_parallel import DataParallelEngine
 from reinforge.config.schema import Config
 from reinforge.core.engine import Engine
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.served.make import make_served
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import pick_device, stop_tokens
 
@@ -44,8 +46,6 @@ def engine_of(
     cfg = inputs.cfg
     stops = frozenset({*stop_tokens(model), *inputs.stop_tokens})
     if cfg.rollout.engine != "native":
-        from reinforge.engines.served.make import make_served
-
         setup = setup_of(
             cfg, model, stops, context=inputs.context, longest=inputs.longest, saved=saved
         )
@@ -55,8 +55,6 @@ def engine_of(
     engine = native_engine(inputs, model, stops)
     if ranks is None or not cfg.rollout.all_ranks:
         return engine
-    from reinforge.cluster.data_parallel import DataParallelEngine
-
     return DataParallelEngine(ranks, engine, partial(_engine_of_rank, inputs, stops))
 
 

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reinforge.build.caller_objects import CallerObjects
 from reinforge.config.schema import Config
-from reinforge.core.aio import run_sync
+from reinforge.watch.view import View
 
 if TYPE_CHECKING:
-    from reinforge.build.attempt import Attempt
-    from reinforge.build.caller_objects import CallerObjects
-    from reinforge.build.factories import Factories
-    from reinforge.loops.run import Run
     from reinforge.loops.view import ViewLike
 
 
@@ -36,48 +33,12 @@ def train_config(
     config: Config, given: CallerObjects | None = None, view: ViewLike | None = None
 ) -> RunResult:
     """Runs one config to its end, or on from where it stopped. Every ending leaves a report."""
-    from reinforge.watch.view import View
-
     view = view or View()
     view.doing("loading torch and transformers")
-    from reinforge.build.attempt import Attempt
-    from reinforge.build.caller_objects import CallerObjects
-    from reinforge.build.local import LocalFactories
-    from reinforge.build.ranks import open_ranks
+    from reinforge.build.execute import execute
 
-    given = given or CallerObjects()
     try:
-        if config.cluster.kind == "ray":
-            from reinforge.build.ray_run import run_on_ray
-
-            run = run_on_ray(config, given, view, _execute)
-        else:
-            with open_ranks(config):
-                run = _execute(config, given, view, Attempt(), LocalFactories(given.model))
+        run = execute(config, given or CallerObjects(), view)
     finally:
         view.stop()
     return RunResult(run.dir, run.last, run.step, run.stopped, run.report)
-
-
-def _execute(
-    config: Config, given: CallerObjects, view: ViewLike, attempt: Attempt, factories: Factories
-) -> Run:
-    """The run that the config describes, to its end."""
-    from reinforge.build.trainer import build
-    from reinforge.loops.rl import RLTrainer
-
-    trainer = build(config, view, given, attempt, factories)
-    run = trainer.run
-    attempt.run_made(run)
-
-    async def go() -> None:
-        with run:
-            attempt.run_opened(run)
-            await trainer.train()
-
-    try:
-        run_sync(go(), run.terminate)
-    finally:
-        if isinstance(trainer, RLTrainer):
-            trainer.engine.close()
-    return run

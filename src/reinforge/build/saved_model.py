@@ -10,6 +10,7 @@ import torch
 
 from reinforge.checkpoint import store
 from reinforge.checkpoint.tensors import within
+from reinforge.config.adapter import AdapterConfig
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
@@ -101,8 +102,6 @@ def open_model(
         model = load_model(config.model, config.adapter)
         load_weights(model, run_dir, checkpoint)
         return model, config
-    from reinforge.config.adapter import AdapterConfig
-
     base, own = base_of(source) if adapter is None else (source, None)
     tokenizer = own if own is not None and (Path(own) / "tokenizer_config.json").is_file() else None
     on_top = adapter or own

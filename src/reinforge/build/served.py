@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,13 @@ from reinforge.core.batch import Batch
 from reinforge.core.files import readable_as_usual
 from reinforge.core.sample import Sample
 from reinforge.core.seeds import seed_of
+from reinforge.engines.served.dialect import ServerSetup
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import pick_device, without_quantization
+from reinforge.models.named_weights import named_weights
 from reinforge.models.save import writing
 from reinforge.weights.probe import Scorer
-
-if TYPE_CHECKING:
-    from reinforge.engines.served.dialect import ServerSetup
 
 
 def setup_of(
@@ -36,8 +35,6 @@ def setup_of(
     saved: str | None,
 ) -> ServerSetup:
     """What the servers are told. Plain values: they may be started by another process."""
-    from reinforge.engines.served.dialect import ServerSetup
-
     folder = Path(cfg.run.dir)
     device = pick_device(cfg.model.device).type if not cfg.engine.devices else "cuda"
     return ServerSetup(
@@ -93,8 +90,6 @@ def save_model(model: CausalModel, place: Path) -> None:
 
 def _without_adapter(model: CausalModel) -> Any:
     """A fresh model with the merged weights: what a server would be sent anyway."""
-    from reinforge.models.named_weights import named_weights
-
     fresh = type(model.causal)._from_config(model.causal.config, dtype=model.dtype)
     fresh.load_state_dict(dict(named_weights(model.module)), strict=False)
     fresh.tie_weights()

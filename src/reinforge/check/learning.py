@@ -17,6 +17,8 @@ from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
+from reinforge.models.tiny import make_tiny_model
+from reinforge.watch.runs import read_lines
 
 STEPS = 40
 RISE = 0.3  # how much the reward must rise
@@ -48,8 +50,6 @@ def check(config: Config | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="reinforge-check-") as folder:
         data = None
         if config is None:
-            from reinforge.models.tiny import make_tiny_model
-
             model = make_tiny_model(Path(folder) / "model", width=64, layers=2, heads=4)
             raw: dict[str, Any] = {
                 "model": {"path": str(model)},
@@ -95,8 +95,6 @@ def check(config: Config | None = None) -> dict[str, Any]:
 
 
 def _first_and_last(config: Config, given: CallerObjects) -> tuple[float, float]:
-    from reinforge.watch.runs import read_lines
-
     result = train_config(config, given)
     rewards = [
         line["reward/mean"]

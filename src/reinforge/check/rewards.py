@@ -18,7 +18,8 @@ from reinforge.check.attacks import WRAPS, attacks, wrapped
 from reinforge.config.rewards import RewardConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Row
+from reinforge.core.row import Row
+from reinforge.data.sources import train_and_eval_rows
 from reinforge.plan.gold_answers import sample, tokens_for
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.combine import combined, gates_of
@@ -97,8 +98,6 @@ def check_rewards(
         )
         for cfg in tried
     ]
-    from reinforge.data.sources import train_and_eval_rows
-
     chosen = [
         row
         for row in sample(train_and_eval_rows(config.data)[0], rows)

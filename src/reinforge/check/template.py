@@ -10,11 +10,12 @@ from reinforge.config.data import DataConfig
 from reinforge.config.model import ModelConfig
 from reinforge.core.env import Action, Call, Observation
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Row
+from reinforge.core.row import Row
 from reinforge.data.chat import Renderer
 from reinforge.data.dialogue import DialogueTokens
 from reinforge.data.templates import check_prefix, takes_tools
 from reinforge.envs.calls import detect, tool_template_of
+from reinforge.models.load import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,8 +39,6 @@ TOOL = {
 
 def check_template(model: str, chat_template: str | None = None) -> dict[str, Any]:
     """Everything that multi-turn training depends on, as (label: finding)."""
-    from reinforge.models.load import load_tokenizer
-
     return template_facts(load_tokenizer(ModelConfig(path=model, chat_template=chat_template)))
 
 

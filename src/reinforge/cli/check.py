@@ -8,7 +8,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from reinforge.check.rewards import check_rewards
+from reinforge.cli.network import network
 from reinforge.cli.show import print_mapping, print_table
+from reinforge.config.load import load_config
+from reinforge.core.hub import offline
 
 DEFAULT = "learning"
 Overrides = Annotated[
@@ -27,6 +31,7 @@ class DefaultCommandGroup(TyperGroup):
 
 app = typer.Typer(
     cls=DefaultCommandGroup,
+    add_completion=False,
     rich_markup_mode="rich",
     help=(
         "Prove that the pipeline can learn, and that rewards cannot be cheated; tell what a chat"
@@ -57,8 +62,6 @@ def learning(
 
       reinforge check recipe:chain_sum train.learning_rate=1e-4
     """
-    from reinforge.config.load import load_config
-
     loaded = load_config(config, overrides or []) if config else None
     from reinforge.check.learning import check as run_check
 
@@ -105,11 +108,7 @@ def rewards(
 
       reinforge check rewards my.yaml --gold "<answer>{answer}</answer>"
     """
-    from reinforge.config.load import load_config
-
     loaded = load_config(config, overrides or [])
-    from reinforge.check.rewards import check_rewards
-
     found = check_rewards(loaded, rows=rows, allowed=allow, gold=gold)
     print_table(found.table())
     for name in found.left_out:
@@ -135,10 +134,11 @@ def template(
 
       reinforge check template models/mine --chat-template mine.jinja
     """
-    from reinforge.core.hub import offline
-
     if not Path(model).expanduser().exists():
         offline()  # before the hub's libraries are imported: they would try for a minute, aloud
     from reinforge.check.template import check_template
 
     print_mapping(check_template(model, chat_template))
+
+
+app.command()(network)

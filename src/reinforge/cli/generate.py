@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from reinforge.api import generate as generate_file
+from reinforge.cli.arguments import Temperature, TopP
+from reinforge.config.load import load_config
+from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.data.readers import kind_of
 
-if TYPE_CHECKING:
-    from reinforge.config.schema import Config
-
-Temperature = Annotated[
-    float, typer.Option("--temperature", "-t", metavar="N", help="0 = greedy.", min=0)
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        metavar="N",
-        help="Nucleus: sample from the most likely tokens that hold this much probability.",
-        min=0,
-        max=1,
-    ),
-]
-MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest completion.", min=1)]
 Longest = Annotated[
     int | None,
     typer.Option(
@@ -205,8 +194,6 @@ def generate(
     source = _source(prompts, out)
     config: Config | None = None
     if model.endswith((".yaml", ".yml")):
-        from reinforge.config.load import load_config
-
         config = load_config(Path(model))
         model = config.model.path
         adapter = adapter or (config.adapter.path if config.adapter else None)
@@ -237,9 +224,7 @@ def generate(
             margin,
             n,
         )
-    from reinforge.api import generate as run
-
-    rows = run(
+    rows = generate_file(
         model,
         source,
         out,
@@ -266,8 +251,6 @@ def _tell_pairs(out: Path) -> None:
 
 def _source(prompts: str | None, out: Path) -> Path | str | None:
     """The prompts' file, checked, or the name of another source."""
-    from reinforge.data.readers import kind_of
-
     if prompts is None or not kind_of(prompts).startswith("."):
         return prompts
     path = Path(prompts)

@@ -16,7 +16,12 @@ from typing import Annotated, Any
 
 import typer
 
+from reinforge.cli.problems import refuse
+from reinforge.cluster.launchers import kubernetes, ray_job, slurm
+from reinforge.cluster.launchers.job import LaunchJob
+from reinforge.config.pipeline import Pipeline, load_any
 from reinforge.core.errors import InputError, ReinforgeError
+from reinforge.plan.preflight import preflight
 
 TOOLS = {
     "sbatch": (
@@ -37,11 +42,6 @@ class LaunchTarget(StrEnum):
 class ProcessStarter(StrEnum):
     srun = "srun"
     torchrun = "torchrun"
-
-
-def register(app: typer.Typer, check: typer.Typer) -> None:
-    app.command("launch")(launch)
-    check.command("network")(network)
 
 
 def launch(
@@ -113,9 +113,6 @@ def launch(
       reinforge launch recipe:chain_sum --on kubernetes --nodes 4 --gpus 8 \\
         --image reinforge:1 --dry-run cluster.kind=ray train.backend=fsdp
     """
-    from reinforge.cluster.launchers.job import LaunchJob
-    from reinforge.config.pipeline import Pipeline
-
     words = _adapted(config, tuple(overrides or ()), on, nodes, gpus)
     loaded = _loaded(config, words, on)
     run_dir = Path(os.path.abspath(loaded.dir if isinstance(loaded, Pipeline) else loaded.run.dir))
@@ -164,8 +161,6 @@ def _adapted(
     """The overrides, with what follows from where the run goes: the cluster's address, the number
     of ranks on this machine.
     """
-    from reinforge.config.pipeline import Pipeline, load_any
-
     loaded = load_any(config, overrides)
     if isinstance(loaded, Pipeline):
         if nodes > 1:
@@ -206,25 +201,22 @@ def _loaded(config: Path, overrides: tuple[str, ...], on: LaunchTarget) -> Any:
     """The configuration; what is wrong with it is told here and not by a job that has waited for
     hours. Paths may be of another machine.
     """
-    from reinforge.config.pipeline import Pipeline, load_any
-    from reinforge.plan.preflight import preflight
-
     loaded = load_any(config, overrides)
     if isinstance(loaded, Pipeline) or on in (LaunchTarget.ray, LaunchTarget.kubernetes):
         return loaded
-    if errors := preflight(loaded).errors:
-        raise InputError(
-            "\n  - ".join([f"{len(errors)} problems:", *errors]) if len(errors) > 1 else errors[0]
-        )
+    refuse(preflight(loaded).errors)
     return loaded
 
 
 def _prepared(
-    job: Any, on: LaunchTarget, starter: Any, standing: bool, uses_ray: bool, address: str | None
+    job: LaunchJob,
+    on: LaunchTarget,
+    starter: Any,
+    standing: bool,
+    uses_ray: bool,
+    address: str | None,
 ) -> tuple[dict[Path, str], list[str]]:
     """(file: its text) that are written, and the command that submits them."""
-    from reinforge.cluster.launchers import kubernetes, ray_job, slurm
-
     folder: Path = job.folder
     if on is LaunchTarget.slurm:
         return {folder / "job.sh": slurm.script(job, starter)}, slurm.submission(
@@ -253,7 +245,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _submit(job: Any, files: dict[Path, str], command: list[str], on: LaunchTarget) -> None:
+def _submit(job: LaunchJob, files: dict[Path, str], command: list[str], on: LaunchTarget) -> None:
     tool = command[0]
     if on is not LaunchTarget.local and shutil.which(tool) is None:
         raise InputError(f"there is no {tool} here.", where="--on", fix=TOOLS[tool])
@@ -272,50 +264,3 @@ def _submit(job: Any, files: dict[Path, str], command: list[str], on: LaunchTarg
             f"{tool} ended with exit code {done.returncode}: {(done.stderr or done.stdout).strip()}"
         )
     print(f"{done.stdout.strip()}\nlogs: {job.run_dir / 'logs'}")
-
-
-def network(
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=2,
-            help="Processes of the test on this machine; default: one per GPU, or 2.",
-        ),
-    ] = None,
-    megabytes: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Size of what is reduced.")
-    ] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Look for the usual mistakes in the network's settings, and measure an all-reduce.
-
-    Under torchrun or srun: over all of their ranks.
-
-    Exit code 2: something is set that cannot work.
-
-    [bold]Examples[/bold]
-
-      reinforge check network
-
-      srun --nodes 2 --ntasks-per-node 8 reinforge check network
-    """
-    import json
-
-    from reinforge.cli.show import print_mapping
-    from reinforge.cluster.network import report
-
-    found = report(ranks, megabytes)
-    if found is None:  # a rank other than 0
-        return
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        print_mapping(
-            {key: value for key, value in found.items() if key not in ("errors", "warnings")}
-        )
-        for kind in ("warnings", "errors"):
-            for line in found[kind]:
-                typer.echo(f"{kind[:-1]}: {line}", err=True)
-    if found["errors"]:
-        raise typer.Exit(InputError.exit_code)

@@ -1,4 +1,4 @@
-"""Commands that use a model or make one: generate, eval, chat, serve, export, tiny."""
+"""Commands that use a model or make one: eval, chat, export, tiny, demo."""
 
 from __future__ import annotations
 
@@ -9,24 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from reinforge.cli.generate import MaxNewTokens, Temperature, TopP, generate
-from reinforge.cli.serve import serve
+from reinforge.api import evaluate as evaluate_model
+from reinforge.cli.arguments import MaxNewTokens, Temperature, TopP
 from reinforge.cli.show import print_mapping
 from reinforge.core.errors import InputError
+from reinforge.watch.view import BarView
 
 TOY = "runs/tiny"  # where the recipes look for it
-
-
-def register(app: typer.Typer) -> None:
-    for command, name in (
-        (generate, None),
-        (evaluate, "eval"),
-        (chat, None),
-        (serve, None),
-        (export, None),
-        (tiny, None),
-    ):
-        app.command(name)(command)
 
 
 def evaluate(
@@ -107,9 +96,7 @@ def evaluate(
             where="CONFIG_OR_RUN",
             fix="Give a .yaml file or a run directory.",
         )
-    from reinforge.api import evaluate as run
-
-    print_mapping(run(config_or_run, overrides or []))
+    print_mapping(evaluate_model(config_or_run, overrides or []))
 
 
 def _with_lm_eval(
@@ -247,7 +234,6 @@ def tiny(
             fix="Choose another directory, or use the model that is there.",
         )
     from reinforge.offline.starter_model import make_taught_model
-    from reinforge.watch.view import BarView
 
     make_taught_model(out, seed=seed, context=context, view=BarView())
     recipe = "reinforge train recipe:algorithms/grpo"
@@ -259,3 +245,25 @@ def tiny(
             "more": "reinforge recipes lists what else starts from it",
         }
     )
+
+
+def demo(
+    dir: Annotated[Path, typer.Option(help="Where the demo's model and runs go.")] = Path(
+        "runs/demo"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of the demo.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A minute instead of several; learns less.")
+    ] = False,
+) -> None:
+    """Train a small model from nothing, on this machine, and show what it learned.
+
+    [bold]Examples[/bold]
+
+      reinforge demo
+
+      reinforge demo --quick --dir /tmp/demo
+    """
+    from reinforge.cli.demo import run_demo
+
+    run_demo(dir, seed, quick)

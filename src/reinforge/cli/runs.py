@@ -11,18 +11,38 @@ from typing import Annotated, Any
 
 import typer
 
+from reinforge.cli.arguments import RunDir
+from reinforge.cli.lazy import Entry, LazyGroup
 from reinforge.cli.show import print_mapping, print_table, print_text
+from reinforge.cli.why import print_group, print_overview, print_sample
 from reinforge.core.errors import InputError
+from reinforge.watch.ending import describe_end, grouped
+from reinforge.watch.pipeline import RECORD, show_pipeline, write_pipeline_report
+from reinforge.watch.report import write_report
+from reinforge.watch.runs import compare_runs, list_runs, show_run
+from reinforge.watch.why import explain_group, find_group, find_sample, overview, read_step
+
+
+class RunsCommands(LazyGroup):
+    """`reinforge runs`: those below, and one that reads checkpoints."""
+
+    entries = {
+        "digest": Entry(
+            "reinforge.cli.digest:digest",
+            "Print one hash of all that a run's newest checkpoint holds.",
+        )
+    }
+
 
 app = typer.Typer(
+    cls=RunsCommands,
+    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="List, show, compare and report on runs.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
-PIPELINE = "pipeline.json"  # in the directory of a pipeline
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -51,8 +71,6 @@ def list_command(
 
       reinforge runs list experiments --json
     """
-    from reinforge.watch.runs import list_runs
-
     found = list_runs(root)
     if as_json:
         _json(found)
@@ -86,15 +104,10 @@ def show(run: RunDir, as_json: AsJson = False) -> None:
 
       reinforge runs show runs/chain-sum
     """
-    if (run / PIPELINE).is_file():
-        from reinforge.watch.pipeline import show_pipeline
-
+    if (run / RECORD).is_file():
         stages = show_pipeline(run)
         _json(stages) if as_json else print_table(stages)
         return
-    from reinforge.watch.ending import describe_end
-    from reinforge.watch.runs import show_run
-
     found = show_run(run)
     if as_json:
         _json(found)
@@ -117,14 +130,9 @@ def report(run: RunDir) -> None:
 
       reinforge runs report runs/chain-sum
     """
-    if (run / PIPELINE).is_file():
-        from reinforge.watch.pipeline import write_pipeline_report
-
+    if (run / RECORD).is_file():
         print(write_pipeline_report(run))
         return
-    from reinforge.watch.report import write_report
-    from reinforge.watch.runs import show_run
-
     found = show_run(run)
     print(write_report(run))
     far = f"{found['status']}, step {found['step']} of {found['steps'] or '?'}"
@@ -143,8 +151,6 @@ def compare(
 
       reinforge runs compare runs/a runs/b
     """
-    from reinforge.watch.runs import compare_runs
-
     found = compare_runs(runs)
     if as_json:
         _json(found)
@@ -191,9 +197,6 @@ def why(
 
       reinforge runs why runs/chain-sum --step 11 --group 0
     """
-    from reinforge.cli.why import print_group, print_overview, print_sample
-    from reinforge.watch.why import explain_group, find_group, find_sample, overview, read_step
-
     if sample is not None and group is None:
         raise InputError("--sample is one of a group.", where="--group", fix="Say which group.")
     record = read_step(run, step)
@@ -209,56 +212,10 @@ def why(
     _json(explain_group(record, one)) if as_json else print_group(record, one)
 
 
-@app.command()
-def digest(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
-) -> None:
-    """Print one hash of all that a run's newest checkpoint holds.
-
-    Equal digests mean bit-identical runs. Of several runs: a line for each,
-    and whether they are equal; exit code 1 where they are not.
-
-    Of a pipeline: a line per stage, and on the last line the hash of them all.
-
-    [bold]Examples[/bold]
-
-      reinforge runs digest runs/chain-sum
-
-      reinforge runs digest runs/a runs/b
-    """
-    if len(runs) == 1:
-        stages, whole = _digest(runs[0])
-        for name, value in stages.items():
-            print(f"{value}  {name}")
-        print(whole)
-        return
-    found = {run: _digest(run)[1] for run in runs}
-    for run, value in found.items():
-        print(f"{value}  {run}")
-    if len(set(found.values())) > 1:
-        print("different")
-        raise typer.Exit(1)
-    print("equal: bit-identical")
-
-
-def _digest(run: Path) -> tuple[dict[str, str], str]:
-    """Of each stage, where it is a pipeline, and of the whole."""
-    if (run / PIPELINE).is_file():
-        from reinforge.pipelines.run import digest_pipeline, whole_digest
-
-        stages = digest_pipeline(run)
-        return stages, whole_digest(stages)
-    from reinforge.checkpoint.store import digest_run
-
-    return {}, digest_run(run)
-
-
 def _shown(run: Mapping[str, Any]) -> dict[str, Any]:
     """The rest of what `runs show` prints: the settings that matter, the last metrics by group,
     what there is and happened. --json has all.
     """
-    from reinforge.watch.ending import grouped
-
     return {
         "settings": run["config"],
         **grouped(run["last"]),

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from reinforge.serve.options import KEY, ServeOptions
+from reinforge.serve.server import serve as serve_model
 
 
 def serve(
@@ -117,7 +118,6 @@ def serve(
       reinforge serve --reward my-org/reward-model
     """
     from reinforge.build.serving import load_scorer, load_service
-    from reinforge.serve.server import serve as run
 
     options = ServeOptions(
         host=host,
@@ -138,4 +138,4 @@ def serve(
         adapter=adapter,
     )
     load = load_scorer if reward else load_service
-    run(partial(load, model, options), options, reward=reward)
+    serve_model(partial(load, model, options), options, reward=reward)

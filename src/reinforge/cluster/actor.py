@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reinforge.cluster.connect import ray
+from reinforge.core.errors import InputError, ReinforgeError
 
 MODEL = "model"  # the object that an engine in an actor of its own generates with
 
@@ -195,8 +196,6 @@ class Actor:
 
 
 def _error_reply(error: Exception) -> ActorReply:
-    from reinforge.core.errors import InputError, ReinforgeError
-
     if isinstance(error, InputError):
         return ActorReply(
             error="InputError", detail={"what": error.what, "where": error.where, "fix": error.fix}

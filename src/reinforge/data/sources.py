@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from reinforge.core.errors import InputError
+from reinforge.core.row import Row
 from reinforge.core.seeds import seed_of
 from reinforge.data.bad_rows import BadRows
 from reinforge.data.formats import check_nothing_lost, understood
@@ -26,8 +27,6 @@ from reinforge.data.readers import GENERATED, Record, did_you_mean, kind_of, rea
 
 if TYPE_CHECKING:
     from reinforge.config.data import DataConfig
-    from reinforge.core.sample import Row
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked for, in this order
 # data.source where there are several; also the column that says which one a row is of
@@ -62,8 +61,6 @@ def _mixed(cfg: DataConfig) -> Iterator[Row]:
     """The rows of every source of a mixture, one after the other; their column `mixture` says which
     source they are of.
     """
-    from reinforge.core.sample import Row
-
     for item in cfg.mixture:
         name = item.name or item.source
         own = {
@@ -148,8 +145,6 @@ def _rows(
     Their ids: the id or uid column, which must be unique; otherwise a hash of the contents, and the
     how-many-eth it is of equal rows.
     """
-    from reinforge.core.sample import Row
-
     seen: dict[str, str] = {}  # id -> where it was
     equal: dict[str, int] = {}  # contents -> how many so far
     for place, raw in records:

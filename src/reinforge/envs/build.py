@@ -11,7 +11,7 @@ from typing import Any
 
 from reinforge.core.env import Env
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Row
+from reinforge.core.row import Row
 from reinforge.core.seeds import seed_of
 from reinforge.envs.adapters.bridge import EnvBridge
 from reinforge.envs.names import BUILTIN, FOREIGN

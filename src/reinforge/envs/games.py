@@ -7,7 +7,7 @@ import re
 
 from reinforge.core.env import Action, Observation, Step
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Row
+from reinforge.core.row import Row
 
 NUMBER = re.compile(r"-?\d+")
 

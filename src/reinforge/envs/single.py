@@ -6,7 +6,7 @@ What the answer is worth is for the config's rewards to say.
 from __future__ import annotations
 
 from reinforge.core.env import Action, Observation, Step
-from reinforge.core.sample import Row
+from reinforge.core.row import Row
 
 
 class SingleTurnEnv:

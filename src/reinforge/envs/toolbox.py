@@ -13,7 +13,7 @@ from typing import Any
 
 from reinforge.core.env import Action, Call, Message, Observation, Step
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Row
+from reinforge.core.row import Row
 from reinforge.core.threads import in_thread
 from reinforge.envs.mcp import McpConnection, connect, server_of
 from reinforge.envs.shipped import shipped

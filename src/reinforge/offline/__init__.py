@@ -1,1 +1,1 @@
-"""Floor 7: what is done with a trained model: generation to a file, labels, export."""
+"""Floor 7: what is done with a trained model: evaluation, generation to a file, labels, export."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
+from reinforge.build.run import train_config
+from reinforge.config.load import config_from_dict
 from reinforge.loops.view import NoView, ViewLike
 from reinforge.models.tiny import make_tiny_model
+from reinforge.offline.export import export
 
 
 def make_taught_model(
@@ -21,12 +25,6 @@ def make_taught_model(
     about a fifth of them right. `view` is shown the run that teaches it; its directory is gone
     afterwards.
     """
-    import tempfile
-
-    from reinforge.build.run import train_config
-    from reinforge.config.load import config_from_dict
-    from reinforge.offline.export import export
-
     with tempfile.TemporaryDirectory(prefix="reinforge-tiny-") as folder:
         model = make_tiny_model(
             Path(folder) / "model",

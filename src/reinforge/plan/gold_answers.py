@@ -16,7 +16,7 @@ from reinforge.plan.preflight import PlanReport
 from reinforge.rewards.raised import raised_in_words
 
 if TYPE_CHECKING:
-    from reinforge.core.sample import Row
+    from reinforge.core.row import Row
 
 GOLD_ROWS = 8
 UNTRIED = ("model", "judge", "http")  # weights are not loaded and servers not asked for a check

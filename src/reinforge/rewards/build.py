@@ -12,10 +12,12 @@ from typing import Any, cast
 from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.rewards.builtin import FUNCTIONS
+from reinforge.rewards.code import code_reward
 from reinforge.rewards.combine import gates_of
 from reinforge.rewards.execution import pool_for, with_execution
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.load import load_function
+from reinforge.rewards.math import TARGET, math_reward
 from reinforge.rewards.names import BUILTIN
 from reinforge.rewards.rule import NormalizationRule
 
@@ -126,8 +128,6 @@ def _from_config(
     if cfg.name == "process":
         return _process(cfg, where, device, load)
     if cfg.name == "code":
-        from reinforge.rewards.code import code_reward
-
         judged = code_reward(cfg.options, where.replace("name", "options"))
         opened = judged if device is None else judged.open()
         return FunctionReward(cfg.name, opened, cfg.weight, notes=opened.notes)
@@ -195,8 +195,6 @@ def _process(
 
 
 def _math(cfg: RewardConfig, where: str) -> FunctionReward:
-    from reinforge.rewards.math import TARGET, math_reward
-
     if find_spec("math_verify") is None:
         raise InputError(
             "the reward math needs math-verify, which is not installed.",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Row
+from reinforge.core.row import Row
 from reinforge.rewards.adapt import IDS
 from reinforge.rewards.outcome import RewardOutcome, checked
 from reinforge.rewards.pool import RewardPool

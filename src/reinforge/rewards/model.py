@@ -15,7 +15,7 @@ from typing import Any, Literal
 from reinforge.config.data import DataConfig
 from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Row
+from reinforge.core.row import Row
 from reinforge.data.chat import Renderer
 from reinforge.models.load import load_scalar
 from reinforge.models.scalar import ScalarModel

@@ -81,7 +81,7 @@ def test_train_hands_on_the_config(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[Any] = []
-    fake(monkeypatch, "reinforge.build.run", train_config=seen.append)
+    monkeypatch.setattr("reinforge.cli.train.train_config", seen.append)
     assert main(["train", str(config), "train.steps=7", "train.learning_rate=1e-3"]) == 0
     assert (seen[0].train.steps, seen[0].train.learning_rate) == (7, 1e-3)
     assert capsys.readouterr().out == "", "the run tells its end itself"
@@ -123,10 +123,8 @@ print([said for said in Terminal.said if said[0].startswith("reinforge")])
 def test_train_refuses_before_anything_heavy(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake(
-        monkeypatch,
-        "reinforge.build.run",
-        train_config=lambda c: pytest.fail("must not be reached"),
+    monkeypatch.setattr(
+        "reinforge.cli.train.train_config", lambda c: pytest.fail("must not be reached")
     )
     assert main(["train", str(config), "train.lerning_rate=1"]) == 2
     assert "did you mean `train.learning_rate`?" in capsys.readouterr().err
@@ -169,7 +167,7 @@ def test_errors_become_exit_codes(
     def raises(*_: Any) -> None:
         raise error
 
-    fake(monkeypatch, "reinforge.build.run", train_config=raises)
+    monkeypatch.setattr("reinforge.cli.train.train_config", raises)
     assert main(["train", str(config)]) == code
     err = capsys.readouterr().err
     assert words in f"\n{err}" and "Traceback" not in err
@@ -198,7 +196,7 @@ def test_generate(
         calls.append((args, kw))
         return 12
 
-    fake(monkeypatch, "reinforge.api", generate=generate)
+    monkeypatch.setattr("reinforge.cli.generate.generate_file", generate)
     prompts = tmp_path / "p.jsonl"
     out = tmp_path / "o.jsonl"
     prompts.write_text("{}\n")
@@ -243,7 +241,7 @@ def test_eval_chat_export_demo_check(
     def record(result: Any) -> Callable[..., Any]:
         return lambda *args, **kw: calls.append((args, kw)) or result
 
-    fake(monkeypatch, "reinforge.api", evaluate=record({"eval/accuracy": 0.5}))
+    monkeypatch.setattr("reinforge.cli.model.evaluate_model", record({"eval/accuracy": 0.5}))
     fake(monkeypatch, "reinforge.cli.chat", chat=record(None))
     fake(monkeypatch, "reinforge.offline.export", export=record(Path("exported")))
     fake(monkeypatch, "reinforge.cli.demo", run_demo=record({"before": 0.1, "after": 0.9}))

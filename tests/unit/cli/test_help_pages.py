@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import typer
 
+from reinforge.cli.lazy import LazyGroup
 from reinforge.cli.main import app, main
 from reinforge.config.recipes import recipe_names, summary
 
@@ -15,10 +16,19 @@ NARROWEST = 26  # columns that the words beside an option need to be read
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, command in group.commands.items():
+    for name, listed in group.commands.items():
+        lazy = isinstance(group, LazyGroup) and name in group.entries
+        command = group.load(name) if lazy else listed
+        if lazy:
+            assert first_line(command) == group.entries[name].summary
         yield (*path, name), command
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
+
+
+def first_line(command: Any) -> str:
+    text: str = command.help or ""
+    return text.strip().partition("\n\n")[0]
 
 
 ALL = dict(commands(typer.main.get_command(app)))
@@ -33,7 +43,7 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", ALL, ids=" ".join)
 def test_what_a_command_does_is_one_line_of_its_docstring(path: tuple[str, ...]) -> None:
     """The list of commands keeps the docstring's newlines: a second line would be ragged there."""
-    first = (ALL[path].help or "").strip().partition("\n\n")[0]
+    first = first_line(ALL[path])
     assert first.endswith(".") and "\n" not in first
 
 

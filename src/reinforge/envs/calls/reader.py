@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from reinforge.core.engine import Completion
 from reinforge.core.env import Call
-from reinforge.core.sample import Stop
+from reinforge.core.row import Stop
 from reinforge.data.chat import Renderer
 from reinforge.envs.calls.base import ParsedAnswer
 from reinforge.envs.calls.tool_template import ToolTemplate
