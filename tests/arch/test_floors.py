@@ -250,7 +250,7 @@ def test_one_process_imports_nothing_that_is_for_several() -> None:
     """
     parts = (
         "reinforge.build.trainer, reinforge.build.units, reinforge.build.algorithm,"
-        " reinforge.plan.checks, reinforge.plan.gold_answers"
+        " reinforge.plan.data_checks, reinforge.plan.gold_answers"
     )
     code = f"import sys, {parts}; print(*sys.modules)"
     result = subprocess.run(

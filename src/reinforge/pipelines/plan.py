@@ -25,8 +25,9 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.pipelines.artefact import path_in, read_artefact
 from reinforge.pipelines.run import check_finished, redone
+from reinforge.plan.checks import run_checks
 from reinforge.plan.plan import DEADLINE_SECONDS, plan_run, worker_report
-from reinforge.plan.preflight import PlanReport, preflight
+from reinforge.plan.preflight import PlanReport, preflight, tell_stage
 
 
 def plan(
@@ -185,12 +186,10 @@ def describe_pipeline(report: PlanReport) -> list[dict[str, Any]]:
 
 def run_stage_checks(stages: Sequence[dict[str, Any]]) -> PlanReport:
     """Phase 2 of each stage, its name in front of every message."""
-    from reinforge.plan.checks import run_checks
-
     total = PlanReport()
     for item in stages:
         name = item["stage"]
-        print(f"stage: checking the stage {name}", file=sys.stderr, flush=True)
+        tell_stage(f"checking the stage {name}")
         found = run_checks(config_from_dict(item["config"], where=f"stage {name}"))
         total.errors += [f"stage {name}: {error}" for error in found.errors]
         total.warnings += [f"stage {name}: {warning}" for warning in found.warnings]

@@ -1,6 +1,7 @@
 """Phase 2 of `plan`: reads the data, renders prompts and runs the rewards.
 
-Runs as a process of its own that can be killed.
+Runs as a process of its own that can be killed. The checks themselves are in data_checks.py, which
+is imported when it is known whether a hub answers.
 
     python -m reinforge.plan.checks CONFIG [key=value...] --json
 
@@ -11,50 +12,20 @@ error, and so do the lines `stage: ...` that tell what was going on when the dea
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reinforge.config.load import load_config
 from reinforge.config.schema import Config
-from reinforge.core.errors import InputError, ReinforgeError
-from reinforge.data.bad_rows import BadRows
+from reinforge.core.errors import ReinforgeError
 from reinforge.data.readers import kind_of
 from reinforge.data.sources import MIXTURE, PYTHON
-from reinforge.plan.gold_answers import check_rewards, named, sample
 from reinforge.plan.hub import go_offline_if_unreachable, not_here
-from reinforge.plan.outside import (
-    check_engine,
-    check_env,
-    check_heads,
-    check_model,
-    check_other_models,
-    check_ranks,
-)
-from reinforge.plan.preflight import IMPORTING, PlanReport
+from reinforge.plan.preflight import IMPORTING, PlanReport, tell_stage
 from reinforge.watch.runs import checkpoints, steps_begun
-
-if TYPE_CHECKING:
-    from reinforge.core.sample import Row
-    from reinforge.data.chat import Renderer
-    from reinforge.data.units import Units
-
-SAMPLE_ABOVE = 10_000
-UNUSUAL = {
-    "special_text": "the text spells special tokens; it is kept as text",
-    "split_token": (
-        "a token would have spanned the end of the prompt; it is cut there, as in a rollout"
-    ),
-    "template_reads_special_text": (
-        "the chat template would have treated special text in its own way; it does not get to"
-        " see it"
-    ),
-}
 
 
 def run_checks(config: Config) -> PlanReport:
@@ -68,27 +39,9 @@ def run_checks(config: Config) -> PlanReport:
     try:
         _check_resume(config, report)
         _import(config, tokenizer=not missing)
-        _stage("putting the algorithm together")
-        _check_algorithm(config, report)
-        _stage("reading the data")
-        train, held_out = _rows(config, report)
-        if not train:
-            return report
-        _stage("comparing training and evaluation rows")
-        check_disjoint(train, held_out, report)
-        _check_curriculum(config, train)
-        _stage("looking for the columns of the rewards")
-        _check_columns(config, train, held_out)
-        _check_labels(config, train, report)
-        if missing:
-            report.warn("plan", "prompts, memory and time could not be checked without the models.")
-        else:
-            _check_model(config, train, held_out, report)
-        _stage("looking for engines and ranks")
-        check_engine(config, report)
-        check_ranks(config, report)
-        _stage("scoring gold answers")
-        check_rewards(config, train, report)
+        from reinforge.plan.data_checks import check_data
+
+        check_data(config, report, models=not missing)
     except ReinforgeError as error:
         report.errors.append(str(error))
     return report
@@ -117,27 +70,6 @@ def _check_resume(config: Config, report: PlanReport) -> None:
         )
 
 
-def _check_model(config: Config, train: list[Row], held_out: list[Row], report: PlanReport) -> None:
-    """What the tokenizer and the model's configuration tell."""
-    _stage("rendering prompts")
-    _check_prompts(config, sample(train, SAMPLE_ABOVE), sample(held_out, SAMPLE_ABOVE), report)
-    if report.ok:
-        _stage("beginning an episode")
-        check_env(config, train, report)
-    _stage("looking for the other models")
-    check_other_models(config)
-    _stage("looking at the model's heads")
-    check_heads(config, report)
-    _stage("predicting memory and time")
-    from reinforge.plan.prediction import predict_plan
-
-    predict_plan(config, report)
-
-
-def _stage(what: str) -> None:
-    print(f"stage: {what}", file=sys.stderr, flush=True)
-
-
 def _import(config: Config, *, tokenizer: bool) -> None:
     """The large libraries that the checks will need, one after the other: their seconds are not
     those of the checks.
@@ -149,216 +81,9 @@ def _import(config: Config, *, tokenizer: bool) -> None:
     modules = ["torch", *(["transformers.models.auto.tokenization_auto"] if tokenizer else [])]
     modules += [brought[kind] for kind in sorted(kinds & brought.keys())]
     for module in modules:
-        _stage(f"{IMPORTING} {module.partition('.')[0]}")
+        tell_stage(f"{IMPORTING} {module.partition('.')[0]}")
         with suppress(ImportError):  # whoever needs it will say so
             import_module(module)
-
-
-def _rows(config: Config, report: PlanReport) -> tuple[list[Row], list[Row]]:
-    from reinforge.build.data import few_rows
-    from reinforge.data.sources import train_and_eval_rows
-
-    train, held_out = train_and_eval_rows(config.data)
-    report.summary["rows"] = {"train": len(train), "eval": len(held_out)}
-    if not train:
-        report.refuse(
-            "data.source",
-            f"{config.data.source} gives no training rows.",
-            "Check data.where, data.limit and data.eval.size.",
-        )
-    elif (doubt := few_rows(config, len(train))) is not None:
-        report.warnings.append(str(doubt))
-    wants_eval = config.data.eval.source is not None or config.data.eval.size > 0
-    if wants_eval and not held_out:
-        report.refuse(
-            "data.eval",
-            "gives no evaluation rows.",
-            "Check data.eval.source, data.eval.where and data.eval.size.",
-        )
-    if train and config.train.epochs is not None:
-        report.summary["steps"] = math.ceil(
-            config.train.epochs * len(train) / config.train.prompts_per_step
-        )
-    return train, held_out
-
-
-def check_disjoint(train: Sequence[Row], held_out: Sequence[Row], report: PlanReport) -> None:
-    """Refuses evaluation rows that ask what is trained on, whatever their ids: their scores would
-    measure memory.
-    """
-    from reinforge.data.sources import overlap
-
-    pairs = overlap(train, held_out)
-    if pairs:
-        twin, first = pairs[0]
-        report.refuse(
-            "data.eval",
-            f"{len(pairs)} of {len(held_out)} evaluation rows ask the same as training rows, e.g."
-            f" {named(first)} as training row {twin.id!r}.",
-            "Remove the duplicates, use another source, or for generated tasks seeds further apart"
-            " than the number of rows.",
-        )
-
-
-def _check_algorithm(config: Config, report: PlanReport) -> None:
-    """Settings that no part takes, and parts that do not go together; what a user should know about
-    the rest.
-    """
-    from reinforge.build.algorithm import algorithm_of
-
-    for note in algorithm_of(config.algorithm, config.rollout.max_new_tokens).notes:
-        report.warn("algorithm", note)
-
-
-def _check_columns(config: Config, train: Sequence[Row], held_out: Sequence[Row]) -> None:
-    """Every row must have what the rewards ask for."""
-    from reinforge.build.data import check_scored_columns
-    from reinforge.rewards.build import build_rewards
-
-    check_scored_columns(config, build_rewards(config.rewards), train, held_out)
-
-
-def _check_curriculum(config: Config, train: Sequence[Row]) -> None:
-    """Every row must have the number that a declared curriculum sorts by."""
-    curriculum = config.sampling.curriculum
-    if curriculum is not None and curriculum.column is not None:
-        from reinforge.rollout.rows.curriculum import difficulties
-
-        difficulties(train, curriculum.column)
-
-
-def _check_labels(config: Config, train: Sequence[Row], report: PlanReport) -> None:
-    """Judged answers need both verdicts."""
-    from reinforge.build.algorithm import algorithm_of
-    from reinforge.build.units import units_of
-    from reinforge.data.units import BOTH_LABELS, judged, one_sided
-
-    if units_of(algorithm_of(config.algorithm, config.rollout.max_new_tokens)) is judged and (
-        what := one_sided(train)
-    ):
-        report.warn("data", what, BOTH_LABELS)
-
-
-def _check_prompts(
-    config: Config, train: list[Row], held_out: list[Row], report: PlanReport
-) -> None:
-    from reinforge.build.algorithm import algorithm_of
-    from reinforge.build.units import units_of
-    from reinforge.data.chat import Renderer
-    from reinforge.data.units import texts
-    from reinforge.models.load import context_length, load_tokenizer
-
-    tokenizer = load_tokenizer(config.model)
-    context = context_length(config.model)
-    check_model(config, report)
-    renderer = Renderer(tokenizer, config.data)
-    given = not config.algorithm.rl  # rows are trained as they are
-    make = units_of(algorithm_of(config.algorithm, config.rollout.max_new_tokens))
-    limit = config.data.max_length or context - (0 if given else config.rollout.max_new_tokens)
-    if limit < 1:
-        report.refuse(
-            "rollout.max_new_tokens",
-            f"{config.rollout.max_new_tokens} tokens leave no room for a prompt in a context of"
-            f" {context}.",
-        )
-        return
-    for rows, kind in ((train, "training"), (held_out, "evaluation")):
-        # with rewards, evaluation also generates
-        whole = given and (kind == "training" or not config.rewards)
-        lengths = _lengths(renderer, rows, make if whole else None)
-        if kind == "training":
-            report.summary["row_tokens" if given else "prompt_tokens"] = {
-                **quantiles(lengths),
-                "limit": limit,
-                "checked": len(rows),
-            }
-        check_lengths(config, kind, rows, lengths, limit, report)
-    if config.algorithm.kind.wants_answers:
-        _lengths(renderer, train, texts)
-    for name, count in renderer.counts.items():
-        if count:
-            report.warn(
-                "data",
-                f"{count} of {len(train) + len(held_out)} checked rows: {UNUSUAL.get(name, name)}.",
-            )
-
-
-def _lengths(renderer: Renderer, rows: Sequence[Row], make: Units | None) -> list[int]:
-    """Of all rows; those that cannot be rendered are told together."""
-    found = []
-    bad = BadRows()
-    for row in rows:
-        with bad.looking_at(row.id):
-            found.append(_length(renderer, row, make))
-    bad.refuse()
-    return found
-
-
-def _length(renderer: Renderer, row: Row, make: Units | None) -> int:
-    """Of the prompt, or of the longest text that the row becomes."""
-    try:
-        return (
-            len(renderer.prompt(row))
-            if make is None
-            else max(len(s.tokens) for unit in make(renderer, row) for s in unit)
-        )
-    except ReinforgeError:
-        raise
-    except Exception as error:  # jinja and tokenizers raise what they like; the row must be named
-        raise InputError(
-            f"cannot be rendered: {type(error).__name__}: {error}.",
-            where=named(row),
-            fix="Check data.template, data.columns and the chat template.",
-        ) from error
-
-
-def quantiles(lengths: Sequence[int]) -> dict[str, int]:
-    """Of a list that is not empty, each a member of it.
-
-    >>> quantiles([5, 1, 9])
-    {'min': 1, 'median': 5, 'p90': 9, 'max': 9}
-    """
-    ordered = sorted(lengths)
-    return {
-        name: ordered[round(q * (len(ordered) - 1))]
-        for name, q in (("min", 0.0), ("median", 0.5), ("p90", 0.9), ("max", 1.0))
-    }
-
-
-def check_lengths(
-    config: Config,
-    kind: str,
-    rows: Sequence[Row],
-    lengths: Sequence[int],
-    limit: int,
-    report: PlanReport,
-) -> None:
-    """What `data.length` does to the rows past the limit."""
-    long = [(n, i) for i, n in enumerate(lengths) if n > limit]
-    if not long:
-        return
-    longest, worst = max(long, key=lambda pair: pair[0])
-    what = (
-        f"{len(long)} of {len(rows)} checked {kind} rows are longer than {limit} tokens; the"
-        f" longest is {named(rows[worst])} with {longest}."
-    )
-    if config.data.length == "error":
-        report.refuse(
-            "data.length",
-            what,
-            "Shorten them, raise data.max_length, lower rollout.max_new_tokens, or set data.length"
-            " to drop or truncate.",
-        )
-    elif config.data.length == "drop" and len(long) == len(rows):
-        report.refuse(
-            "data.length",
-            what,
-            "All of them would be dropped: raise data.max_length or lower rollout.max_new_tokens.",
-        )
-    else:
-        done = "dropped" if config.data.length == "drop" else "truncated"
-        report.summary[done] = {**report.summary.get(done, {}), kind: len(long)}
-        report.warn("data.length", what, f"They are {done}.")
 
 
 def main(argv: list[str]) -> None:

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reinforge.config.schema import Config
 from reinforge.core.errors import ReinforgeError
-from reinforge.plan.preflight import PlanReport
+from reinforge.core.row import Row
+from reinforge.plan.preflight import PlanReport, tell_stage
+from reinforge.rewards.build import build_rewards
 from reinforge.rewards.raised import raised_in_words
-
-if TYPE_CHECKING:
-    from reinforge.core.row import Row
 
 GOLD_ROWS = 8
 UNTRIED = ("model", "judge", "http")  # weights are not loaded and servers not asked for a check
@@ -45,8 +43,6 @@ def check_rewards(config: Config, rows: list[Row], report: PlanReport) -> None:
     """
     if not config.rewards:
         return
-    from reinforge.rewards.build import build_rewards
-
     rewards = build_rewards(config.rewards)
     if all(cfg.name in UNTRIED for cfg in config.rewards):
         return  # nothing that could be tried without loading weights or asking a server
@@ -72,7 +68,7 @@ async def _score_gold(
             continue
         key = f"rewards.{i} ({reward.name})"
         scores[reward.name] = {}
-        print(f"stage: scoring gold answers with {key}", file=sys.stderr, flush=True)
+        tell_stage(f"scoring gold answers with {key}")
         for kind in totals:
             texts = [str(row.columns["answer"]) if kind == "gold" else "" for row in rows]
             values = await _score(

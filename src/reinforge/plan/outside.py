@@ -11,13 +11,31 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from reinforge.build.environments import mixture_of
+from reinforge.build.limits import episode_tokens
+from reinforge.build.ranks import ranks_here
+from reinforge.config.architectures import engine_refusal
 from reinforge.config.engine import SERVERS
+from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Row
+from reinforge.core.row import Row
 from reinforge.core.seeds import seed_of
+from reinforge.data.chat import Renderer
+from reinforge.data.dialogue import DialogueTokens
+from reinforge.envs.calls import tool_template_of
+from reinforge.models import rope
+from reinforge.models.load import (
+    check_architecture,
+    context_length,
+    load_config,
+    load_tokenizer,
+    pick_device,
+)
 from reinforge.plan.hub import models_of
 from reinforge.plan.preflight import PlanReport
+from reinforge.rollout.dialogue.env_player import first_prompt
+from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
 
 IMPORT_SECONDS = 20.0
 CPU_HEAD = 32
@@ -33,15 +51,6 @@ def check_env(config: Config, rows: Sequence[Row], report: PlanReport) -> None:
     """
     if config.env is None:
         return
-    from reinforge.build.environments import mixture_of
-    from reinforge.build.limits import episode_tokens
-    from reinforge.data.chat import Renderer
-    from reinforge.data.dialogue import DialogueTokens
-    from reinforge.envs.calls import tool_template_of
-    from reinforge.models.load import context_length, load_tokenizer
-    from reinforge.rollout.dialogue.env_player import first_prompt
-    from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
-
     mixture = mixture_of(config.env, config.run.seed)
     renderer = Renderer(load_tokenizer(config.model), config.data)
     most = episode_tokens(config, context_length(config.model))
@@ -117,10 +126,6 @@ def check_model(config: Config, report: PlanReport) -> None:
     """That the model's architecture can be trained, as far as its config.json tells, and generated
     with where the native engine does it.
     """
-    from reinforge.config.architectures import engine_refusal
-    from reinforge.models import rope
-    from reinforge.models.load import check_architecture, load_config
-
     shape = load_config(config.model)
     check_architecture(shape, config.model.path, scores=config.algorithm.family == "reward")
     why = engine_refusal(shape.to_dict())
@@ -139,9 +144,6 @@ def check_other_models(config: Config) -> None:
     """That the teachers, the critic and the reward models on the hub are there: asks for their
     configurations. Directories were looked at before.
     """
-    from reinforge.config.model import ModelConfig
-    from reinforge.models.load import load_config
-
     revisions = {}
     if config.teacher is not None:
         teachers = [("teacher", config.teacher.revision)]
@@ -159,8 +161,6 @@ def check_heads(config: Config, report: PlanReport) -> None:
     """
     if config.rollout.engine != "vllm" or config.engine.address:
         return
-    from reinforge.models.load import load_config, pick_device
-
     if pick_device(config.model.device).type != "cpu":
         return
     shape = load_config(config.model)
@@ -179,8 +179,6 @@ def check_ranks(config: Config, report: PlanReport) -> None:
     """A warning, because the machine that plans need not be the one that trains."""
     if config.train.backend == "local" or config.cluster.kind == "ray":
         return
-    from reinforge.build.ranks import ranks_here
-
     try:
         ranks_here(config)
     except InputError as error:

@@ -11,19 +11,25 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reinforge.algorithms import catalogue
+from reinforge.algorithms.settings import closest
 from reinforge.config import megatron
 from reinforge.config.recipes import how_to_make
 from reinforge.config.rules.check import doubts
 from reinforge.config.rules.machine import missing
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.data.readers import FILES, kind_of, size_of
+from reinforge.envs import names as env_names
 from reinforge.loops.config_changes import check_changes
 from reinforge.plan.hub import models_of
+from reinforge.rewards import names as reward_names
 
 KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "qlora": "QLoRA (base in NF4)"}
 # what `reinforge launch` leaves in the run directory before there is a run
@@ -62,18 +68,21 @@ class PlanReport:
         return {"ok": self.ok, **asdict(self)}
 
 
+def tell_stage(what: str) -> None:
+    """Tells what phase 2 begins with: `plan` reads it from standard error when a deadline comes."""
+    print(f"stage: {what}", file=sys.stderr, flush=True)
+
+
 def preflight(config: Config) -> PlanReport:
     """Phase 1 of `plan`: everything wrong that the file system and the lists of names can tell, in
     well under a second.
     """
-    from reinforge.algorithms.catalogue import TABLE
-
     report = PlanReport(summary=_step_summary(config))
-    if config.algorithm.name not in TABLE:
+    if config.algorithm.name not in catalogue.TABLE:
         report.refuse(
             "algorithm.name",
             f"there is no algorithm {config.algorithm.name!r}.",
-            _nearest(config.algorithm.name, TABLE),
+            _nearest(config.algorithm.name, catalogue.TABLE),
         )
     _check_model(config, report)
     for i, item in enumerate(config.data.mixture):
@@ -144,8 +153,6 @@ def _check_agent(config: Config, report: PlanReport) -> None:
 
 def _check_parts(config: Config, report: PlanReport) -> None:
     """The parts of the algorithm: names that there are, or functions that their files define."""
-    from reinforge.algorithms import catalogue
-
     cfg = config.algorithm
     parts = (
         ("advantage", cfg.advantage, catalogue.ADVANTAGES),
@@ -214,15 +221,11 @@ def _step_summary(config: Config) -> dict[str, Any]:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    from reinforge.algorithms.settings import closest
-
     close = closest(name, names, 0.5)
     return (f"Did you mean {close}? " if close else "") + f"There are: {', '.join(names)}."
 
 
 def _check_model(config: Config, report: PlanReport) -> None:
-    from reinforge.algorithms.settings import closest
-
     model = config.model
     adapter = config.adapter
     for i, reward in enumerate(config.rewards):
@@ -291,8 +294,6 @@ def _check_model(config: Config, report: PlanReport) -> None:
 
 
 def _check_source(key: str, source: str, options: dict[str, Any], report: PlanReport) -> None:
-    from reinforge.data.readers import FILES, kind_of, size_of
-
     try:
         kind = kind_of(source)
         size_of(source, options)  # generated tasks check their options
@@ -322,8 +323,6 @@ def _check_source(key: str, source: str, options: dict[str, Any], report: PlanRe
 
 
 def _check_rewards(config: Config, report: PlanReport) -> None:
-    from reinforge.rewards.names import BUILTIN
-
     seen: set[str] = set()
     for i, reward in enumerate(config.rewards):
         key = f"rewards.{i}.name"
@@ -342,11 +341,11 @@ def _check_rewards(config: Config, report: PlanReport) -> None:
                     f"there is no package {module.partition('.')[0]!r}.",
                     "Install it, or write `file.py:function`.",
                 )
-        elif reward.name not in BUILTIN:
+        elif reward.name not in reward_names.BUILTIN:
             report.refuse(
                 key,
                 f"there is no reward {reward.name!r}.",
-                _nearest(reward.name, BUILTIN) + " Your own: `file.py:function`.",
+                _nearest(reward.name, reward_names.BUILTIN) + " Your own: `file.py:function`.",
             )
         if reward.name in seen:
             report.warn(
@@ -363,12 +362,10 @@ def _check_env(config: Config, report: PlanReport) -> None:
     """Environments and formats that there are; and somebody who says what an episode is worth."""
     if config.env is None:
         return
-    from reinforge.envs.names import BUILTIN, FOREIGN, FORMATS, UNSCORED
-
     for i, entry in enumerate(config.env.entries):
         key = f"env.mix.{i}.name" if config.env.mix else "env.name"
         library, _, rest = entry.name.partition(":")
-        own = rest if library in FOREIGN else entry.name  # what may be the user's
+        own = rest if library in env_names.FOREIGN else entry.name  # what may be the user's
         if entry.python is not None and shutil.which(Path(entry.python).expanduser()) is None:
             report.refuse(
                 key.replace("name", "python"),
@@ -377,23 +374,23 @@ def _check_env(config: Config, report: PlanReport) -> None:
             )
         if ".py:" in own or own.endswith(".py"):
             _check_function(key, own, report)
-        elif ":" not in entry.name and entry.name not in BUILTIN:
+        elif ":" not in entry.name and entry.name not in env_names.BUILTIN:
             report.refuse(
                 key,
                 f"there is no environment {entry.name!r}.",
-                _nearest(entry.name, BUILTIN) + " Your own: `file.py:Class`.",
+                _nearest(entry.name, env_names.BUILTIN) + " Your own: `file.py:Class`.",
             )
-        elif entry.name in UNSCORED and not config.rewards and not config.env.compare:
+        elif entry.name in env_names.UNSCORED and not config.rewards and not config.env.compare:
             report.refuse(
                 "rewards",
                 f"the environment {entry.name} says nothing about what an answer is worth.",
                 "Add rewards, e.g. [{name: exact_number}].",
             )
-    if config.env.calls not in ("auto", *FORMATS):
+    if config.env.calls not in ("auto", *env_names.FORMATS):
         report.refuse(
             "env.calls",
             f"there is no format of tool calls {config.env.calls!r}.",
-            _nearest(config.env.calls, ("auto", *FORMATS)),
+            _nearest(config.env.calls, ("auto", *env_names.FORMATS)),
         )
     if config.env.compare and ".py:" in config.env.compare:
         _check_function("env.compare", config.env.compare, report)

@@ -76,7 +76,7 @@ def test_labels_that_all_say_the_same_are_told_when_training_and_planning(
     train_config(make("both", "kto", "train.steps=1", rewards=[]), CallerObjects(data=both), quiet)
     assert not any("are labelled" in text for text in quiet.messages)
 
-    from reinforge.plan.checks import _check_labels
+    from reinforge.plan.data_checks import _check_labels
 
     for data, expected in ((rows, 1), (both, 0)):
         report = PlanReport()

@@ -23,7 +23,8 @@ from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.plan import hub, plan
-from reinforge.plan.checks import quantiles, run_checks
+from reinforge.plan.checks import run_checks
+from reinforge.plan.data_checks import quantiles
 from reinforge.plan.gold_answers import sample
 from reinforge.plan.outside import check_other_models
 from reinforge.plan.preflight import preflight
@@ -261,7 +262,7 @@ def test_a_teacher_that_the_hub_does_not_have_is_found(
         asked.append((cfg.path, cfg.revision, where))
         raise InputError(f"there is no {cfg.path}.", where=where)
 
-    monkeypatch.setattr("reinforge.models.load.load_config", absent)
+    monkeypatch.setattr("reinforge.plan.outside.load_config", absent)
     teacher = {"path": "org/teacher", "revision": "v2"}
     config = config_from_dict(
         settings(model, rows, tmp_path, algorithm={"name": "opd"}, rewards=[], teacher=teacher)
