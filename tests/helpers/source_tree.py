@@ -21,6 +21,7 @@ class Import:
     line: int
     # runs when the file is imported (not inside a function, not under TYPE_CHECKING)
     at_module_level: bool
+    in_function: bool  # runs when a function is called
 
 
 @cache
@@ -46,6 +47,7 @@ def _absolute(node: ast.ImportFrom, module: str, path: Path) -> str:
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
+@cache
 def imports(module: str) -> list[Import]:
     """Every import statement of a module, the ones inside functions and under TYPE_CHECKING
     included.
@@ -53,18 +55,18 @@ def imports(module: str) -> list[Import]:
     path = modules()[module]
     found = []
 
-    def visit(node: ast.AST, at_module_level: bool) -> None:
+    def visit(node: ast.AST, at_module_level: bool, in_function: bool) -> None:
+        def add(name: str, line: int) -> None:
+            found.append(Import(name, line, at_module_level, in_function))
+
         if isinstance(node, ast.Import):
-            found.extend(Import(alias.name, node.lineno, at_module_level) for alias in node.names)
+            for alias in node.names:
+                add(alias.name, node.lineno)
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(node, module, path)
             for alias in node.names:
                 submodule = f"{base}.{alias.name}"
-                found.append(
-                    Import(
-                        submodule if submodule in modules() else base, node.lineno, at_module_level
-                    )
-                )
+                add(submodule if submodule in modules() else base, node.lineno)
         for child in ast.iter_child_nodes(node):
             deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             typing_only = (
@@ -72,9 +74,13 @@ def imports(module: str) -> list[Import]:
                 and "TYPE_CHECKING" in ast.dump(node.test)
                 and child in node.body
             )
-            visit(child, at_module_level and not deferred and not typing_only)
+            visit(
+                child,
+                at_module_level=at_module_level and not deferred and not typing_only,
+                in_function=in_function or deferred,
+            )
 
-    visit(tree(path), True)
+    visit(tree(path), at_module_level=True, in_function=False)
     return found
 
 

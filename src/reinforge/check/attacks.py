@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from reinforge.core.row import Row
+from reinforge.core.row import Row
 
 WRAPS: Mapping[str, str] = {  # how a right answer may be written; {answer} is its place
     "as it is": "{answer}",

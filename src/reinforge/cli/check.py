@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from reinforge.check.learning import check as check_learning
 from reinforge.check.rewards import check_rewards
 from reinforge.cli.network import network
 from reinforge.cli.show import print_mapping, print_table
@@ -63,9 +64,7 @@ def learning(
       reinforge check recipe:chain_sum train.learning_rate=1e-4
     """
     loaded = load_config(config, overrides or []) if config else None
-    from reinforge.check.learning import check as run_check
-
-    print_mapping(run_check(loaded))
+    print_mapping(check_learning(loaded))
 
 
 @app.command()

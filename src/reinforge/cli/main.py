@@ -36,7 +36,7 @@ SLOW = (
 )
 
 
-class Commands(LazyGroup):
+class ReinforgeCommands(LazyGroup):
     """`reinforge`."""
 
     entries = {
@@ -112,7 +112,7 @@ class Commands(LazyGroup):
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=ReinforgeCommands,
     name="reinforge",
     no_args_is_help=True,
     add_completion=False,

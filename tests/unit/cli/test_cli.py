@@ -77,6 +77,24 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"reinforge runs {name}" in capsys.readouterr().out
 
 
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = """
+import sys
+from reinforge.cli.main import main
+assert main(["--help"]) == 0 and main(["no-such-command"]) == 2
+print(sorted(name for name in sys.modules if name.startswith("reinforge.")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    loaded = {"cli", "cli.lazy", "cli.main", "core", "core.errors", "version"}
+    assert done.stdout.splitlines()[-1] == str(sorted(f"reinforge.{name}" for name in loaded))
+
+
 def test_train_hands_on_the_config(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,7 +263,7 @@ def test_eval_chat_export_demo_check(
     fake(monkeypatch, "reinforge.cli.chat", chat=record(None))
     fake(monkeypatch, "reinforge.offline.export", export=record(Path("exported")))
     fake(monkeypatch, "reinforge.cli.demo", run_demo=record({"before": 0.1, "after": 0.9}))
-    fake(monkeypatch, "reinforge.check.learning", check=record({"ok": True}))
+    monkeypatch.setattr("reinforge.cli.check.check_learning", record({"ok": True}))
     assert main(["eval", str(config), "eval.samples=8"]) == 0
     assert calls[-1] == ((config, ["eval.samples=8"]), {})
     assert main(["chat", "m", "--temperature", "0.5", "--system", "be brief"]) == 0
