@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CommandEntry:
     """A command in the table of its group."""
 
     place: str  # module:function, or module:app of a group
@@ -31,7 +31,7 @@ class LazyGroup(TyperGroup):
     completion of words and for a suggestion after a misspelling.
     """
 
-    entries: ClassVar[Mapping[str, Entry]] = {}
+    entries: ClassVar[Mapping[str, CommandEntry]] = {}
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)

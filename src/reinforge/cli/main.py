@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from reinforge.cli.lazy import Entry, LazyGroup
+from reinforge.cli.lazy import CommandEntry, LazyGroup
 from reinforge.core.errors import ReinforgeError, Terminated
 from reinforge.version import __version__
 
@@ -40,70 +40,70 @@ class ReinforgeCommands(LazyGroup):
     """`reinforge`."""
 
     entries = {
-        "train": Entry(
+        "train": CommandEntry(
             "reinforge.cli.train:train",
             "Run a configuration or a pipeline of several, or continue it from its newest"
             " checkpoint.",
         ),
-        "sft": Entry(
+        "sft": CommandEntry(
             "reinforge.cli.train:sft",
             "Fine-tune a model on rows of your own, without a configuration.",
         ),
-        "plan": Entry(
+        "plan": CommandEntry(
             "reinforge.cli.plan:plan",
             "Find what is wrong with a configuration before a model is loaded.",
         ),
-        "schema": Entry(
+        "schema": CommandEntry(
             "reinforge.cli.configs:schema",
             "Print the JSON schema of configurations, for editors, or their reference page.",
         ),
-        "algorithms": Entry(
+        "algorithms": CommandEntry(
             "reinforge.cli.algorithms:algorithms",
             "List the algorithms: the parts each is made of, its own defaults, its paper.",
         ),
-        "recipes": Entry(
+        "recipes": CommandEntry(
             "reinforge.cli.configs:recipes",
             "List the configurations that come with reinforge.",
         ),
-        "demo": Entry(
+        "demo": CommandEntry(
             "reinforge.cli.model:demo",
             "Train a small model from nothing, on this machine, and show what it learned.",
         ),
-        "generate": Entry(
+        "generate": CommandEntry(
             "reinforge.cli.generate:generate",
             "Complete every prompt of a file, with labels and preference pairs where they"
             " are wanted.",
         ),
-        "eval": Entry(
+        "eval": CommandEntry(
             "reinforge.cli.model:evaluate",
             "Measure a model on held-out rows, or on tasks of lm-evaluation-harness.",
         ),
-        "chat": Entry(
+        "chat": CommandEntry(
             "reinforge.cli.model:chat",
             "Talk to a model in the terminal.",
         ),
-        "serve": Entry(
+        "serve": CommandEntry(
             "reinforge.cli.serve:serve",
             "Serve a model over HTTP with the OpenAI API, or the scores of a reward model.",
         ),
-        "export": Entry(
+        "export": CommandEntry(
             "reinforge.cli.model:export",
             "Write a run's model as an ordinary model directory that transformers and"
             " servers load.",
         ),
-        "tiny": Entry(
+        "tiny": CommandEntry(
             "reinforge.cli.model:tiny",
             "Make the small model that the recipes start from, in seconds.",
         ),
-        "launch": Entry(
+        "launch": CommandEntry(
             "reinforge.cli.launch:launch",
             "Run a configuration on this machine, a Ray cluster, Slurm or Kubernetes.",
         ),
-        "runs": Entry(
+        "runs": CommandEntry(
             "reinforge.cli.runs:app",
             "List, show, compare and report on runs.",
         ),
-        "check": Entry(
+        "check": CommandEntry(
             "reinforge.cli.check:app",
             "Prove that the pipeline can learn, and that rewards cannot be cheated; tell"
             " what a chat template does.",

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from reinforge.cli.arguments import RunDir
-from reinforge.cli.lazy import Entry, LazyGroup
+from reinforge.cli.lazy import CommandEntry, LazyGroup
 from reinforge.cli.show import print_mapping, print_table, print_text
 from reinforge.cli.why import print_group, print_overview, print_sample
 from reinforge.core.errors import InputError
@@ -27,7 +27,7 @@ class RunsCommands(LazyGroup):
     """`reinforge runs`: those below, and one that reads checkpoints."""
 
     entries = {
-        "digest": Entry(
+        "digest": CommandEntry(
             "reinforge.cli.digest:digest",
             "Print one hash of all that a run's newest checkpoint holds.",
         )
