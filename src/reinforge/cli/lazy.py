@@ -41,7 +41,9 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is called, instead of its stand-in."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, self.load(name) if name in self.entries else command, rest
+        if name is not None and name in self.entries:
+            command = self.load(name)
+        return name, command, rest
 
     def load(self, name: str) -> Any:
         """The command of that name, imported."""
