@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any, get_args
 
 import pytest
 
+from helpers.backend_contract import MODELS, BackendContract
+from helpers.engine_contract import EngineContract
 from helpers.source_tree import PACKAGE, ROOT, modules, tree
+from reinforge.config.engine import EngineName
+from reinforge.config.rules.backends import BACKENDS
+from reinforge.config.train import BackendName
 
 # of each contract: where it stands, and the methods by which an implementation is known
 CONTRACTS = {
     "Engine": ("core/engine.py", {"async generate", "async update", "async sleep"}),
     "Backend": ("core/backend.py", {"annotate", "forward_backward", "step", "weights"}),
 }
+# a class of tests that runs a contract
+SUITE = re.compile(r"^class Test\w+\((BackendContract|OnTwoRanks|EngineContract)\)", re.MULTILINE)
 # these implement a contract or hand its calls on: what they read of it is no use of it
 DELEGATIONS = ("engines/", "backends/", "cluster/", "engines/resumable.py", "core/engine.py")
 
@@ -93,15 +104,49 @@ def test_every_member_of_a_contract_is_used_by_somebody(name: str) -> None:
     assert contract(name) <= used, f"nobody uses {sorted(contract(name) - used)} of {name}"
 
 
-@pytest.mark.parametrize("name", CONTRACTS)
-def test_every_implementation_is_made_by_a_test(name: str) -> None:
-    """By the suites of tests/contract, or by tests of its own."""
-    places = [p for folder in ("contract", "scale", "unit") for p in _tests(folder)]
-    said = "\n".join(path.read_text() for path in places)
-    missing = [kind for kind in implementations(name) if kind not in said]
-    # a backend on ranks is made by the name of its kind
-    assert [kind for kind in missing if kind != "DistributedBackend"] == []
+@cache
+def suites() -> list[type[Any]]:
+    """The classes of tests/contract and tests/scale that run a contract."""
+    found = []
+    for folder in ("contract", "scale"):
+        for path in sorted((ROOT / "tests" / folder).glob("test_*.py")):
+            if not SUITE.search(path.read_text()):
+                continue
+            spec = spec_from_file_location(f"suite_{path.stem}", path)
+            assert spec is not None and spec.loader is not None
+            module = module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses look for their module there
+            spec.loader.exec_module(module)
+            found += [
+                each
+                for each in vars(module).values()
+                if isinstance(each, type) and each.__module__ == module.__name__
+            ]
+    return found
 
 
-def _tests(folder: str) -> list[Path]:
-    return sorted((ROOT / "tests" / folder).rglob("*.py"))
+def cases(contract: type[Any]) -> list[Any]:
+    return [case for suite in suites() if issubclass(suite, contract) for case in suite.cases]
+
+
+def test_every_backend_has_a_case() -> None:
+    """What `train.backend` names, and actors of Ray around it."""
+    columns = {column.name for column in BACKENDS.columns}
+    assert columns == {*get_args(BackendName), "ray"}
+    assert {case.column for case in cases(BackendContract)} == columns
+
+
+def test_every_engine_has_a_case() -> None:
+    """What `rollout.engine` names, and every class that is an engine."""
+    found = cases(EngineContract)
+    assert {case.name for case in found} >= set(get_args(EngineName))
+    classes = {case.implementation for case in found} - {"FakeEngine"}
+    assert classes == implementations("Engine").keys()
+
+
+def test_what_a_case_cannot_do_is_of_the_contract() -> None:
+    for contract, others in ((BackendContract, set(MODELS)), (EngineContract, set())):
+        points = {name for name in vars(contract) if name.startswith("test_")}
+        for case in cases(contract):
+            assert case.cannot.keys() <= points | others, case.name
+            assert all(case.cannot.values()), f"{case.name} does not say why"

@@ -4,8 +4,8 @@ given. Copied as sglang/launch_server.py it is started as SGLang would be.
 
 Environment: STUB_HANG: a file that, while it exists, stops all generation (health included);
 STUB_STALE: update_weights_from_disk reports success and loads nothing; STUB_HOLD: a file that,
-while it exists, holds every request that has HOLD_AT tokens, so that a test can act in the middle
-of an answer however slow the machine is.
+while it exists, holds every request that has HOLD_AT tokens (or STUB_HOLD_AT), so that a test can
+act in the middle of an answer however slow the machine is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 NAME = "model.embed_tokens.weight"
 HOLD_AT = 20
+LETTERS = "abcdefgh"  # what its tokens say: as the tokenizer of the toys does
 BAD = 62  # a prompt that begins with it fails in the server, and only it
 
 
@@ -46,6 +47,7 @@ class Stub:
         self.flushed = 0
         self.running: dict[str, bool] = {}  # rid -> aborted
         self.held: set[str] = set()
+        self.hold_at = int(os.environ.get("STUB_HOLD_AT", HOLD_AT))
         self.memory: set[str] = {"weights", "kv_cache"}
 
     def logprobs(self, previous: int, temperature: float) -> list[float]:
@@ -70,7 +72,7 @@ class Stub:
                 while Path(os.environ.get("STUB_HANG", "/nowhere")).exists():
                     await asyncio.sleep(0.02)
                 while (
-                    len(drawn) == HOLD_AT
+                    len(drawn) == self.hold_at
                     and not self.running[rid]
                     and Path(os.environ.get("STUB_HOLD", "/nowhere")).exists()
                 ):
@@ -90,6 +92,10 @@ class Stub:
                 drawn.append([logp[last], last, None])
                 if last in p.get("stop_token_ids", ()):
                     reason = {"type": "stop", "matched": last}
+                    break
+                text = "".join(LETTERS[t % 8] for _, t, _ in drawn if t > 2)
+                if any(string in text for string in p.get("stop", ())):
+                    reason = {"type": "stop", "matched": text}
                     break
         finally:
             self.held.discard(rid)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.engine_contract import EngineCase, EngineContract
 from helpers.vllm_python import START, vllm_python
 from reinforge.build.served import setup_of, trainer_score
 from reinforge.config.adapter import AdapterConfig
@@ -129,27 +130,6 @@ def test_greedy_is_the_native_engines(pair: ModelAndEngine) -> None:
             run(pair.engine.generate(prompt, greedy, key=1))[0].tokens
             == run(native.generate(prompt, greedy, key=1))[0].tokens
         )
-
-
-def test_a_key_fixes_the_draws_whatever_else_runs(pair: ModelAndEngine) -> None:
-    async def work() -> None:
-        engine = pair.engine
-        alone = await engine.generate(PROMPT, FREE, key=5, n=3)
-        company = [
-            engine.generate([3 + i, 9], Sampling(4 + i, ignore_eos=True), key=i, n=1 + i % 2)
-            for i in range(5)
-        ]
-        results = await asyncio.gather(*company, engine.generate(PROMPT, FREE, key=5, n=4))
-        assert [c.tokens for c in results[-1][:3]] == [c.tokens for c in alone]
-        assert (
-            len(
-                {tuple(c.tokens) for c in results[-1]}
-                | {tuple(c.tokens) for c in await engine.generate(PROMPT, FREE, key=6, n=4)}
-            )
-            == 8
-        )
-
-    run(work())
 
 
 def test_more_prompts_than_one_pass_takes(pair: ModelAndEngine) -> None:
@@ -376,6 +356,48 @@ def test_what_a_killed_server_held_is_sent_again(pair: ModelAndEngine) -> None:
     restarts = pair.engine.restarts
     run(work())
     assert pair.engine.restarts == restarts + 1
+
+
+def with_stops(pair: ModelAndEngine, stop_tokens: Sequence[int] = ()) -> ServedEngine:
+    """The one engine that there is: stop tokens go with each request."""
+    pair.engine.stop_tokens = frozenset(stop_tokens)
+    return pair.engine
+
+
+class TestContract(EngineContract):
+    """With the server that the other tests have."""
+
+    cases = (
+        EngineCase(
+            name="vllm",
+            implementation="ServedEngine",
+            make=with_stops,
+            close=lambda engine: None,
+            weights=lambda pair, _: pair.weights,
+            idle=lambda e: not any(r.load for r in e.replicas),
+            vocabulary=512,
+            cannot={
+                "test_errors_reach_every_caller_and_nobody_hangs": (
+                    "a server that breaks is started again, and asked again"
+                ),
+                "test_an_update_in_the_middle_of_a_completion": (
+                    "one answer is over too soon: above, there are 128"
+                ),
+                "test_an_update_to_the_same_values_changes_no_draw": (
+                    "a server goes on after an update with draws of another stream"
+                ),
+                "test_stop_strings": "its bytes need not be text: above, those that are",
+            },
+        ),
+    )
+
+    @pytest.fixture(scope="class")
+    def started(self, pair: ModelAndEngine) -> ModelAndEngine:
+        return pair
+
+    @pytest.fixture(autouse=True)
+    def as_at_the_start(self, pair: ModelAndEngine) -> None:
+        run(pair.engine.update(pair.weights, 0))
 
 
 def test_nothing_is_left_in_memory(pair: ModelAndEngine) -> None:

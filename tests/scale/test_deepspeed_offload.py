@@ -1,0 +1,123 @@
+"""What DeepSpeed's ZeRO has of its own: states in host memory, moments of weights without a
+gradient, and what it refuses. The contract of backends is in test_backend_contract.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if find_spec("deepspeed") is None:
+    pytest.skip("pip install 'reinforge[deepspeed]'", allow_module_level=True)
+
+from helpers.backend_contract import Bad, Zero, after_steps
+from helpers.split_backends import LENGTHS, frozen, identical, load, policy_loss, update
+from helpers.toys import make_samples, relative, train_config
+from reinforge.algorithms.losses.value import ValueLoss
+from reinforge.backends.deepspeed.backend import DeepSpeedBackend
+from reinforge.backends.deepspeed.worker import DeepSpeedWorker
+from reinforge.backends.distributed.ranks import Ranks
+from reinforge.core.batch import Totals
+from reinforge.core.errors import InputError
+
+STAGES = (2, 3)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks.open(2, "cpu") as opened:
+        yield opened
+
+
+def many(
+    ranks: Ranks,
+    stage: int,
+    kind: str = "full",
+    reference: bool = True,
+    more: Any = None,
+    **changes: Any,
+) -> DeepSpeedBackend:
+    cfg = train_config(backend="deepspeed", deepspeed={"stage": stage, **(more or {})}, **changes)
+    return DeepSpeedBackend(
+        ranks,
+        partial(load, kind),
+        cfg,
+        full=load(kind),
+        total_steps=10,
+        temperature=0.8,
+        reference=reference,
+    )
+
+
+OFFLOADED = [
+    (2, {"offload_optimizer": "cpu"}),
+    (3, {"offload_optimizer": "cpu"}),
+    (3, {"offload_optimizer": "cpu", "offload_parameters": "cpu"}),
+]
+
+
+@pytest.mark.parametrize(("stage", "more"), OFFLOADED)
+@pytest.mark.parametrize("kind", ["full", "bfloat16"])
+def test_offload_changes_nothing_but_rounding(
+    ranks: Ranks, stage: int, more: dict[str, str], kind: str
+) -> None:
+    plain, moved = (
+        many(ranks, stage, kind, learning_rate=1e-2, max_grad_norm=0.5, more=m) for m in ({}, more)
+    )
+    for seed in range(3):
+        found, again = (
+            update(b, make_samples(LENGTHS, seed), policy_loss()) for b in (plain, moved)
+        )
+        assert again.pop("train/grad_norm") == pytest.approx(
+            found.pop("train/grad_norm"), rel=1e-6
+        ) and again == pytest.approx(found, rel=1e-5)
+    a = frozen(plain.state())
+    b = moved.state()
+    assert a.tensors.keys() == b.tensors.keys() and relative(b.tensors, a.tensors) < 1e-6
+    moved.load(a)
+    assert identical(moved.state(), a)
+    assert update(moved, make_samples(LENGTHS), Bad(float("nan")))["train/skipped"] == 1
+    assert update(moved, make_samples(LENGTHS), Zero())["train/empty"] == 1
+    assert identical(moved.state(), after_steps(a, 2))
+    assert update(moved, make_samples(LENGTHS))["train/skipped"] == 0
+    plain.close(), moved.close()
+
+
+def first_moments(shard: DeepSpeedWorker) -> float:
+    return float(shard.optimizer.moment("value_head.weight", "exp_avg").abs().sum())
+
+
+class Values(ValueLoss):
+    def __call__(self, tokens: Any, totals: Totals) -> Any:
+        loss = (tokens.values - 1.0).square().sum() / 10
+        return loss + 0.0 * tokens.logprobs.sum(), {}
+
+    reads = frozenset({"logprobs", "values"})
+
+
+@pytest.mark.parametrize("more", [{}, {"offload_optimizer": "cpu"}], ids=["here", "offloaded"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_weight_without_a_gradient_keeps_none_of_the_last_batch(
+    ranks: Ranks, stage: int, more: dict[str, str]
+) -> None:
+    """The value head is trained in the first batch and not in the second: its moment
+    only decays.
+    """
+    zero = many(ranks, stage, "head", False, more=more)
+    update(zero, make_samples(LENGTHS), Values(None))
+    before = ranks.call(zero.id, first_moments)[0]
+    update(zero, make_samples(LENGTHS))
+    assert before > 0 and ranks.call(zero.id, first_moments)[0] == pytest.approx(
+        0.9 * before, rel=1e-5
+    )
+    zero.close()
+
+
+def test_a_head_in_low_precision_is_refused() -> None:
+    # the ranks are of no use afterwards
+    with Ranks.open(2, "cpu") as own, pytest.raises(InputError, match="model.dtype"):
+        many(own, 2, "low critic", False)
