@@ -51,8 +51,8 @@ ADAPTERS = {
     "ray": "cluster/",
     "vllm": "engines/served/vllm_plugin.py",  # loaded by vLLM itself, in its own Python
     "sglang": "engines/served/sglang.py",
-    "deepspeed": "backends/deepspeed/model.py",
-    "megatron": "backends/megatron/model.py",
+    "deepspeed": "backends/deepspeed/library.py",
+    "megatron": "backends/megatron/library.py",
     "mcp": "envs/mcp.py",
 }
 HOMES = {

@@ -69,6 +69,7 @@ class AGroupEach:
     """
 
     stats = None
+    streaming = None
     measured: dict[str, float] = {}
 
     def __init__(self, inner: NativeEngine):

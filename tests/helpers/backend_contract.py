@@ -145,9 +145,8 @@ def values_pass(backend: Any, samples: Sequence[Any]) -> tuple[dict[str, float],
     for batch in batches:
         batch.streams["returns"] = batch.streams["advantages"]
     metrics = backend.forward_backward(batches, ValueLoss(0.2), Totals.of(batches, 32))
-    return {**metrics, **backend.step().metrics()}, torch.cat(
-        [b.streams["values"] for b in batches]
-    )
+    values = torch.cat([b.streams["values"] for b in batches])
+    return {**metrics, **backend.step().metrics()}, values
 
 
 class BackendContract:

@@ -172,6 +172,25 @@ class EngineContract:
 
         run(work(), LIMIT)
 
+    def test_what_streams_tells_tokens_as_they_come(self, engine: Any) -> None:
+        """Where it can: pieces that are the completions when they are put together."""
+        if engine.streaming is None:
+            return
+        told: dict[int, list[int]] = {0: [], 1: []}
+        pieces = 0
+        ends = []
+
+        def hear(i: int, tokens: list[int], logprobs: list[float], stop: Stop | None) -> None:
+            nonlocal pieces
+            assert len(tokens) == len(logprobs)
+            told[i] += tokens
+            pieces += 1
+            ends.append(stop)
+
+        found = run(engine.streaming.generate(PROMPT, FREE, key=5, n=2, on_tokens=hear), LIMIT)
+        assert [c.tokens for c in found] == [told[0], told[1]]
+        assert pieces > 2 and [s for s in ends if s is not None] == [Stop.LENGTH] * 2
+
     # ---- stops ----
 
     @pytest.mark.parametrize("own", [False, True], ids=["asked", "engine's"])

@@ -60,6 +60,7 @@ class TestDeepSpeed(OnTwoRanks):
 
 
 @needs("megatron")
+@pytest.mark.xdist_group("megatron")
 class TestMegatron(OnTwoRanks):
     cases = tuple(
         BackendCase(
@@ -75,6 +76,7 @@ class TestMegatron(OnTwoRanks):
 
 
 @needs("ray")
+@pytest.mark.xdist_group("clusters")
 class TestInAnActor(BackendContract):
     cases = (
         BackendCase(

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO engine around one model: the only file that knows DeepSpeed (0.19).
+"""DeepSpeed's ZeRO engine around one model, and the optimizer that it calls.
 
 What the engine does: cuts gradients, masters and moments (stage 2) and weights (stage 3) over the
 ranks, moves them to host memory or disk, adds gradients up. What it does not do: it scales no loss,
@@ -9,43 +9,20 @@ the flat piece of this rank, as everywhere else here.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import os
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from reinforge.backends.deepspeed.library import library, start_engine
 from reinforge.backends.distributed.ranks import RankMember
 from reinforge.config.deepspeed import DeepSpeedConfig
 from reinforge.config.train import OptimizerConfig
-from reinforge.core.errors import InputError
-from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-_world: Any = None  # the process group that DeepSpeed's own groups were made for
-
-
-class ZeroModule(nn.Module):
-    """Runs a piece of work inside a module: ZeRO-3 gathers weights where modules are called, and
-    our forward calls trunk and head.
-    """
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, work: Callable[[], Any]) -> Any:
-        return work()
 
 
 class ClippedAdamW(torch.optim.AdamW):
@@ -112,7 +89,7 @@ class ZeroModel:
             eps=optimizer.eps,
             fused=True,
         )
-        self.engine = start(member, model, cfg, self.adam)
+        self.engine = start_engine(member, model, cfg, self.adam)
         self.zero = self.engine.optimizer
         self.adam.norm = lambda: self.zero._global_grad_norm
         self.pending = False  # whether there is a gradient
@@ -169,7 +146,7 @@ class ZeroModel:
         # a weight without a gradient in the next batch would keep this one's
         if self.stage == 3 and not self.zero.offload_optimizer:
             for p in self.parameters.values():
-                _library().utils.safe_get_local_grad(p).zero_()
+                library().utils.safe_get_local_grad(p).zero_()
         return float(self.engine.get_global_grad_norm()) if applied else math.inf
 
     def drop_gradients(self) -> None:
@@ -191,7 +168,7 @@ class ZeroModel:
         if self.stage == 2:
             yield p
             return
-        with _library().zero.GatheredParameters([p], modifier_rank=0 if changes else None):
+        with library().zero.GatheredParameters([p], modifier_rank=0 if changes else None):
             yield p
 
     @property
@@ -201,18 +178,18 @@ class ZeroModel:
         return step.to("cpu", copy=True)
 
     def master(self, name: str) -> Tensor:
-        found: Tensor = _library().utils.safe_get_full_fp32_param(self.parameters[name])
+        found: Tensor = library().utils.safe_get_full_fp32_param(self.parameters[name])
         return found
 
     def moment(self, name: str, key: str) -> Tensor:
-        found: Tensor = _library().utils.safe_get_full_optimizer_state(self.parameters[name], key)
+        found: Tensor = library().utils.safe_get_full_optimizer_state(self.parameters[name], key)
         return found
 
     def put(self, name: str, key: str, value: Tensor) -> None:
         """Sets a master, with the weight that is rounded from it, or a moment, from the whole
         tensor, which every rank has.
         """
-        utils = _library().utils
+        utils = library().utils
         p: Any = self.parameters[name]
         value = value.to(self.member.device, torch.float32)
         if key == "master":
@@ -251,154 +228,10 @@ class FrozenZeroModel:
     """
 
     def __init__(self, member: RankMember, model: PackedModel, cfg: DeepSpeedConfig):
-        self.engine = start(member, model, cfg, None)
+        self.engine = start_engine(member, model, cfg, None)
 
     def run(self, work: Callable[[], Any]) -> Any:
         return self.engine(work)
-
-
-def start(
-    member: RankMember,
-    model: PackedModel,
-    cfg: DeepSpeedConfig,
-    optimizer: torch.optim.Optimizer | None,
-) -> Any:
-    """The engine around a model that is whole, in host memory.
-
-    In stage 3 weights go to the device one by one, and are cut there.
-    """
-    library = _connected(member)
-    for key in ("offload_optimizer", "offload_parameters"):
-        if getattr(cfg, key) == "nvme" and not library.ops.__compatible_ops__["async_io"]:
-            raise InputError(
-                "DeepSpeed compiles its disk access on first use, and libaio or a compiler is"
-                " missing.",
-                where=f"train.deepspeed.{key}",
-                fix="Install g++, ninja and libaio-dev (Debian's name), or use cpu.",
-            )
-    settings = configuration(cfg, model, member.device.type)
-    root = ZeroModule(model.module)
-    if cfg.stage == 3:
-        place = None if cfg.offload_parameters == "none" else cfg.offload_parameters
-        pinned = settings["zero_optimization"].get("offload_param", {}).get("pin_memory", False)
-        library.zero.Init(
-            module=root,
-            dtype=model.dtype,
-            config_dict_or_path=settings,
-            remote_device=place,
-            pin_memory=pinned,
-        )
-        for part in root.modules():
-            for name, buffer in part._buffers.items():
-                part._buffers[name] = None if buffer is None else buffer.to(member.device)
-        # read by our chunked log-probs, not called
-        for p in model.head.parameters() if isinstance(model, CausalModel) else ():
-            library.zero.register_external_parameter(root, p)
-        for p in () if model.value_head is None else model.value_head.parameters():
-            library.zero.register_external_parameter(root, p)
-    engine, *_ = library.initialize(
-        model=root, optimizer=optimizer, config=settings, dist_init_required=False
-    )
-    return engine
-
-
-def configuration(cfg: DeepSpeedConfig, model: PackedModel, kind: str) -> dict[str, Any]:
-    """DeepSpeed's own.
-
-    Vectors (norms, biases) stay whole: gathering them one by one costs more than they weigh.
-    """
-    vectors = max((p.numel() for p in model.module.parameters() if p.ndim <= 1), default=0)
-    zero: dict[str, Any] = {
-        "stage": cfg.stage,
-        "overlap_comm": False,
-        "stage3_param_persistence_threshold": vectors,
-        "memory_efficient_linear": False,
-    }
-    for key, place in (
-        ("offload_optimizer", cfg.offload_optimizer),
-        ("offload_param", cfg.offload_parameters),
-    ):
-        if place != "none":
-            zero[key] = {
-                "device": place,
-                "pin_memory": kind == "cuda",
-                **({"nvme_path": cfg.nvme_path} if place == "nvme" else {}),
-            }
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 1 << 30,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": model.dtype == torch.bfloat16, "check_grad_overflow": True},
-        "zero_optimization": zero,
-    }
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Nothing reaches the terminal: DeepSpeed tries a linker while it is imported."""
-    sys.stdout.flush(), sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
-    with open(os.devnull, "wb") as nowhere:
-        for place in (1, 2):
-            os.dup2(nowhere.fileno(), place)
-        try:
-            yield
-        finally:
-            for place, old in zip((1, 2), kept, strict=True):
-                os.dup2(old, place)
-                os.close(old)
-
-
-@cache
-def _library(kind: str = "") -> Any:
-    if kind:
-        os.environ.setdefault("DS_ACCELERATOR", kind)
-    if find_spec("deepspeed") is None:
-        raise InputError(
-            "DeepSpeed is not installed.",
-            where="train.backend",
-            fix="pip install 'reinforge[deepspeed]'",
-        )
-    with _silent():
-        import deepspeed
-        import deepspeed.comm
-        import deepspeed.utils
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module="torch.distributed.c10d_logger"
-    )
-    # it would be compiled here; gloo is fast enough between processes
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-def _connected(member: RankMember) -> Any:
-    """DeepSpeed on the process group that is open: it keeps groups of its own, which an earlier run
-    may have left.
-    """
-    global _world
-    # DeepSpeed asks; torchrun or `Ranks` set it in all ranks but 0
-    os.environ.setdefault("LOCAL_RANK", str(member.device.index or 0))
-    library = _library(member.device.type)
-    if _world is not dist.group.WORLD:
-        if _world is not None:
-            library.utils.groups._release_process_group_references()
-            offload = library.runtime.zero.parameter_offload
-            offload.FWD_MODULE_STACK.clear()
-            offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = (
-                0  # numbers of modules, which new ranks count from 0
-            )
-            library.zero.Init.param_id = 0
-        library.comm.comm.cdb = None
-        library.init_distributed(auto_mpi_discovery=False, dist_init_required=False, verbose=False)
-        _world = dist.group.WORLD
-    return library
 
 
 def whole_state(zero: ZeroModel, stored: Mapping[str, torch.dtype]) -> dict[str, Tensor] | None:
