@@ -49,8 +49,16 @@ class EngineReplica:
     workers: WorkerGroup
     sent: list[SentRequests] = field(default_factory=list)
     collector: asyncio.Task[None] | None = None
+    collectors: int = 0  # how many there were: the number of the newest
     failures: int = 0  # since the weights changed last
     repair: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def collected(self) -> bool:
+        """Whether a task of the running event loop picks answers up."""
+        task = self.collector
+        here = asyncio.get_running_loop()
+        return task is not None and not task.done() and task.get_loop() is here
 
     @property
     def load(self) -> int:
@@ -142,15 +150,18 @@ class RemoteEngine:
                     {request.number: future for request, future in part},
                 )
                 replica.sent.append(batch)
+                collected = replica.collected
+                if not collected:
+                    replica.collectors += 1
                 self._submit(replica, [batch])
-                if replica.collector is None or replica.collector.done():
+                if not collected:
                     replica.collector = asyncio.get_running_loop().create_task(
                         self._collect(replica)
                     )
 
     def _submit(self, replica: EngineReplica, batches: Sequence[SentRequests]) -> None:
         for batch in batches:
-            replica.workers.send(MAILBOX, "submit", batch.requests)
+            replica.workers.send(MAILBOX, "submit", batch.requests, replica.collectors)
 
     def _cancel(self, request: MailboxRequest) -> None:
         for replica in self.replicas:
@@ -164,7 +175,9 @@ class RemoteEngine:
                 for answer in (
                     await self._with_recovery(
                         replica,
-                        lambda workers: workers.acall(MAILBOX, "take", self.cluster.cfg.heartbeat),
+                        lambda workers: workers.acall(
+                            MAILBOX, "take", self.cluster.cfg.heartbeat, replica.collectors
+                        ),
                     )
                     or ()
                 ):

@@ -20,7 +20,7 @@ class MailboxRequest:
     """One call of the engine in an actor. `RemoteEngine` numbers and submits it."""
 
     number: int
-    method: str  # of the engine: generate, score
+    method: str  # of the engine: generate
     args: tuple[Any, ...]
     named: dict[str, Any]
 
@@ -48,9 +48,12 @@ class Mailbox:
         self._cancelled: set[int] = set()  # before they came
         self._newest = -1
         self._any = asyncio.Event()
+        self._reader = 0  # who takes the replies
+        self._waiting = 0  # how many wait for some
 
-    def submit(self, requests: Sequence[MailboxRequest]) -> None:
+    def submit(self, requests: Sequence[MailboxRequest], reader: int = 0) -> None:
         """In this order. Returns at once."""
+        self._replies_to(reader)
         for request in requests:
             if request.number in self._cancelled:  # calls may overtake each other
                 self._cancelled.discard(request.number)
@@ -78,11 +81,26 @@ class Mailbox:
         self._ready.append(found)
         self._any.set()
 
-    async def take(self, seconds: float) -> list[MailboxReply]:
+    def _replies_to(self, reader: int) -> None:
+        """A reader of a higher number takes over. The one before may be gone with its event loop
+        while its call still waits here: that call ends with nothing, so that no reply is lost.
+        """
+        if reader > self._reader:
+            self._reader = reader
+            if self._waiting:
+                self._any.set()
+
+    async def take(self, seconds: float, reader: int = 0) -> list[MailboxReply]:
         """What is complete and was not taken; waits for at least one, for so long at most."""
+        self._replies_to(reader)
+        self._waiting += 1
         try:
             await asyncio.wait_for(self._any.wait(), seconds)
         except TimeoutError:
+            return []
+        finally:
+            self._waiting -= 1
+        if reader < self._reader:
             return []
         self._any.clear()
         found = self._ready

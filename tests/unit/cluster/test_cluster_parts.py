@@ -157,6 +157,23 @@ def test_the_head_of_a_shared_critic_stays_with_the_trainer() -> None:
     )
 
 
+def test_a_reader_that_is_gone_takes_no_reply_with_it() -> None:
+    """An event loop was torn down while its collector waited: the call waits on in the actor."""
+
+    async def work() -> None:
+        mailbox = Mailbox(NativeEngine(make_model(), kv_gib=0.01))
+        abandoned = asyncio.ensure_future(mailbox.take(30.0, 1))
+        await asyncio.sleep(0)
+        asked = MailboxRequest(0, "generate", ([3, 4], Sampling(max_new_tokens=4)), {"key": 1})
+        mailbox.submit([asked], 2)
+        found: list[Any] = []
+        while not found:
+            found = await mailbox.take(5.0, 2)
+        assert [reply.number for reply in found] == [0] and await abandoned == []
+
+    asyncio.run(work())
+
+
 def test_requests_that_come_together_are_computed_together() -> None:
     """Through a mailbox the bits are those of asking the engine directly."""
     sampling = Sampling(max_new_tokens=12)
