@@ -71,7 +71,7 @@ def apt(called: list[str]) -> list[str]:
     return [line for line in called if line.startswith("apt-get")]
 
 
-def tests(called: list[str]) -> list[str]:
+def targets(called: list[str]) -> list[str]:
     """The targets of make that run after the installation; the first two run side by side."""
     made = [line.removeprefix("make ") for line in called if line.startswith("make")]
     assert sorted(line.split()[0] for line in made[:2]) == ["env-test", "env-vllm"]
@@ -86,7 +86,7 @@ def test_root_installs_what_is_missing_and_demands_it(tmp_path: Path) -> None:
     code, called, printed = runs(tmp_path, present=("chromium",))
     assert code == 0
     assert apt(called) == ["apt-get -qq update", f"{INSTALL} bubblewrap"]
-    assert tests(called) == all_with(MUST)
+    assert targets(called) == all_with(MUST)
     assert (
         printed.splitlines()[-4:]
         == ["    3  sandbox: no bwrap", "7 passed, 3 skipped in 1.00s"] * 2
@@ -95,20 +95,20 @@ def test_root_installs_what_is_missing_and_demands_it(tmp_path: Path) -> None:
 
 def test_nothing_is_installed_that_is_there(tmp_path: Path) -> None:
     _, called, _ = runs(tmp_path, present=("chromium", "bwrap"))
-    assert apt(called) == [] and tests(called) == all_with(MUST)
+    assert apt(called) == [] and targets(called) == all_with(MUST)
 
 
 def test_a_failed_installation_is_told_and_the_tests_run(tmp_path: Path) -> None:
     _, called, printed = runs(tmp_path, OFFLINE="1")
     assert apt(called) == ["apt-get -qq update", f"{INSTALL} chromium", f"{INSTALL} bubblewrap"]
-    assert tests(called) == all_with(MUST)
+    assert targets(called) == all_with(MUST)
     for package in ("chromium", "bubblewrap"):  # one that there is not does not keep the other away
         assert f"the tests that need {package} will fail" in printed
 
 
 def test_another_name_of_the_browser_will_do(tmp_path: Path) -> None:
     _, called, _ = runs(tmp_path, present=("google-chrome", "bwrap"))
-    assert apt(called) == [] and tests(called) == all_with(MUST)
+    assert apt(called) == [] and targets(called) == all_with(MUST)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_elsewhere_nothing_of_the_system_is_demanded(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     code, called, printed = runs(tmp_path, **environment)
-    assert code == 0 and apt(called) == [] and tests(called) == all_with("must=triton")
+    assert code == 0 and apt(called) == [] and targets(called) == all_with("must=triton")
     assert "are skipped" in printed
 
 
@@ -132,7 +132,7 @@ def test_a_failure_is_the_exit_code_and_scale_is_tried_again(tmp_path: Path) -> 
 def test_what_fails_does_not_keep_the_rest_from_running(tmp_path: Path, target: str) -> None:
     code, called, printed = runs(tmp_path, present=("chromium", "bwrap"), FAILING=target)
     assert code == 1 and "== summary: failed, exit 1" in printed
-    assert tests(called) == all_with(MUST)
+    assert targets(called) == all_with(MUST)
 
 
 def test_vllm_may_be_missing_and_the_environment_may_not(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_vllm_may_be_missing_and_the_environment_may_not(tmp_path: Path) -> None
     (tmp_path / "two").mkdir()
     present = ("chromium", "bwrap")
     code, called, _ = runs(tmp_path / "one", present=present, FAILING="env-vllm")
-    assert code == 0 and tests(called) == all_with(MUST)
+    assert code == 0 and targets(called) == all_with(MUST)
     code, called, printed = runs(tmp_path / "two", present=present, FAILING="env-test")
-    assert code == 1 and tests(called) == [] and "== summary: failed, exit 1" in printed
+    assert code == 1 and targets(called) == [] and "== summary: failed, exit 1" in printed
 
 
 def test_triton_is_pinned_and_installed_for_the_tests() -> None:
