@@ -299,11 +299,11 @@ def test_a_server_ends_with_a_run_that_is_killed(folder: Path) -> None:
     (folder / "stubborn.py").write_text(PLAIN + "\nimport time\ntime.sleep(600)\n")
     program = f"""
 import asyncio, sys, time
-from reinforge.envs.mcp import Connection, server_of
+from reinforge.envs.mcp import McpConnection, server_of
 
 async def main():
     server = server_of({command(folder / "stubborn.py")["mcp"]!r})
-    print(len(await Connection(server).tools()), flush=True)
+    print(len(await McpConnection(server).tools()), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())

@@ -394,9 +394,9 @@ def test_workers_start_where_memory_is_limited_from_outside() -> None:
     """
     code = """
 import asyncio, resource
-from reinforge.rewards.pool import Pool, PoolSpec
+from reinforge.rewards.pool import PoolSpec, RewardPool
 target = "helpers.hostile_rewards:memory_limit"
-pool = Pool(PoolSpec(target, workers=1, timeout=30.0, memory_gib=64.0))
+pool = RewardPool(PoolSpec(target, workers=1, timeout=30.0, memory_gib=64.0))
 [limit] = asyncio.run(pool.call("limit", {"completions": ["x"]}, 1)).scores
 assert limit == resource.getrlimit(resource.RLIMIT_AS)[1], limit
 pool.close()
