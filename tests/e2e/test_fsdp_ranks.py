@@ -23,6 +23,7 @@ from reinforge.core.errors import StoppedByPolicy
 
 class TestFsdp(RunsOnRanks):
     backend = "fsdp"
+    library = False
     compared = (
         ("sft", ("train.ema=0.9",), {}),
         ("grpo", ("algorithm.kl.coefficient=0.1", "algorithm.epochs=2"), {}),
