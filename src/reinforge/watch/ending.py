@@ -41,7 +41,7 @@ def _perplexity(nll: float) -> str:
     return f"{math.exp(nll) if nll < MOST_NLL else math.inf:.4g}"
 
 
-class Watched(NamedTuple):
+class SummaryMetric(NamedTuple):
     """A metric that the end of a run tells of, what it is called there, and how it is written."""
 
     name: str
@@ -49,19 +49,19 @@ class Watched(NamedTuple):
     form: Callable[[float], str] = _short
 
 
-LOSS = Watched("train/loss", "loss")
-MEAN_REWARD = Watched("reward/mean", "mean reward")
+LOSS = SummaryMetric("train/loss", "loss")
+MEAN_REWARD = SummaryMetric("reward/mean", "mean reward")
 # what people look at first, by the family of the algorithm; of any other it is the loss
 WATCHED = {
-    "supervised": (LOSS, Watched("sft/nll", "perplexity", _perplexity)),
+    "supervised": (LOSS, SummaryMetric("sft/nll", "perplexity", _perplexity)),
     "preference": (
-        Watched("rewards/accuracy", "reward accuracy", _percent),
-        Watched("rewards/margin", "reward margin"),
+        SummaryMetric("rewards/accuracy", "reward accuracy", _percent),
+        SummaryMetric("rewards/margin", "reward margin"),
         LOSS,
     ),
     "reward": (
-        Watched("reward/accuracy", "accuracy", _percent),
-        Watched("reward/margin", "margin"),
+        SummaryMetric("reward/accuracy", "accuracy", _percent),
+        SummaryMetric("reward/margin", "margin"),
         LOSS,
     ),
 }
@@ -195,7 +195,7 @@ def reached(run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[
     return found
 
 
-def _from_to(metric: Watched, steps: Sequence[Mapping[str, Any]]) -> list[str]:
+def _from_to(metric: SummaryMetric, steps: Sequence[Mapping[str, Any]]) -> list[str]:
     """A metric over the first and over the last tenth of the steps; nothing where it is absent."""
     values = [line[metric.name] for line in steps if isinstance(line.get(metric.name), int | float)]
     if not values:
