@@ -158,7 +158,7 @@ launcher.HOST_PROC.append(os.open("/proc", os.O_RDONLY))
 if os.getuid() == 0:
     os.setuid(65534)  # as process 1 of a run: root may look at everything
 children = [subprocess.Popen(["sleep", "60"]) for _ in range(10)]
-meter = launcher.Meter("/tmp")
+meter = launcher.ProcessMeter("/tmp")
 meter.look()
 print(meter.more_descriptors_than(25), meter.more_descriptors_than(100))
 for child in children:

@@ -43,7 +43,7 @@ from reinforge.watch.recorder import Recorder
 
 sinks.CLOSE_SECONDS = 240.0  # the machine may be busy
 folder, config = Path(sys.argv[2]), {"model": {"path": "org/name"}, "train": {"steps": 3}}
-target = sinks.Target(folder, config, sys.argv[3], named=sys.argv[3] != "reinforge")
+target = sinks.TrackerRun(folder, config, sys.argv[3], named=sys.argv[3] != "reinforge")
 made = sinks.make_sinks([sys.argv[1]], target)
 recorder = Recorder(folder, config, made, steps=3)
 for step in (1, 2, 3):
