@@ -769,7 +769,7 @@ def test_plan_from_end_to_end(model: Path, rows: Path, tmp_path: Path) -> None:
         and report["summary"]["steps"] == 6
         and report["summary"]["rewards"] == {"score": {"gold": 1.0, "empty": 0.0}}
     )
-    assert report["summary"]["check_seconds"] < 30
+    assert report["summary"]["check_seconds"] < 90
     lines = dict(plan.describe(plan.PlanReport(summary=report["summary"])))
     assert (
         lines["rows"] == "16 to train on, 4 held out"
