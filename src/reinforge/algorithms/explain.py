@@ -21,6 +21,7 @@ from reinforge.algorithms.pairing import PICKS
 from reinforge.algorithms.parts.advantages import ADVANTAGES
 from reinforge.algorithms.parts.reduce import REDUCERS
 from reinforge.algorithms.parts.rollouts import Rollouts
+from reinforge.algorithms.parts.statistics import ScoredEpisodes
 from reinforge.algorithms.parts.surrogates import SURROGATES
 from reinforge.algorithms.settings import name_of
 
@@ -74,8 +75,9 @@ def _computed_by(
     if (advantage := functions.get("advantage")) is not None:
         found["advantage"] = [
             place_of(advantage),
-            place_of(Rollouts.of),
-            place_of(Algorithm.advantages),
+            f"means and spreads: {place_of(ScoredEpisodes.moments)}",
+            f"rewards gathered: {place_of(Rollouts.of)}",
+            f"called by: {place_of(Algorithm.advantages)}",
         ]
     if (pick := functions.get("pick")) is not None:
         found["pick"] = [place_of(pick)]

@@ -177,7 +177,10 @@ def compare(
 @app.command()
 def why(
     run: RunDir,
-    step: Annotated[int, typer.Option(help="The step to look at.")],
+    step: Annotated[
+        int | None,
+        typer.Option(help="The step to look at; without it the last one that was recorded."),
+    ] = None,
     group: Annotated[
         str | None, typer.Option(help="One of its groups: number, name, or id of the row.")
     ] = None,
@@ -188,8 +191,9 @@ def why(
 ) -> None:
     """Show how rewards became advantages became loss in a step.
 
-    Without --group: one line per group, the most informative first. The numbers are those that
-    were trained with; run.log.samples_every says which steps have them.
+    Without --group: one line per group, those with a wrong advantage first. Rewards, advantages,
+    ratios and losses are those that were trained with; means, spreads and the check are computed
+    from them again. run.log.samples_every says which steps are recorded.
 
     [bold]Examples[/bold]
 

@@ -13,7 +13,7 @@ ANSWER = 40  # characters of an answer in the table
 
 
 def print_overview(record: Mapping[str, Any]) -> None:
-    """One line per group, the most informative first."""
+    """One line per group: wrong ones first, then those that move the policy most."""
     print_text(why.headline(record))
     print_text(_formulas(record))
     print()
@@ -23,18 +23,30 @@ def print_overview(record: Mapping[str, Any]) -> None:
     if said:
         print()
         print_text("\n".join(said))
+    print()
+    print_mapping(
+        {
+            "check": why.verdict(record) or None,
+            "advantage from": why.where_from(record, "advantage"),
+            "pull": "how much of the loss the group's samples are, whatever their sign",
+            "recorded": f"step {record['steps_recorded']} (every run.log.samples_every steps)",
+            "next": f"--step {record['step']} --group N shows one group",
+        }
+    )
 
 
 def _group_line(entry: Mapping[str, Any]) -> dict[str, Any]:
     advantages = entry["advantages"]
+    check = "wrong" if entry["wrong"] else "right"
     return {
         "group": entry["group"],
-        "row": visible(str(entry["row"]), 20),
+        "name": visible(str(entry["name"]), 20),
         "samples": entry["samples"],
         "mean": _number(entry["mean"]),
         "std": _number(entry["std"]),
         "advantages": None if advantages is None else _range(*advantages),
         "pull": _number(entry["pull"]),
+        "check": check if entry["checked"] else None,
     }
 
 
@@ -58,11 +70,12 @@ def print_group(record: Mapping[str, Any], group: Mapping[str, Any]) -> None:
             **_formula_lines(record),
             "divided by": why.counts(record, group) or None,
             "check": _check(told),
-            **{f"{number} from": ", ".join(of) for number, of in told["computed_by"].items()},
+            **{f"{number} from": why.where_from(record, number) for number in told["computed_by"]},
         }
     )
     print()
-    print_table([_training_line(i, s) for i, s in enumerate(group["samples"])])
+    formula = told["expected"] if told["wrong"] else {}
+    print_table([_training_line(i, s, formula) for i, s in enumerate(group["samples"])])
     if told["findings"]:
         print()
         print_text("\n".join(f"- {text}" for text in told["findings"]))
@@ -71,8 +84,8 @@ def print_group(record: Mapping[str, Any], group: Mapping[str, Any]) -> None:
 def _statistics(told: Mapping[str, Any]) -> str:
     divisor = "n - 1" if told["ddof"] else "n"
     said = (
-        f"mean {_number(told['mean'])}, std {_number(told['std'])} of {told['n']} rewards"
-        f" (divided by {divisor})"
+        f"mean {_number(told['mean'])}, std {_number(told['std'])}, computed here from the"
+        f" {told['n']} rewards above (divided by {divisor})"
     )
     return said if told["eps"] is None else f"{said}, eps {told['eps']:g}"
 
@@ -112,12 +125,16 @@ def _reward_line(place: int, sample: Mapping[str, Any]) -> dict[str, Any]:
     line["reward"] = "unscored" if sample["reward"] is None else _number(sample["reward"])
     if "token_reward" in sample:
         line["of tokens"] = _number(sample["token_reward"])
+    line["tokens"] = sample.get("tokens", 0)
     line["stop"] = sample["stop"]
     line["answer"] = visible(str(sample["text"]), ANSWER)
     return line
 
 
-def _training_line(place: int, sample: Mapping[str, Any]) -> dict[str, Any]:
+def _training_line(
+    place: int, sample: Mapping[str, Any], formula: Mapping[str, float]
+) -> dict[str, Any]:
+    """`formula`: what the advantages should be, by episode, where they are wrong."""
     line: dict[str, Any] = {"sample": place}
     if "pair" in sample:
         line["side"] = sample["pair"]["side"]
@@ -128,13 +145,14 @@ def _training_line(place: int, sample: Mapping[str, Any]) -> dict[str, Any]:
             line[name] = _spread(sample[name])
     if "advantage" in sample:
         line["advantage"] = _spread(sample["advantage"])
+    if formula:
+        line["by the formula"] = _number(formula.get(sample["episode"]))
     if "ratio" in sample:
         line["ratio"] = _spread(sample["ratio"])
     if "clipped" in sample:
         line["clipped"] = f"{sample['clipped']:.0%}"
     if "kl" in sample:
         line["kl"] = _number(sample["kl"])
-    line["tokens"] = sample.get("tokens", 0)
     if "denominator" in sample:
         line["divided by"] = _number(sample["denominator"])
     line["loss"] = _number(sample.get("loss"))

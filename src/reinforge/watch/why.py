@@ -47,8 +47,10 @@ class GroupStatistics:
     ddof: int
 
 
-def read_step(run_dir: Path, step: int) -> dict[str, Any]:
-    """The record of one step, or an error that says which steps there are."""
+def read_step(run_dir: Path, step: int | None = None) -> dict[str, Any]:
+    """The record of one step, the last one unless told; or an error that says which steps there
+    are.
+    """
     run_dir = Path(run_dir)
     if not is_run(run_dir):
         raise InputError(
@@ -56,12 +58,12 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
             where=str(run_dir),
             fix="`reinforge runs list` shows the runs.",
         )
-    there = []
-    for line in read_lines(run_dir / FILE):
-        there.append(int(line["step"]))
-        if there[-1] == step:
-            return line
+    records = {int(line["step"]): line for line in read_lines(run_dir / FILE)}
+    there = list(records)
     if there:
+        found = records.get(there[-1] if step is None else step)
+        if found is not None:
+            return {**found, "steps_recorded": ranges(there)}
         raise InputError(
             f"step {step} was not recorded.",
             where=str(run_dir / FILE),
@@ -218,6 +220,41 @@ def fitting_formula(record: Record, group: Record) -> str:
     return ""
 
 
+def implied_baseline(record: Record, group: Record) -> str:
+    """What was taken for the group's mean and spread, where advantages are (r - b) / d.
+
+    Two samples with different rewards decide b and d, and the others must agree.
+    """
+    totals = totals_of(group)
+    recorded = {s["episode"]: a for s in group["samples"] if (a := advantage_of(s)) is not None}
+    points = sorted({(totals[name], a) for name, a in recorded.items() if name in totals})
+    if len(points) < 2 or points[0][0] == points[-1][0] or points[0][1] == points[-1][1]:
+        return ""
+    (low, low_advantage), (high, high_advantage) = points[0], points[-1]
+    divisor = (high - low) / (high_advantage - low_advantage)
+    baseline = low - low_advantage * divisor
+    if any(_differs(a, (reward - baseline) / divisor) for reward, a in points):
+        return ""
+    stats = statistics(record, group)
+    said = (
+        f"these advantages are (r - {baseline:.4g}) / {divisor:.4g}; the rewards have mean"
+        f" {stats.mean:.4g} and std {stats.std:.4g}"
+    )
+    by_tokens = mean_by_tokens(group)
+    if by_tokens is not None and not _differs(baseline, by_tokens):
+        said += f". {by_tokens:.4g} is their mean weighted by tokens"
+    return said
+
+
+def mean_by_tokens(group: Record) -> float | None:
+    """The mean reward of a group in which an answer counts as often as it has tokens."""
+    scored = [s for s in group["samples"] if isinstance(s.get("reward"), int | float)]
+    tokens = math.fsum(s.get("tokens", 0) for s in scored)
+    if not tokens:
+        return None
+    return math.fsum(s["reward"] * s.get("tokens", 0) for s in scored) / tokens
+
+
 def wrong_rewards(record: Record, group: Record) -> list[int]:
     """Samples whose total is not the weighted sum of their components. Components that are
     normalised by what earlier steps scored do not add up, and are left to the words.
@@ -246,22 +283,22 @@ def findings(record: Record, group: Record) -> list[str]:
     samples = group["samples"]
     found = []
     name = record["algorithm"]["name"]
-    for wrong in wrong_advantages(record, group):
+    if wrong := wrong_advantages(record, group):
+        first = wrong[0]
         found.append(
-            f"recorded advantage differs from {name}'s formula on these rewards: sample"
-            f" {wrong['sample']} has {wrong['recorded']:.4g}, the formula gives"
-            f" {wrong['expected']:.4g}"
+            f"recorded advantage differs from {name}'s formula on these rewards in {len(wrong)} of"
+            f" {len(samples)} samples: sample {first['sample']} has {first['recorded']:.4g}, the"
+            f" formula gives {first['expected']:.4g}"
         )
-    if found:
-        found += _where_from(record, "advantage")
         if fits := fitting_formula(record, group):
             found.append(f"the recorded advantages are those of {fits}")
+        elif implied := implied_baseline(record, group):
+            found.append(implied)
     if odd := wrong_rewards(record, group):
         found.append(
             f"the reward of {_samples(odd)} is not the weighted sum of its components: it is"
             " normalised by earlier steps, or wrong"
         )
-        found += _where_from(record, "reward")
     found += _idle(record, group)
     masked = Counter(s["no_signal"] for s in samples if s.get("no_signal"))
     for kind in ("overlong", "unscored", "error"):
@@ -274,10 +311,10 @@ def findings(record: Record, group: Record) -> list[str]:
     return found
 
 
-def _where_from(record: Record, number: str) -> list[str]:
+def where_from(record: Record, number: str) -> str | None:
     """The functions to look at when a number is wrong, as the run wrote them down."""
     functions = record.get("computed_by", {}).get(number)
-    return [f"{number}s come from {', '.join(functions)}"] if functions else []
+    return "; ".join(functions) if functions else None
 
 
 def _samples(places: Sequence[int]) -> str:
@@ -346,10 +383,30 @@ def overview(record: Record) -> list[dict[str, Any]]:
                 "advantages": [min(advantages), max(advantages)] if advantages else None,
                 "pull": pull(group),
                 "wrong": bool(wrong_advantages(record, group)),
+                "checked": is_checked(record, group),
                 "findings": said,
             }
         )
     return sorted(found, key=lambda entry: (not entry["wrong"], -entry["pull"], -entry["std"]))
+
+
+def is_checked(record: Record, group: Record) -> bool:
+    """Whether the rewards decide the advantages of a group, so that they were compared."""
+    return expected(record, group) is not None and group["status"] in ("trained", "replayed")
+
+
+def verdict(record: Record) -> str:
+    """How many of the recorded groups have advantages that follow from their rewards."""
+    checked = [i for i, group in enumerate(record["groups"]) if is_checked(record, group)]
+    wrong = [i for i in checked if wrong_advantages(record, record["groups"][i])]
+    if not checked:
+        return ""
+    if not wrong:
+        return f"advantages follow from the rewards in all {len(checked)} groups that were checked"
+    return (
+        f"advantages do NOT follow from the rewards in {len(wrong)} of {len(checked)} groups that"
+        f" were checked: {', '.join(map(str, wrong))}"
+    )
 
 
 def find_group(record: Record, wanted: str) -> dict[str, Any]:
@@ -399,7 +456,8 @@ def explain_group(record: Record, group: Record) -> dict[str, Any]:
         "std": stats.std,
         "ddof": stats.ddof,
         "eps": _settings(record).get("eps"),
-        "checked": want is not None,
+        "checked": is_checked(record, group),
+        "expected": want,
         "wrong": wrong_advantages(record, group),
         "findings": findings(record, group),
     }
@@ -413,7 +471,7 @@ def headline(record: Record) -> str:
     if shown < whole:
         said += f", {shown} of them recorded (run.log.groups)"
     for kind, count in record["idle_groups"].items():
-        said += f"; {count} without signal: {NO_SIGNAL.get(kind, kind)}"
+        said += f"; {count} of the {whole} without signal: {NO_SIGNAL.get(kind, kind)}"
     return said
 
 

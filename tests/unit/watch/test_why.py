@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from helpers.tiny_runs import DATA
 from helpers.toy_rewards import digits, same, short
 from helpers.toys import SilentView
 from reinforge.algorithms.parts import advantages
+from reinforge.algorithms.parts.statistics import GroupMoments, ScoredEpisodes
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.cli.main import app
@@ -29,6 +31,7 @@ from reinforge.watch.why import (
     findings,
     overview,
     read_step,
+    verdict,
 )
 
 
@@ -163,7 +166,9 @@ def test_a_wrong_advantage_is_found(
     run = trained(model, tmp_path / "run", "grpo")
     text = shown(str(run), "--step", "1")
     assert text.count("recorded advantage differs from grpo's formula on these rewards") == 1
-    assert "advantages come from" in text and "wrong (test_why.py)" in text
+    assert "in 1 of 3 groups that were checked" in text or "in 1 of 4 groups" in text
+    assert "wrong (test_why.py)" in text
+    assert "ScoredEpisodes.moments (reinforge/algorithms/parts/statistics.py)" in text
     assert "Algorithm.advantages (reinforge/algorithms/algorithm.py)" in text
     told = json.loads(shown(str(run), "--step", "1", "--json"))
     first = told["groups"][0]
@@ -183,8 +188,6 @@ def test_a_wrong_divisor_is_found(
     right = advantages.group_relative
 
     def wrong(rollouts: Any, options: Any) -> Any:
-        from dataclasses import replace
-
         return right(rollouts, replace(options, std="population"))
 
     monkeypatch.setitem(advantages.ADVANTAGES, "group_relative", wrong)
@@ -198,6 +201,31 @@ def test_a_wrong_divisor_is_found(
         if len({s["advantage"] for s in group["samples"]}) > 1:
             fits = "the recorded advantages are those of group_relative with scale group, std"
             assert f"{fits} population" in said
+
+
+@pytest.mark.timeout(300)
+def test_what_was_taken_for_the_mean_is_found(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long answers count more in the baseline than they should: the words say by how much."""
+    right = ScoredEpisodes.moments
+
+    def wrong(self: ScoredEpisodes, std: str) -> GroupMoments:
+        moments = right(self, std)
+        weighted = self.sums(self.value * self.length) / self.sums(self.length).clamp(min=1)
+        return replace(moments, mean=weighted)
+
+    monkeypatch.setattr(ScoredEpisodes, "moments", wrong)
+    run = trained(model, tmp_path / "run", "grpo", rewards=(short,))
+    record = read_step(run)
+    assert record["step"] == 2 and record["steps_recorded"] == "1, 2"
+    said = [text for group in record["groups"] for text in findings(record, group)]
+    found = [text for text in said if text.startswith("these advantages are (r - ")]
+    assert found and all(text.endswith("is their mean weighted by tokens") for text in found)
+    wrong_groups = [g for g in overview(record) if g["wrong"]]
+    assert len(wrong_groups) == len(found) and f"in {len(found)} of" in verdict(record)
+    text = shown(str(run), "--group", str(wrong_groups[0]["group"]))
+    assert "by the formula" in text and "computed here from" in text
 
 
 @pytest.mark.timeout(300)
@@ -255,7 +283,7 @@ def test_groups_without_signal_say_why(model: str, tmp_path: Path) -> None:
     run = trained(model, tmp_path / "equal", "grpo", rewards=(same,))
     text = shown(str(run), "--step", "1")
     assert "all 4 rewards are equal: this group teaches nothing" in text
-    assert "4 without signal: all rewards of the group are equal" in text
+    assert "4 of the 4 without signal: all rewards of the group are equal" in text
     dropped = trained(
         model,
         tmp_path / "dropped",
