@@ -51,9 +51,10 @@ lint: env-test ## ruff and mypy only
 format: env-test ## let ruff rewrite the files
 	@$(PY) -m ruff check --fix-only -q . ; $(PY) -m ruff format .
 
-reference: env ## write docs/reference/ from the schema and the rules, and the tables of docs/algorithms/index.md
+reference: env ## write docs/reference/ from the schema and the rules, and the tables of docs/algorithms/
 	@$(PY) tools/gen_reference.py
 	@$(PY) tools/gen_algorithms.py
+	@$(PY) tools/parity_table.py
 
 docs: env-docs reference ## build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q && echo "built site/index.html"

@@ -21,7 +21,8 @@ NAMES = [name for name, row in TABLE.items() if row.family != "policy_gradient"]
 
 def test_every_name_has_a_twin_and_a_row() -> None:
     said = {line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")}
-    assert set(NAMES) == TWINS.keys() == said
+    assert set(NAMES) == TWINS.keys(), "each needs its formula in tests/parity/loss_twins.py"
+    assert set(NAMES) == said, "run `make reference`, which writes the page"
 
 
 def test_the_command_lists_these_names() -> None:

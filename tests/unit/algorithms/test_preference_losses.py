@@ -24,7 +24,8 @@ from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 
-P_W = [-3.0, -10.5, -7.25]
+# the last pair is past the bend of a hinge: beta (a - b) is 1.275
+P_W = [-3.0, -10.5, -4.25]
 P_L = [-4.0, -6.0, -7.5]
 R_W = [-3.5, -9.0, -8.0]
 R_L = [-3.75, -7.5, -7.0]

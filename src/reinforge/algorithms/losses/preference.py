@@ -73,7 +73,8 @@ PREFERENCE: dict[str, PreferenceRow] = {
     "orpo": PreferenceRow(free.orpo, needs_reference=False, averaged=True, takes="nll"),
     "simpo": PreferenceRow(free.simpo, needs_reference=False, averaged=True),
     "alphapo": PreferenceRow(free.alphapo, needs_reference=False, averaged=True),
-    # the losses of algorithms over sampled answers
+    # of algorithms over sampled answers; online_dpo and spin are sigmoid under the names that
+    # `algorithm.losses` knows them by
     "online_dpo": PreferenceRow(terms.sigmoid),
     "xpo": PreferenceRow(terms.xpo, takes="explore"),
     "spin": PreferenceRow(terms.sigmoid),
