@@ -32,7 +32,7 @@ test-long: env-test ## the long tests only: before a release
 test-scale: env-scale ## several processes: FSDP2, DeepSpeed, Megatron, Ray, vLLM, Slurm (2 GB more to install)
 	@echo "== pytest, tests/scale"
 	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-		$(PY) -m pytest -q -p no:hypothesispytest -n 2 --dist loadgroup tests/scale --timeout 600 $(ARGS)
+		$(PY) -m pytest -q -p no:hypothesispytest -n 2 --dist loadfile tests/scale --timeout 600 $(ARGS)
 
 pytest: env-test
 	@echo "== pytest ($(JOBS) processes)"

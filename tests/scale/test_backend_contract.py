@@ -60,7 +60,6 @@ class TestDeepSpeed(OnTwoRanks):
 
 
 @needs("megatron")
-@pytest.mark.xdist_group("megatron")
 class TestMegatron(OnTwoRanks):
     cases = tuple(
         BackendCase(
@@ -76,7 +75,6 @@ class TestMegatron(OnTwoRanks):
 
 
 @needs("ray")
-@pytest.mark.xdist_group("clusters")
 class TestInAnActor(BackendContract):
     cases = (
         BackendCase(

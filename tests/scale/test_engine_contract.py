@@ -155,7 +155,6 @@ def break_actor(engine: Any) -> Callable[[], None]:
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="pip install 'reinforge[ray]'")
-@pytest.mark.xdist_group("clusters")
 class TestInAnActor(EngineContract):
     cases = (
         EngineCase(

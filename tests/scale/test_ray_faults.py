@@ -33,7 +33,7 @@ from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
 
 need_ray()
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("clusters")]
+pytestmark = pytest.mark.timeout(600)
 
 
 def ours(folder: str) -> set[int]:

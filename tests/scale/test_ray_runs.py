@@ -20,7 +20,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 
 need_ray()
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("clusters")]
+pytestmark = pytest.mark.timeout(600)
 # no clocks, no machines
 SAID = (
     "train/",

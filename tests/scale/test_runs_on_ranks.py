@@ -45,7 +45,6 @@ class TestDeepSpeed(RunsOnRanks):
 
 
 @needs("megatron")
-@pytest.mark.xdist_group("megatron_runs")
 class TestMegatron(RunsOnRanks):
     backend = "megatron"
     keys = ("train.tensor_parallel=2",)

@@ -22,8 +22,6 @@ from reinforge.cluster.launchers import slurm
 from reinforge.cluster.launchers.job import LaunchJob
 from reinforge.models.tiny import make_tiny_model
 
-pytestmark = pytest.mark.xdist_group("clusters")
-
 STEPS = 6
 ON_RAY = ("cluster.kind=ray", "cluster.address=auto")
 REWARD = '''"""Counts digits.

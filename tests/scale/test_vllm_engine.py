@@ -37,7 +37,7 @@ from reinforge.models.load import load_model
 from reinforge.models.tiny import make_tiny_model
 from reinforge.weights.probe import WeightMismatch
 
-pytestmark = [pytest.mark.timeout(3 * START), pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.timeout(3 * START)
 run = asyncio.run
 PROMPT = [5, 60, 7, 100, 9]
 FREE = Sampling(12, ignore_eos=True)

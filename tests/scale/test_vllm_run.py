@@ -26,7 +26,7 @@ from reinforge.models.load import load_model
 from reinforge.models.tiny import make_tiny_model
 from reinforge.offline.export import export
 
-pytestmark = [pytest.mark.timeout(3 * START), pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.timeout(3 * START)
 
 
 @pytest.fixture(scope="module")
