@@ -383,7 +383,7 @@ def holds_memory(status: bytes) -> bool:
     """Whether a task of that /proc/PID/status has memory: one that has ended, or is about to, has
     none.
     """
-    return COUNTED[0] in status
+    return b"\n" + COUNTED[0] in status  # its name, which it chooses, cannot have a line of its own
 
 
 class ProcessMeter:
@@ -432,7 +432,7 @@ class ProcessMeter:
                 # its own, and that of children it waited for
                 seconds += sum(map(int, fields[11:15])) / TICKS_PER_SECOND
                 task, status = self._living(process)
-                for line in status.splitlines():
+                for line in status.split(b"\n"):  # a name may have other ends of lines in it
                     if line.startswith(COUNTED):
                         self.memory += int(line.split()[1]) * 1024
                     elif line.startswith(b"FDSize:"):
@@ -450,7 +450,10 @@ class ProcessMeter:
         if not holds_memory(status):
             for name in self._names(f"{process}/task"):
                 task = f"{process}/task/{name}"
-                other = self._read(f"{task}/status")
+                try:
+                    other = self._read(f"{task}/status")
+                except OSError:
+                    continue  # this one has ended, and others may not have
                 if holds_memory(other):
                     return task, other
         return process, status

@@ -198,6 +198,23 @@ ctypes.CDLL(None).syscall({93 if platform.machine() == "aarch64" else 60}, 0)  #
     assert (result.status, result.reason) == ("memory", reason), result
 
 
+@pytest.mark.parametrize("name", [r"\rRssAnon:", r"RssAnon:"])
+def test_a_name_does_not_hide_memory(isolation: Isolation, name: str) -> None:
+    """A process chooses its name, which stands in the page that its memory is read from."""
+    code = f"""
+import ctypes, os, time
+for _ in range(5):
+    if os.fork() == 0:
+        break
+ctypes.CDLL(None).prctl(15, b"{name}", 0, 0, 0)
+time.sleep(0.5)
+held = bytearray(b"x" * (200 << 20))
+time.sleep(20)
+"""
+    result = run_sync(Program(code), Limits(seconds=60), isolation)
+    assert (result.status, result.reason) == ("memory", "more than 512 MB in all"), result
+
+
 def test_programs_share_memory_through_files(isolation: Isolation) -> None:
     """What is refused without a file works with one, which is counted: multiprocessing is built on
     that.
