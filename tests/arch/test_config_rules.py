@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from helpers.source_tree import imports, modules
+from reinforge.config.engine import SERVERS
 
 CONFIG = "reinforge.config"
 RULES = "reinforge.config.rules"
@@ -33,3 +34,17 @@ def test_only_the_rules_compare_the_backend_or_the_engine() -> None:
             }:
                 wrong.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
     assert not wrong, "make it a row of config/rules/:\n" + "\n".join(wrong)
+
+
+def test_only_its_own_files_name_a_server() -> None:
+    """So that a new one is a line of `SERVERS` and a dialect."""
+    wrong = []
+    for server, facts in SERVERS.items():
+        own = {"reinforge.config.engine", facts.dialect.partition(":")[0]}
+        for name, path in modules().items():
+            if name in own:
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and node.value == server:
+                    wrong.append(f"{name}:{node.lineno}: {server}")
+    assert not wrong, "make it a fact of `ServerFacts`:\n" + "\n".join(wrong)

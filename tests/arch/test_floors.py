@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.source_tree import PACKAGE, ROOT, SRC, imports, modules, project_files
+from reinforge.config.engine import SERVERS
 
 FLOORS = {
     "cli": 10,
@@ -47,10 +48,15 @@ FREE = {"reinforge.version"}  # may be imported from anywhere
 # docs/decisions/0008-judges-are-engines.md; (importer, imported) on one floor, one way only; each
 # needs a page in docs/decisions
 SIDEWAYS: set[tuple[str, str]] = {("rewards", "engines")}
+# the package of every inference server, and the file that speaks to it
+SERVER_PACKAGES = {
+    facts.package: modules()[facts.dialect.partition(":")[0]].relative_to(PACKAGE).as_posix()
+    for facts in SERVERS.values()
+}
 ADAPTERS = {
-    "ray": "cluster/",
+    **SERVER_PACKAGES,
     "vllm": "engines/served/vllm_plugin.py",  # loaded by vLLM itself, in its own Python
-    "sglang": "engines/served/sglang.py",
+    "ray": "cluster/",
     "deepspeed": "backends/deepspeed/library.py",
     "megatron": "backends/megatron/library.py",
     "mcp": "envs/mcp.py",
@@ -237,8 +243,7 @@ SEVERAL = (
     "megatron",
     "deepspeed",
     "ray",
-    "vllm",
-    "sglang",
+    *SERVER_PACKAGES,
 )
 ON_RANKS = ("fsdp", "deepspeed", "megatron", "distributed.driver", "distributed.worker")
 
@@ -295,8 +300,7 @@ print(*sys.modules)
         "megatron",
         "deepspeed",
         "ray",
-        "vllm",
-        "sglang",
+        *SERVER_PACKAGES,
     } == set()
 
 

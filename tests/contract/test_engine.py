@@ -6,29 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from helpers import sglang_stub
 from helpers.engine_contract import EngineCase, EngineContract, Middle
 from helpers.fake_engine import FakeEngine
 from helpers.native_engines import break_native, native_idle
-from helpers.toys import VOCABULARY, ToyTokenizer, make_model, make_module
-from reinforge.config.engine import EngineConfig
+from helpers.stub_servers import STUBS, Stub, StubServers, told
+from helpers.toys import VOCABULARY, ToyTokenizer, make_model
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native.blocks import BlockPool
 from reinforge.engines.resumable import ResumableRequests
-from reinforge.engines.served.dialect import ServerSetup
 from reinforge.engines.served.engine import ServedEngine
-from reinforge.engines.served.make import make_served
 from reinforge.engines.with_opponent import EngineWithOpponent
 
 
@@ -139,59 +134,12 @@ class TestInThisProcess(EngineContract):
 # ---- servers ----
 
 
-class StubServers:
-    """Engines whose servers are the stub of SGLang, in processes of their own."""
-
-    def __init__(self, folder: Path):
-        self.module = make_module(spread=8.0)
-        self.model = folder / "model"
-        self.module.save_pretrained(self.model)
-        self.folder = folder
-        package = folder / "site" / "sglang"
-        package.mkdir(parents=True)
-        (package / "__init__.py").touch()
-        shutil.copyfile(sglang_stub.__file__, package / "launch_server.py")
-        self.hold = folder / "hold"
-        self.numbers = itertools.count()
-
-    def make(self, stop_tokens: Any = ()) -> ServedEngine:
-        cfg = EngineConfig(
-            env={
-                "PYTHONPATH": str(self.folder / "site"),
-                "STUB_HOLD": str(self.hold),
-                "STUB_HOLD_AT": "10",
-            },
-            start_seconds=120,
-        )
-        setup = ServerSetup(
-            "sglang",
-            cfg,
-            str(self.model),
-            self.folder / f"run-{next(self.numbers)}",
-            "float32",
-            "cpu",
-            context=128,
-            vocabulary=VOCABULARY,
-            stop_tokens=tuple(stop_tokens),
-            seed=3,
-        )
-        return make_served(setup, self.score)
-
-    def score(self, tokens: Any) -> torch.Tensor:
-        table = self.module.get_input_embeddings().weight.detach()
-        logprobs = (table[list(tokens[:-1])] @ table.T).log_softmax(-1)
-        own = logprobs.gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0]
-        return torch.cat([torch.zeros(1), own])
-
-
 @asynccontextmanager
 async def held_at_a_server(engine: ServedEngine) -> AsyncIterator[Middle]:
     hold = Path(engine.setup.cfg.env["STUB_HOLD"])
 
     async def middle() -> None:
-        http = engine.replicas[0].http
-        assert http is not None
-        while engine.replicas[0].load < 2 or (await http.post("/stub"))["held"] < 2:
+        while engine.replicas[0].load < 2 or (await told(engine))["held"] < 2:
             await asyncio.sleep(0.02)
 
     await engine.generate([3], Sampling(1), key=0)  # it is up
@@ -200,26 +148,36 @@ async def held_at_a_server(engine: ServedEngine) -> AsyncIterator[Middle]:
     hold.unlink()
 
 
-class TestServed(EngineContract):
-    cases = (
-        EngineCase(
-            name="sglang",
-            implementation="ServedEngine",
-            make=lambda servers, **settings: servers.make(**settings),
-            weights=lambda servers, _: Weights("shared", module=servers.module),
-            idle=lambda e: not any(r.load for r in e.replicas),
-            held=held_at_a_server,
-            cannot={
-                "test_errors_reach_every_caller_and_nobody_hangs": (
-                    "a server that breaks is started again, and asked again"
-                ),
-                "test_an_update_to_the_same_values_changes_no_draw": (
-                    "a server goes on after an update with draws of another stream"
-                ),
-            },
+def served(stub: Stub) -> EngineCase:
+    """Servers of one kind. What was started has them by their kind."""
+    cannot = {
+        "test_errors_reach_every_caller_and_nobody_hangs": (
+            "a server that breaks is started again, and asked again"
         ),
+        "test_an_update_to_the_same_values_changes_no_draw": (
+            "a server goes on after an update with draws of another stream"
+        ),
+    }
+    if not stub.facts.stop_strings:
+        cannot["test_stop_strings"] = "it stops at tokens only"
+
+    def make(started: dict[str, StubServers], stop_tokens: Sequence[int] = ()) -> ServedEngine:
+        return started[stub.kind].engine(stop_tokens=stop_tokens)
+
+    return EngineCase(
+        name=stub.kind,
+        implementation="ServedEngine",
+        make=make,
+        weights=lambda started, _: started[stub.kind].weights,
+        idle=lambda e: not any(r.load for r in e.replicas),
+        held=held_at_a_server,
+        cannot=cannot,
     )
 
+
+class TestServed(EngineContract):
+    cases = tuple(served(stub) for stub in STUBS)
+
     @pytest.fixture(scope="class")
-    def started(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubServers]:
-        yield StubServers(tmp_path_factory.mktemp("servers"))
+    def started(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StubServers]]:
+        yield {stub.kind: StubServers(stub, tmp_path_factory.mktemp(stub.kind)) for stub in STUBS}

@@ -13,6 +13,7 @@ from reinforge.build.inputs import ModelInputs
 from reinforge.build.policy import load_policy, move_to_device
 from reinforge.build.served import setup_of, trainer_score
 from reinforge.cluster.data_parallel import DataParallelEngine
+from reinforge.config.engine import SERVERS
 from reinforge.config.schema import Config
 from reinforge.core.engine import Engine
 from reinforge.engines.native import NativeEngine
@@ -66,18 +67,21 @@ def _engine_of_rank(inputs: ModelInputs, stops: frozenset[int]) -> NativeEngine:
     return native_engine(inputs, model, stops)
 
 
+def keeps_memory(cfg: Config) -> bool:
+    """Whether a server holds its share of the trainer's GPU all the time."""
+    server = cfg.rollout.engine
+    if server == "native" or cfg.engine.devices or cfg.engine.address:
+        return False
+    return cfg.engine.sleep == "never" or not SERVERS[server].sleeps
+
+
 @contextmanager
 def room_for_engine(cfg: Config) -> Iterator[None]:
     """Inside, the share of the GPU that a colocated server will hold all the time is taken: whoever
     looks at what is free finds the rest.
     """
     held = None
-    if (
-        cfg.rollout.engine != "native"
-        and cfg.engine.sleep == "never"
-        and not cfg.engine.devices
-        and not cfg.engine.address
-    ):
+    if keeps_memory(cfg):
         device = pick_device(cfg.model.device)
         if device.type == "cuda":
             free, whole = torch.cuda.mem_get_info(device)

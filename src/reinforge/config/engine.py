@@ -1,5 +1,5 @@
-"""The names of engines, and the section `engine`: servers that generate (rollout.engine vllm or
-sglang). The native engine needs none of it.
+"""The names of engines, what each kind of server can do, and the section `engine`: servers that
+generate. The native engine needs none of it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,25 @@ EngineName = Literal["native", "vllm", "sglang"]
 class ServerFacts:
     """What is known of a kind of server without speaking to it. The tables of config/rules make
     its column of them, and engines/served/make.py its `Dialect`.
+
+    A dialect is never asked for what its server cannot do: the tables refuse it in a configuration,
+    `ServedEngine` in a request, and `ServerSetup.sleep_level` is 0.
     """
 
     dialect: str  # the class that speaks to it: module:class
     package: str  # what the Python that starts it must have
     ipc: bool = False  # takes weights as handles of GPU memory; otherwise from files
+    filters: bool = True  # samples with top_p, top_k and min_p
+    stop_strings: bool = True  # ends a completion at a string; at a token all of them do
+    sleeps: bool = True  # gives GPU memory back while the trainer needs it
+    key: bool = True  # answers only who has its key; otherwise everybody on its host
+    cpu_head_size: int = 1  # the smallest attention head that it computes on a CPU
 
 
 SERVERS: dict[str, ServerFacts] = {
-    "vllm": ServerFacts("reinforge.engines.served.vllm:Vllm", package="vllm", ipc=True),
+    "vllm": ServerFacts(
+        "reinforge.engines.served.vllm:Vllm", package="vllm", ipc=True, cpu_head_size=32
+    ),
     "sglang": ServerFacts("reinforge.engines.served.sglang:Sglang", package="sglang"),
 }
 
@@ -36,8 +46,8 @@ class EngineConfig(Section):
     python: str | None = Field(
         None,
         description=(
-            "The Python that has vLLM or SGLang. Default: this one. An environment of its own is"
-            " usual: their pins rarely match."
+            "The Python that has the server's package. Default: this one. An environment of its"
+            " own is usual: the pins of servers rarely match the trainer's."
         ),
     )
     address: list[str] = Field(

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from reinforge.config.base import Count, Fraction, Natural, Positive, Section
-from reinforge.config.engine import EngineName
+from reinforge.config.engine import SERVERS, EngineName
 
 
 class RolloutConfig(Section):
@@ -29,8 +29,8 @@ class RolloutConfig(Section):
     engine: EngineName = Field(
         "native",
         description=(
-            "native: the trainer's own module generates; nothing is copied. vllm, sglang: servers,"
-            " see the section engine."
+            "native: the trainer's own module generates; nothing is copied."
+            f" {', '.join(SERVERS)}: servers, see the section engine."
         ),
     )
     temperature: Positive = Field(

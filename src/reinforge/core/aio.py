@@ -1,15 +1,27 @@
-"""From plain code into a coroutine, wherever the plain code is called from."""
+"""Several coroutines at once, and from plain code into a coroutine, wherever it is called from."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def together(works: Iterable[Awaitable[T]]) -> list[T]:
+    """All at once, the results in order. When one raises, or the caller is cancelled, the others
+    are cancelled too.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def run_sync(work: Coroutine[Any, Any, T], interrupt: Callable[[], None] | None = None) -> T:

@@ -9,11 +9,11 @@ answer.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from reinforge.core.aio import together
 from reinforge.core.engine import Completion, Sampling, StreamingEngine
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of, tokens_hash
@@ -137,23 +137,16 @@ class ResumableEngine:
         completions: Sequence[PartialCompletion],
     ) -> None:
         """Each that is not whole by itself: their prefixes differ."""
-        rest = [
-            asyncio.ensure_future(
-                self._grow(
-                    [*tokens, *c.tokens],
-                    replace(params, max_new_tokens=params.max_new_tokens - len(c.tokens)),
-                    seed_of(key, i, len(c.tokens)),
-                    [c],
-                )
+        await together(
+            self._grow(
+                [*tokens, *c.tokens],
+                replace(params, max_new_tokens=params.max_new_tokens - len(c.tokens)),
+                seed_of(key, i, len(c.tokens)),
+                [c],
             )
             for i, c in enumerate(completions)
             if c.stop is None
-        ]
-        try:
-            await asyncio.gather(*rest)
-        finally:
-            for task in rest:
-                task.cancel()
+        )
 
     async def _grow(
         self,

@@ -38,7 +38,6 @@ from reinforge.rollout.dialogue.env_player import first_prompt
 from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
 
 IMPORT_SECONDS = 20.0
-CPU_HEAD = 32
 NO_ENGINE = (
     "Use another engine (rollout.engine), another model, or an algorithm that learns from given"
     " texts."
@@ -156,21 +155,23 @@ def check_other_models(config: Config) -> None:
 
 
 def check_heads(config: Config, report: PlanReport) -> None:
-    """vLLM's attention on a CPU has no kernel for small heads: its server would end at the first
-    token.
+    """A server may have no attention kernel for small heads on a CPU (`ServerFacts.cpu_head_size`):
+    it would end at the first token.
     """
-    if config.rollout.engine != "vllm" or config.engine.address:
+    server = config.rollout.engine
+    if server == "native" or config.engine.address:
         return
-    if pick_device(config.model.device).type != "cpu":
+    smallest = SERVERS[server].cpu_head_size
+    if smallest == 1 or pick_device(config.model.device).type != "cpu":
         return
     shape = load_config(config.model)
     heads = getattr(shape, "num_attention_heads", None)
     size = getattr(shape, "head_dim", None) or (shape.hidden_size // heads if heads else None)
-    if size is not None and size < CPU_HEAD:
+    if size is not None and size < smallest:
         report.refuse(
             "rollout.engine",
-            f"the model's heads have size {size}, and vLLM on a CPU knows sizes from"
-            f" {CPU_HEAD} up.",
+            f"the model's heads have size {size}, and {server} on a CPU knows sizes from"
+            f" {smallest} up.",
             "Use the native engine, or another model.",
         )
 

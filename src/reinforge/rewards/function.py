@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reinforge.core.aio import together
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.rewards.adapt import IDS
@@ -85,7 +86,7 @@ class FunctionReward:
         if self.each and len(rows) > 1:
             ids = [None] * len(rows) if tokens is None else [[t] for t in tokens]
             return RewardOutcome.joined(
-                await _together(
+                await together(
                     [self._one([r], [c], t) for r, c, t in zip(rows, completions, ids, strict=True)]
                 )
             )
@@ -205,16 +206,6 @@ async def _within(seconds: float | None, work: Awaitable[Any]) -> Any:
         if not limit.expired():
             raise
         return TIMED_OUT
-
-
-async def _together(asked: Sequence[Awaitable[RewardOutcome]]) -> list[RewardOutcome]:
-    """All at once; if one raises, the others are cancelled."""
-    tasks = [asyncio.ensure_future(a) for a in asked]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 class SerialThread:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.config.engine import SERVERS
+from reinforge.config.engine import SERVERS, ServerFacts
 from reinforge.config.load import apply_override, config_from_dict
 from reinforge.config.rules import asynchrony, engines
 from reinforge.config.rules.check import TABLES, doubts, problems
@@ -83,6 +83,10 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "The section `engine`": ("engine.memory=0.5",),
         "Bit-identical log-probs": ("model.exact=true",),
         "Weights by handles of GPU memory (ipc)": ("engine.channel=ipc",),
+        "Stop strings": ("rollout.stop=[x]",),
+        "Evaluation with top_p": ("eval.top_p=0.9",),
+        "A server that sleeps": ("engine.sleep=cache",),
+        "The key of a server that runs already": ("engine.key_env=THE_KEY",),
         "Every rank generates": ("train.backend=fsdp", "rollout.all_ranks=true"),
     },
     "Asynchrony": {
@@ -93,7 +97,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "An agent": (AGENT,),
         "Preferences over sampled answers": ("algorithm.name=online_dpo",),
         "Dynamic sampling": ("algorithm.dynamic_sampling=true",),
-        "vLLM or SGLang": (VLLM,),
+        "An engine that is a server": (VLLM,),
         "Every rank generates": ("train.backend=fsdp", "rollout.all_ranks=true"),
         "Actors of Ray": ("cluster.kind=ray",),
     },
@@ -268,10 +272,40 @@ def test_a_broken_rule_is_told_with_its_key(rule: Rule, overrides: Overrides) ->
 
 def test_what_may_not_be_meant_is_accepted_and_told() -> None:
     rules = [*engines.DOUBTS, *asynchrony.DOUBTS]
+    rules.remove(engines.OPEN_SERVER)  # below: all servers have a key
     for rule, overrides in zip(rules, DOUBTFUL, strict=True):
         config = config_from_dict(plain(*overrides))
         assert rule.broken(config), rule.why
         assert rule.key in [doubt.key for doubt in doubts(config)]
+
+
+# a server that can do nothing that another can do without
+PLAIN = ServerFacts(
+    "module:class", package="plain", filters=False, stop_strings=False, sleeps=False, key=False
+)
+
+
+@pytest.mark.parametrize("asked", ["rollout.stop=[x]", "eval.top_p=0.9", "engine.sleep=all"])
+def test_what_a_server_cannot_do_follows_from_its_facts(asked: str) -> None:
+    """Under a name that a configuration may have."""
+    config = sections(VLLM, asked)
+    [problem] = engines.engine_table({"vllm": PLAIN}).problems(config)
+    assert problem.key == asked.partition("=")[0] and problem.why.startswith("vllm ")
+    able = ServerFacts("module:class", package="able")
+    assert list(engines.engine_table({"vllm": able}).problems(config)) == []
+
+
+def test_a_server_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for none, and `plan` warns where one is started."""
+    running = ("engine.address=['http://127.0.0.1:8000']",)
+    [problem] = engines.engine_table({"vllm": PLAIN}).problems(
+        sections(VLLM, *running, "engine.key_env=THE_KEY")
+    )
+    assert problem.key == "engine.key_env"
+    assert not engines.OPEN_SERVER.broken(sections(VLLM))
+    monkeypatch.setitem(SERVERS, "vllm", PLAIN)
+    assert [doubt.key for doubt in doubts(sections(VLLM))] == ["rollout.engine"]
+    assert list(doubts(sections(VLLM, *running))) == []
 
 
 def test_no_text_keeps_a_place_that_nobody_fills() -> None:

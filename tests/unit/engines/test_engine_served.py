@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ from torch import nn
 from helpers.toys import run
 from reinforge.config.engine import SERVERS, EngineConfig, EngineName
 from reinforge.core.engine import Sampling
+from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
 from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
 from reinforge.engines.served.engine import ServedEngine
@@ -28,6 +30,7 @@ class OneSlot:
 
     name = "one-slot"
     channels = ("files",)
+    unknown_path = "They know all paths."
 
     def __init__(self) -> None:
         self.slots: dict[str, int | None] = {}
@@ -42,21 +45,21 @@ class OneSlot:
         return {}
 
     async def status(self, http: ServerClient, setup: ServerSetup) -> dict[str, Any]:
-        return {"dtype": "float32"}
+        return {}  # nothing to tell is ready too
 
     async def generate(
         self,
         http: ServerClient,
-        draws: Sequence[SampleRequest],
+        requests: Sequence[SampleRequest],
         params: Sampling,
         stops: frozenset[int],
     ) -> list[SampleOutput]:
         await asyncio.sleep(0.005)
         return [
             SampleOutput(
-                [7] * d.max_tokens, [-float(self.served[http.address])] * d.max_tokens, "length"
+                [7] * r.max_tokens, [-float(self.served[http.address])] * r.max_tokens, "length"
             )
-            for d in draws
+            for r in requests
         ]
 
     async def score(self, http: ServerClient, tokens: Sequence[int]) -> list[float]:
@@ -92,7 +95,7 @@ def made(folder: Path, replicas: int) -> tuple[ServedEngine, OneSlot, Weights]:
     module = nn.Linear(2, 2)
     cfg = EngineConfig(address=[f"http://replica-{i}" for i in range(replicas)])
     engine = ServedEngine(
-        ServerSetup("one-slot", cfg, "model", folder, "float32", "cpu", 128, 64), dialect
+        ServerSetup("vllm", cfg, "model", folder, "float32", "cpu", 128, 64), dialect
     )
     engine.transfer.pairs = lambda weights: iter([("weight", module.weight.detach())])  # type: ignore[method-assign]
     return engine, dialect, Weights("shared", module=module)
@@ -144,9 +147,32 @@ def test_a_replica_that_was_lost_after_it_staged_is_not_asked_to_serve_it(tmp_pa
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        (Sampling(4, top_k=3), "knows no top_p, top_k and min_p"),
+        (Sampling(4, stop_strings=("x",)), "stops at tokens, not at strings"),
+    ],
+)
+def test_what_a_server_cannot_do_is_never_asked_of_its_dialect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: Sampling, why: str
+) -> None:
+    engine, _, weights = made(tmp_path, 1)
+    run(engine.update(weights, 1))
+    assert run(engine.generate([1], params, key=1))
+    facts = replace(SERVERS["vllm"], filters=False, stop_strings=False, sleeps=False)
+    monkeypatch.setitem(SERVERS, "vllm", facts)
+    with pytest.raises(InputError, match=why):
+        run(engine.generate([1], params, key=1))
+    awake = replace(engine.setup, device="cuda", cfg=EngineConfig(sleep="all"))
+    assert awake.sleep_level == 0
+    engine.close()
+
+
 def test_config_and_engines_know_the_same_servers() -> None:
     assert get_args(EngineName) == ("native", *SERVERS)
     for name in SERVERS:
         dialect = make_dialect(name)
         assert dialect.name == name
         assert ("ipc" in dialect.channels) == SERVERS[name].ipc
+        assert dialect.unknown_path

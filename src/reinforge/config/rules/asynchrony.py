@@ -91,7 +91,7 @@ FEATURES = (
         ),
     ),
     Feature(
-        "vLLM or SGLang",
+        "An engine that is a server",
         "rollout.engine",
         lambda c: c.rollout.engine != "native",
         _tokens_untold(),

@@ -2,84 +2,154 @@
 
 from __future__ import annotations
 
-from reinforge.config.engine import SERVERS, EngineConfig
+from collections.abc import Callable, Mapping, Sequence
+
+from reinforge.config.engine import SERVERS, EngineConfig, ServerFacts
 from reinforge.config.rules.table import YES, Cell, Column, Feature, No, Rule, Table
+from reinforge.config.sections import Sections
+
+Servers = Mapping[str, ServerFacts]
+
+OWN_ARITHMETIC = No(
+    "{engine} computes log-probs in its own way", "set rollout.engine=native, or leave it out"
+)
+NO_HANDLES = No("{engine} reads weights from files here", "use memory or disk")
+NO_HANDLES_THERE = No("handles of GPU memory are for servers that we start", "use memory or disk")
+NO_STRINGS = No("{engine} stops at tokens only", "leave it out, or use another engine")
+NO_FILTERS = No("{engine} knows no top_p", "leave it out, or use another engine")
+NO_SLEEP = No("{engine} cannot give memory back", "set engine.sleep=never, or leave it out")
+NO_KEY = No("{engine} asks for no key", "leave it out")
+NO_RANKS = No(
+    "it is for the native engine on the ranks of train.backend fsdp, deepspeed or megatron",
+    "leave it out",
+)
 
 
-def _cells(*, native: Cell, started: Cell | dict[str, Cell], running: Cell) -> dict[str, Cell]:
-    """A row. `started`: servers that the run starts, one cell for all of them or one for each."""
-    of_servers = started if isinstance(started, dict) else dict.fromkeys(SERVERS, started)
-    return {"native": native, **of_servers, "running servers": running}
+def one_of(names: Sequence[str]) -> str:
+    """A list as English has it.
 
-
-def _handles(server: str) -> Cell:
-    """Whether a server takes weights as handles of GPU memory."""
-    if SERVERS[server].ipc:
-        return YES
-    return No(f"{server} reads weights from files here", "use memory or disk")
+    >>> one_of(["vllm", "sglang", "third"])
+    'vllm, sglang or third'
+    """
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _column(engine: str) -> Column:
     return Column(engine, f"`rollout.engine: {engine}`", lambda c: c.rollout.engine == engine)
 
 
-NO_SERVER = No(
-    "the native engine has no server",
-    f"remove the section, or set rollout.engine to {' or '.join(SERVERS)}",
-    key="engine",
-)
-OWN_ARITHMETIC = No(
-    "{engine} computes log-probs in its own way", "set rollout.engine=native, or leave it out"
-)
-NO_RANKS = No(
-    "it is for the native engine on the ranks of train.backend fsdp, deepspeed or megatron",
-    "leave it out",
-)
+def _features(servers: Servers) -> tuple[Feature, ...]:
+    """The rows. What only some servers can do follows from their `ServerFacts`."""
 
-FEATURES = (
-    Feature(
-        "The section `engine`",
-        "engine",
-        lambda c: c.engine != EngineConfig(),
-        _cells(native=NO_SERVER, started=YES, running=YES),
-    ),
-    Feature(
-        "Bit-identical log-probs",
-        "model.exact",
-        lambda c: c.model.exact,
-        _cells(native=YES, started=OWN_ARITHMETIC, running=OWN_ARITHMETIC),
-    ),
-    Feature(
-        "Weights by handles of GPU memory (ipc)",
-        "engine.channel",
-        lambda c: c.engine.channel == "ipc",
-        _cells(
-            native=NO_SERVER,
-            started={server: _handles(server) for server in SERVERS},
-            running=No("handles of GPU memory are for servers that we start", "use memory or disk"),
+    def cells(*, native: Cell, started: Cell | dict[str, Cell], running: Cell) -> dict[str, Cell]:
+        """A row. `started`: servers that the run starts, one cell for all or one for each."""
+        of_servers = started if isinstance(started, dict) else dict.fromkeys(servers, started)
+        return {"native": native, **of_servers, "running servers": running}
+
+    def where(can: Callable[[ServerFacts], bool], otherwise: No) -> dict[str, Cell]:
+        return {name: YES if can(facts) else otherwise for name, facts in servers.items()}
+
+    no_server = No(
+        "the native engine has no server",
+        f"remove the section, or set rollout.engine to {one_of(list(servers))}",
+        key="engine",
+    )
+    return (
+        Feature(
+            "The section `engine`",
+            "engine",
+            lambda c: c.engine != EngineConfig(),
+            cells(native=no_server, started=YES, running=YES),
         ),
-    ),
-    Feature(
-        "Every rank generates",
-        "rollout.all_ranks",
-        lambda c: c.rollout.all_ranks,
-        _cells(native=YES, started=NO_RANKS, running=NO_RANKS),
-    ),
-)
+        Feature(
+            "Bit-identical log-probs",
+            "model.exact",
+            lambda c: c.model.exact,
+            cells(native=YES, started=OWN_ARITHMETIC, running=OWN_ARITHMETIC),
+        ),
+        Feature(
+            "Weights by handles of GPU memory (ipc)",
+            "engine.channel",
+            lambda c: c.engine.channel == "ipc",
+            cells(
+                native=no_server,
+                started=where(lambda facts: facts.ipc, NO_HANDLES),
+                running=NO_HANDLES_THERE,
+            ),
+        ),
+        Feature(
+            "Stop strings",
+            "rollout.stop",
+            lambda c: bool(c.rollout.stop),
+            cells(
+                native=YES,
+                started=where(lambda facts: facts.stop_strings, NO_STRINGS),
+                running=YES,
+            ),
+        ),
+        Feature(
+            "Evaluation with top_p",
+            "eval.top_p",
+            lambda c: c.eval.top_p < 1,
+            cells(native=YES, started=where(lambda facts: facts.filters, NO_FILTERS), running=YES),
+        ),
+        Feature(
+            "A server that sleeps",
+            "engine.sleep",
+            lambda c: c.engine.sleep in ("cache", "all"),
+            cells(
+                native=no_server, started=where(lambda facts: facts.sleeps, NO_SLEEP), running=YES
+            ),
+        ),
+        Feature(
+            "The key of a server that runs already",
+            "engine.key_env",
+            lambda c: c.engine.key_env is not None,
+            cells(native=no_server, started=where(lambda facts: facts.key, NO_KEY), running=YES),
+        ),
+        Feature(
+            "Every rank generates",
+            "rollout.all_ranks",
+            lambda c: c.rollout.all_ranks,
+            cells(native=YES, started=NO_RANKS, running=NO_RANKS),
+        ),
+    )
 
-ENGINES = Table(
-    "Engines",
-    "Who generates: the trainer's own module, servers that the run starts, or servers that run"
-    " already.",
-    (
-        _column("native"),
-        *map(_column, SERVERS),
-        Column("running servers", "`engine.address`", lambda c: bool(c.engine.address)),
-    ),
-    FEATURES,
-)
 
-# what works and is pointless; `plan` warns of it
+def engine_table(servers: Servers) -> Table:
+    """A column for the native engine, one for each kind of server, and one for servers that run
+    already; for those the column of their kind counts too.
+    """
+    return Table(
+        "Engines",
+        "Who generates: the trainer's own module, servers that the run starts, or servers that run"
+        " already.",
+        (
+            _column("native"),
+            *map(_column, servers),
+            Column("running servers", "`engine.address`", lambda c: bool(c.engine.address)),
+        ),
+        _features(servers),
+    )
+
+
+ENGINES = engine_table(SERVERS)
+
+
+def _open(config: Sections) -> bool:
+    """Whether a server is started that answers everybody."""
+    server = config.rollout.engine
+    return server in SERVERS and not SERVERS[server].key and not config.engine.address
+
+
+OPEN_SERVER = Rule(
+    "rollout.engine",
+    _open,
+    "{engine} asks for no key: everybody on its host can ask it, and give it other weights",
+    "run it where nobody else has an account, or use another engine",
+)
+# what works and is pointless, or more than is wanted; `plan` warns of it
 DOUBTS = (
     Rule(
         "algorithm.correction.name",
@@ -95,4 +165,5 @@ DOUBTS = (
         "model.exact: the pass will find what sampling reported, to the bit",
         "use engine: it costs nothing",
     ),
+    OPEN_SERVER,
 )

@@ -1,1 +1,1 @@
-"""Engines that are servers of somebody else's (vLLM, SGLang) with the trainer's weights."""
+"""Engines that are servers of somebody else's with the trainer's weights."""

@@ -6,9 +6,11 @@ restarts, interruptions, updates and their proof. What differs is a dialect. To 
 
 1. Write `engines/served/NAME.py` with a class that has the members of `Dialect`. `sglang.py` is the
    example to copy: it needs nothing in the server but HTTP.
-2. Name it in `EngineName` and in `SERVERS`, which stand together in config/engine.py.
-3. Write a stub that speaks the server's API (tests/helpers/sglang_stub.py is one), and run on it
-   what tests/unit/engines/test_engine_sglang.py runs, and tests/contract/test_engine.py.
+2. Name it in `EngineName` and in `SERVERS`, which stand together in config/engine.py. There
+   `ServerFacts` says what the server cannot do: no dialect is asked for that.
+3. Write a stub that speaks the server's API (tests/helpers/sglang_stub.py is one), and name it in
+   `STUBS` (tests/helpers/stub_servers.py). What every dialect owes (tests/unit/engines/
+   test_dialects.py) and what every engine owes (tests/contract/test_engine.py) then runs on it.
 
 The server must take token ids and give back token ids with the log-prob of each, score given
 tokens, load new weights without a restart, and abort what is running.
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from reinforge.config.engine import EngineConfig
+from reinforge.config.engine import SERVERS, EngineConfig
 from reinforge.core.engine import Sampling
 from reinforge.engines.served.http import ServerClient
 
@@ -39,11 +41,10 @@ def options(args: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for name, value in args.items():
         flag = name.strip("-").replace("_", "-")
-        found += (
-            [f"--{flag}" if value else f"--no-{flag}"]
-            if isinstance(value, bool)
-            else [f"--{flag}", str(value)]
-        )
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            found += [f"--{flag}", str(value)]
     return found
 
 
@@ -72,10 +73,11 @@ class ServerSetup:
     def sleep_level(self) -> int:
         """0 never, 1 keeps the weights in host memory, 2 drops them too.
 
-        A CPU gives nothing back.
+        A CPU gives nothing back, and neither does a server that cannot.
         """
         if (
             self.device != "cuda"
+            or not SERVERS[self.kind].sleeps
             or self.cfg.sleep == "never"
             or (self.cfg.sleep == "auto" and not self.colocated)
         ):
@@ -83,12 +85,19 @@ class ServerSetup:
         return 2 if self.cfg.sleep == "all" else 1
 
 
+def given_options(setup: ServerSetup) -> dict[str, Any]:
+    """The options of the user, spelled as those of a dialect, so that they replace them."""
+    return {name.strip("-").replace("_", "-"): value for name, value in setup.cfg.args.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """What one sample still needs: a request for a completion. `ServedEngine` makes it."""
+    """One sample, or what is missing of it: a request for tokens after those given. `ServedEngine`
+    makes it.
+    """
 
     tokens: list[int]  # prompt, and what was written before it was interrupted
-    seed: int | None
+    seed: int | None  # of this sample alone, 63 bits; None: any
     max_tokens: int
 
 
@@ -100,16 +109,21 @@ class SampleOutput:
 
     tokens: list[int]  # sampled ids, the stop token included
     logprobs: list[float]  # of each sampled token: post-temperature, full vocabulary
-    reason: str  # stop | length | abort; after abort the engine asks for the rest
+    # stop | length | abort. After `abort` the engine asks for the rest, unless the last token is a
+    # stop token or there are max_tokens of them. So a server that does not say why an answer ended
+    # is always answered for with `abort`; only an end at a stop string must be told, as `stop`.
+    reason: str
 
 
 class Dialect(Protocol):
     """One kind of server. `make.py` makes one for an engine; `Replica` calls it to start a server
     and to ask whether it lives, `ServedEngine` to generate, `WeightTransfer` to send weights.
 
-    Every call with an `http` is about the one server behind that address. A call that the server
-    does not survive raises `ServerDown`; one that only this request fails of raises `ServerFault`;
-    `ServerClient` raises both already, by the status code.
+    Every call with an `http` is about the one server behind that address. Several calls may be
+    under way at once, to several servers: what is remembered between two calls is remembered by
+    address. A call that the server does not survive raises `ServerDown`; one that only this request
+    fails of raises `ServerFault`. `ServerClient` raises both already, by the status code: its
+    docstring has the table.
     """
 
     name: str  # as in `SERVERS`
@@ -117,52 +131,77 @@ class Dialect(Protocol):
     # config.json and *.safetensors, under the names of the checkpoint. "files", "adapter", "ipc":
     # forms of ours (weights/), for servers that load a plug-in of ours.
     channels: tuple[str, ...]
+    # What to do about a server that answers 404: one of another version, or without our plug-in.
+    unknown_path: str
 
     def command(self, setup: ServerSetup, python: str, port: int) -> list[str]:
         """The command line of a server on the loopback address. Options of the user
-        (`setup.cfg.args`) count more than ours. The key is no argument: those of a process are
-        there for every user to read.
+        (`given_options`) count more than ours. The key is no argument: those of a process are
+        there for every user to read. What the server has no option for (dtype, seed, context) is
+        left out.
         """
         ...
 
     def environment(self, setup: ServerSetup, key: str) -> dict[str, str]:
         """What is added to the server's environment. `key` is what it must ask of every request
         (Authorization: Bearer).
+
+        A server that knows no key ignores it and has `key=False` in `SERVERS`: everybody on its
+        host can then ask it and give it weights. `plan` warns of that.
         """
         ...
 
     async def status(self, http: ServerClient, setup: ServerSetup) -> dict[str, Any]:
-        """Facts of a server that is ready: dtype, sleeps. Raises ServerDown while it is not."""
+        """Returns once the server can be asked; raises `ServerDown` while it cannot, and
+        `InputError` where it runs with settings that we cannot use.
+
+        What is returned is whatever the server tells of itself, for tests and for people
+        (`Replica.facts`). No code reads it, and `{}` will do. Later health is not asked here but
+        with `generate`, for one token.
+        """
         ...
 
     async def generate(
         self,
         http: ServerClient,
-        draws: Sequence[SampleRequest],
+        requests: Sequence[SampleRequest],
         params: Sampling,
         stops: frozenset[int],
     ) -> list[SampleOutput]:
-        """One piece for each draw, in order. A sample ends at a token of `stops` (the server's own
-        idea of an end is turned off), which stays in its tokens.
+        """One output for each request, in order. A sample ends at a token of `stops` (the server's
+        own idea of an end is turned off), which stays in its tokens.
+
+        Every request has a seed of its own, so that a sample does not depend on what else is asked
+        for. A server that takes one seed for several answers (`n`) is therefore asked for one
+        answer at a time: `await together(self._one(http, request) for request in requests)`
+        (core/aio.py) sends all of them and cancels the others when one fails or the caller leaves.
+        A caller that leaves closes the connection; the server should take that for an abort.
         """
         ...
 
     async def score(self, http: ServerClient, tokens: Sequence[int]) -> list[float]:
-        """The log-prob at temperature 1 of every given token after the first; 0 for the first."""
+        """The log-prob at temperature 1 of every given token after those before it. As many numbers
+        as tokens: the first has nothing before it and gets 0, whatever the server says about it.
+        """
         ...
 
     async def stage(self, http: ServerClient, message: Mapping[str, Any]) -> None:
         """Phase one of an update: makes the weights ready. What is served does not change.
 
         `message` has the `folder` where they are and their `version` (`SafetensorsChannel.message`,
-        and the others of weights/).
+        and the others of weights/). A server that loads in one go is told nothing yet: remember
+        the message for `commit`.
         """
         ...
 
     async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:
         """Phase two: serves what was staged, and drops what it cached under the old weights.
-        Nothing is generated meanwhile. Gives the error of a tied head, where the server can tell;
-        otherwise 0.
+        Nothing is generated meanwhile. Where this version is not what was staged: `ServerDown`.
+
+        `fix_head` and the result are about a head that is tied to the embedding, which a server's
+        own loader may leave at the old weights (vLLM's on a CPU): point it at the new ones, and
+        give how far its logits are from theirs. Only a plug-in can. Another server ignores
+        `fix_head` and gives 0: the proof after the update notices a head that is left behind.
         """
         ...
 
@@ -172,7 +211,7 @@ class Dialect(Protocol):
 
     async def sleep(self, http: ServerClient, level: int) -> None:
         """Gives GPU memory back: 1 the KV cache, 2 the weights too. Called only where
-        `ServerSetup.sleep_level` is above 0.
+        `ServerSetup.sleep_level` is above 0: never with `sleeps=False` in `SERVERS`.
         """
         ...
 

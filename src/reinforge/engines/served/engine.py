@@ -1,4 +1,4 @@
-"""An engine that lives in servers: the contract over one or several replicas of vLLM or SGLang.
+"""An engine that lives in servers: the contract over one or several replicas of a server.
 
 A request goes to the replica with least to do. What a dead replica held is sent to another; the
 dead one is started again and gets the current weights before it gets work. An update is staged
@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from reinforge.config.engine import SERVERS
 from reinforge.core.engine import Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
@@ -43,20 +44,21 @@ class SampleInProgress:
     done: Completion = field(default_factory=lambda: Completion([], [], [], Stop.LENGTH))
     open: bool = True
 
-    def draw(self, prompt: list[int], key: int, limit: int, seeded: bool) -> SampleRequest:
+    def request(self, prompt: list[int], key: int, limit: int, seeded: bool) -> SampleRequest:
+        """For what is missing."""
         at = len(self.done.tokens)
-        seed = (
-            (seed_of(key, self.index, at) if at else seed_of(key, self.index)) if seeded else None
-        )
+        seed = None
+        if seeded:
+            seed = seed_of(key, self.index, at) if at else seed_of(key, self.index)
         return SampleRequest(prompt + self.done.tokens, seed, limit - at)
 
-    def take(self, piece: SampleOutput, version: int, limit: int, stops: frozenset[int]) -> None:
-        self.done.tokens.extend(piece.tokens)
-        self.done.logprobs.extend(piece.logprobs)
-        self.done.versions.extend([version] * len(piece.tokens))
-        stopped = bool(piece.tokens) and piece.tokens[-1] in stops
-        self.open = piece.reason == "abort" and not stopped and len(self.done.tokens) < limit
-        if stopped or piece.reason == "stop":
+    def take(self, output: SampleOutput, version: int, limit: int, stops: frozenset[int]) -> None:
+        self.done.tokens.extend(output.tokens)
+        self.done.logprobs.extend(output.logprobs)
+        self.done.versions.extend([version] * len(output.tokens))
+        stopped = bool(output.tokens) and output.tokens[-1] in stops
+        self.open = output.reason == "abort" and not stopped and len(self.done.tokens) < limit
+        if stopped or output.reason == "stop":
             self.done = Completion(
                 self.done.tokens, self.done.logprobs, self.done.versions, Stop.EOS
             )
@@ -148,6 +150,7 @@ class ServedEngine:
                     " prompt with data.length."
                 ),
             )
+        refuse_what_it_cannot(self.setup.kind, params)
         stops = (
             frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
         )
@@ -155,10 +158,10 @@ class ServedEngine:
         self._begin()
         try:
             while waiting := [d for d in drafts if d.open]:
-                draws = [d.draw(prompt, key, limit, self.setup.cfg.seeded) for d in waiting]
-                pieces, version = await self._send(draws, params, stops)
-                for draft, piece in zip(waiting, pieces, strict=True):
-                    draft.take(piece, version, limit, stops)
+                requests = [d.request(prompt, key, limit, self.setup.cfg.seeded) for d in waiting]
+                outputs, version = await self._send(requests, params, stops)
+                for draft, output in zip(waiting, outputs, strict=True):
+                    draft.take(output, version, limit, stops)
         finally:
             self._finish()
         self.stats.prompt_tokens += len(prompt)
@@ -252,7 +255,7 @@ class ServedEngine:
     # ---- sending ----
 
     async def _send(
-        self, draws: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
+        self, requests: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
     ) -> tuple[list[SampleOutput], int]:
         """Somebody's answer, and the version that gave it.
 
@@ -261,13 +264,13 @@ class ServedEngine:
         problem: Exception | None = None
         for _ in range(RESENDS):
             replica = await self._free()
-            replica.load += len(draws)
+            replica.load += len(requests)
             version = self.version
             life = replica.life
             try:
                 return (
                     await self._watched(
-                        replica, self.dialect.generate(_of(replica), draws, params, stops)
+                        replica, self.dialect.generate(_of(replica), requests, params, stops)
                     ),
                     version,
                 )
@@ -280,7 +283,7 @@ class ServedEngine:
                     continue  # it was the connection
                 self._lost(replica, life)
             finally:
-                replica.load -= len(draws)
+                replica.load -= len(requests)
         raise RuntimeError(f"{RESENDS} replicas died over the same request: {problem}")
 
     async def _watched(self, replica: Replica, work: Awaitable[T]) -> T:
@@ -419,6 +422,23 @@ class ServedEngine:
             )
         )
         self.asleep = 0
+
+
+def refuse_what_it_cannot(server: str, params: Sampling) -> None:
+    """So that no dialect has to: what `ServerFacts` says about a kind of server."""
+    facts = SERVERS[server]
+    if params.filtered and not facts.filters:
+        raise InputError(
+            f"{server} knows no top_p, top_k and min_p.",
+            where="rollout.engine",
+            fix="Leave them out, or use another engine.",
+        )
+    if params.stop_strings and not params.ignore_eos and not facts.stop_strings:
+        raise InputError(
+            f"{server} stops at tokens, not at strings.",
+            where="rollout.engine",
+            fix="Leave the stop strings out, or use another engine.",
+        )
 
 
 def _of(replica: Replica) -> ServerClient:

@@ -27,11 +27,28 @@ class ServerFault(ServerDown):
 
 
 class ServerClient:
-    """The connection to one server. A `Replica` has one; dialects send every request through it."""
+    """The connection to one server. A `Replica` has one; dialects send every request through it.
 
-    def __init__(self, address: str, key: str | None = None):
+    What an answer becomes:
+
+    | answer | becomes |
+    |---|---|
+    | 2xx | its JSON; the plain text where it is no object or list |
+    | 401, 403 | `InputError`: the key is wrong |
+    | 404 | `InputError`: the server does not know the path, with the advice `unknown_path` |
+    | other 4xx | `InputError`: the server refuses what was asked for |
+    | 502, 503, 504, "EngineDead" | `ServerDown`: the server is replaced and another one asked |
+    | no answer, or none in time | `ServerDown` |
+    | anything else, e.g. 500 | `ServerFault`: this request failed |
+
+    An `InputError` ends the run; so while a server starts it must not answer with 4xx.
+    """
+
+    def __init__(self, address: str, key: str | None = None, unknown_path: str = ""):
+        """`unknown_path`: what a user should do whose server does not know a path."""
         self.address = address.rstrip("/")
         self.key = key
+        self.unknown_path = unknown_path or "Ask for it from a server that has it."
         self._client: httpx2.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -74,7 +91,7 @@ class ServerClient:
             raise ServerDown(
                 f"{self.address}{path}: {type(error).__name__} {error}".strip()
             ) from error
-        if reply.status_code == 200:
+        if 200 <= reply.status_code < 300:
             return json.loads(reply.content) if reply.content[:1] in (b"{", b"[") else reply.text
         said = reply.text[:600]
         if reply.status_code in (401, 403):
@@ -87,7 +104,7 @@ class ServerClient:
             raise InputError(
                 f"{self.address} does not know {path}.",
                 where="engine.address",
-                fix="Start that server with our plug-in: docs/engines.md.",
+                fix=self.unknown_path,
             )
         if 400 <= reply.status_code < 500:
             raise InputError(

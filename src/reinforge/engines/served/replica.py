@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ class Replica:
     process: ServerProcess | None = None
     load: int = 0  # completions under way
     version: int | None = None  # what it serves; None: not known
-    # of the running server; empty until it is ready
-    facts: dict[str, Any] = field(default_factory=dict)
+    # what the running server told of itself (`Dialect.status`); None until it is ready
+    facts: dict[str, Any] | None = None
     failures: int = 0  # starts that failed, one after the other
     checked: float = 0.0  # when it last proved that it generates
     last_words: str = ""  # of a server that is gone
@@ -61,16 +61,15 @@ class Replica:
 
     @property
     def up(self) -> bool:
-        return bool(self.facts) and (self.process is None or self.process.alive)
+        return self.facts is not None and (self.process is None or self.process.alive)
 
     def start(self) -> None:
         """Begins to start the server, unless it is somebody else's."""
         self.life += 1
         cfg = self.setup.cfg
         if cfg.address:
-            self.http = ServerClient(
-                cfg.address[self.index], os.environ.get(cfg.key_env, "") if cfg.key_env else None
-            )
+            given = os.environ.get(cfg.key_env, "") if cfg.key_env else None
+            self.http = ServerClient(cfg.address[self.index], given, self.dialect.unknown_path)
             return
         key = secrets.token_hex(24)
         port = free_port()
@@ -97,7 +96,7 @@ class Replica:
         )
         if cfg.devices:
             env["CUDA_VISIBLE_DEVICES"] = cfg.devices[self.index]
-        self.http = ServerClient(f"http://127.0.0.1:{port}", key)
+        self.http = ServerClient(f"http://127.0.0.1:{port}", key, self.dialect.unknown_path)
         self.process = ServerProcess(
             self.dialect.command(self.setup, python, port),
             env,
@@ -106,7 +105,7 @@ class Replica:
         )
 
     async def ready(self) -> None:
-        """Waits until the server answers, and knows its facts."""
+        """Waits until the server says that it is ready."""
         seconds = self.setup.cfg.start_seconds
 
         async def answers() -> bool:
@@ -135,7 +134,7 @@ class Replica:
         if self.process is not None:
             self.last_words = self.process.tail()
             self.process.stop()
-        self.facts = {}
+        self.facts = None
         self.version = None
         self.process = None
 

@@ -3,7 +3,7 @@
 No plug-in: weights go through a directory of safetensors that it loads.
 
 Read from its sources and run against a stub that speaks this API
-(tests/unit/engines/test_engine_sglang.py); its packages need CUDA.
+(tests/helpers/sglang_stub.py); its packages need CUDA.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from reinforge.engines.served.dialect import (
     SampleOutput,
     SampleRequest,
     ServerSetup,
+    given_options,
     options,
 )
 from reinforge.engines.served.http import ServerClient, ServerDown
@@ -42,6 +43,7 @@ class Sglang:
 
     name = "sglang"
     channels: tuple[str, ...] = ("safetensors",)
+    unknown_path = "Start an SGLang server of version 0.5.23 or later: docs/engines.md."
 
     def __init__(self) -> None:
         self.staged: dict[str, Mapping[str, Any]] = {}  # address -> what it is to load
@@ -65,9 +67,7 @@ class Sglang:
             args["enable-memory-saver"] = True
         if setup.device == "cpu":
             args["device"] = "cpu"
-        # the user's own count more
-        given = {name.strip("-").replace("_", "-"): value for name, value in setup.cfg.args.items()}
-        return [python, "-c", BOOT, *options({**args, **given})]
+        return [python, "-c", BOOT, *options({**args, **given_options(setup)})]
 
     def environment(self, setup: ServerSetup, key: str) -> dict[str, str]:
         # log-probs after temperature: those of sampling
@@ -75,13 +75,13 @@ class Sglang:
 
     async def status(self, http: ServerClient, setup: ServerSetup) -> dict[str, Any]:
         await http.get("/health_generate", timeout=ASK)
-        info = await http.get("/model_info", timeout=ASK)
-        return {"dtype": setup.dtype, "sleeps": setup.sleep_level > 0, "model": info["model_path"]}
+        facts: dict[str, Any] = await http.get("/model_info", timeout=ASK)
+        return facts
 
     async def generate(
         self,
         http: ServerClient,
-        draws: Sequence[SampleRequest],
+        requests: Sequence[SampleRequest],
         params: Sampling,
         stops: frozenset[int],
     ) -> list[SampleOutput]:
@@ -98,18 +98,18 @@ class Sglang:
         if params.stop_strings and not params.ignore_eos:
             shared["stop"] = list(params.stop_strings)
         sampling = []
-        for draw in draws:
-            own = {**shared, "max_new_tokens": draw.max_tokens}
-            if draw.seed is not None:
-                own["sampling_seed"] = draw.seed % SEEDS
+        for request in requests:
+            own = {**shared, "max_new_tokens": request.max_tokens}
+            if request.seed is not None:
+                own["sampling_seed"] = request.seed % SEEDS
             sampling.append(own)
         reply = await http.post(
             "/generate",
             {
-                "input_ids": [draw.tokens for draw in draws],
+                "input_ids": [request.tokens for request in requests],
                 "sampling_params": sampling,
                 "return_logprob": True,
-                "rid": [uuid.uuid4().hex for _ in draws],
+                "rid": [uuid.uuid4().hex for _ in requests],
             },
         )
         return [self._output(answer) for answer in reply]

@@ -22,6 +22,7 @@ from reinforge.engines.served.dialect import (
     SampleOutput,
     SampleRequest,
     ServerSetup,
+    given_options,
     options,
 )
 from reinforge.engines.served.http import ServerClient
@@ -49,6 +50,7 @@ class Vllm:
 
     name = "vllm"
     channels: tuple[str, ...] = ("ipc", "files", "adapter")
+    unknown_path = "Start that server with our plug-in: docs/engines.md."
 
     def command(self, setup: ServerSetup, python: str, port: int) -> list[str]:
         args: dict[str, Any] = {
@@ -79,8 +81,8 @@ class Vllm:
                 "enable-chunked-prefill": False,
                 "max-num-batched-tokens": max(4096, args["max-model-len"]),
             }
-        given = {name.strip("-").replace("_", "-"): value for name, value in setup.cfg.args.items()}
-        return [python, "-m", "vllm.entrypoints.openai.api_server", *options({**args, **given})]
+        words = options({**args, **given_options(setup)})
+        return [python, "-m", "vllm.entrypoints.openai.api_server", *words]
 
     def environment(self, setup: ServerSetup, key: str) -> dict[str, str]:
         found = {
@@ -114,7 +116,7 @@ class Vllm:
     async def generate(
         self,
         http: ServerClient,
-        draws: Sequence[SampleRequest],
+        requests: Sequence[SampleRequest],
         params: Sampling,
         stops: frozenset[int],
     ) -> list[SampleOutput]:
@@ -127,7 +129,10 @@ class Vllm:
         }
         if params.stop_strings and not params.ignore_eos:
             shared["stop"] = list(params.stop_strings)
-        items = [{"tokens": d.tokens, "seed": d.seed, "max_tokens": d.max_tokens} for d in draws]
+        items = [
+            {"tokens": request.tokens, "seed": request.seed, "max_tokens": request.max_tokens}
+            for request in requests
+        ]
         reply = await http.post("/reinforge/generate", {"items": items, "params": shared})
         return [
             SampleOutput(
