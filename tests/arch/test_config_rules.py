@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from helpers.source_tree import imports, modules
+from helpers.source_tree import imports, modules, tree
 from reinforge.config.engine import SERVERS
 
 CONFIG = "reinforge.config"
@@ -37,14 +37,16 @@ def test_only_the_rules_compare_the_backend_or_the_engine() -> None:
 
 
 def test_only_its_own_files_name_a_server() -> None:
-    """So that a new one is a line of `SERVERS` and a dialect."""
+    """So that a new one is a line of `SERVERS` and a dialect, perhaps with a plug-in beside it."""
+    homes = {
+        server: ("reinforge.config.engine", facts.dialect.partition(":")[0])
+        for server, facts in SERVERS.items()
+    }
     wrong = []
-    for server, facts in SERVERS.items():
-        own = {"reinforge.config.engine", facts.dialect.partition(":")[0]}
-        for name, path in modules().items():
-            if name in own:
+    for name, path in modules().items():
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
                 continue
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Constant) and node.value == server:
-                    wrong.append(f"{name}:{node.lineno}: {server}")
+            if node.value in homes and not name.startswith(homes[node.value]):
+                wrong.append(f"{name}:{node.lineno}: {node.value}")
     assert not wrong, "make it a fact of `ServerFacts`:\n" + "\n".join(wrong)
