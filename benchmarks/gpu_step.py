@@ -65,6 +65,14 @@ SHAPES = {
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
     },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
 }
 PROMPTS = 64
 GROUP = 8
@@ -77,16 +85,18 @@ def random_model(shape: str, device: torch.device) -> CausalModel:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=151936,
-        max_position_embeddings=4096,
+        max_position_embeddings=65536,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=2,
-        tie_word_embeddings=True,
-        **SHAPES[shape],
+        **{"tie_word_embeddings": True, **SHAPES[shape]},
     )
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.set_default_dtype(dtype)
     with torch.device(device):
         module = Qwen2ForCausalLM(config)
-    return CausalModel(module.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval())
+    torch.set_default_dtype(torch.float32)
+    return CausalModel(module.eval())
 
 
 def floors(model: CausalModel, response: float) -> dict[str, float]:
