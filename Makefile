@@ -24,10 +24,12 @@ demo: env ## train a small model on the CPU and show what it learned
 
 test: lint pytest ## ruff, mypy, then every test that is not long
 
-test-long: env-test ## the long tests only: before a release
+test-long: env-scale ## the long tests only: before a release
 	@echo "== pytest, long tests ($(JOBS) processes)"
 	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 		$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m long --ignore tests/scale $(ARGS)
+	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+		$(PY) -m pytest -q -p no:hypothesispytest -n 2 --dist loadfile -m long tests/scale --timeout 600 $(ARGS)
 
 test-scale: env-scale ## several processes: FSDP2, DeepSpeed, Megatron, Ray, vLLM, Slurm (2 GB more to install)
 	@echo "== pytest, tests/scale"

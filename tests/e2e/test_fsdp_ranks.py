@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.runs_on_ranks import RunsOnRanks, gone
+from helpers.runs_on_ranks import CommandsOnRanks, RunsOnRanks, gone
 from helpers.tiny_runs import LORA
 from helpers.toys import make_model, make_samples, train_config
 from reinforge.algorithms.losses.supervised import NLLLoss
@@ -23,7 +23,6 @@ from reinforge.core.errors import StoppedByPolicy
 
 class TestFsdp(RunsOnRanks):
     backend = "fsdp"
-    library = False
     compared = (
         ("sft", ("train.ema=0.9",), {}),
         ("grpo", ("algorithm.kl.coefficient=0.1", "algorithm.epochs=2"), {}),
@@ -31,6 +30,11 @@ class TestFsdp(RunsOnRanks):
         ("ppo", (), {"critic": {}}),
         ("ppo", (), {"critic": {"shared": True}}),
     )
+
+
+class TestFsdpCommands(CommandsOnRanks):
+    backend = "fsdp"
+    library = False
 
     @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
     def test_the_other_ranks_do_not_outlive_the_first(self, config: Path, tmp_path: Path) -> None:

@@ -69,8 +69,9 @@ def resumed(run: Whole, folder: Path, **env: str) -> list[str]:
         # rollouts are thrown away: the boundary before them is saved
         (f"reward:{CALLS + 2 * CALLS + 2}", 2),
         ("surrogate:5", 3),  # training is not cut: its step is finished, then saved
-        ("surrogate:6", 3),
-        ("reward:2", 0),  # the evaluation before the first step
+        pytest.param("surrogate:6", 3, marks=pytest.mark.long),
+        # the evaluation before the first step
+        pytest.param("reward:2", 0, marks=pytest.mark.long),
         (f"reward:{CALLS + 3 * CALLS + 2}", 3),  # the evaluation after the third step
         # the last evaluation, of a run that is all but finished
         (f"reward:{CALLS + 3 * CALLS + CALLS + CALLS + 2}", 4),

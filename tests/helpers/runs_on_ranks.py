@@ -1,7 +1,7 @@
 """Runs on several ranks as a user starts them, whatever trains there: by one command that starts
 the others, by torchrun, and from Python. What dies is named, and the run goes on exactly.
 
-A test module makes a subclass of `RunsOnRanks` for its backend.
+A test module makes a subclass of `RunsOnRanks` and one of `CommandsOnRanks` for its backend.
 """
 
 from __future__ import annotations
@@ -43,12 +43,20 @@ WATCHED = (
 Compared = tuple[str, tuple[str, ...], dict[str, Any]]  # algorithm, overrides, sections
 
 
-class RunsOnRanks:
-    """The same run on two ranks, in one process, and partly here and partly there."""
+class OnRanks:
+    """Two ranks of one backend."""
 
     backend: ClassVar[str]
-    library: ClassVar[bool] = True  # whether the backend is a library beside torch
     keys: ClassVar[tuple[str, ...]] = ()  # beside the backend and the ranks
+
+    @property
+    def there(self) -> tuple[str, ...]:
+        return (f"train.backend={self.backend}", "train.ranks=2", *self.keys)
+
+
+class RunsOnRanks(OnRanks):
+    """From Python: the same run on two ranks, in one process, and partly here and partly there."""
+
     compared: ClassVar[tuple[Compared, ...]]  # runs that are held against one process
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -56,15 +64,22 @@ class RunsOnRanks:
             names = ["-".join([run[0], *run[1], *run[2]]) for run in self.compared]
             metafunc.parametrize("compared_run", self.compared, ids=names)
 
-    @property
-    def there(self) -> tuple[str, ...]:
-        return (f"train.backend={self.backend}", "train.ranks=2", *self.keys)
-
     @pytest.fixture(scope="class")
     def ranks(self) -> Iterator[Ranks]:
-        """The ranks of runs from Python, which find them open."""
+        """The ranks, which runs find open."""
         with Ranks.open(2, "cpu") as opened:
             yield opened
+
+    def test_a_run_is_that_of_one_process(
+        self, ranks: Ranks, make: Any, compared_run: Compared
+    ) -> None:
+        compare(make, self.there, compared_run)
+
+
+class CommandsOnRanks(OnRanks):
+    """By `reinforge train` and by torchrun: the same run, also after one rank died."""
+
+    library: ClassVar[bool] = True  # whether the backend is a library beside torch
 
     @pytest.fixture(scope="class")
     def config(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -148,11 +163,6 @@ class RunsOnRanks:
             assert {k: ours[k] for k in shared} == pytest.approx(
                 {k: theirs[k] for k in shared}, rel=2e-2, abs=1e-4
             )
-
-    def test_a_run_is_that_of_one_process(
-        self, ranks: Ranks, make: Any, compared_run: Compared
-    ) -> None:
-        compare(make, self.there, compared_run)
 
 
 def compare(make: Any, there: tuple[str, ...], compared_run: Compared) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from helpers.bigram_stub import BigramStub
 
+STARTED_AS = "sglang.launch_server"  # the module that the dialect starts, which this one replaces
 NOT_FOUND = (404, {"detail": "Not Found"})
 
 

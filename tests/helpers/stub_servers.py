@@ -1,6 +1,6 @@
-"""Served engines whose servers are stubs, over real processes and real HTTP. Every stub is a line
-of `STUBS`; tests/unit/engines/test_dialects.py and tests/contract/test_engine.py run on all of
-them.
+"""Served engines whose servers are stubs, over real processes and real HTTP. The stub of a kind of
+server is the module `KIND_stub.py` beside this one; tests/unit/engines/test_dialects.py and
+tests/contract/test_engine.py run on all that there are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,14 @@ class Stub:
         file.write_text(f"import runpy\n\nrunpy.run_module({self.speaks!r}, run_name='__main__')\n")
 
 
-STUBS = (Stub("sglang", "helpers.sglang_stub", "sglang.launch_server"),)
+def stub_of(kind: str) -> Stub:
+    module = f"helpers.{kind}_stub"
+    return Stub(kind, module, started_as=import_module(module).STARTED_AS)
+
+
+STUBS = tuple(
+    stub_of(kind) for kind in SERVERS if (TESTS / "helpers" / f"{kind}_stub.py").is_file()
+)
 
 
 def bigram(table: torch.Tensor, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:

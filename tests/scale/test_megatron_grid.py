@@ -52,6 +52,7 @@ def test_two_groups_of_two_train_as_one_process(ranks: Ranks) -> None:
     cut.close()
 
 
+@pytest.mark.long
 def test_copies_stay_equal_where_ranks_round_apart(ranks: Ranks) -> None:
     """As sums in another order would on a GPU: rank 1's gradients are off in their last digits."""
     cut = MegatronBackend(

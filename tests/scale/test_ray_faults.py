@@ -68,6 +68,7 @@ def short_tmp() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.long
 def test_a_killed_controller_leaves_nothing_and_the_same_command_goes_on(
     tiny_dir: str, tmp_path: Path, short_tmp: str
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.runs_on_ranks import RunsOnRanks, compare
+from helpers.runs_on_ranks import CommandsOnRanks, RunsOnRanks, compare
 from helpers.tiny_runs import LORA
 
 
@@ -44,6 +44,12 @@ class TestDeepSpeed(RunsOnRanks):
     )
 
 
+@needs("deepspeed")
+@pytest.mark.long  # in make test: those of FSDP2
+class TestDeepSpeedCommands(CommandsOnRanks):
+    backend = "deepspeed"
+
+
 @needs("megatron")
 class TestMegatron(RunsOnRanks):
     backend = "megatron"
@@ -54,3 +60,10 @@ class TestMegatron(RunsOnRanks):
         ("grpo", (KL, "train.tensor_parallel=1"), {}),
         ("dpo", (), {}),
     )
+
+
+@needs("megatron")
+@pytest.mark.long  # in make test: those of FSDP2
+class TestMegatronCommands(CommandsOnRanks):
+    backend = "megatron"
+    keys = ("train.tensor_parallel=2",)

@@ -166,6 +166,7 @@ def test_two_nodes_are_preempted_and_resume_exactly(
     assert store.digest_run(cut) == store.digest_run(whole)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_ray_is_started_on_all_nodes(
     here: slurm_cluster.Slurm, config: Path, tmp_path: Path

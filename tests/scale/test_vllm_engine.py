@@ -327,6 +327,7 @@ def test_a_stale_tied_head_is_caught_and_named(pair: ModelAndEngine) -> None:
     )
 
 
+@pytest.mark.long
 def test_what_a_killed_server_held_is_sent_again(pair: ModelAndEngine) -> None:
     async def work() -> None:
         engine, [replica] = pair.engine, pair.engine.replicas
