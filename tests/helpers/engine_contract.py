@@ -76,6 +76,8 @@ class EngineContract:
     """
 
     cases: ClassVar[Sequence[EngineCase]]
+    # of an engine that is not right yet, an answer may never end
+    pytestmark = pytest.mark.timeout(120, func_only=True)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         point = metafunc.function.__name__

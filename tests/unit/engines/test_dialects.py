@@ -18,6 +18,7 @@ import torch
 from helpers.bigram_stub import BAD, HOLD_AT
 from helpers.stub_servers import STUBS, Stub, StubServers, bigram, told, until
 from helpers.toys import run
+from reinforge.config.engine import SERVERS
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.engines.served.make import make_dialect, make_served
@@ -25,6 +26,13 @@ from reinforge.weights.probe import WeightMismatch
 
 PROMPT = [5, 9, 33]
 FREE = Sampling(12, ignore_eos=True)
+# of a dialect that is not right yet, an answer may never end
+pytestmark = pytest.mark.timeout(120, func_only=True)
+
+
+def test_every_kind_of_server_has_a_stub() -> None:
+    """But vLLM, which has a plug-in of ours: tests/scale runs the real one."""
+    assert {stub.kind for stub in STUBS} == SERVERS.keys() - {"vllm"}
 
 
 @pytest.fixture(params=STUBS, ids=lambda stub: stub.kind)

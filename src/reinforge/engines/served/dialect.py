@@ -8,9 +8,9 @@ restarts, interruptions, updates and their proof. What differs is a dialect. To 
    example to copy: it needs nothing in the server but HTTP.
 2. Name it in `EngineName` and in `SERVERS`, which stand together in config/engine.py. There
    `ServerFacts` says what the server cannot do: no dialect is asked for that.
-3. Write a stub that speaks the server's API (tests/helpers/sglang_stub.py is one), and name it in
-   `STUBS` (tests/helpers/stub_servers.py). What every dialect owes (tests/unit/engines/
-   test_dialects.py) and what every engine owes (tests/contract/test_engine.py) then runs on it.
+3. Write a stub that speaks the server's API, tests/helpers/NAME_stub.py (sglang_stub.py is one).
+   What every dialect owes (tests/unit/engines/test_dialects.py) and what every engine owes
+   (tests/contract/test_engine.py) then runs on it.
 
 The server must take token ids and give back token ids with the log-prob of each, score given
 tokens, load new weights without a restart, and abort what is running.
@@ -123,13 +123,15 @@ class Dialect(Protocol):
     under way at once, to several servers: what is remembered between two calls is remembered by
     address. A call that the server does not survive raises `ServerDown`; one that only this request
     fails of raises `ServerFault`. `ServerClient` raises both already, by the status code: its
-    docstring has the table.
+    docstring has the table. A 4xx is an `InputError` there and ends the run: a server that answers
+    so while it starts, or where it is only busy, is asked in a way that it does not.
     """
 
     name: str  # as in `SERVERS`
     # How weights may arrive, which is what `stage` understands. "safetensors": a directory with
-    # config.json and *.safetensors, under the names of the checkpoint. "files", "adapter", "ipc":
-    # forms of ours (weights/), for servers that load a plug-in of ours.
+    # config.json and one model.safetensors, however large, under the names of the checkpoint.
+    # "files", "adapter", "ipc": forms of ours (reinforge/weights/), for servers that load a plug-in
+    # of ours.
     channels: tuple[str, ...]
     # What to do about a server that answers 404: one of another version, or without our plug-in.
     unknown_path: str
@@ -138,7 +140,7 @@ class Dialect(Protocol):
         """The command line of a server on the loopback address. Options of the user
         (`given_options`) count more than ours. The key is no argument: those of a process are
         there for every user to read. What the server has no option for (dtype, seed, context) is
-        left out.
+        left out. One that has none for its address must listen on the loopback address by itself.
         """
         ...
 
@@ -188,15 +190,16 @@ class Dialect(Protocol):
     async def stage(self, http: ServerClient, message: Mapping[str, Any]) -> None:
         """Phase one of an update: makes the weights ready. What is served does not change.
 
-        `message` has the `folder` where they are and their `version` (`SafetensorsChannel.message`,
-        and the others of weights/). A server that loads in one go is told nothing yet: remember
-        the message for `commit`.
+        `message` has the `folder` where they are and their `version` (`SafetensorsChannel.message`
+        in reinforge/weights/files.py, and the others there). A server that loads in one go is told
+        nothing yet: remember the message for `commit`.
         """
         ...
 
     async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:
-        """Phase two: serves what was staged, and drops what it cached under the old weights.
-        Nothing is generated meanwhile. Where this version is not what was staged: `ServerDown`.
+        """Phase two: serves what was staged, and drops what it cached under the old weights (a
+        server that cannot is started without such a cache). Nothing is generated meanwhile. Where
+        this version is not what was staged: `ServerDown`.
 
         `fix_head` and the result are about a head that is tied to the embedding, which a server's
         own loader may leave at the old weights (vLLM's on a CPU): point it at the new ones, and
