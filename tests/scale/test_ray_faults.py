@@ -193,6 +193,7 @@ def ray_is_up() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
     """Every token says which weights sampled it: some the old, then the new, and what comes after
     is what the trainer's own would say.

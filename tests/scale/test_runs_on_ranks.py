@@ -22,6 +22,7 @@ STAGE_3 = "train.deepspeed.stage=3"
 
 
 @needs("deepspeed")
+@pytest.mark.long
 def test_runs_in_one_process_each_with_ranks_of_its_own(make: Any) -> None:
     """What DeepSpeed counts in a process does not outlast the ranks: new ones count from 0.
 

@@ -76,6 +76,7 @@ def test_a_run_and_its_evaluation(folder: Path) -> None:
     assert (folder / "run" / "engine-0.log").stat().st_size > 0
 
 
+@pytest.mark.long
 def test_it_goes_on(folder: Path) -> None:
     """A server that is new, with the weights of the checkpoint: proved by the probe before the
     first token.

@@ -147,7 +147,9 @@ def test_a_shared_prompt_is_routed_once() -> None:
     assert one_pass(backend, rows)["train/router_aux_loss"] != pytest.approx(want, abs=1e-4)
 
 
-@pytest.mark.parametrize("how", ["checkpointed", "adapter", "compiled"])
+@pytest.mark.parametrize(
+    "how", ["checkpointed", "adapter", pytest.param("compiled", marks=pytest.mark.long)]
+)
 def test_it_reaches_the_gradient_however_layers_run(how: str) -> None:
     """Recomputed layers, an adapter (the router itself is frozen), compiled layers: the gradient is
     that of the plain way.

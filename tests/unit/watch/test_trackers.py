@@ -192,7 +192,7 @@ def mlflow_run(uri: str, project: str, monkeypatch: pytest.MonkeyPatch) -> tuple
     return client, run
 
 
-@pytest.mark.parametrize("store", ["sqlite", "file"])
+@pytest.mark.parametrize("store", [pytest.param("sqlite", marks=pytest.mark.long), "file"])
 def test_mlflow_holds_numbers_config_summary_and_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:
