@@ -108,7 +108,7 @@ class RLTrainer:
             metrics |= rollout_metrics(rollout_batch, self.reward_weights, self.source.components)
             metrics |= self.engine.measured
             metrics |= self._count(batches, rollout_batch)
-            processed = updates.mean_processed() * self.minibatches
+            processed = sum(updates.processed) / self.epochs
             metrics["tokens/processed"] = processed
             if busy:
                 metrics["efficiency/engine_seconds"] = busy
@@ -261,9 +261,6 @@ class Updates:
         if not self.measured:  # dynamic sampling found no group with signal
             return {"train/empty": 1.0, "train/skipped": 0.0}
         return average(self.measured)
-
-    def mean_processed(self) -> float:
-        return sum(self.processed) / max(1, len(self.processed))
 
 
 def trainable(sample: Sample, overlong: str) -> Sample:

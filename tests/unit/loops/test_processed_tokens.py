@@ -33,3 +33,21 @@ def test_rows_without_a_gradient_are_not_counted_and_the_page_says_so(
     assert 0 < processed[True] < processed[False]
     (row,) = [line for line in PAGE.read_text().splitlines() if "`tokens/processed` |" in line]
     assert "`train.skip_idle`" in row and "not counted" in row
+
+
+def test_every_pass_counts_once_however_few_groups_there_are(make: Callable[..., Config]) -> None:
+    """Of four minibatches two have a group: those that have none compute nothing."""
+    processed = {}
+    for minibatches, epochs in ((1, 1), (4, 1), (4, 2)):
+        cfg = make(
+            f"{minibatches}-{epochs}",
+            "grpo",
+            "train.steps=1",
+            "train.prompts_per_step=2",
+            "train.skip_idle=false",
+            f"algorithm.minibatches={minibatches}",
+            f"algorithm.epochs={epochs}",
+        )
+        train_config(cfg, CallerObjects(data=DATA, rewards=[first_prompt_only]), NoView())
+        processed[minibatches, epochs] = lines(cfg)[0]["tokens/processed"]
+    assert len(set(processed.values())) == 1, processed
