@@ -27,7 +27,8 @@ def compatibility_markdown() -> str:
         "# What goes with what",
         "",
         "Made by `make reference` from the tables that also refuse a configuration"
-        " (`config/rules/`), so a *yes* is what `reinforge plan` and `reinforge train` accept."
+        " (`config/rules/`), so a *yes* is what `reinforge plan` and `reinforge train` accept. A"
+        " run may stand in several columns of a table: each of them may refuse it."
         " What was run for real, and on what, is told in [scale](../scale.md),"
         " [several processes](../distributed.md), [Ray](../ray.md) and [engines](../engines.md).",
         "",

@@ -123,8 +123,9 @@ class Dialect(Protocol):
     under way at once, to several servers: what is remembered between two calls is remembered by
     address. A call that the server does not survive raises `ServerDown`; one that only this request
     fails of raises `ServerFault`. `ServerClient` raises both already, by the status code: its
-    docstring has the table. A 4xx is an `InputError` there and ends the run: a server that answers
-    so while it starts, or where it is only busy, is asked in a way that it does not.
+    docstring has the table. An answer that is no JSON object or list is given as text. A 4xx is an
+    `InputError` and ends the run: a server that answers so while it starts, or where it is only
+    busy, is asked in a way that it does not.
     """
 
     name: str  # as in `SERVERS`
@@ -171,12 +172,15 @@ class Dialect(Protocol):
         stops: frozenset[int],
     ) -> list[SampleOutput]:
         """One output for each request, in order. A sample ends at a token of `stops` (the server's
-        own idea of an end is turned off), which stays in its tokens.
+        own idea of an end is turned off), which stays in its tokens. Of `params` a dialect reads
+        the temperature, and what its server can do of filters and stop strings. Under `ignore_eos`
+        there are no `stops`, and stop strings do not count.
 
         Every request has a seed of its own, so that a sample does not depend on what else is asked
         for. A server that takes one seed for several answers (`n`) is therefore asked for one
         answer at a time: `await together(self._one(http, request) for request in requests)`
-        (core/aio.py) sends all of them and cancels the others when one fails or the caller leaves.
+        (core/aio.py) sends all of them, gives their answers in order, and cancels the others when
+        one fails or the caller leaves.
         A caller that leaves closes the connection; the server should take that for an abort.
         """
         ...
