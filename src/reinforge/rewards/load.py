@@ -6,13 +6,13 @@ No torch here: workers import this.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from reinforge.core.errors import InputError
+from reinforge.core.user_files import load_file
 
 
 def load_function(name: str, where: str) -> Callable[..., Any]:
@@ -32,10 +32,7 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
                 where=where,
                 fix="Paths are relative to where you run the command.",
             )
-        spec = importlib.util.spec_from_file_location(f"reinforge_user_{path.stem}", path.resolve())
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = load_file(path, f"reinforge_user_{path.stem}")
     else:
         try:
             module = importlib.import_module(source)

@@ -7,7 +7,6 @@ file.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import pickle
 import sys
@@ -17,6 +16,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from reinforge.core.errors import InputError
+from reinforge.core.user_files import load_file
 
 
 class Pickler(pickle.Pickler):
@@ -55,11 +55,7 @@ def unpack(data: bytes) -> Any:
 
 @cache
 def _module(file: str, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(Path(file), name)
 
 
 def _function_in(file: str, module: str, name: str) -> Any:
