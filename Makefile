@@ -31,12 +31,13 @@ test-long: env-scale ## the long tests only: before a release
 	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 		$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m long --ignore tests/scale $(ARGS)
 	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-		$(PY) -m pytest -q -p no:hypothesispytest -n 2 --dist loadfile -m long tests/scale --timeout 600 $(ARGS)
+		$(PY) -m pytest -q -p no:hypothesispytest -n 2 --dist loadfile --no-loadscope-reorder -m long tests/scale --timeout 600 $(ARGS)
 
+# A file to a process, in the order of their names: xdist would begin with those that have most tests, and end with the longest.
 test-scale: env-scale ## several processes: FSDP2, DeepSpeed, Megatron, Ray, vLLM, Slurm (2 GB more to install)
 	@echo "== pytest, tests/scale"
 	@HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-		$(PY) -m pytest -q -p no:hypothesispytest -n 2 --dist loadfile tests/scale --timeout 600 $(ARGS)
+		$(PY) -m pytest -q -p no:hypothesispytest -n 2 --dist loadfile --no-loadscope-reorder tests/scale --timeout 600 $(ARGS)
 
 pytest: env-test
 	@echo "== pytest ($(JOBS) processes)"
