@@ -1,5 +1,5 @@
-"""Tries the rewards on a few rows' own gold answers: a reward that cannot take those will not take
-a model's.
+"""Tries the rewards on a few rows' own gold answers and on empty completions: a reward that cannot
+take those will not take a model's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def named(row: Row) -> str:
 
 
 def check_rewards(config: Config, rows: list[Row], report: PlanReport) -> None:
-    """Scores the gold answers of a few rows with every reward.
+    """Scores the gold answers of a few rows with every reward, and empty completions.
 
     The rows' `answer` column is the gold.
     """
@@ -46,21 +46,28 @@ def check_rewards(config: Config, rows: list[Row], report: PlanReport) -> None:
     rewards = build_rewards(config.rewards)
     if all(cfg.name in UNTRIED for cfg in config.rewards):
         return  # nothing that could be tried without loading weights or asking a server
-    gold = [row for row in sample(rows, GOLD_ROWS) if row.columns.get("answer") is not None]
+    tried = sample(rows, GOLD_ROWS)
+    gold = [row for row in tried if row.columns.get("answer") is not None]
     if gold:
-        asyncio.run(_score_gold(config, rewards, gold, report))
+        asyncio.run(_score_rows(config, rewards, gold, ("gold", "empty"), report))
     else:
-        what = "the rows have no `answer`: the rewards could not be tried on gold answers."
-        report.warn("data.columns", what, "Map it, e.g. columns: {answer: solution}.")
+        what = "the rows have no `answer`: the rewards were tried on empty completions only."
+        fix = "If another column has the gold answers, name it: columns: {answer: solution}."
+        report.warn("data.columns", what, fix)
+        asyncio.run(_score_rows(config, rewards, tried, ("empty",), report))
 
 
-async def _score_gold(
-    config: Config, rewards: Sequence[Any], rows: list[Row], report: PlanReport
+async def _score_rows(
+    config: Config,
+    rewards: Sequence[Any],
+    rows: list[Row],
+    kinds: tuple[str, ...],
+    report: PlanReport,
 ) -> None:
-    """Every reward must take the gold answers without raising, and together they should prefer them
-    to silence.
+    """Every reward must take gold answers and empty completions without raising, and together they
+    should prefer the first.
     """
-    totals = {"gold": 0.0, "empty": 0.0}
+    totals = dict.fromkeys(kinds, 0.0)
     scores: dict[str, Any] = {}
     report.summary["rewards"] = scores
     for i, reward in enumerate(rewards):
@@ -69,10 +76,11 @@ async def _score_gold(
         key = f"rewards.{i} ({reward.name})"
         scores[reward.name] = {}
         tell_stage(f"scoring gold answers with {key}")
-        for kind in totals:
+        for kind in kinds:
             texts = [str(row.columns["answer"]) if kind == "gold" else "" for row in rows]
+            ends = kind == "gold" or config.rollout.on_reward_error == "raise"
             values = await _score(
-                reward, key, rows, texts, tokens_for(config, reward, texts), kind, report
+                reward, key, rows, texts, tokens_for(config, reward, texts), kind, ends, report
             )
             if values is None:
                 break
@@ -86,7 +94,8 @@ async def _score_gold(
                 )
     # nothing that counts was left out
     known = all(cfg.name not in UNTRIED for cfg in config.rewards if cfg.weight)
-    if report.ok and scores and known and totals["gold"] <= totals["empty"]:
+    compared = report.ok and scores and known and "gold" in totals
+    if compared and totals["gold"] <= totals["empty"]:
         what = (
             f"gold answers score {totals['gold']:g} on average and empty completions"
             f" {totals['empty']:g}."
@@ -111,9 +120,12 @@ async def _score(
     texts: list[str],
     tokens: list[list[int]] | None,
     kind: str,
+    ends: bool,
     report: PlanReport,
 ) -> list[float | None] | None:
-    """The scores of all rows at once, or None after noting what was wrong."""
+    """The scores of all rows at once, or None after noting what was wrong. `ends`: a reward that
+    raises would end the run.
+    """
     try:
         values = (await reward.outcome(rows, texts, tokens)).scores
     except ReinforgeError as error:  # speaks for itself
@@ -121,12 +133,9 @@ async def _score(
         return None
     except Exception as error:  # a reward is somebody's function: whatever it raises is the finding
         row, cause = await _culprit(reward, rows, texts, tokens) or (rows[0], error)
-        note, what = (
-            (report.refuse, "its own gold answer")
-            if kind == "gold"
-            else (report.warn, "an empty completion")
-        )
+        what = "its own gold answer" if kind == "gold" else "an empty completion"
         said = f"{raised_in_words(cause)} on {what} of {named(row)}."
+        note = report.refuse if ends else report.warn
         note(key, said, "Return 0.0 for a wrong answer, None for one that cannot be scored.")
         return None
     if len(values) != len(rows) or not all(

@@ -485,7 +485,7 @@ def flat(completions): return [0.5 for _ in completions]
     [
         ("good", [], []),
         ("raises", ["ZeroDivisionError", "own gold answer", "'5+5='"], []),
-        ("empty", [], ["ZeroDivisionError", "empty completion"]),
+        ("empty", ["ZeroDivisionError", "empty completion"], []),
         ("short", ["returned 1 values for"], []),
         ("nan", ["nan"], []),
         ("unsure", [], ["could not score 1 of 2 gold"]),
@@ -545,6 +545,27 @@ def test_a_total_that_is_not_known_beforehand_is_no_warning(model: Path, tmp_pat
         "gold answers score" in w
         for w in run_checks(make(model, rows, tmp_path, *more, *other)).warnings
     )
+
+
+@pytest.mark.parametrize("on_error", ["raise", "unscored"])
+def test_without_gold_answers_empty_completions_are_tried(
+    model: Path, tmp_path: Path, on_error: str
+) -> None:
+    """A model may say nothing: where a reward that raises ends the run, that is an error."""
+    file = tmp_path / "mine.py"
+    file.write_text(REWARDS)
+    rows = jsonl(tmp_path / "bare.jsonl", [{"prompt": f"{i}"} for i in range(10)])
+    given = settings(model, rows, tmp_path)
+    rollout = {**given.get("rollout", {}), "on_reward_error": on_error}
+    own = {
+        "data": {"source": str(rows)},
+        "rewards": [{"name": f"{file}:empty"}],
+        "rollout": rollout,
+    }
+    report = run_checks(config_from_dict({**given, **own}))
+    told = report.errors if on_error == "raise" else report.warnings
+    assert report.ok == (on_error == "unscored")
+    assert any("ZeroDivisionError" in line and "empty completion" in line for line in told)
 
 
 def test_rows_without_answers_are_a_warning(model: Path, tmp_path: Path) -> None:
