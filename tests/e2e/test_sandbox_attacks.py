@@ -198,11 +198,12 @@ def test_many_runs_a_tenth_of_them_hostile(isolation: Isolation, runs: int) -> N
     assert reward.counts["failed_here"] == 0 and sum(reward.counts.values()) == runs
     assert left_behind() == []
     assert descriptors() == before
+    beside = tuple(f"reinforge-{what}" for what in ("secret", "plan", "agent", "tiny", "check"))
     assert {
         f
         for f in set(os.listdir(tempfile.gettempdir())) - files
-        if "reinforge" in f and "reinforge-secret" not in f
-    } == set()  # those are of tests beside this one
+        if "reinforge" in f and not f.startswith(beside)
+    } == set()  # those are of other tests, which run at the same time
 
 
 async def _scored(reward: CodeReward, completions: list[str]) -> list[float | None]:
