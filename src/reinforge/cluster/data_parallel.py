@@ -52,6 +52,7 @@ class RankEngine:
             now.generated_tokens - before.generated_tokens,
             now.steps - before.steps,
             now.seconds - before.seconds,
+            now.preemptions - before.preemptions,
         )
         return found, done
 
@@ -195,6 +196,7 @@ class DataParallelEngine:
         self.stats.generated_tokens += sum(s.generated_tokens for s in parts)
         self.stats.steps += max(s.steps for s in parts)
         self.stats.seconds += max(s.seconds for s in parts)
+        self.stats.preemptions += sum(s.preemptions for s in parts)
 
     def _call_off(self) -> None:
         """Where nobody waits for this round any more, the ranks stop."""

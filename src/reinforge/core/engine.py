@@ -53,6 +53,8 @@ class GenerationStats:
     generated_tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
+    # sequences that gave their cache to older ones and were computed again
+    preemptions: int = 0
 
 
 # hears of a sample's new tokens: its place, their ids, their log-probs, how it ended if it did

@@ -10,6 +10,7 @@ import torch
 
 from helpers.toys import EOS, make_model, run, tokens_of
 from reinforge.core.engine import Completion, Sampling
+from reinforge.engines.native.blocks import CacheHolding
 from reinforge.engines.native.decode_batch import NEVER, DecodeBatch, LiveSequence
 from reinforge.engines.native.engine import BLOCK, NativeEngine
 
@@ -21,7 +22,14 @@ def live(
 ) -> LiveSequence:
     future: asyncio.Future[Completion] = asyncio.new_event_loop().create_future()
     return LiveSequence(
-        prompt, Sampling(limit, 1.0), seed, stops, future, tokens=[5], blocks=blocks
+        prompt,
+        Sampling(limit, 1.0),
+        seed,
+        stops,
+        future,
+        order=0,
+        tokens=[5],
+        held=CacheHolding(blocks),
     )
 
 
@@ -64,8 +72,8 @@ def test_a_window_says_the_same_as_single_steps() -> None:
     plain = again.decoder.run
     calls = []
 
-    def window(rows: DecodeBatch, cache, limit):  # type: ignore[no-untyped-def]
-        parts = [plain(rows, cache, limit) for _ in range(5)]
+    def window(rows: DecodeBatch, cache, steps):  # type: ignore[no-untyped-def]
+        parts = [plain(rows, cache, 1) for _ in range(steps)]
         calls.append(len(parts))
         first = parts[0]
         for other in parts[1:]:
@@ -76,6 +84,7 @@ def test_a_window_says_the_same_as_single_steps() -> None:
         return first
 
     again.decoder.run = window  # type: ignore[method-assign]
+    again.decoder.steps = lambda limit: 5  # type: ignore[method-assign]
     got = run(again.generate(prompt, Sampling(12, ignore_eos=True), key=3))[0].tokens
     assert got == want and len(calls) == 3  # 1 from the prefill, then 5 + 5 + 1 of 5
 

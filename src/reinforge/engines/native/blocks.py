@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from reinforge.core.arrays import ints
 
@@ -107,3 +108,34 @@ class BlockPool:
         block, _ = self._idle.popitem(last=False)
         del self._known[self._key.pop(block)]
         return block
+
+
+@dataclass(slots=True)
+class CacheHolding:
+    """What one sequence holds of the cache: blocks, in the order of its tokens. `prefill.admit`
+    fills it, the native engine lets it grow before decode steps and gives it back as a whole.
+
+    Everything that a sequence takes and gives back goes through here; a kind of cache that is not
+    made of blocks would be a second field.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+
+    def missing(self, pool: BlockPool, tokens: int) -> int:
+        """Blocks that it would have to take to hold so many tokens."""
+        return max(0, pool.needed(tokens) - len(self.blocks))
+
+    def share(self, pool: BlockPool, blocks: list[int]) -> None:
+        """Begins with blocks that somebody else has filled or will fill."""
+        assert not self.blocks
+        self.blocks = pool.share(blocks)
+
+    def grow(self, pool: BlockPool, tokens: int) -> list[int]:
+        """Takes what it needs to hold so many tokens. Returns the new blocks."""
+        taken = pool.take(self.missing(pool, tokens))
+        self.blocks += taken
+        return taken
+
+    def give_back(self, pool: BlockPool) -> None:
+        pool.release(self.blocks)
+        self.blocks = []

@@ -18,6 +18,7 @@ from torch import Tensor
 from reinforge.core.arrays import ints
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
+from reinforge.engines.native.blocks import CacheHolding
 from reinforge.engines.native.sampler import draw, uniform
 from reinforge.models.attention import HAS_TRITON, KVCache, PagedLayout
 from reinforge.models.causal import CausalModel
@@ -39,24 +40,34 @@ class LiveSequence:
     seed: int
     stops: frozenset[int]
     future: asyncio.Future[Completion]
+    order: int  # of arrival: where the cache runs out, the youngest gives way
     # hears of tokens as they come; must be quick and must not raise
     listener: Listener | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    held: CacheHolding = field(default_factory=CacheHolding)
 
     @property
     def cached(self) -> int:
         """Tokens whose keys and values are in the cache while decoding: all but the newest."""
         return len(self.prompt) + len(self.tokens) - 1
 
+    @property
+    def limit(self) -> int:
+        """Tokens that it can have at most, those of the prompt included."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+    def reach(self, steps: int) -> int:
+        """Tokens that it has in the cache after so many more decode steps, at most."""
+        return min(self.cached + steps, self.limit)
+
 
 @dataclass(slots=True)
 class DecodeBatch:
     """The sequences that are decoded now, as tensors, one row each. The native engine makes a new
-    one when a sequence enters or leaves; otherwise every decode step advances it in place. A row
-    that is done stands still.
+    one when a sequence enters or leaves; otherwise every decode step advances it in place, and
+    `extend` adds the blocks that sequences took. A row that is done stands still.
     """
 
     newest: Tensor  # [B] the token to feed
@@ -85,7 +96,7 @@ class DecodeBatch:
         block `spare`.
         """
         pad = max(0, (size or 0) - len(sequences))
-        width = max(width, *(len(s.blocks) for s in sequences))
+        width = max(width, *(len(s.held.blocks) for s in sequences))
         params = [s.params for s in sequences]
         most = max(1, *(len(s.stops) for s in sequences))
         filters = None
@@ -117,6 +128,11 @@ class DecodeBatch:
             filters=filters,
             longest=max(s.cached for s in sequences) + 1,
         )
+
+    def extend(self, entries: list[tuple[int, int, int]]) -> None:
+        """Sequences took more blocks: (row, column, block) of each."""
+        rows, columns, blocks = ints(entries).to(self.tables.device).unbind(1)
+        self.tables.index_put_((rows, columns), blocks)
 
     def retire(self, rows: list[int], spare: int) -> None:
         """These are done and their blocks belong to others now: they stand still, and write only
@@ -194,5 +210,5 @@ def _tables(sequences: list[LiveSequence], width: int, pad: int, spare: int) -> 
     """[B + pad, W] block tables, filled up with `spare`."""
     tables = np.full((len(sequences) + pad, width), spare, dtype=np.int64)
     for row, sequence in zip(tables, sequences, strict=False):
-        row[: len(sequence.blocks)] = sequence.blocks
+        row[: len(sequence.held.blocks)] = sequence.held.blocks
     return torch.from_numpy(tables)

@@ -72,8 +72,12 @@ class Decoder:
         """The cache that the graphs were captured with is gone."""
         self._captured.clear()
 
-    def run(self, rows: DecodeBatch, cache: KVCache, limit: int) -> DecodeWindow:
-        """The next tokens of every row; no completion is longer than `limit`."""
+    def steps(self, limit: int) -> int:
+        """Of the next window, where no completion is longer than `limit`."""
+        return window(limit) if self.graphs else 1
+
+    def run(self, rows: DecodeBatch, cache: KVCache, steps: int) -> DecodeWindow:
+        """The next tokens of every row, at most `steps`."""
         if not self.graphs or rows.filters is not None:
             before = rows.produced.clone()
             picked, logprobs = rows.step(self.model, cache)
@@ -85,7 +89,6 @@ class Decoder:
         captured = self._captured.get(rows.key) or self._capture(rows, cache)
         captured.rows.copy_(rows)
         captured.at.zero_()
-        steps = window(limit)
         for _ in range(steps):
             captured.graph.replay()
         counts = captured.rows.produced - rows.produced

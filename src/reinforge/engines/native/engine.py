@@ -2,8 +2,10 @@
 
 One round admits what fits (each prompt is prefilled once, its full blocks shared by all its
 samples), computes the next piece of prompts, then decodes for every live sequence; finished ones
-leave at once. A sequence gets all the blocks it may need when it is admitted, so it never has to be
-evicted, and its block table never changes.
+leave at once. A sequence takes cache blocks as it grows. Where they run out the youngest is
+preempted: it gives its blocks to the older ones, waits before all others, and what it has so far is
+computed again when there is room. The oldest can always finish, for one sequence of its length fits
+the cache. Everybody waits, enters and gives way in the order of arrival.
 
 Scheduling is a function of what was submitted and in which order: resubmitting the same requests
 repeats the same rounds.
@@ -12,6 +14,7 @@ repeats the same rounds.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +36,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
-from reinforge.engines.native.blocks import BlockPool, block_keys
+from reinforge.engines.native.blocks import BlockPool, CacheHolding, block_keys
 from reinforge.engines.native.decode_batch import DecodeBatch, LiveSequence
 from reinforge.engines.native.decoder import Decoder, DecodeWindow
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
@@ -44,6 +47,9 @@ from reinforge.models.head import chunk_rows
 from reinforge.models.proof import refusing
 
 BLOCK = 16
+# decode steps for which blocks must be free before somebody enters, so that nobody has to leave
+# again at once
+AHEAD = 2 * BLOCK
 KEEP = 1 / 12  # a cache of at most this share of the GPU is not given back between rollouts
 PREFILL_TOKENS = 16384  # packed prompt tokens per forward
 OTHER_ENGINE = "Use another engine, another model, or an algorithm that learns from given texts."
@@ -97,8 +103,13 @@ class NativeEngine:
         self._running: list[LiveSequence] = []
         self._rows: DecodeBatch | None = None
         self._driver: asyncio.Task[None] | None = None
+        self._arrivals = itertools.count()
 
     def _pool_size(self, kv_gib: float | None, longest: int | None) -> int:
+        """Blocks: as configured, or 40% of what is free on the GPU now, at most as many as
+        `max_batch` of the longest sequences fill. Training has that memory too: `sleep` gives the
+        cache back between rollouts, unless it is small.
+        """
         per_block = (
             BLOCK
             * sum(2 * heads * size for heads, size in self.shapes)
@@ -179,6 +190,7 @@ class NativeEngine:
                 seed_of(key, i),
                 stops,
                 loop.create_future(),
+                next(self._arrivals),
                 None if on_tokens is None else partial(on_tokens, i),
             )
             for i in range(n)
@@ -198,11 +210,21 @@ class NativeEngine:
         if self._waiting and self._waiting[-1].tokens == tokens:
             self._waiting[-1].sequences += sequences
         else:
-            self._waiting.append(
-                SharedPrefix(
-                    tokens, list(sequences), block_keys(tokens, BLOCK) if self.prefix_cache else []
-                )
-            )
+            self._waiting.append(self._fork(tokens, sequences))
+
+    def _requeue(self, sequence: LiveSequence) -> None:
+        """Back to the front of the queue, with all its tokens to prefill. Of several the youngest
+        is put there first, so that the queue keeps the order of arrival.
+        """
+        tokens = sequence.prompt + sequence.tokens
+        if self._waiting and self._waiting[0].tokens == tokens:
+            self._waiting[0].sequences.insert(0, sequence)
+        else:
+            self._waiting.appendleft(self._fork(tokens, [sequence]))
+
+    def _fork(self, tokens: list[int], sequences: list[LiveSequence]) -> SharedPrefix:
+        keys = block_keys(tokens, BLOCK) if self.prefix_cache else []
+        return SharedPrefix(tokens, list(sequences), keys)
 
     def close(self) -> None:
         """Nothing was started."""
@@ -247,19 +269,15 @@ class NativeEngine:
                 "the native engine serves the trainer's own module; it cannot load other weights"
             )
         self.version = version
-        entering = self._entering
-        running = [s for s in self._running if not s.future.done()]
-        for sequence in [*(s for fork in entering for s in fork.live), *running]:
-            # what they cached came from the old weights: prefill again under the new ones
-            self._leave(sequence)
+        live = self._live()
         self._entering = []
         self._running = []
         self._rows = None
+        for sequence in reversed(live):
+            # what they cached came from the old weights: prefill again under the new ones
+            sequence.held.give_back(self.pool)
+            self._requeue(sequence)
         self.pool.forget()
-        for fork in reversed(entering):
-            self._waiting.appendleft(SharedPrefix(fork.tokens, fork.live, fork.keys))
-        for sequence in running:
-            self._enqueue(sequence.prompt + sequence.tokens, [sequence])
 
     async def sleep(self) -> None:
         assert not self._busy(), "cannot sleep while there is work"
@@ -275,6 +293,14 @@ class NativeEngine:
             *self._running,
             *(s for fork in [*self._entering, *self._waiting] for s in fork.sequences),
         ]
+
+    def _decoding(self) -> list[LiveSequence]:
+        return [s for s in self._running if not s.future.done()]
+
+    def _live(self) -> list[LiveSequence]:
+        """Who is in the cache or on the way into it, the oldest first."""
+        found = [*self._running, *(s for fork in self._entering for s in fork.sequences)]
+        return sorted((s for s in found if not s.future.done()), key=lambda s: s.order)
 
     def _busy(self) -> bool:
         """Whether somebody waits for anything."""
@@ -322,7 +348,7 @@ class NativeEngine:
     def _fail(self, error: BaseException) -> None:
         """A broken round must not leave anybody waiting for ever."""
         for sequence in self._sequences():
-            sequence.blocks = []
+            sequence.held = CacheHolding()
             if not sequence.future.done():
                 sequence.future.set_exception(
                     error
@@ -341,31 +367,38 @@ class NativeEngine:
         self._admit()
         if self._entering:
             self._prefill()
-        if any(not s.future.done() for s in self._running):
+        if self._decoding():
             self._decode()
         self.stats.steps += 1
 
     def _admit(self) -> None:
-        """In the order of arrival, as long as there is room.
+        """In the order of arrival, as long as there is room for them and for the next steps of all
+        who are in.
 
         Who does not fit waits, and nobody overtakes.
         """
-        live = sum(not s.future.done() for s in self._running) + sum(
-            len(fork.live) for fork in self._entering
-        )
+        if not self._waiting:
+            return
+        live = self._live()
+        reserved = self._missing(live, AHEAD)
         budget = PREFILL_TOKENS - sum(len(fork.tokens) - fork.done for fork in self._entering)
-        room = self.max_batch - live
+        room = self.max_batch - len(live)
         while self._waiting and room > 0 and (budget > 0 or not self._entering):
             fork = self._waiting[0]
             fork.sequences = fork.live
-            admitted = admit(fork, self.pool, room)
+            admitted = admit(fork, self.pool, room, ahead=AHEAD, reserved=reserved)
             if admitted is not None:
                 self._entering.append(admitted)
+                reserved += self._missing(admitted.sequences, AHEAD)
                 budget -= len(admitted.tokens) - admitted.done
                 room -= len(admitted.sequences)
             if fork.sequences:
                 break
             self._waiting.popleft()
+
+    def _missing(self, sequences: list[LiveSequence], steps: int) -> int:
+        """Blocks that these have to take for so many decode steps."""
+        return sum(s.held.missing(self.pool, s.reach(steps)) for s in sequences)
 
     def _prefill(self) -> None:
         assert self.cache is not None
@@ -376,7 +409,7 @@ class NativeEngine:
         self._entering = [fork for fork in self._entering if fork not in complete]
         entering = [s for fork in complete for s in fork.live]
         for fork in complete:
-            self.pool.remember(fork.live[0].blocks, fork.keys)
+            self.pool.remember(fork.live[0].held.blocks, fork.keys)
         picked, logprobs = DecodeBatch.of(entering, self.model.device).draw(self.model, hidden)
         self._accept(
             entering,
@@ -387,20 +420,53 @@ class NativeEngine:
 
     def _decode(self) -> None:
         assert self.cache is not None
-        live = [s for s in self._running if not s.future.done()]
+        steps = self.decoder.steps(max(s.params.max_new_tokens for s in self._decoding()))
+        self._grow(steps)
+        live = self._decoding()
+        if not live:
+            return
         size = self.decoder.size(len(live))
         if self._rows is None or size < len(self._rows.newest):
             self._running = live
+            width = max(self.width, *(self.pool.needed(s.limit) for s in live))
             self._rows = DecodeBatch.of(
-                live, self.model.device, size=size, width=self.width, spare=self.blocks
+                live, self.model.device, size=size, width=width, spare=self.blocks
             )
-        self._accept(
-            self._running,
-            self.decoder.run(self._rows, self.cache, max(s.params.max_new_tokens for s in live)),
-        )
+        self._accept(self._running, self.decoder.run(self._rows, self.cache, steps))
         gone = [i for i, s in enumerate(self._running) if s.future.done()]
         if gone:
             self._rows.retire(gone, self.blocks)
+
+    def _grow(self, steps: int) -> None:
+        """Blocks for the next steps of all who run. Where they run out the youngest leave, until
+        those who stay have enough.
+        """
+        while self._missing(self._decoding(), steps) > self.pool.free:
+            self._preempt(self._live()[-1])
+        entries = []
+        for row, sequence in enumerate(self._running):
+            if not sequence.future.done():
+                column = len(sequence.held.blocks)
+                taken = sequence.held.grow(self.pool, sequence.reach(steps))
+                entries += [(row, column + i, block) for i, block in enumerate(taken)]
+        if entries and self._rows is not None:
+            self._rows.extend(entries)
+
+    def _preempt(self, sequence: LiveSequence) -> None:
+        """Gives its blocks back and waits before all others; its tokens so far are computed again.
+        Its next draw is the one that comes next now.
+        """
+        if sequence in self._running:
+            self._remember(sequence)
+            self._running.remove(sequence)
+            self._rows = None
+        for fork in self._entering:
+            if sequence in fork.sequences:
+                self.pool.remember(sequence.held.blocks, fork.keys[: fork.done // BLOCK])
+                fork.sequences.remove(sequence)
+        sequence.held.give_back(self.pool)
+        self._requeue(sequence)
+        self.stats.preemptions += 1
 
     def _accept(self, sequences: list[LiveSequence], window: DecodeWindow) -> None:
         """Takes sampled tokens in.
@@ -447,22 +513,20 @@ class NativeEngine:
         return any(s in tail for s in params.stop_strings)
 
     def _finish(self, sequence: LiveSequence, stop: Stop) -> None:
-        if self.prefix_cache:  # the newest token was never fed, so it is not in the cache
-            self.pool.remember(
-                sequence.blocks, block_keys((sequence.prompt + sequence.tokens)[:-1], BLOCK)
-            )
-        self._leave(sequence)
+        self._remember(sequence)
+        sequence.held.give_back(self.pool)
         sequence.future.set_result(
             Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop)
         )
 
-    def _leave(self, sequence: LiveSequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
+    def _remember(self, sequence: LiveSequence) -> None:
+        if self.prefix_cache:  # the newest token was never fed, so it is not in the cache
+            keys = block_keys((sequence.prompt + sequence.tokens)[:-1], BLOCK)
+            self.pool.remember(sequence.held.blocks, keys)
 
     def _drop(self, sequence: LiveSequence) -> None:
         """A cancelled sequence gives its blocks back; the next round forgets it."""
-        self._leave(sequence)
+        sequence.held.give_back(self.pool)
         sequence.future.cancel()
         if self._rows is not None and sequence in self._running:
             self._rows.retire([self._running.index(sequence)], self.blocks)

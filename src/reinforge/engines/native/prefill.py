@@ -33,30 +33,36 @@ class SharedPrefix:
         return [s for s in self.sequences if not s.future.done()]
 
 
-def admit(fork: SharedPrefix, pool: BlockPool, room: int) -> SharedPrefix | None:
-    """Gives blocks to as many of the fork's sequences as fit and takes them out of it.
+def admit(
+    fork: SharedPrefix, pool: BlockPool, room: int, *, ahead: int, reserved: int = 0
+) -> SharedPrefix | None:
+    """Gives the blocks of their tokens to as many of the fork's sequences as fit, and takes them
+    out of it.
 
-    Full blocks of the tokens are shared, among the sequences and with whoever has them already;
-    every sequence also gets all it may need later, so none is ever evicted.
+    A sequence fits while the free blocks also cover `ahead` decode steps of all who entered here,
+    beside the `reserved` blocks that others need for theirs: who enters is not preempted at once.
+    Full blocks of the tokens are shared, among the sequences and with whoever has them already.
     """
     size = pool.block_size
     shared = len(fork.tokens) // size
     # the last token is computed anew: it predicts the first one
     known = pool.find(fork.keys)[: (len(fork.tokens) - 1) // size]
-    free = pool.free - pool.idle(known) - (shared - len(known))
+    free = pool.free - pool.idle(known) - (shared - len(known)) - reserved
     fitting: list[LiveSequence] = []
     for sequence in fork.sequences[:room]:
-        own = pool.needed(len(sequence.prompt) + sequence.params.max_new_tokens) - shared
+        own = pool.needed(sequence.reach(ahead)) - shared
         if own > free:
             break
         free -= own
         fitting.append(sequence)
     if not fitting:
         return None
-    prefix = pool.share(known) + pool.take(shared - len(known))
-    for i, sequence in enumerate(fitting):
-        own = pool.needed(len(sequence.prompt) + sequence.params.max_new_tokens) - shared
-        sequence.blocks = (prefix if i == 0 else pool.share(prefix)) + pool.take(own)
+    first, *others = fitting
+    first.held.share(pool, known)
+    first.held.grow(pool, len(fork.tokens))
+    for other in others:
+        other.held.share(pool, first.held.blocks[:shared])
+        other.held.grow(pool, len(fork.tokens))
     fork.sequences = fork.sequences[len(fitting) :]
     return SharedPrefix(fork.tokens, fitting, fork.keys, len(known) * size)
 
@@ -83,7 +89,7 @@ def prefill(
         pieces.append((fork, fork.done + count))
         budget -= count
     lengths = [end - fork.done for fork, end in pieces]
-    slots = [_slots(fork.live[0].blocks, 0, end, size) for fork, end in pieces]
+    slots = [_slots(fork.live[0].held.blocks, 0, end, size) for fork, end in pieces]
     new = [s[fork.done :] for s, (fork, _) in zip(slots, pieces, strict=True)]
     continued = any(fork.done for fork, _ in pieces)
     layout = PrefillLayout(
@@ -120,7 +126,7 @@ def _copy_tails(cache: KVCache, forks: list[SharedPrefix]) -> None:
         block, tail = divmod(len(fork.tokens), cache.block_size)
         first, *others = fork.live
         if tail:
-            copies += [(first.blocks[block], other.blocks[block]) for other in others]
+            copies += [(first.held.blocks[block], other.held.blocks[block]) for other in others]
     if copies:
         source, target = (
             torch.tensor(x, device=cache.keys[0].device) for x in zip(*copies, strict=True)
