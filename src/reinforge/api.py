@@ -311,7 +311,8 @@ def generate(
 ) -> int:
     """Completions for every row of a prompts file, as JSONL: the row's columns, completion, tokens,
     logprobs, stop. Returns rows written. `max_new_tokens` is by default that of the run or
-    configuration, else 256. `more`: config, server, labelling, raw, logprobs and token_ids of
+    configuration, else 256. `more`: config, server, labelling, raw, logprobs, token_ids and
+    constraint (`reinforge.core.constraint.Constraint`) of
     `reinforge.offline.generate.generate_file`.
     """
     from reinforge.offline.generate import generate_file

@@ -49,6 +49,7 @@ class ReferencePolicy:
         copied = CausalModel(
             copy.deepcopy(self.model.module).requires_grad_(False).eval(), exact=self.model.exact
         )
+        copied.form = self.model.form
         if self.moving:  # it gets other tensors, of which a joint product would not know
             separate(copied.module)
         # a copy of a module does not keep that

@@ -175,6 +175,13 @@ class AgentEndpoint:
 
         What would change the distribution that is trained is refused.
         """
+        if request.constraint is not None:
+            raise ApiError(
+                400,
+                f"{request.form}: training computes log-probs without it; leave it out",
+                param=request.form,
+                code="unsupported_parameter",
+            )
         for name, fine in (
             ("top_p", (None, 1)),
             ("top_k", (0,)),

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from reinforge.backends.distributed.ranks import Ranks
+from reinforge.build.constraints import rollout_constraint
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.policy import load_policy, move_to_device
 from reinforge.build.served import setup_of, trainer_score
@@ -18,6 +19,7 @@ from reinforge.config.schema import Config
 from reinforge.core.engine import Engine
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.served.make import make_served
+from reinforge.models.answer_form import AnswerForm
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import pick_device, stop_tokens
 
@@ -45,7 +47,7 @@ def engine_of(
     `rollout.all_ranks` each of them generates a share.
     """
     cfg = inputs.cfg
-    stops = frozenset({*stop_tokens(model), *inputs.stop_tokens})
+    stops = _stops(inputs, model)
     if cfg.rollout.engine != "native":
         setup = setup_of(
             cfg, model, stops, context=inputs.context, longest=inputs.longest, saved=saved
@@ -57,6 +59,20 @@ def engine_of(
     if ranks is None or not cfg.rollout.all_ranks:
         return engine
     return DataParallelEngine(ranks, engine, partial(_engine_of_rank, inputs, stops))
+
+
+def answer_form(inputs: ModelInputs, model: CausalModel) -> AnswerForm | None:
+    """What the engine's answers are held to, for the log-probs of the trainer; None: nothing."""
+    constraint = rollout_constraint(inputs.cfg)
+    if constraint is None:
+        return None
+    vocabulary = model.head.weight.shape[0]
+    return AnswerForm(constraint, model.tokenizer, vocabulary, _stops(inputs, model))
+
+
+def _stops(inputs: ModelInputs, model: CausalModel) -> frozenset[int]:
+    """Tokens that end an answer."""
+    return frozenset({*stop_tokens(model), *inputs.stop_tokens})
 
 
 def _engine_of_rank(inputs: ModelInputs, stops: frozenset[int]) -> NativeEngine:

@@ -10,7 +10,7 @@ from typing import Any
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.teachers import Teachers
 from reinforge.build.critic_model import critic_section, load_critic
-from reinforge.build.engines import engine_of, room_for_engine
+from reinforge.build.engines import answer_form, engine_of, room_for_engine
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.policy import compiles, host_memory, load_for_rank, load_policy
 from reinforge.build.ranks import backend_on_ranks, ranks_of, sharded_checkpoints
@@ -100,6 +100,8 @@ class LocalFactories:
         }
         ranks = ranks_of(cfg)
         if ranks is None:
+            if isinstance(policy, CausalModel):
+                policy.form = answer_form(inputs, policy)
             with room_for_engine(cfg):
                 return LocalBackend(policy, cfg.train, **settings)
         value_head = policy.value_head is not None

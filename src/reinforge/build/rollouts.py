@@ -9,6 +9,7 @@ from functools import partial
 
 from reinforge.algorithms.parts.shaping import overlong_penalty
 from reinforge.build.agents import make_agents
+from reinforge.build.constraints import eval_constraint, rollout_constraint
 from reinforge.build.environments import make_episodes
 from reinforge.build.inputs import EncodedPrompts, RunInputs, eval_new_tokens
 from reinforge.build.reward_weights import agent_weights, env_weights
@@ -29,7 +30,12 @@ def training_rollout(
     buffer = inputs.algorithm.overlong_buffer
     new_tokens = cfg.rollout.max_new_tokens
     shape = partial(overlong_penalty, max_new_tokens=new_tokens, buffer=buffer) if buffer else None
-    sampling = Sampling(new_tokens, cfg.rollout.temperature, stop_strings=tuple(cfg.rollout.stop))
+    sampling = Sampling(
+        new_tokens,
+        cfg.rollout.temperature,
+        stop_strings=tuple(cfg.rollout.stop),
+        constraint=rollout_constraint(cfg),
+    )
     return _rollout(
         inputs,
         prompts,
@@ -54,6 +60,7 @@ def eval_rollout(
         cfg.eval.temperature,
         top_p=cfg.eval.top_p,
         stop_strings=tuple(cfg.rollout.stop),
+        constraint=eval_constraint(cfg),
     )
     return _rollout(
         inputs,

@@ -10,10 +10,12 @@ import typer
 
 from reinforge.api import generate as generate_file
 from reinforge.cli.arguments import Temperature, TopP
+from reinforge.cli.structured import Grammar, JsonObject, JsonSchema, Regex, constraint_of
 from reinforge.config.load import load_config
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.data.readers import kind_of
+from reinforge.models.grammars import check as check_constraint
 
 Longest = Annotated[
     int | None,
@@ -67,6 +69,10 @@ def generate(
     adapter: Annotated[
         str | None, typer.Option(help="A saved adapter to put on the model.")
     ] = None,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
+    json_object: JsonObject = False,
+    grammar: Grammar = None,
     server: Annotated[
         str | None,
         typer.Option(
@@ -188,6 +194,9 @@ def generate(
 
       reinforge generate recipe:chain_sum --out out.jsonl -n 8 --rewards --pairs best-worst
 
+      reinforge generate my-model --data prompts.jsonl --out out.jsonl \\
+        --json-schema answer.json
+
       reinforge generate my-model --server http://127.0.0.1:8000/v1 \\
         --data prompts.jsonl --out out.jsonl
     """
@@ -198,6 +207,11 @@ def generate(
         model = config.model.path
         adapter = adapter or (config.adapter.path if config.adapter else None)
     more: dict[str, Any] = {} if config is None else {"config": config}
+    form = constraint_of(regex, json_schema, json_object, grammar)
+    if form is not None:
+        more["constraint"] = form[0]
+        if server is None:
+            check_constraint(*form)
     key = os.environ.get(api_key_env) or None
     if server is not None:
         from reinforge.engines.openai import OpenAIServer

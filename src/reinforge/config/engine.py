@@ -29,6 +29,7 @@ class ServerFacts:
     ipc: bool = False  # takes weights as handles of GPU memory; otherwise from files
     filters: bool = True  # samples with top_p, top_k and min_p
     stop_strings: bool = True  # ends a completion at a string; at a token all of them do
+    structured: bool = True  # keeps answers to a regular expression, a JSON schema or a grammar
     sleeps: bool = True  # gives GPU memory back while the trainer needs it
     key: bool = True  # answers only who has its key; otherwise everybody on its host
     cpu_head_size: int = 1  # the smallest attention head that it computes on a CPU

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, FiniteFloat
 
 from reinforge.config.base import Count, Fraction, Natural, NonNegative, Section
+from reinforge.config.structured import StructuredConfig
 
 
 class EarlyStopConfig(Section):
@@ -32,4 +33,8 @@ class EvalConfig(Section):
     top_p: Fraction = Field(1.0, description="Nucleus of the evaluation's sampling.")
     samples: Count = Field(1, description="Completions per held-out prompt.")
     max_new_tokens: Count | None = Field(None, description="Default: rollout.max_new_tokens.")
+    structured: StructuredConfig | None = Field(
+        None,
+        description="The form that every answer must have. Default: rollout.structured.",
+    )
     early_stop: EarlyStopConfig | None = None

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from reinforge.config.base import Count, Fraction, Natural, Positive, Section
 from reinforge.config.engine import SERVERS, EngineName
+from reinforge.config.structured import StructuredConfig
 
 
 class RolloutConfig(Section):
@@ -43,6 +44,13 @@ class RolloutConfig(Section):
     top_k: Natural = Field(0, description="Refused in RL unless 0 (off).")
     min_p: Fraction = Field(0.0, description="Refused in RL unless 0 (off).")
     stop: list[str] = Field([], description="Strings that end a completion.")
+    structured: StructuredConfig | None = Field(
+        None,
+        description=(
+            "The form that every answer must have. Training computes log-probs under the same"
+            " constraint; see docs/engines.md."
+        ),
+    )
     max_batch: Count = Field(512, description="Sequences decoded at once.")
     all_ranks: bool = Field(
         False,

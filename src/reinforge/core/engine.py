@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from reinforge.core.constraint import Constraint
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
 
@@ -15,7 +16,8 @@ class Sampling:
     """How completions are sampled. Rollouts, evaluations and servers make one and hand it to
     `Engine.generate` with every prompt.
 
-    Filters (top_p, top_k, min_p) change the distribution and are refused in training rollouts.
+    Filters (top_p, top_k, min_p) change the distribution and are refused in training rollouts. A
+    constraint changes it too, in a way that the trainer repeats: docs/decisions/0019-structured.md.
     """
 
     max_new_tokens: int
@@ -26,6 +28,9 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False  # benchmarks: every completion has max_new_tokens
+    constraint: Constraint | None = None  # what the answer must match; None: anything
+    # how many of the prompt's last tokens are the answer so far, where one that was cut goes on
+    begun: int = 0
 
     @property
     def filtered(self) -> bool:
@@ -37,7 +42,8 @@ class Completion:
     """One sampled answer, as `Engine.generate` gives it. A rollout makes a `Sample` of it."""
 
     tokens: list[int]  # sampled ids, the stop token included
-    # of each sampled token: post-temperature, full vocabulary (greedy: temperature 1)
+    # of each sampled token: post-temperature (greedy: temperature 1), over the full vocabulary, or
+    # over what the constraint allowed in its place
     logprobs: list[float]
     versions: list[int]  # the weights that sampled each token
     stop: Stop

@@ -37,7 +37,8 @@ class Sample:
     tokens: Tensor  # [T] int64: exactly the ids the engine saw and sampled, never re-tokenised text
     # [T] bool: sampled by the policy (not prompt, not tool output); never True at position 0
     trained: Tensor
-    # [T] float32: behaviour log-probs, post-temperature, full vocabulary; 0 where not trained
+    # [T] float32: behaviour log-probs, post-temperature, over the full vocabulary or over what a
+    # constraint allowed; 0 where not trained
     logprobs: Tensor
     versions: Tensor  # [T] int32: which weights sampled this token; -1 where not sampled
     # by component; None = could not be scored

@@ -9,16 +9,19 @@ request is said at once.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 
+from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
+from reinforge.engines.structured_outputs import server_words
 
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 LONGEST_PAUSE = 60.0
@@ -118,6 +121,8 @@ class OpenAIClient:
         }
         if params.stop_strings:
             body["stop"] = list(params.stop_strings)
+        if params.constraint is not None:
+            body |= _form(params.constraint, raw)
         if logprobs:
             body["logprobs"] = 0 if raw else True
         if token_ids:
@@ -183,6 +188,17 @@ class OpenAIClient:
             at = max(now, self._next)
             self._next = at + 60 / self.server.per_minute
             await asyncio.sleep(at - now)
+
+
+def _form(constraint: Constraint, raw: bool) -> dict[str, Any]:
+    """OpenAI's own parameter where it has one; otherwise vLLM's, which we understand too."""
+    match constraint.kind:
+        case "json_object" if not raw:
+            return {"response_format": {"type": "json_object"}}
+        case "json_schema" if not raw:
+            described = {"name": "answer", "schema": json.loads(constraint.text), "strict": True}
+            return {"response_format": {"type": "json_schema", "json_schema": described}}
+    return {"structured_outputs": server_words(constraint)}
 
 
 def _answer(choice: dict[str, Any], raw: bool) -> OpenAIReply:

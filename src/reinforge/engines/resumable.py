@@ -140,7 +140,11 @@ class ResumableEngine:
         await together(
             self._grow(
                 [*tokens, *c.tokens],
-                replace(params, max_new_tokens=params.max_new_tokens - len(c.tokens)),
+                replace(
+                    params,
+                    max_new_tokens=params.max_new_tokens - len(c.tokens),
+                    begun=len(c.tokens),
+                ),
                 seed_of(key, i, len(c.tokens)),
                 [c],
             )

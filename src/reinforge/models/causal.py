@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models import proof
+from reinforge.models.answer_form import AnswerForm
 from reinforge.models.divergence import LogitHead
 from reinforge.models.exact import linear
 from reinforge.models.head import LogitRule, token_logprobs
@@ -41,6 +42,9 @@ class CausalModel(PackedModel):
 
     The module is the trainer's and the engine's alike.
     """
+
+    # what the answers that it is trained on had to match: log-probs are of what that allowed
+    form: AnswerForm | None = None
 
     def __init__(self, module: nn.Module, tokenizer: Any = None, *, exact: bool = False):
         super().__init__(module, tokenizer, exact=exact)
@@ -99,6 +103,7 @@ class CausalModel(PackedModel):
         states = self.states(batch) if states is None else states
         places = self.reading(batch, batch.sources)
         targets = places.own(batch.tokens[batch.targets])
+        allowed = None if self.form is None else self.form.allowed(batch)
         found, spread = token_logprobs(
             places.rows(states),
             self.head.weight,
@@ -109,6 +114,7 @@ class CausalModel(PackedModel):
             entropy=entropy,
             entropy_gradient=entropy_gradient,
             exact=self.exact,
+            allowed=None if allowed is None else places.own(allowed.to(targets.device)),
         )
         return places.join(found), None if spread is None else places.join(spread)
 

@@ -33,6 +33,20 @@ class LogitRule:
         return x if self.softcap is None else torch.tanh(x / self.softcap) * self.softcap
 
 
+FORBIDDEN = -1e30  # finite: a kernel that meets a whole block of it computes 0, not nan
+
+
+def permitted(x: Tensor, rule: LogitRule, allowed: Tensor) -> Tensor:
+    """[R, V] float32: logits under the rule, with `FORBIDDEN` where a token is not allowed.
+
+    `allowed` [R, W] int32 has a bit for every token: models/grammars.py. What is computed of the
+    result needs no rule any more.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=x.device)
+    free = (allowed[:, :, None] >> bits & 1).bool().flatten(1)[:, : x.shape[1]]
+    return rule.apply(x.float()).masked_fill(~free, FORBIDDEN)
+
+
 def chunk_rows(rows: int, vocabulary: int, device: torch.device) -> int:
     """Rows per chunk: about 8 MB of float32 logits on a CPU (stays near the cache), 1 GB on a GPU
     (fills it).
@@ -42,11 +56,19 @@ def chunk_rows(rows: int, vocabulary: int, device: torch.device) -> int:
 
 
 def statistics(
-    x: Tensor, targets: Tensor, temperature: float | Tensor, rule: LogitRule, entropy: bool
+    x: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    rule: LogitRule,
+    entropy: bool,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(logp [R], log-sum-exp [R], entropy [R]) of one chunk of raw logits x [R, V], which may be
-    overwritten. `temperature` is one number or [R] of them.
+    overwritten. `temperature` is one number or [R] of them; `allowed`: see `permitted`.
     """
+    if allowed is not None:
+        x = permitted(x, rule, allowed)
+        rule = LogitRule()
     if x.is_cuda and HAS_TRITON:
         from reinforge.models import kernels
 
@@ -72,16 +94,21 @@ def statistics(
 
 
 def exact_statistics(
-    x: Tensor, targets: Tensor, temperatures: Tensor, rule: LogitRule, entropy: bool = False
+    x: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    rule: LogitRule,
+    entropy: bool = False,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`statistics` with the same bits for a row whichever rows are beside it: sampling and training
     both end here in exact mode. On a GPU a row is a program of its own; on a CPU functions and sums
     are those of `models.exact`.
     """
     if x.is_cuda:
-        return statistics(x, targets, temperatures, rule, entropy)
+        return statistics(x, targets, temperatures, rule, entropy, allowed)
     with rowwise.RowWiseMode():
-        return statistics(x, targets, temperatures, rule, entropy)
+        return statistics(x, targets, temperatures, rule, entropy, allowed)
 
 
 def gradient(
@@ -116,6 +143,26 @@ def gradient(
         grad *= 1 - (z / rule.softcap) ** 2
     grad *= rule.scale / temperature
     return grad.to(x.dtype)
+
+
+def permitted_gradient(
+    x: Tensor,
+    allowed: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    g: Tensor,
+    temperature: float,
+    rule: LogitRule,
+    entropy: Tensor | None,
+    e: Tensor | None,
+) -> Tensor:
+    """`gradient` where logp, lse and entropy are those of what `allowed` permits."""
+    z = permitted(x, rule, allowed)
+    slope = rule.scale
+    if rule.softcap is not None:
+        slope = rule.scale * (1 - (rule.apply(x.float()) / rule.softcap) ** 2)
+    grad = gradient(z, targets, lse, g, temperature, LogitRule(), entropy, e)
+    return (grad * slope).to(x.dtype)
 
 
 class HeadGradients:
@@ -166,7 +213,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, h, weight, bias, targets, temperature, rule, want_entropy, entropy_gradient, exact
+        ctx,
+        h,
+        weight,
+        bias,
+        targets,
+        allowed,
+        temperature,
+        rule,
+        want_entropy,
+        entropy_gradient,
+        exact,
     ):
         rows = h.shape[0]
         logp = torch.empty(rows, dtype=torch.float32, device=h.device)
@@ -175,20 +232,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         step = chunk_rows(rows, weight.shape[0], h.device) if rows else 1
         for a in range(0, rows, step):
             part = slice(a, a + step)
+            masks = None if allowed is None else allowed[part]
             if exact:
                 x = rowwise.linear(h[part], weight, bias)
                 heat = torch.full((len(x),), temperature, dtype=torch.float32, device=x.device)
                 logp[part], lse[part], found = exact_statistics(
-                    x, targets[part], heat, rule, want_entropy
+                    x, targets[part], heat, rule, want_entropy, masks
                 )
             else:
                 x = F.linear(h[part], weight, bias)
                 logp[part], lse[part], found = statistics(
-                    x, targets[part], temperature, rule, want_entropy
+                    x, targets[part], temperature, rule, want_entropy, masks
                 )
             if found is not None:
                 entropy[part] = found
-        ctx.save_for_backward(h, weight, bias, targets, lse, entropy)
+        ctx.save_for_backward(h, weight, bias, targets, allowed, lse, entropy)
         ctx.settings = (temperature, rule, step, want_entropy and entropy_gradient)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -196,17 +254,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g_logp, g_entropy):  # type: ignore[no-untyped-def]
-        h, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        h, weight, bias, targets, allowed, lse, entropy = ctx.saved_tensors
         temperature, rule, step, use_entropy = ctx.settings
         grads = HeadGradients(h, weight, bias, ctx.needs_input_grad, torch.float32)
         for a in range(0, h.shape[0], step):
             part = slice(a, a + step)
             x = F.linear(h[part], weight, bias)
             terms = (entropy[part], g_entropy[part]) if use_entropy else (None, None)
-            grads.add(
-                part, gradient(x, targets[part], lse[part], g_logp[part], temperature, rule, *terms)
-            )
-        return *grads.found(), None, None, None, None, None, None
+            given = (targets[part], lse[part], g_logp[part], temperature, rule, *terms)
+            if allowed is None:
+                grads.add(part, gradient(x, *given))
+            else:
+                grads.add(part, permitted_gradient(x, allowed[part], *given))
+        return *grads.found(), None, None, None, None, None, None, None
 
 
 def token_logprobs(
@@ -220,9 +280,11 @@ def token_logprobs(
     entropy: bool = False,
     entropy_gradient: bool = False,
     exact: bool = False,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[M] float32 log-probs of `targets` under softmax(logits / temperature), and [M] entropies
-    when asked. `exact`: see `models.exact`.
+    when asked. `exact`: see `models.exact`. `allowed` [M, W] int32: the softmax is over the tokens
+    whose bits are set, which the targets are among.
     """
     assert h.ndim == 2 and targets.shape == h.shape[:1], (
         f"h {tuple(h.shape)} and targets {tuple(targets.shape)} do not align"
@@ -233,6 +295,7 @@ def token_logprobs(
         weight,
         bias,
         targets,
+        allowed,
         float(temperature),
         rule or LogitRule(),
         entropy,

@@ -12,10 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from reinforge.build.constraints import rollout_constraint
 from reinforge.build.saved_model import checkpoint_of, config_of, is_run, open_model
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.data import DataConfig
 from reinforge.config.schema import Config
+from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
@@ -106,11 +108,13 @@ async def generate_file(
     raw: bool = False,
     logprobs: bool = True,
     token_ids: bool = False,
+    constraint: Constraint | None = None,
 ) -> int:
     """One JSON line per completion, in the order of the rows.
 
-    The file appears whole or not at all; what was answered before a kill is kept beside it and not
-    asked again.
+    `constraint`: what every answer must match; default: the configuration's or run's
+    rollout.structured. The file appears whole or not at all; what was answered before a kill is
+    kept beside it and not asked again.
     """
     how = labelling or LabelOptions()
     if config is None and is_run(Path(model_name)):
@@ -122,7 +126,9 @@ async def generate_file(
     longest = max_new_tokens or (
         config.rollout.max_new_tokens if config is not None else DEFAULT_NEW_TOKENS
     )
-    sampling = Sampling(longest, temperature, top_p=top_p)
+    if constraint is None and config is not None:
+        constraint = rollout_constraint(config)
+    sampling = Sampling(longest, temperature, top_p=top_p, constraint=constraint)
     store = GenerationJournal(out, n)
     async with AsyncExitStack() as stack:
         source: CompletionSource

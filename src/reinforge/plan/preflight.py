@@ -28,6 +28,7 @@ from reinforge.core.errors import InputError
 from reinforge.data.readers import FILES, kind_of, size_of
 from reinforge.envs import names as env_names
 from reinforge.loops.config_changes import check_changes
+from reinforge.models import grammars
 from reinforge.plan.hub import models_of
 from reinforge.rewards import names as reward_names
 
@@ -96,6 +97,7 @@ def preflight(config: Config) -> PlanReport:
     _check_agent(config, report)
     _check_parts(config, report)
     _check_cut(config, report)
+    _check_structured(config, report)
     for doubt in doubts(config):
         report.warn(doubt.key, f"{doubt.why}.", f"{doubt.fix[0].upper()}{doubt.fix[1:]}.")
     for absent in missing(config):
@@ -128,6 +130,20 @@ def _check_cut(config: Config, report: PlanReport) -> None:
         )
     elif (why := megatron.uncut(model, train.tensor_parallel)) is not None:
         report.refuse("train.tensor_parallel", why, "Set it to a number that divides them.")
+
+
+def _check_structured(config: Config, report: PlanReport) -> None:
+    """The forms of answers: their files, and whether the library understands them."""
+    for where, section in (
+        ("rollout.structured", config.rollout.structured),
+        ("eval.structured", config.eval.structured),
+    ):
+        if section is None:
+            continue
+        try:
+            grammars.check(section.constraint(where), section.key(where))
+        except InputError as error:
+            report.refuse(error.where or where, error.what, error.fix or "")
 
 
 def _check_agent(config: Config, report: PlanReport) -> None:

@@ -133,7 +133,12 @@ class EngineThread:
         self, piece: AnswerPiece, prompt: list[int], params: Sampling, top: int
     ) -> AnswerPiece:
         work = self.engine.likeliest(
-            prompt + piece.tokens, len(prompt), k=top, temperature=params.temperature
+            prompt + piece.tokens,
+            len(prompt),
+            k=top,
+            temperature=params.temperature,
+            constraint=params.constraint,
+            stops=params.stop_tokens,
         )
         _, found = await self.call(work)
         # a token has one log-prob: the one it was sampled with

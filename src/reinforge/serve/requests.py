@@ -6,18 +6,27 @@ What cannot be done is refused, never ignored.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
+from reinforge.core.constraint import Constraint
 from reinforge.core.errors import InputError
 
 MOST_TOP = 20  # likeliest tokens per place
 COOLEST = 1e-3  # a lower temperature than this is 0
 # the API key of the request that is being answered
 CALLER: ContextVar[str] = ContextVar("CALLER", default="")
+
+
+# what vLLM called the parts of `structured_outputs` in earlier days
+RENAMED = {
+    f"guided_{name}": f': use "structured_outputs": {{"{name}": ...}}'
+    for name in ("regex", "json", "grammar", "choice")
+}
 
 
 class ApiError(Exception):
@@ -50,6 +59,38 @@ class StreamOptions(_ContentPart):
     include_obfuscation: Any = None
 
 
+class StructuredOutputs(_ContentPart):
+    """vLLM's `structured_outputs`: one of them says what the answer must match."""
+
+    regex: str | None = None
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    grammar: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+
+    def constraint(self) -> Constraint:
+        given: list[Constraint] = []
+        if self.regex is not None:
+            given.append(Constraint("regex", self.regex))
+        if self.json_ is not None:
+            text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            given.append(Constraint("json_schema", text))
+        if self.json_object:
+            given.append(Constraint("json_object"))
+        if self.grammar is not None:
+            given.append(Constraint("grammar", self.grammar))
+        if self.choice is not None:
+            given.append(Constraint("regex", "|".join(map(re.escape, self.choice))))
+        if len(given) != 1:
+            raise ApiError(
+                400,
+                f"structured_outputs: {len(given)} forms; give one of regex, json, json_object,"
+                " grammar and choice",
+                param="structured_outputs",
+            )
+        return given[0]
+
+
 class ApiRequest(_ContentPart):
     """What chat and text completions have in common."""
 
@@ -73,6 +114,7 @@ class ApiRequest(_ContentPart):
     ] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
+    structured_outputs: StructuredOutputs | None = None
     # without effect on the answer
     user: Any = None
     store: Any = None
@@ -92,6 +134,16 @@ class ApiRequest(_ContentPart):
             "presence_penalty": (None, 0),
             "logit_bias": (None, {}),
         }
+
+    @property
+    def form(self) -> str:
+        """The parameter that says what the answer must match, where one does."""
+        return "structured_outputs"
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer must match; None: anything."""
+        return None if self.structured_outputs is None else self.structured_outputs.constraint()
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -129,6 +181,34 @@ class CompletionRequest(ApiRequest):
         return list(given)  # type: ignore[arg-type]
 
 
+class JsonSchemaFormat(_ContentPart):
+    schema_: Any = Field(None, alias="schema")
+    # without effect on the answer, which always fits the schema
+    name: Any = None
+    description: Any = None
+    strict: Any = None
+
+
+class ResponseFormat(_ContentPart):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def constraint(self) -> Constraint | None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ApiError(
+                400,
+                "response_format: json_schema goes with type: json_schema, and only with it",
+                param="response_format",
+            )
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            return Constraint("json_object")
+        return Constraint("json_schema", json.dumps(self.json_schema.schema_))
+
+
 class ChatRequest(ApiRequest):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -138,7 +218,7 @@ class ChatRequest(ApiRequest):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | Any = None
     parallel_tool_calls: Any = None
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
     reasoning_effort: Any = None
 
     def neutral(self) -> dict[str, tuple[Any, ...]]:
@@ -146,9 +226,25 @@ class ChatRequest(ApiRequest):
             **super().neutral(),
             "tool_choice": (None, "none", "auto"),
             "parallel_tool_calls": (None, True),
-            "response_format": (None, {"type": "text"}),
             "reasoning_effort": (None,),
         }
+
+    @property
+    def form(self) -> str:
+        return super().form if self.response_format is None else "response_format"
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """In either API's words, and not in both."""
+        extra = super().constraint
+        own = None if self.response_format is None else self.response_format.constraint()
+        if extra is not None and own is not None:
+            raise ApiError(
+                400,
+                "response_format and structured_outputs: an answer has one form",
+                param="structured_outputs",
+            )
+        return own or extra
 
     @property
     def used_tools(self) -> list[dict[str, Any]] | None:
@@ -188,7 +284,7 @@ def parsed(kind: type[R], body: bytes) -> R:
             if not str(part).startswith(("constrained-", "list[", "function-"))
         )
         what = (
-            "is not a parameter of this server"
+            f"is not a parameter of this server{RENAMED.get(param, '')}"
             if first["type"] == "extra_forbidden"
             else first["msg"]
         )

@@ -7,10 +7,12 @@ import copy
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from reinforge.config.data import DataConfig
 from reinforge.core.engine import Sampling
+from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
 from reinforge.data.chat import Renderer, check_prefix
@@ -95,6 +97,13 @@ class ModelService:
             raise ApiError(
                 400, f"the chat template cannot render these messages: {error}", param="messages"
             ) from None
+        if tools and request.constraint is not None:
+            raise ApiError(
+                400,
+                "tools: not with an answer of a given form, which no call of a tool would have",
+                param="tools",
+            )
+        await self._compile(request)
         wanted = self._wanted(
             "chat",
             request,
@@ -112,6 +121,7 @@ class ModelService:
         self._count(len(given), request.n or 1)
         # one by one: between two of them others have their turn
         prompts = [await self._apart(self._ids, prompt) for prompt in given]
+        await self._compile(request)
         wanted = self._wanted(
             "text",
             request,
@@ -132,6 +142,22 @@ class ModelService:
         meanwhile.
         """
         return await asyncio.get_running_loop().run_in_executor(self._worker, work, given)
+
+    async def _compile(self, request: ApiRequest) -> None:
+        """The form of the answer, before the engine is asked: a large one takes its time, and a
+        wrong one is the client's to mend.
+        """
+        constraint = request.constraint
+        if constraint is None:
+            return
+        if request.ignore_eos:
+            raise ApiError(400, "ignore_eos: an answer of a given form ends", param="ignore_eos")
+        try:
+            await self._apart(
+                partial(self.engine.engine.grammars.compile, where=request.form), constraint
+            )
+        except InputError as error:
+            raise ApiError.of(error) from None
 
     def _rendered(self, request: ChatRequest) -> list[int]:
         tools = request.used_tools
@@ -247,6 +273,7 @@ class ModelService:
             stop_tokens=tuple(request.stop_token_ids),
             stop_strings=request.stops,
             ignore_eos=request.ignore_eos,
+            constraint=request.constraint,
         )
         # with a seed every prompt is drawn from the same stream: a prompt alone gets what it gets
         # among others

@@ -233,3 +233,50 @@ def test_chunks_bound_memory() -> None:
         and chunk_rows(10, 100, cpu) == 10
         and chunk_rows(5, 1 << 30, cpu) == 1
     )
+
+
+def bits_of(free: Tensor) -> Tensor:
+    """[R, V] bool as [R, W] int32 words of 32 bits."""
+    rows, vocabulary = free.shape
+    padded = torch.zeros(rows, -(-vocabulary // 32) * 32, dtype=torch.int64)
+    padded[:, :vocabulary] = free
+    words = (padded.view(rows, -1, 32) << torch.arange(32)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+@pytest.mark.parametrize(("rule", "temperature"), list(product(RULES, (1.0, 0.7))))
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_not_allowed_has_no_probability_and_no_gradient(
+    chunk: None, rule: str, temperature: float, exact: bool
+) -> None:
+    """Against float64 logits of which the forbidden ones are -inf; a row that allows everything has
+    the bits of one without masks.
+    """
+    parts, targets = inputs(True)
+    free = torch.rand(11, 37, generator=torch.Generator().manual_seed(3)) < 0.3
+    free[torch.arange(11), targets] = True
+    free[4] = True
+    free[5] = torch.arange(37) == targets[5]  # nothing else is possible
+    ours = [p.clone().requires_grad_() for p in parts]
+    theirs = [p.double().requires_grad_() for p in parts]
+    settings: dict[str, Any] = {"temperature": temperature, "rule": RULES[rule], "exact": exact}
+    logp, entropy = token_logprobs(
+        *ours, targets, **settings, entropy=True, entropy_gradient=True, allowed=bits_of(free)
+    )
+    x = (theirs[0] @ theirs[1].t() + theirs[2]) * RULES[rule].scale
+    cap = RULES[rule].softcap
+    z = (x if cap is None else cap * torch.tanh(x / cap)) / temperature
+    full = z.masked_fill(~free, -1e9).log_softmax(-1)
+    want = full.gather(-1, targets[:, None])[:, 0]
+    want_entropy = -(full.exp() * full).sum(-1)
+    assert entropy is not None
+    torch.testing.assert_close(logp.double(), want, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), want_entropy, atol=3e-6, rtol=1e-6)
+    assert logp[5] == 0.0 and entropy[5] == 0.0
+    assert torch.equal(token_logprobs(*parts, targets, **settings)[0][4], logp[4])
+    weights = torch.linspace(-1, 2, 11)
+    (logp * weights).sum().add((entropy * weights.flip(0)).sum()).backward()
+    (want * weights.double()).sum().add((want_entropy * weights.flip(0).double()).sum()).backward()
+    for mine, right in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and right.grad is not None
+        torch.testing.assert_close(mine.grad.double(), right.grad, atol=2e-5, rtol=1e-5)

@@ -51,6 +51,10 @@ SAMPLES_NOTHING = No(
     "a curriculum by column or length is all that it can have",
     key="sampling",
 )
+FREE_ANSWERS = No(
+    "a constraint on what is trained is for policy gradients, and {algorithm} is none",
+    "set it under eval, or remove it",
+)
 NO_VALUES = No("{algorithm} reads no values", "remove the section")
 NOT_IMITATED = No("{algorithm} imitates nobody", "remove the section")
 NO_NOISE = No("noise is for supervised fine-tuning, not for {algorithm}", "remove it")
@@ -158,6 +162,19 @@ FEATURES = (
         _where_sampled(SAMPLES_NOTHING),
     ),
     Feature(
+        "Training on answers of a given form",
+        "rollout.structured",
+        lambda c: c.rollout.structured is not None,
+        _cells(
+            supervised=FREE_ANSWERS,
+            preference=FREE_ANSWERS,
+            online=FREE_ANSWERS,
+            reward=FREE_ANSWERS,
+            distillation=FREE_ANSWERS,
+            on_policy=FREE_ANSWERS,
+        ),
+    ),
+    Feature(
         "A critic",
         "critic",
         lambda c: c.critic is not None,
@@ -169,6 +186,10 @@ FEATURES = (
 def _one_sample_teaches_nothing(config: Sections) -> bool:
     algorithm = config.algorithm
     return samples(config) and algorithm.group_size == 1 and algorithm.compares_samples
+
+
+def _has_turns(config: Sections) -> bool:
+    return config.env is not None or config.agent is not None
 
 
 RULES = (
@@ -189,6 +210,18 @@ RULES = (
         "top_p, top_k and min_p change the sampling distribution and would bias the policy"
         " gradient",
         "set them under eval, or remove them",
+    ),
+    Rule(
+        "rollout.structured",
+        lambda c: c.rollout.structured is not None and _has_turns(c),
+        "it is the form of one answer, and an episode has many turns",
+        "remove it, or the section env or agent",
+    ),
+    Rule(
+        "eval.structured",
+        lambda c: c.eval.structured is not None and _has_turns(c),
+        "it is the form of one answer, and an episode has many turns",
+        "remove it, or the section env or agent",
     ),
     Rule(
         "algorithm.group_size",

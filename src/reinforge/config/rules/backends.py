@@ -100,6 +100,12 @@ FEATURES = (
         _cells(local=YES, fsdp=ONE_PROCESS, deepspeed=ONE_PROCESS, megatron=ONE_PROCESS),
     ),
     Feature(
+        "Log-probs under a constraint",
+        "rollout.structured",
+        lambda c: c.rollout.structured is not None,
+        _cells(local=YES, fsdp=ONE_PROCESS, deepspeed=ONE_PROCESS, megatron=ONE_PROCESS),
+    ),
+    Feature(
         "Compiled layers",
         "model.compile",
         lambda c: c.model.compile,

@@ -17,6 +17,11 @@ NO_HANDLES = No("{engine} reads weights from files here", "use memory or disk")
 NO_HANDLES_THERE = No("handles of GPU memory are for servers that we start", "use memory or disk")
 NO_STRINGS = No("{engine} stops at tokens only", "leave it out, or use another engine")
 NO_FILTERS = No("{engine} knows no top_p", "leave it out, or use another engine")
+NO_STRUCTURE = No("{engine} knows no such forms", "leave it out, or use another engine")
+OTHER_GRAMMARS = No(
+    "the trainer would have to repeat what the grammar of {engine} allowed at every token",
+    "set rollout.engine=native, or set it under eval",
+)
 NO_SLEEP = No("{engine} cannot give memory back", "set engine.sleep=never, or leave it out")
 NO_KEY = No("{engine} asks for no key", "leave it out")
 NO_RANKS = No(
@@ -93,6 +98,22 @@ def _features(servers: Servers) -> tuple[Feature, ...]:
             "eval.top_p",
             lambda c: c.eval.top_p < 1,
             cells(native=YES, started=where(lambda facts: facts.filters, NO_FILTERS), running=YES),
+        ),
+        Feature(
+            "Answers of a given form in an evaluation",
+            "eval.structured",
+            lambda c: c.eval.structured is not None,
+            cells(
+                native=YES,
+                started=where(lambda facts: facts.structured, NO_STRUCTURE),
+                running=YES,
+            ),
+        ),
+        Feature(
+            "Answers of a given form in training",
+            "rollout.structured",
+            lambda c: c.rollout.structured is not None,
+            cells(native=YES, started=OTHER_GRAMMARS, running=OTHER_GRAMMARS),
         ),
         Feature(
             "A server that sleeps",

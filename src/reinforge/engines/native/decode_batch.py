@@ -22,7 +22,8 @@ from reinforge.engines.native.blocks import CacheHolding
 from reinforge.engines.native.sampler import draw, uniform
 from reinforge.models.attention import HAS_TRITON, KVCache, PagedLayout
 from reinforge.models.causal import CausalModel
-from reinforge.models.head import exact_statistics
+from reinforge.models.grammars import Matcher
+from reinforge.models.head import LogitRule, exact_statistics, permitted
 
 NEVER = -1  # pads lists of stop tokens: no token has this id
 # new tokens, their log-probs, and why it ended there
@@ -43,6 +44,7 @@ class LiveSequence:
     order: int  # of arrival: where the cache runs out, the youngest gives way
     # hears of tokens as they come; must be quick and must not raise
     listener: Listener | None = None
+    matcher: Matcher | None = None  # where its answer stands, if that must match something
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -80,6 +82,8 @@ class DecodeBatch:
     done: Tensor  # [B] bool
     tables: Tensor  # [B, W]
     filters: tuple[Tensor, Tensor, Tensor] | None  # top_p, top_k, min_p where any row wants them
+    # [B, words] int32: a bit for every token that may come next, where any row is constrained
+    allowed: Tensor | None
     longest: int  # the largest context, known on the host
 
     @classmethod
@@ -126,6 +130,7 @@ class DecodeBatch:
             done=torch.tensor([False] * len(sequences) + [True] * pad, device=device),
             tables=_tables(sequences, width, pad, spare).to(device),
             filters=filters,
+            allowed=_masks(sequences, pad, device),
             longest=max(s.cached for s in sequences) + 1,
         )
 
@@ -133,6 +138,14 @@ class DecodeBatch:
         """Sequences took more blocks: (row, column, block) of each."""
         rows, columns, blocks = ints(entries).to(self.tables.device).unbind(1)
         self.tables.index_put_((rows, columns), blocks)
+
+    def constrain(self, sequences: list[LiveSequence]) -> None:
+        """What may come next in each row now; those that are not constrained stay as they are."""
+        assert self.allowed is not None
+        pad = len(self.newest) - len(sequences)
+        masks = _masks(sequences, pad, self.allowed.device)
+        assert masks is not None
+        self.allowed.copy_(masks)
 
     def retire(self, rows: list[int], spare: int) -> None:
         """These are done and their blocks belong to others now: they stand still, and write only
@@ -144,9 +157,12 @@ class DecodeBatch:
         self.tables.index_fill_(0, index, spare)
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        """What a captured graph is made for: rows, table width, stop tokens."""
-        return len(self.newest), self.tables.shape[1], self.stops.shape[1]
+    def key(self) -> tuple[int, int, int, bool]:
+        """What a captured graph is made for: rows, table width, stop tokens, and whether rows are
+        constrained.
+        """
+        constrained = self.allowed is not None
+        return len(self.newest), self.tables.shape[1], self.stops.shape[1], constrained
 
     def copy_(self, other: DecodeBatch) -> None:
         """The values of `other`, in the tensors of this one."""
@@ -159,28 +175,32 @@ class DecodeBatch:
     def draw(self, model: CausalModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B] and log-probs [B] from last hidden states [B, E]."""
         raw = model.project(hidden)
+        logits = raw
+        rule = model.rule
+        if self.allowed is not None:
+            logits = permitted(raw, rule, self.allowed)
+            rule = LogitRule()
         if hidden.is_cuda and HAS_TRITON and self.filters is None:
             from reinforge.models import kernels
 
             picked, logprobs = kernels.draw(
-                raw,
+                logits,
                 self.temperatures,
                 self.seeds,
                 self.produced,
-                scale=model.rule.scale,
-                softcap=model.rule.softcap,
+                scale=rule.scale,
+                softcap=rule.softcap,
             )
         else:
             picked, logprobs = draw(
-                model.rule.apply(raw.float()),
+                rule.apply(logits.float()),
                 self.temperatures,
                 uniform(self.seeds, self.produced),
                 self.filters,
             )
         if model.exact:  # the training forward's own arithmetic
-            logprobs = exact_statistics(
-                raw, picked, torch.where(self.temperatures == 0, 1.0, self.temperatures), model.rule
-            )[0]
+            heat = torch.where(self.temperatures == 0, 1.0, self.temperatures)
+            logprobs = exact_statistics(raw, picked, heat, model.rule, allowed=self.allowed)[0]
         return picked, logprobs
 
     def step(self, model: CausalModel, cache: KVCache) -> tuple[Tensor, Tensor]:
@@ -204,6 +224,22 @@ class DecodeBatch:
         )
         self.longest += 1
         return picked, logprobs
+
+
+def _masks(sequences: list[LiveSequence], pad: int, device: torch.device) -> Tensor | None:
+    """[B + pad, words] int32: what may come next; everything in rows that are not constrained. None
+    where none is.
+    """
+    words = next((len(s.matcher.allowed) for s in sequences if s.matcher is not None), None)
+    if words is None:
+        return None
+    masks = torch.full((len(sequences) + pad, words), -1, dtype=torch.int32)
+    if device.type == "cuda":
+        masks = masks.pin_memory()
+    for row, sequence in zip(masks.numpy(), sequences, strict=False):
+        if sequence.matcher is not None:
+            row[:] = sequence.matcher.allowed
+    return masks.to(device, non_blocking=True)
 
 
 def _tables(sequences: list[LiveSequence], width: int, pad: int, spare: int) -> Tensor:

@@ -61,7 +61,7 @@ class Decoder:
     def __init__(self, model: CausalModel):
         self.model = model
         self.graphs = model.device.type == "cuda" and HAS_TRITON
-        self._captured: dict[tuple[int, int, int], _CapturedGraph] = {}
+        self._captured: dict[tuple[int, int, int, bool], _CapturedGraph] = {}
         self.captures = 0  # for the metrics
 
     def size(self, rows: int) -> int:

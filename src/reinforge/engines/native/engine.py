@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from reinforge.core.batch import Batch
+from reinforge.core.constraint import Constraint
 from reinforge.core.engine import (
     Completion,
     GenerationStats,
@@ -43,7 +44,8 @@ from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
 from reinforge.models.attention import KVCache, PackedLayout
 from reinforge.models.causal import CausalModel
 from reinforge.models.fused_linear import join
-from reinforge.models.head import chunk_rows
+from reinforge.models.grammars import Grammars, Matcher
+from reinforge.models.head import FORBIDDEN, LogitRule, chunk_rows, permitted
 from reinforge.models.proof import refusing
 
 BLOCK = 16
@@ -95,6 +97,7 @@ class NativeEngine:
         # one block more than the pool has: rows that only fill a batch write there
         self.cache: KVCache | None = None
         self.decoder = Decoder(model)
+        self.grammars = Grammars(model.tokenizer, model.head.weight.shape[0], self.stop_tokens)
         # of block tables, so that graphs need not be captured again
         self.width = self.pool.needed(longest) if longest else 0
         self._waiting: deque[SharedPrefix] = deque()
@@ -192,6 +195,7 @@ class NativeEngine:
                 loop.create_future(),
                 next(self._arrivals),
                 None if on_tokens is None else partial(on_tokens, i),
+                self._matcher(params, prompt),
             )
             for i in range(n)
         ]
@@ -204,6 +208,19 @@ class NativeEngine:
             for sequence in sequences:
                 self._drop(sequence)
             raise
+
+    def _matcher(self, params: Sampling, prompt: list[int]) -> Matcher | None:
+        """Where an answer stands that must match something."""
+        if params.constraint is None:
+            return None
+        if params.ignore_eos:
+            raise InputError(
+                "an answer that must match something ends, and ignore_eos says that it must not.",
+                where="ignore_eos",
+                fix="Leave it out.",
+            )
+        begun = prompt[len(prompt) - params.begun :]
+        return self.grammars.matcher(params.constraint, begun, params.stop_tokens)
 
     def _enqueue(self, tokens: list[int], sequences: list[LiveSequence]) -> None:
         """Requests that follow each other with the same prompt are prefilled together."""
@@ -230,11 +247,18 @@ class NativeEngine:
         """Nothing was started."""
 
     async def likeliest(
-        self, tokens: Sequence[int], start: int, *, k: int, temperature: float = 1.0
+        self,
+        tokens: Sequence[int],
+        start: int,
+        *,
+        k: int,
+        temperature: float = 1.0,
+        constraint: Constraint | None = None,
+        stops: Iterable[int] = (),
     ) -> tuple[list[float], list[list[tuple[int, float]]]]:
         """The log-prob of each token from `start` (> 0) on, and the k likeliest tokens in its place
         with theirs: one forward over all tokens. As in `Completion`: after temperature, over the
-        full vocabulary, and 0 (greedy) reports 1.
+        full vocabulary or what the constraint allows, and 0 (greedy) reports 1.
         """
         assert 0 < start <= len(tokens)
         batch = Batch.pack(
@@ -251,15 +275,22 @@ class NativeEngine:
         with torch.no_grad():
             rows = self.model.states(batch).index_select(0, batch.sources)
             size = chunk_rows(len(rows), self.model.head.weight.shape[0], rows.device)
-            for hidden, targets in zip(
-                rows.split(size), batch.tokens[batch.targets].split(size), strict=True
-            ):
-                logp = (self.model.logits(hidden) / (temperature or 1.0)).log_softmax(-1)
-                own += logp.gather(-1, targets[:, None])[:, 0].tolist()
+            targets = batch.tokens[batch.targets]
+            allowed = None
+            if constraint is not None:
+                masks = self.grammars.masks(constraint, tokens[start:], stops)
+                allowed = torch.from_numpy(masks).to(rows.device)
+            for at in range(0, len(rows), size):
+                part = slice(at, at + size)
+                logits = self.model.logits(rows[part])
+                if allowed is not None:
+                    logits = permitted(logits, LogitRule(), allowed[part])
+                logp = (logits / (temperature or 1.0)).log_softmax(-1)
+                own += logp.gather(-1, targets[part, None])[:, 0].tolist()
                 values, ids = logp.topk(min(k, logp.shape[-1]))
                 top += [
-                    list(zip(i, v, strict=True))
-                    for i, v in zip(ids.tolist(), values.tolist(), strict=True)
+                    [(i, v) for i, v in zip(*pair, strict=True) if v > FORBIDDEN / 2]
+                    for pair in zip(ids.tolist(), values.tolist(), strict=True)
                 ]
         return own, top
 
@@ -420,18 +451,29 @@ class NativeEngine:
 
     def _decode(self) -> None:
         assert self.cache is not None
-        steps = self.decoder.steps(max(s.params.max_new_tokens for s in self._decoding()))
+        live = self._decoding()
+        constrained = any(s.matcher is not None for s in live)
+        # what a constrained row may say next is known when the host has seen its newest token
+        limit = max(s.params.max_new_tokens for s in live)
+        steps = 1 if constrained else self.decoder.steps(limit)
         self._grow(steps)
         live = self._decoding()
         if not live:
             return
         size = self.decoder.size(len(live))
-        if self._rows is None or size < len(self._rows.newest):
+        constrained = any(s.matcher is not None for s in live)
+        if (
+            self._rows is None
+            or size < len(self._rows.newest)
+            or constrained != (self._rows.allowed is not None)
+        ):
             self._running = live
             width = max(self.width, *(self.pool.needed(s.limit) for s in live))
             self._rows = DecodeBatch.of(
                 live, self.model.device, size=size, width=width, spare=self.blocks
             )
+        elif constrained:
+            self._rows.constrain(self._running)
         self._accept(self._running, self.decoder.run(self._rows, self.cache, steps))
         gone = [i for i, s in enumerate(self._running) if s.future.done()]
         if gone:
@@ -489,12 +531,25 @@ class NativeEngine:
                 sequence.tokens, sequence.params
             ):
                 stop = Stop.EOS
+            elif sequence.matcher is not None and not self._advance(sequence, sequence.matcher):
+                continue
             elif len(sequence.tokens) >= sequence.params.max_new_tokens:
-                stop = Stop.LENGTH
+                whole = sequence.matcher is not None and sequence.matcher.complete
+                stop = Stop.EOS if whole else Stop.LENGTH
             if sequence.listener is not None:
                 sequence.listener(tokens[:count], logprobs[:count], stop)
             if stop is not None:
                 self._finish(sequence, stop)
+
+    def _advance(self, sequence: LiveSequence, matcher: Matcher) -> bool:
+        """Tells the matcher the newest token. An answer that has come to a dead end fails alone."""
+        try:
+            matcher.take(sequence.tokens[-1])
+        except InputError as error:
+            self._leave(sequence)
+            sequence.future.set_exception(error)
+            return False
+        return True
 
     def _until_string(self, sequence: LiveSequence, tokens: list[int]) -> int:
         """How many of these tokens come before a stop string is complete."""

@@ -162,6 +162,9 @@ class ServedEngine:
                 outputs, version = await self._send(requests, params, stops)
                 for draft, output in zip(waiting, outputs, strict=True):
                     draft.take(output, version, limit, stops)
+                    if draft.open and params.constraint is not None:
+                        # a server begins a grammar at its beginning, never inside
+                        drafts[draft.index] = SampleInProgress(draft.index)
         finally:
             self._finish()
         self.stats.prompt_tokens += len(prompt)
@@ -438,6 +441,13 @@ def refuse_what_it_cannot(server: str, params: Sampling) -> None:
             f"{server} stops at tokens, not at strings.",
             where="rollout.engine",
             fix="Leave the stop strings out, or use another engine.",
+        )
+
+    if params.constraint is not None and not facts.structured:
+        raise InputError(
+            f"{server} knows no answers of a given form.",
+            where="rollout.engine",
+            fix="Leave the constraint out, or use another engine.",
         )
 
 

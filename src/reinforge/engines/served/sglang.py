@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.engines.served.dialect import (
@@ -97,6 +98,8 @@ class Sglang:
         }
         if params.stop_strings and not params.ignore_eos:
             shared["stop"] = list(params.stop_strings)
+        if params.constraint is not None:
+            shared |= _form(params.constraint)
         sampling = []
         for request in requests:
             own = {**shared, "max_new_tokens": request.max_tokens}
@@ -172,6 +175,15 @@ class Sglang:
 
     async def wake(self, http: ServerClient, level: int) -> None:
         await http.post("/resume_memory_occupation", {"tags": _tags(level)}, timeout=LOAD)
+
+
+def _form(constraint: Constraint) -> dict[str, str]:
+    match constraint.kind:
+        case "json_object":
+            return {"json_schema": '{"type": "object"}'}
+        case "grammar":
+            return {"ebnf": constraint.text}
+    return {constraint.kind: constraint.text}
 
 
 def _tags(level: int) -> list[str]:

@@ -26,6 +26,7 @@ from reinforge.engines.served.dialect import (
     options,
 )
 from reinforge.engines.served.http import ServerClient
+from reinforge.engines.structured_outputs import server_words
 
 MODULE = "reinforge_vllm"
 
@@ -129,6 +130,8 @@ class Vllm:
         }
         if params.stop_strings and not params.ignore_eos:
             shared["stop"] = list(params.stop_strings)
+        if params.constraint is not None:
+            shared["structured_outputs"] = server_words(params.constraint)
         items = [
             {"tokens": request.tokens, "seed": request.seed, "max_tokens": request.max_tokens}
             for request in requests

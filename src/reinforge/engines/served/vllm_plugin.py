@@ -119,6 +119,11 @@ class ControlMiddleware:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        params = dict(params)
+        if form := params.pop("structured_outputs", None):
+            from vllm.sampling_params import StructuredOutputsParams
+
+            params["structured_outputs"] = StructuredOutputsParams(**form)
         sampling = SamplingParams(
             **params,
             seed=item["seed"],
