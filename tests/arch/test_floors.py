@@ -383,6 +383,7 @@ def test_dependencies_are_honest() -> None:
         "qlora",
         "tasks",
         "serve",
+        "structured",
         "math",
         "lm-eval",
         "kernels",

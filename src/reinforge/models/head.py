@@ -158,7 +158,7 @@ def permitted_gradient(
 ) -> Tensor:
     """`gradient` where logp, lse and entropy are those of what `allowed` permits."""
     z = permitted(x, rule, allowed)
-    slope = rule.scale
+    slope: float | Tensor = rule.scale
     if rule.softcap is not None:
         slope = rule.scale * (1 - (rule.apply(x.float()) / rule.softcap) ** 2)
     grad = gradient(z, targets, lse, g, temperature, LogitRule(), entropy, e)

@@ -154,19 +154,18 @@ def test_exact_log_probs_agree_to_the_bit(make: Callable[..., Any]) -> None:
 
 
 def test_answers_of_training_and_evaluation_match(make: Callable[..., Any]) -> None:
-    """In training as rollout.structured says; an evaluation has a form of its own."""
+    """In training as rollout.structured says; an evaluation may have a form of its own. Half of the
+    letters of `no` are odd characters.
+    """
     cfg = make(
         "run",
         "grpo",
         "train.steps=1",
         rollout=STRUCTURED,
-        eval={"at_start": True, "structured": {"regex": "yes|no"}},
-        data={"source": "python", "eval": {"size": 0}},
+        eval={"at_start": True, "structured": {"regex": "no"}},
     )
     launch(cfg, eval_data=EVAL)
-    texts: dict[str, list[str]] = {"train": [], "eval": []}
-    for line in lines(cfg, "samples.jsonl"):
-        texts["eval" if line.get("eval") else "train"].append(line["completion"])
-    assert texts["train"] and texts["eval"], texts
-    assert all(re.fullmatch("[0-9]{2}[a-f]{1,4}", text) for text in texts["train"])
-    assert set(texts["eval"]) <= {"yes", "no"}
+    texts = [line["completion"] for line in lines(cfg, "samples.jsonl")]
+    assert texts and all(re.fullmatch("[0-9]{2}[a-f]{1,4}", text) for text in texts)
+    measured = [line["eval/reward"] for line in lines(cfg) if "eval/reward" in line]
+    assert measured and set(measured) == {0.5}

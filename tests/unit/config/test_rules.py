@@ -24,6 +24,7 @@ Overrides = tuple[str, ...]
 
 TEACHER = "teacher={path: org/teacher}"
 VLLM = "rollout.engine=vllm"
+FORM = "rollout.structured={regex: a}"
 AGENT = "agent={name: 'module:play'}"
 PARTIAL = ("rollout.staleness=1", "rollout.partial=true", "sampling.over_provision=2.0")
 NO_REWARDS = "rewards=[]"
@@ -60,6 +61,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Weights in host memory": ("train.offload_weights=true",),
         "ZeRO stages": ("train.deepspeed.stage=3",),
         "Bit-identical log-probs": ("model.exact=true",),
+        "Log-probs under a constraint": (FORM,),
         "Compiled layers": ("model.compile=true",),
         "LoRA, rsLoRA, DoRA": ("adapter={kind: lora}",),
         "QLoRA (base in 4 bits)": ("adapter={kind: qlora}",),
@@ -85,6 +87,8 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Weights by handles of GPU memory (ipc)": ("engine.channel=ipc",),
         "Stop strings": ("rollout.stop=[x]",),
         "Evaluation with top_p": ("eval.top_p=0.9",),
+        "Answers of a given form in an evaluation": ("eval.structured={regex: a}",),
+        "Answers of a given form in training": (FORM,),
         "A server that sleeps": ("engine.sleep=cache",),
         "The key of a server that runs already": ("engine.key_env=THE_KEY",),
         "Every rank generates": ("train.backend=fsdp", "rollout.all_ranks=true"),
@@ -113,6 +117,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "A saved adapter to continue from": ("adapter={path: saved}",),
         "Replay of old groups": ("sampling.replay={}",),
         "Pass rates, preferred prompts, over-provision": ("sampling.prefer=teachable",),
+        "Training on answers of a given form": (FORM,),
         "A critic": ("critic={}", "algorithm.advantage='mine.py:mine'"),
     },
 }
@@ -148,6 +153,8 @@ BROKEN: dict[str, list[Overrides]] = {
         (NO_REWARDS,),
         (AGENT, "env={name: single}"),
         ("rollout.top_p=0.9",),
+        (FORM, "env={name: single}"),
+        ("eval.structured={regex: a}", AGENT),
         ("algorithm.group_size=1",),
         ("algorithm.name=online_dpo", "algorithm.group_size=1"),
         ("algorithm.name=xpo", "algorithm.group_size=3"),
@@ -281,11 +288,20 @@ def test_what_may_not_be_meant_is_accepted_and_told() -> None:
 
 # a server that can do nothing that another can do without
 PLAIN = ServerFacts(
-    "module:class", package="plain", filters=False, stop_strings=False, sleeps=False, key=False
+    "module:class",
+    package="plain",
+    filters=False,
+    stop_strings=False,
+    structured=False,
+    sleeps=False,
+    key=False,
 )
 
 
-@pytest.mark.parametrize("asked", ["rollout.stop=[x]", "eval.top_p=0.9", "engine.sleep=all"])
+@pytest.mark.parametrize(
+    "asked",
+    ["rollout.stop=[x]", "eval.top_p=0.9", "eval.structured={regex: a}", "engine.sleep=all"],
+)
 def test_what_a_server_cannot_do_follows_from_its_facts(asked: str) -> None:
     """Under a name that a configuration may have."""
     config = sections(VLLM, asked)

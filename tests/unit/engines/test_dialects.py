@@ -19,6 +19,7 @@ from helpers.bigram_stub import BAD, HOLD_AT
 from helpers.stub_servers import STUBS, Stub, StubServers, bigram, told, until
 from helpers.toys import run
 from reinforge.config.engine import SERVERS
+from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.engines.served.make import make_dialect, make_served
@@ -134,6 +135,31 @@ def test_an_update_in_the_middle(servers: StubServers) -> None:
                 assert torch.tensor(done.logprobs[part]).sub(want).abs().max() < 1e-4
         facts = await told(engine)
         assert facts["loads"] == 2 and facts["running"] == 0
+
+    run(work())
+
+
+def test_an_answer_of_a_given_form_begins_again_after_an_update(servers: StubServers) -> None:
+    """A server begins a grammar at its beginning, so nothing can go on inside of one."""
+    engine = servers.engine()
+    servers.hold.touch()
+    params = Sampling(60, ignore_eos=True, constraint=Constraint("regex", "[a-h]{60}"))
+
+    async def work() -> None:
+        await engine.update(servers.weights, 1)
+        if not servers.stub.facts.structured:
+            with pytest.raises(InputError, match="no answers of a given form"):
+                await engine.generate(PROMPT, params, key=4)
+            return
+        task = asyncio.ensure_future(engine.generate(PROMPT, params, key=4, n=2))
+        await until(engine, "held", 2)
+        servers.change(1)
+        await engine.update(servers.weights, 2)
+        servers.hold.unlink()
+        for done in await task:
+            assert done.versions == [2] * 60
+            want = bigram(servers.table(), PROMPT + done.tokens)[len(PROMPT) :]
+            assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4
 
     run(work())
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from helpers.toys import run
 from reinforge.config.engine import SERVERS, EngineConfig, EngineName
+from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
@@ -152,6 +153,7 @@ def test_a_replica_that_was_lost_after_it_staged_is_not_asked_to_serve_it(tmp_pa
     [
         (Sampling(4, top_k=3), "knows no top_p, top_k and min_p"),
         (Sampling(4, stop_strings=("x",)), "stops at tokens, not at strings"),
+        (Sampling(4, constraint=Constraint("json_object")), "no answers of a given form"),
     ],
 )
 def test_what_a_server_cannot_do_is_never_asked_of_its_dialect(
@@ -160,7 +162,9 @@ def test_what_a_server_cannot_do_is_never_asked_of_its_dialect(
     engine, _, weights = made(tmp_path, 1)
     run(engine.update(weights, 1))
     assert run(engine.generate([1], params, key=1))
-    facts = replace(SERVERS["vllm"], filters=False, stop_strings=False, sleeps=False)
+    facts = replace(
+        SERVERS["vllm"], filters=False, stop_strings=False, structured=False, sleeps=False
+    )
     monkeypatch.setitem(SERVERS, "vllm", facts)
     with pytest.raises(InputError, match=why):
         run(engine.generate([1], params, key=1))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from helpers.toys import run
 from reinforge.config.engine import EngineConfig
-from reinforge.engines.served.dialect import ServerSetup
+from reinforge.core.constraint import Constraint
+from reinforge.core.engine import Sampling
+from reinforge.engines.served.dialect import SampleRequest, ServerSetup
 from reinforge.engines.served.sglang import Sglang
 
 
@@ -33,3 +37,30 @@ def test_the_command(tmp_path: Path, device: str) -> None:
     assert "--enable-deterministic-inference" in found
     assert ("--enable-memory-saver" in found) == (device == "cuda")
     assert ("--device" in found) == (device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (None, {}),
+        (Constraint("regex", "a|b"), {"regex": "a|b"}),
+        (Constraint("json_schema", '{"a": 1}'), {"json_schema": '{"a": 1}'}),
+        (Constraint("json_object"), {"json_schema": '{"type": "object"}'}),
+        (Constraint("grammar", 'root ::= "a"'), {"ebnf": 'root ::= "a"'}),
+    ],
+)
+def test_the_form_of_an_answer_in_its_words(
+    constraint: Constraint | None, words: dict[str, str]
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Http:
+        async def post(self, path: str, body: dict[str, Any]) -> list[Any]:
+            asked.append(body)
+            return []
+
+    params = Sampling(4, constraint=constraint)
+    run(Sglang().generate(Http(), [SampleRequest([1], 2, 4)], params, frozenset()))  # type: ignore[arg-type]
+    [sent] = asked[0]["sampling_params"]
+    forms = {"regex", "json_schema", "ebnf", "structural_tag"}
+    assert {name: value for name, value in sent.items() if name in forms} == words

@@ -21,9 +21,10 @@ from helpers.toys import run
 from reinforge.config.engine import EngineConfig
 from reinforge.config.load import config_from_dict
 from reinforge.config.rules.machine import missing
+from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.served.dialect import ServerSetup, options
+from reinforge.engines.served.dialect import SampleRequest, ServerSetup, options
 from reinforge.engines.served.make import make_served
 from reinforge.engines.served.vllm import Vllm, plugin_file, unpacked
 from reinforge.engines.served.vllm_plugin import ControlMiddleware
@@ -236,6 +237,7 @@ class Client:
     """
 
     aborted: list[str] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)  # the sampling of every request
     cancelled: int = 0
     endless: bool = False
 
@@ -244,6 +246,7 @@ class Client:
 
     async def generate(self, prompt: dict[str, Any], sampling: Any, name: str) -> Any:
         self.output_processor.request_states[name] = self
+        self.asked.append(sampling)
         try:
             while self.endless and name not in self.aborted:
                 await asyncio.sleep(0.001)
@@ -274,6 +277,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     params = ModuleType("vllm.sampling_params")
     vllm.SamplingParams = lambda **named: SimpleNamespace(**named)  # type: ignore[attr-defined]
     params.RequestOutputKind = SimpleNamespace(FINAL_ONLY=2)  # type: ignore[attr-defined]
+    params.StructuredOutputsParams = lambda **named: ("form", named)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
@@ -322,6 +326,33 @@ ITEMS = {
     ],
     "params": {"temperature": 1.0},
 }
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (Constraint("regex", "a|b"), {"regex": "a|b"}),
+        (Constraint("json_schema", '{"a": 1}'), {"json": {"a": 1}}),
+        (Constraint("json_object"), {"json_object": True}),
+        (Constraint("grammar", 'start: "a"'), {"grammar": 'start: "a"'}),
+    ],
+)
+def test_the_form_of_an_answer_in_its_words(
+    client: Client, constraint: Constraint, words: dict[str, Any]
+) -> None:
+    """From the dialect through the plug-in to vLLM's own class."""
+    front = ControlMiddleware(None)
+
+    class Http:
+        async def post(self, path: str, body: Any) -> Any:
+            return (await ask(front, client, path, body))[1]
+
+    requests = [SampleRequest([1], 3, 4), SampleRequest([1, 2], 4, 2)]
+    params = Sampling(4, constraint=constraint)
+    run(Vllm().generate(Http(), requests, params, frozenset({7})))  # type: ignore[arg-type]
+    assert [asked.structured_outputs for asked in client.asked] == [("form", words)] * 2
+    run(Vllm().generate(Http(), requests, Sampling(4), frozenset({7})))  # type: ignore[arg-type]
+    assert not any(hasattr(asked, "structured_outputs") for asked in client.asked[2:])
 
 
 def test_the_front(client: Client) -> None:

@@ -23,6 +23,8 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.native import engine as native
+from reinforge.engines.native.blocks import BlockPool
 from reinforge.engines.resumable import ResumableRequests
 from reinforge.models.causal import CausalModel
 from reinforge.models.tiny import tiny_tokenizer
@@ -218,6 +220,21 @@ def test_new_weights_on_the_way_do_not_lose_the_place() -> None:
     made = run(work())
     assert all(re.fullmatch(DATE.text, text_of(c)) for c in made)
     assert {v for c in made for v in c.versions} == {0, 1}
+
+
+def test_a_preempted_answer_does_not_lose_its_place() -> None:
+    """A cache too small for all of them: some give way, are prefilled again with their tokens and
+    go on inside the grammar.
+    """
+    long = Constraint("regex", "([ab][cd]){55}")
+    engine = make_engine()
+    engine.blocks = 12
+    engine.pool = BlockPool(12, native.BLOCK)
+    made = run(engine.generate(PROMPT, Sampling(115, 1.0, constraint=long), key=6, n=4))
+    assert engine.stats.preemptions > 0
+    assert all(re.fullmatch(long.text, text_of(c)) for c in made)
+    roomy = run(make_engine().generate(PROMPT, Sampling(115, 1.0, constraint=long), key=6, n=4))
+    assert [c.tokens for c in made] == [c.tokens for c in roomy]
 
 
 def test_a_cut_answer_goes_on_where_it_was() -> None:

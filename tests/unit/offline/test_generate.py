@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import doctest
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -549,3 +550,48 @@ def test_eval_of_a_directory_that_is_no_run_names_its_runs(
     (stage / "config.json").write_text("{}")
     assert main(["eval", str(tmp_path)]) == 2
     assert f"Its runs are: {stage}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "pattern"),
+    [
+        ("--regex", "[0-9]{3}", "[0-9]{3}"),
+        ("--json-schema", '{"enum": ["x", "y"]}', '"[xy]"'),
+        ("--grammar", 'root ::= "ab" | "cd"', "ab|cd"),
+    ],
+)
+def test_answers_of_a_given_form(
+    tiny_dir: str, tmp_path: Path, option: str, text: str, pattern: str
+) -> None:
+    (tmp_path / "form").write_text(text)
+    given = text if option == "--regex" else str(tmp_path / "form")
+    words = ["--prompts", str(prompts_file(tmp_path, 3)), "--out", str(tmp_path / "o.jsonl")]
+    words += ["-n", "2", "--max-new-tokens", "20"]
+    assert main(["generate", tiny_dir, *words, option, given]) == 0
+    made = lines_of(tmp_path / "o.jsonl")
+    assert len(made) == 6
+    assert all(re.fullmatch(pattern, line["completion"]) for line in made)
+    assert all(line["stop"] == "eos" for line in made)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--regex", "("], "--regex: this regular expression cannot be used: unclosed group"),
+        (["--json-schema", "no.json"], "--json-schema: cannot read no.json"),
+        (["--regex", "a", "--json-object"], "an answer has one form, not --regex and --json-obj"),
+    ],
+)
+def test_forms_that_cannot_be(
+    tiny_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: Any, said: str
+) -> None:
+    words = ["--prompts", str(prompts_file(tmp_path, 1)), "--out", str(tmp_path / "o.jsonl")]
+    assert main(["generate", tiny_dir, *words, *options]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_form_of_a_configuration_is_taken(tiny_dir: str, tmp_path: Path, make: Any) -> None:
+    cfg = make("run", "grpo", rollout={"max_new_tokens": 9, "structured": {"regex": "[ab]{4}"}})
+    generate(tiny_dir, prompts_file(tmp_path, 2), tmp_path / "o.jsonl", config=cfg)
+    made = lines_of(tmp_path / "o.jsonl")
+    assert all(re.fullmatch("[ab]{4}", line["completion"]) for line in made)

@@ -546,7 +546,7 @@ class NativeEngine:
         try:
             matcher.take(sequence.tokens[-1])
         except InputError as error:
-            self._leave(sequence)
+            sequence.held.give_back(self.pool)
             sequence.future.set_exception(error)
             return False
         return True
