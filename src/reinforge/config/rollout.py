@@ -48,7 +48,7 @@ class RolloutConfig(Section):
         None,
         description=(
             "The form that every answer must have. Training computes log-probs under the same"
-            " constraint; see docs/engines.md."
+            " constraint; see docs/structured.md."
         ),
     )
     max_batch: Count = Field(512, description="Sequences decoded at once.")

@@ -82,7 +82,7 @@ def _wrong(constraint: Constraint, said: str, where: str) -> InputError:
     return InputError(
         f"this {NAMES[constraint.kind]} cannot be used: {words.rstrip('.')}.",
         where=where,
-        fix="docs/engines.md says what can.",
+        fix="docs/structured.md says what can.",
     )
 
 
