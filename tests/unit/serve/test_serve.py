@@ -330,7 +330,7 @@ WRONG = [
     (dict(n=1000), 400, None, "n"),
     (dict(frequency_penalty=0.5), 400, "unsupported_parameter", "frequency_penalty"),
     (dict(logit_bias={"5": 1}), 400, "unsupported_parameter", "logit_bias"),
-    (dict(response_format={"type": "xml"}), 400, None, "response_format.type"),
+    (dict(response_format={"type": "xml"}), 400, None, "response_format"),
     (
         dict(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required"),
         400,
