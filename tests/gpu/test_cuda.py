@@ -109,6 +109,41 @@ def test_greedy_equals_transformers_in_float32(kind: str) -> None:
         assert out[0, len(prompt) :].tolist() == tokens
 
 
+def test_graphs_and_windows_in_flight_change_no_token() -> None:
+    """Graphs, filters in them and looks one window late, in a cache that runs out, against single
+    steps in one that does not.
+    """
+    settings = [
+        Sampling(1),
+        Sampling(200, 0.9),
+        Sampling(60, 1.2, top_k=20),
+        Sampling(90, 0.0),
+        Sampling(150, 1.1, top_p=0.8, min_p=0.01),
+        Sampling(7),
+    ]
+
+    async def go(engine: NativeEngine) -> list[list[int]]:
+        jobs = [
+            engine.generate(p, params, key=i, n=3)
+            for i, (p, params) in enumerate(zip(prompts(), settings, strict=True))
+        ]
+        return [c.tokens for group in await asyncio.gather(*jobs) for c in group]
+
+    ours = model("llama", torch.float32)
+    plain = NativeEngine(ours, kv_gib=0.1)
+    plain.decoder.graphs = False
+    plain.decoder.ahead = 0
+    want = asyncio.run(go(plain))
+    engine = NativeEngine(ours, kv_gib=0.1)
+    assert engine.decoder.graphs and engine.decoder.ahead == 1
+    assert asyncio.run(go(engine)) == want
+    engine.load({"blocks": 60})
+    assert asyncio.run(go(engine)) == want
+    assert engine.stats.preemptions > 0 and engine.decoder.captures > 0
+    filtered = {key[3] for key in engine.decoder._captured}
+    assert filtered == {False, True}
+
+
 @pytest.mark.parametrize(
     ("dtype", "mean", "largest"), [(torch.float32, 1e-5, 2e-4), (torch.bfloat16, 0.02, 0.5)]
 )

@@ -18,6 +18,13 @@ def ints(values: Sequence[Any], dtype: type = np.int64) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A copy from the host that does not wait for what the device still has to do."""
+    if device.type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 def floats(values: Sequence[float]) -> Tensor:
     """[n] float32."""
     return torch.from_numpy(np.array(values, dtype=np.float32))

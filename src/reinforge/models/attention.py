@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from reinforge.core.arrays import to_device
 from reinforge.core.errors import InputError
 
 NAME = "reinforge"
@@ -440,7 +441,7 @@ class PackedLayout:
 
 
 def starts_of(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+    return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
 
 
 def _padded(lengths: list[int], offset: int, device: torch.device) -> tuple[Tensor, Tensor]:

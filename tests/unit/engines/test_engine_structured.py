@@ -25,7 +25,10 @@ from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native import engine as native
 from reinforge.engines.native.blocks import BlockPool
+from reinforge.engines.native.decode_batch import DecodeBatch
+from reinforge.engines.native.decoder import LaunchedWindow, bucket
 from reinforge.engines.resumable import ResumableRequests
+from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
 from reinforge.models.tiny import tiny_tokenizer
 
@@ -235,6 +238,42 @@ def test_a_preempted_answer_does_not_lose_its_place() -> None:
     assert all(re.fullmatch(long.text, text_of(c)) for c in made)
     roomy = run(make_engine().generate(PROMPT, Sampling(115, 1.0, constraint=long), key=6, n=4))
     assert [c.tokens for c in made] == [c.tokens for c in roomy]
+
+
+def test_windows_in_flight_wait_for_the_grammar() -> None:
+    """As on a GPU: several steps between two looks, one window late. While a constrained answer is
+    among them each step is looked at; its neighbours and those who come later notice nothing.
+    """
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        free = asyncio.ensure_future(
+            engine.generate(PROMPT, Sampling(60, 0.9, ignore_eos=True), key=1, n=2)
+        )
+        for _ in range(3):
+            await asyncio.sleep(0)
+        dates = await engine.generate([80, 81], Sampling(40, 1.0, constraint=DATE), key=2, n=3)
+        late = await engine.generate([90], Sampling(20, ignore_eos=True), key=3)
+        return [*await free, *dates, *late]
+
+    windows = []
+    ahead = make_engine()
+    ahead.decoder.ahead = 1
+    ahead.decoder.steps = lambda limit: 5  # type: ignore[method-assign]
+    ahead.decoder.size = bucket  # type: ignore[method-assign]
+    launch = ahead.decoder.launch
+
+    def watched(rows: DecodeBatch, cache: KVCache, steps: int) -> LaunchedWindow:
+        windows.append((steps, rows.allowed is not None))
+        return launch(rows, cache, steps)
+
+    ahead.decoder.launch = watched  # type: ignore[method-assign]
+    found = run(work(ahead))
+    for a, b in zip(found, run(work(make_engine())), strict=True):
+        assert a.tokens == b.tokens and a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    assert all(re.fullmatch(DATE.text, text_of(c)) for c in found[2:5])
+    assert {steps for steps, constrained in windows if constrained} == {1}
+    assert {steps for steps, constrained in windows if not constrained} > {5}
+    assert ahead.pool.free == ahead.pool.total
 
 
 def test_a_cut_answer_goes_on_where_it_was() -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from reinforge.core.arrays import ints
+from reinforge.core.arrays import floats, ints, to_device
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
 from reinforge.engines.native.blocks import CacheHolding
@@ -26,6 +26,8 @@ from reinforge.models.grammars import Matcher
 from reinforge.models.head import LogitRule, exact_statistics, permitted
 
 NEVER = -1  # pads lists of stop tokens: no token has this id
+FREE = [1.0, 0.0, 0.0]  # top_p, top_k and min_p that drop nothing
+GraphKey = tuple[int, int, int, bool, bool]
 # new tokens, their log-probs, and why it ended there
 Listener = Callable[[list[int], list[float], Stop | None], None]
 
@@ -49,6 +51,7 @@ class LiveSequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     held: CacheHolding = field(default_factory=CacheHolding)
+    ahead: int = 0  # steps launched for it whose tokens are not taken in yet
 
     @property
     def cached(self) -> int:
@@ -60,16 +63,24 @@ class LiveSequence:
         """Tokens that it can have at most, those of the prompt included."""
         return len(self.prompt) + self.params.max_new_tokens
 
+    @property
+    def left(self) -> int:
+        """Tokens that it may still sample after all that was launched."""
+        return self.params.max_new_tokens - len(self.tokens) - self.ahead
+
     def reach(self, steps: int) -> int:
         """Tokens that it has in the cache after so many more decode steps, at most."""
-        return min(self.cached + steps, self.limit)
+        return min(self.cached + self.ahead + steps, self.limit)
 
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """The sequences that are decoded now, as tensors, one row each. The native engine makes a new
-    one when a sequence enters or leaves; otherwise every decode step advances it in place, and
-    `extend` adds the blocks that sequences took. A row that is done stands still.
+    """The sequences that are decoded now, as tensors, one row each. Every decode step advances it
+    in place, and a row that is done stands still.
+
+    The native engine makes it from sequences (`of`); afterwards it lives on the device, where rows
+    enter and leave (`joined`, `select`, `retire`) and take more blocks (`extend`) while the host
+    does not know their newest tokens yet.
     """
 
     newest: Tensor  # [B] the token to feed
@@ -81,10 +92,10 @@ class DecodeBatch:
     stops: Tensor  # [B, S] token ids that end it
     done: Tensor  # [B] bool
     tables: Tensor  # [B, W]
-    filters: tuple[Tensor, Tensor, Tensor] | None  # top_p, top_k, min_p where any row wants them
+    filters: Tensor | None  # [B, 3] float32: top_p, top_k, min_p, where any row wants them
     # [B, words] int32: a bit for every token that may come next, where any row is constrained
     allowed: Tensor | None
-    longest: int  # the largest context, known on the host
+    longest: int  # the largest context that a row can have now, known on the host
 
     @classmethod
     def of(
@@ -100,19 +111,16 @@ class DecodeBatch:
         block `spare`.
         """
         pad = max(0, (size or 0) - len(sequences))
-        width = max(width, *(len(s.held.blocks) for s in sequences))
+        width = max([width, *(len(s.held.blocks) for s in sequences)])
         params = [s.params for s in sequences]
-        most = max(1, *(len(s.stops) for s in sequences))
+        most = max([1, *(len(s.stops) for s in sequences)])
         filters = None
         if any(p.filtered for p in params):
-            filters = (
-                torch.tensor([p.top_p for p in params], device=device),
-                torch.tensor([p.top_k for p in params], device=device),
-                torch.tensor([p.min_p for p in params], device=device),
-            )
+            wanted = [[p.top_p, p.top_k, p.min_p] for p in params] + [FREE] * pad
+            filters = to_device(torch.tensor(wanted, dtype=torch.float32), device)
 
         def whole(values: list[Any], filler: Any = 0) -> Tensor:
-            return ints(values + [filler] * pad).to(device)
+            return to_device(ints(values + [filler] * pad), device)
 
         return cls(
             newest=whole([(s.tokens or s.prompt)[-1] for s in sequences]),
@@ -120,49 +128,98 @@ class DecodeBatch:
             produced=whole([len(s.tokens) for s in sequences]),
             limits=whole([p.max_new_tokens for p in params]),
             seeds=whole([s.seed for s in sequences]),
-            temperatures=torch.tensor(
-                [p.temperature for p in params] + [1.0] * pad, dtype=torch.float32, device=device
-            ),
+            temperatures=to_device(floats([p.temperature for p in params] + [1.0] * pad), device),
             stops=whole(
                 [sorted(s.stops) + [NEVER] * (most - len(s.stops)) for s in sequences],
                 [NEVER] * most,
             ),
-            done=torch.tensor([False] * len(sequences) + [True] * pad, device=device),
-            tables=_tables(sequences, width, pad, spare).to(device),
+            done=to_device(torch.tensor([False] * len(sequences) + [True] * pad), device),
+            tables=to_device(_tables(sequences, width, pad, spare), device),
             filters=filters,
             allowed=_masks(sequences, pad, device),
-            longest=max(s.cached for s in sequences) + 1,
+            longest=max((s.cached for s in sequences), default=0) + 1,
         )
+
+    @classmethod
+    def joined(cls, parts: list[DecodeBatch], *, spare: int) -> DecodeBatch:
+        """The rows of all parts, one after the other. What they may say next is not known here:
+        `constrain` tells it.
+        """
+        width = max(part.tables.shape[1] for part in parts)
+        most = max(part.stops.shape[1] for part in parts)
+        filtered = any(part.filters is not None for part in parts)
+
+        def filters(part: DecodeBatch) -> Tensor:
+            free = to_device(floats(FREE), part.newest.device)
+            return free.expand(len(part.newest), 3) if part.filters is None else part.filters
+
+        def plain(name: str) -> Tensor:
+            return torch.cat([getattr(part, name) for part in parts])
+
+        return cls(
+            newest=plain("newest"),
+            cached=plain("cached"),
+            produced=plain("produced"),
+            limits=plain("limits"),
+            seeds=plain("seeds"),
+            temperatures=plain("temperatures"),
+            stops=torch.cat([_widened(part.stops, most, NEVER) for part in parts]),
+            done=plain("done"),
+            tables=torch.cat([_widened(part.tables, width, spare) for part in parts]),
+            filters=torch.cat([filters(part) for part in parts]) if filtered else None,
+            allowed=None,
+            longest=max(part.longest for part in parts),
+        )
+
+    def select(self, rows: list[int]) -> DecodeBatch:
+        """These rows, in this order."""
+        index = to_device(ints(rows), self.newest.device)
+        return self._each(lambda x: x.index_select(0, index))
+
+    def clone(self) -> DecodeBatch:
+        return self._each(Tensor.clone)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> DecodeBatch:
+        changed: dict[str, Any] = {}
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if isinstance(value, Tensor):
+                changed[part.name] = change(value)
+        return replace(self, **changed)
 
     def extend(self, entries: list[tuple[int, int, int]]) -> None:
         """Sequences took more blocks: (row, column, block) of each."""
-        rows, columns, blocks = ints(entries).to(self.tables.device).unbind(1)
+        rows, columns, blocks = to_device(ints(entries), self.tables.device).unbind(1)
         self.tables.index_put_((rows, columns), blocks)
 
     def constrain(self, sequences: list[LiveSequence]) -> None:
-        """What may come next in each row now; those that are not constrained stay as they are."""
-        assert self.allowed is not None
+        """What may come next in the rows of these sequences now: everything where none of them is
+        constrained.
+        """
         pad = len(self.newest) - len(sequences)
-        masks = _masks(sequences, pad, self.allowed.device)
-        assert masks is not None
-        self.allowed.copy_(masks)
+        self.allowed = _masks(sequences, pad, self.newest.device)
 
     def retire(self, rows: list[int], spare: int) -> None:
         """These are done and their blocks belong to others now: they stand still, and write only
         into the block `spare`.
         """
-        index = torch.tensor(rows, device=self.done.device)
+        index = to_device(ints(rows), self.done.device)
         self.done.index_fill_(0, index, True)
         self.cached.index_fill_(0, index, 0)
         self.tables.index_fill_(0, index, spare)
 
     @property
-    def key(self) -> tuple[int, int, int, bool]:
-        """What a captured graph is made for: rows, table width, stop tokens, and whether rows are
-        constrained.
+    def key(self) -> GraphKey:
+        """What a captured graph is made for: rows, table width, stop tokens, whether rows are
+        filtered, and whether they are constrained.
         """
-        constrained = self.allowed is not None
-        return len(self.newest), self.tables.shape[1], self.stops.shape[1], constrained
+        return (
+            len(self.newest),
+            self.tables.shape[1],
+            self.stops.shape[1],
+            self.filters is not None,
+            self.allowed is not None,
+        )
 
     def copy_(self, other: DecodeBatch) -> None:
         """The values of `other`, in the tensors of this one."""
@@ -196,7 +253,7 @@ class DecodeBatch:
                 rule.apply(logits.float()),
                 self.temperatures,
                 uniform(self.seeds, self.produced),
-                self.filters,
+                None if self.filters is None else self.filters.unbind(1),
             )
         if model.exact:  # the training forward's own arithmetic
             heat = torch.where(self.temperatures == 0, 1.0, self.temperatures)
@@ -215,6 +272,11 @@ class DecodeBatch:
         )
         hidden = model.hidden(self.newest, self.cached, PagedLayout(cache, tables, self.cached))
         picked, logprobs = self.draw(model, hidden)
+        self.advance(picked)
+        return picked, logprobs
+
+    def advance(self, picked: Tensor) -> None:
+        """Takes in what was drawn for every row [B]: it is fed next, and may have ended the row."""
         live = ~self.done
         self.newest.copy_(torch.where(live, picked, self.newest))
         self.cached.add_(live)
@@ -223,7 +285,10 @@ class DecodeBatch:
             (picked[:, None] == self.stops).any(1) | (self.produced >= self.limits)
         )
         self.longest += 1
-        return picked, logprobs
+
+
+def _widened(x: Tensor, width: int, filler: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=filler)
 
 
 def _masks(sequences: list[LiveSequence], pad: int, device: torch.device) -> Tensor | None:
@@ -234,12 +299,10 @@ def _masks(sequences: list[LiveSequence], pad: int, device: torch.device) -> Ten
     if words is None:
         return None
     masks = torch.full((len(sequences) + pad, words), -1, dtype=torch.int32)
-    if device.type == "cuda":
-        masks = masks.pin_memory()
     for row, sequence in zip(masks.numpy(), sequences, strict=False):
         if sequence.matcher is not None:
             row[:] = sequence.matcher.allowed
-    return masks.to(device, non_blocking=True)
+    return to_device(masks, device)
 
 
 def _tables(sequences: list[LiveSequence], width: int, pad: int, spare: int) -> Tensor:

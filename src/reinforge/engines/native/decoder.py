@@ -1,8 +1,9 @@
 """Several decode steps between two looks of the host.
 
 On a GPU a step is one CUDA graph, captured once per batch-size bucket and replayed, so a token
-costs no Python and no launch overhead; the host looks at what came out every so many steps. On a
-CPU there is nothing to hide: one step, one look.
+costs no Python and no launch overhead; the host looks at what came out every so many steps, and
+launches the next window before it looks at the last one. On a CPU there is nothing to hide: one
+step, one look.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reinforge.engines.native.decode_batch import DecodeBatch
+from reinforge.engines.native.decode_batch import DecodeBatch, GraphKey
 from reinforge.models.attention import HAS_TRITON, KVCache
 from reinforge.models.causal import CausalModel
 
-WINDOW = 32  # at most this many steps between two looks
+WINDOW = 16  # at most this many steps between two looks
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
@@ -25,8 +26,8 @@ def bucket(rows: int) -> int:
 
 
 def window(limit: int) -> int:
-    """Steps between two looks, where completions may have `limit` tokens: rows that end in between
-    run on in vain, looking costs time.
+    """Steps between two looks, where completions may have `limit` tokens: a row's end is seen up to
+    two windows late, looking costs time.
     """
     return WINDOW if limit >= 512 else WINDOW // 2 if limit >= 128 else WINDOW // 4
 
@@ -40,6 +41,47 @@ class DecodeWindow:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     counts: list[int]
+
+
+@dataclass(slots=True)
+class LaunchedWindow:
+    """Decode steps that the device was told to do, and where the host will find what came out.
+    `Decoder` makes it, the native engine looks at it later.
+    """
+
+    tokens: Tensor  # [steps, B] on the host
+    logprobs: Tensor  # [steps, B] on the host
+    counts: Tensor  # [B] on the host
+    arrived: torch.cuda.Event | None  # None: they are there already
+
+    @classmethod
+    def of(cls, tokens: Tensor, logprobs: Tensor, counts: Tensor) -> LaunchedWindow:
+        """Sends them to the host without waiting. The copies stand in the stream before whatever
+        comes next, so the tensors may be written again at once.
+        """
+        found = cls(_to_host(tokens), _to_host(logprobs), _to_host(counts), None)
+        if tokens.is_cuda:
+            found.arrived = torch.cuda.Event()
+            found.arrived.record()
+        return found
+
+    @property
+    def steps(self) -> int:
+        return len(self.tokens)
+
+    def look(self) -> DecodeWindow:
+        """Waits until the steps are done."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return DecodeWindow(
+            self.tokens.t().tolist(), self.logprobs.t().tolist(), self.counts.tolist()
+        )
+
+
+def _to_host(x: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -61,7 +103,10 @@ class Decoder:
     def __init__(self, model: CausalModel):
         self.model = model
         self.graphs = model.device.type == "cuda" and HAS_TRITON
-        self._captured: dict[tuple[int, int, int, bool], _CapturedGraph] = {}
+        self.ahead = 1 if self.graphs else 0  # windows that may run before the host looks
+        self._captured: dict[GraphKey, _CapturedGraph] = {}
+        # one for all graphs: no two run at once, and nothing in it outlives a step
+        self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
         self.captures = 0  # for the metrics
 
     def size(self, rows: int) -> int:
@@ -70,45 +115,41 @@ class Decoder:
 
     def forget(self) -> None:
         """The cache that the graphs were captured with is gone."""
+        if self._captured:
+            torch.cuda.synchronize()  # a window that nobody waits for may still run
+            self._memory = torch.cuda.graph_pool_handle()
         self._captured.clear()
 
     def steps(self, limit: int) -> int:
         """Of the next window, where no completion is longer than `limit`."""
         return window(limit) if self.graphs else 1
 
-    def run(self, rows: DecodeBatch, cache: KVCache, steps: int) -> DecodeWindow:
-        """The next tokens of every row, at most `steps`."""
-        if not self.graphs or rows.filters is not None:
-            before = rows.produced.clone()
-            picked, logprobs = rows.step(self.model, cache)
-            return DecodeWindow(
-                picked[:, None].tolist(),
-                logprobs[:, None].tolist(),
-                (rows.produced - before).tolist(),
-            )
+    def launch(self, rows: DecodeBatch, cache: KVCache, steps: int) -> LaunchedWindow:
+        """The next tokens of every row, at most `steps` (and `WINDOW`)."""
+        before = rows.produced.clone()
+        if self.graphs:
+            tokens, logprobs = self._replay(rows, cache, steps)
+        else:
+            drawn = [rows.step(self.model, cache) for _ in range(steps)]
+            tokens, logprobs = (torch.stack(x) for x in zip(*drawn, strict=True))
+        return LaunchedWindow.of(tokens, logprobs, rows.produced - before)
+
+    def _replay(self, rows: DecodeBatch, cache: KVCache, steps: int) -> tuple[Tensor, Tensor]:
         captured = self._captured.get(rows.key) or self._capture(rows, cache)
         captured.rows.copy_(rows)
         captured.at.zero_()
         for _ in range(steps):
             captured.graph.replay()
-        counts = captured.rows.produced - rows.produced
+        captured.rows.longest = rows.longest + steps
         rows.copy_(captured.rows)
-        return DecodeWindow(
-            captured.tokens[:steps].t().tolist(),
-            captured.logprobs[:steps].t().tolist(),
-            counts.tolist(),
-        )
+        return captured.tokens[:steps], captured.logprobs[:steps]
 
     def _capture(self, rows: DecodeBatch, cache: KVCache) -> _CapturedGraph:
         """Captures one step on rows that are all done: they stand still, and write only into the
         spare block.
         """
         size = len(rows.newest)
-        still = DecodeBatch(**{name: getattr(rows, name) for name in DecodeBatch.__slots__})
-        for name in DecodeBatch.__slots__:
-            value = getattr(still, name)
-            if isinstance(value, Tensor):
-                setattr(still, name, value.clone())
+        still = rows.clone()
         still.done.fill_(True)
         still.cached.zero_()
         still.tables.fill_(cache.keys[0].shape[0] - 1)
@@ -135,7 +176,7 @@ class Decoder:
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         captured.at.zero_()
-        with torch.cuda.graph(captured.graph):
+        with torch.cuda.graph(captured.graph, pool=self._memory):
             step()
         self._captured[rows.key] = captured
         self.captures += 1

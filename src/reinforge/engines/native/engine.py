@@ -2,10 +2,13 @@
 
 One round admits what fits (each prompt is prefilled once, its full blocks shared by all its
 samples), computes the next piece of prompts, then decodes for every live sequence; finished ones
-leave at once. A sequence takes cache blocks as it grows. Where they run out the youngest is
-preempted: it gives its blocks to the older ones, waits before all others, and what it has so far is
-computed again when there is room. The oldest can always finish, for one sequence of its length fits
-the cache. Everybody waits, enters and gives way in the order of arrival.
+leave at once. On a GPU a round launches its work before it looks at what the round before did, so
+that the device does not wait for the host; what was launched and not looked at is in flight.
+
+A sequence takes cache blocks as it grows. Where they run out the youngest is preempted: it gives
+its blocks to the older ones, waits before all others, and what it has so far is computed again when
+there is room. The oldest can always finish, for one sequence of its length fits the cache.
+Everybody waits, enters and gives way in the order of arrival.
 
 Scheduling is a function of what was submitted and in which order: resubmitting the same requests
 repeats the same rounds.
@@ -18,11 +21,9 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from reinforge.core.batch import Batch
 from reinforge.core.constraint import Constraint
@@ -38,15 +39,15 @@ from reinforge.core.sample import Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
 from reinforge.engines.native.blocks import BlockPool, CacheHolding, block_keys
+from reinforge.engines.native.cache_shapes import cache_shapes
 from reinforge.engines.native.decode_batch import DecodeBatch, LiveSequence
-from reinforge.engines.native.decoder import Decoder, DecodeWindow
+from reinforge.engines.native.decoder import Decoder, DecodeWindow, LaunchedWindow
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
-from reinforge.models.attention import KVCache, PackedLayout
+from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
 from reinforge.models.fused_linear import join
 from reinforge.models.grammars import Grammars, Matcher
 from reinforge.models.head import FORBIDDEN, LogitRule, chunk_rows, permitted
-from reinforge.models.proof import refusing
 
 BLOCK = 16
 # decode steps for which blocks must be free before somebody enters, so that nobody has to leave
@@ -54,7 +55,6 @@ BLOCK = 16
 AHEAD = 2 * BLOCK
 KEEP = 1 / 12  # a cache of at most this share of the GPU is not given back between rollouts
 PREFILL_TOKENS = 16384  # packed prompt tokens per forward
-OTHER_ENGINE = "Use another engine, another model, or an algorithm that learns from given texts."
 
 
 class NativeEngine:
@@ -91,7 +91,7 @@ class NativeEngine:
             join(model.module)
         self.version = 0
         self.stats = GenerationStats()
-        self.shapes = _cache_shapes(model)
+        self.shapes = cache_shapes(model)
         self.blocks = self._pool_size(kv_gib, longest)
         self.pool = BlockPool(self.blocks, BLOCK)
         # one block more than the pool has: rows that only fill a batch write there
@@ -105,6 +105,8 @@ class NativeEngine:
         # in the order of the decoder's rows; who is done may stand among them
         self._running: list[LiveSequence] = []
         self._rows: DecodeBatch | None = None
+        # launched, not looked at: the rows of each window and what they will say
+        self._in_flight: deque[tuple[list[LiveSequence], LaunchedWindow]] = deque()
         self._driver: asyncio.Task[None] | None = None
         self._arrivals = itertools.count()
 
@@ -299,6 +301,7 @@ class NativeEngine:
             raise ValueError(
                 "the native engine serves the trainer's own module; it cannot load other weights"
             )
+        self._take_in()  # what is in flight was sampled by the old weights
         self.version = version
         live = self._live()
         self._entering = []
@@ -369,10 +372,7 @@ class NativeEngine:
                 self._round()
                 self.stats.seconds += time.monotonic() - start
                 await asyncio.sleep(0)
-            self._running = []
-            self._rows = None
-            self._entering = []
-            self._waiting.clear()
+            self._forget()
         except BaseException as error:
             self._fail(error)
 
@@ -386,11 +386,16 @@ class NativeEngine:
                     if isinstance(error, Exception)
                     else RuntimeError(f"engine stopped: {error!r}")
                 )
+        self._forget()
+        self.pool = BlockPool(self.blocks, BLOCK)
+
+    def _forget(self) -> None:
+        """Nobody waits for anything any more."""
         self._running = []
         self._rows = None
+        self._in_flight.clear()
         self._entering = []
-        self._waiting = deque()
-        self.pool = BlockPool(self.blocks, BLOCK)
+        self._waiting.clear()
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -398,8 +403,8 @@ class NativeEngine:
         self._admit()
         if self._entering:
             self._prefill()
-        if self._decoding():
-            self._decode()
+        launched = self._decode()
+        self._take_in(leave=self.decoder.ahead if launched else 0)
         self.stats.steps += 1
 
     def _admit(self) -> None:
@@ -441,48 +446,99 @@ class NativeEngine:
         entering = [s for fork in complete for s in fork.live]
         for fork in complete:
             self.pool.remember(fork.live[0].held.blocks, fork.keys)
-        picked, logprobs = DecodeBatch.of(entering, self.model.device).draw(self.model, hidden)
-        self._accept(
-            entering,
-            DecodeWindow(picked[:, None].tolist(), logprobs[:, None].tolist(), [1] * len(entering)),
-        )
-        self._running = [s for s in [*self._running, *entering] if not s.future.done()]
-        self._rows = None
+        # the first tokens are not waited for: their rows are made on the device
+        rows = self._rows_of(entering)
+        picked, logprobs = rows.draw(self.model, hidden)
+        rows.advance(picked)
+        drawn = torch.ones(len(entering), dtype=torch.int64, device=self.model.device)
+        self._launched(entering, LaunchedWindow.of(picked[None], logprobs[None], drawn))
+        self._arrange(entering, rows)
+        if not self.decoder.ahead:
+            self._take_in()
 
-    def _decode(self) -> None:
+    def _decode(self) -> bool:
+        """Launches the next steps of all who run; False: nobody goes on after what is in flight."""
         assert self.cache is not None
+        constrained = any(s.matcher is not None for s in self._decoding())
+        if constrained:
+            # what a constrained row may say next is known when the host has seen its newest token
+            self._take_in()
         live = self._decoding()
-        constrained = any(s.matcher is not None for s in live)
-        # what a constrained row may say next is known when the host has seen its newest token
-        limit = max(s.params.max_new_tokens for s in live)
-        steps = 1 if constrained else self.decoder.steps(limit)
+        left = max((s.left for s in live), default=0)
+        if left <= 0:
+            return False
+        longest = max(s.params.max_new_tokens for s in live)
+        steps = 1 if constrained else min(left, self.decoder.steps(longest))
         self._grow(steps)
         live = self._decoding()
         if not live:
-            return
-        size = self.decoder.size(len(live))
-        constrained = any(s.matcher is not None for s in live)
-        if (
-            self._rows is None
-            or size < len(self._rows.newest)
-            or constrained != (self._rows.allowed is not None)
-        ):
-            self._running = live
-            width = max(self.width, *(self.pool.needed(s.limit) for s in live))
-            self._rows = DecodeBatch.of(
-                live, self.model.device, size=size, width=width, spare=self.blocks
+            return False
+        if self._rows is None:
+            self._running = []
+            self._arrange(live, self._rows_of(live))
+        elif self.decoder.size(len(live)) < len(self._rows.newest):
+            self._arrange()
+        assert self._rows is not None
+        self._rows.constrain(self._running if constrained else [])
+        self._launched(self._running, self.decoder.launch(self._rows, self.cache, steps))
+        return True
+
+    def _rows_of(self, sequences: list[LiveSequence]) -> DecodeBatch:
+        width = max(self.width, *(self.pool.needed(s.limit) for s in sequences))
+        return DecodeBatch.of(sequences, self.model.device, width=width, spare=self.blocks)
+
+    def _arrange(
+        self, entering: Sequence[LiveSequence] = (), rows: DecodeBatch | None = None
+    ) -> None:
+        """Those who go on, those who enter with these rows, then as many fillers as the size of a
+        batch asks for. All on the device: where rows stand now depends on what is in flight.
+        """
+        keep = [i for i, s in enumerate(self._running) if not s.future.done()]
+        parts = [] if self._rows is None or not keep else [self._rows.select(keep)]
+        if rows is not None:
+            parts.append(rows)
+        self._running = [*(self._running[i] for i in keep), *entering]
+        fillers = self.decoder.size(len(self._running)) - len(self._running)
+        if fillers:
+            parts.append(
+                DecodeBatch.of(
+                    [], self.model.device, size=fillers, width=self.width or 1, spare=self.blocks
+                )
             )
-        elif constrained:
-            self._rows.constrain(self._running)
-        self._accept(self._running, self.decoder.run(self._rows, self.cache, steps))
-        gone = [i for i, s in enumerate(self._running) if s.future.done()]
-        if gone:
-            self._rows.retire(gone, self.blocks)
+        self._rows = DecodeBatch.joined(parts, spare=self.blocks)
+        if not any(s.params.filtered for s in self._running):
+            self._rows.filters = None  # who wanted them has left
+        self._rows.longest = max(s.cached + s.ahead for s in self._running) + 1
+
+    def _launched(self, sequences: list[LiveSequence], window: LaunchedWindow) -> None:
+        for sequence in sequences:
+            sequence.ahead += window.steps
+        self._in_flight.append((list(sequences), window))
+
+    def _take_in(self, leave: int = 0) -> None:
+        """Looks at what is in flight, the oldest first, until `leave` windows are left.
+
+        A row that ended has stood still since, in its own blocks. Its retirement is put into the
+        stream here, behind every window that still has the row and before anything that whoever
+        gets the blocks will write.
+        """
+        while len(self._in_flight) > leave:
+            sequences, window = self._in_flight.popleft()
+            for sequence in sequences:
+                sequence.ahead -= window.steps
+            live = {s for s in sequences if not s.future.done()}
+            self._accept(sequences, window.look())
+            ended = {s for s in live if s.future.done()}
+            gone = [i for i, s in enumerate(self._running) if s in ended]
+            if gone and self._rows is not None:
+                self._rows.retire(gone, self.blocks)
 
     def _grow(self, steps: int) -> None:
         """Blocks for the next steps of all who run. Where they run out the youngest leave, until
         those who stay have enough.
         """
+        if self._missing(self._decoding(), steps) > self.pool.free:
+            self._take_in()  # some may have ended, and a preempted one takes its tokens along
         while self._missing(self._decoding(), steps) > self.pool.free:
             self._preempt(self._live()[-1])
         entries = []
@@ -585,63 +641,3 @@ class NativeEngine:
         sequence.future.cancel()
         if self._rows is not None and sequence in self._running:
             self._rows.retire([self._running.index(sequence)], self.blocks)
-
-
-@dataclass(slots=True)
-class _ShapeProbe:
-    """A layout that remembers how large the keys and values of each layer are. The engine sizes its
-    cache by it.
-    """
-
-    packed: PackedLayout
-    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        if k.shape != v.shape:
-            raise InputError(
-                f"the native engine cannot generate with this model: keys of layer {layer} have"
-                f" heads of {k.shape[2]} numbers and its values of {v.shape[2]}, and the cache"
-                " holds equal ones only.",
-                where="rollout.engine",
-                fix=OTHER_ENGINE,
-            )
-        if layer in self.shapes:
-            raise InputError(
-                f"the native engine cannot generate with this model: layer {layer} attends twice,"
-                " and the cache holds one set of keys.",
-                where="rollout.engine",
-                fix=OTHER_ENGINE,
-            )
-        self.shapes[layer] = (k.shape[1], k.shape[2])
-        return self.packed.attend(layer, q, k, v, scale, window, softcap)
-
-
-@torch.no_grad()
-def _cache_shapes(model: CausalModel) -> list[tuple[int, int]]:
-    """(K, D) of each layer's cache, seen in a forward of one token rather than guessed from the
-    config.
-    """
-    device = model.device
-    probe = _ShapeProbe(PackedLayout([1], torch.tensor([0, 1], dtype=torch.int32, device=device)))
-    with refusing(model.causal):
-        model.hidden(
-            torch.zeros(1, dtype=torch.int64, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device),
-            probe,
-        )
-    if sorted(probe.shapes) != list(range(len(probe.shapes))):
-        raise InputError(
-            f"{type(model.causal).__name__} numbers its attention layers {sorted(probe.shapes)}.",
-            where="rollout.engine",
-            fix=OTHER_ENGINE,
-        )
-    return [probe.shapes[i] for i in range(len(probe.shapes))]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from reinforge.core.arrays import ints
+from reinforge.core.arrays import ints, to_device
 from reinforge.engines.native.blocks import BlockPool
 from reinforge.engines.native.decode_batch import LiveSequence
 from reinforge.models.attention import KVCache, PrefillLayout, starts_of
@@ -96,13 +96,13 @@ def prefill(
         lengths,
         starts_of(lengths, device),
         cache,
-        torch.cat(new).to(device),
-        torch.cat(slots).to(device) if continued else None,
+        to_device(torch.cat(new), device),
+        to_device(torch.cat(slots), device) if continued else None,
         [end for _, end in pieces] if continued else None,
     )
-    tokens = ints([t for fork, end in pieces for t in fork.tokens[fork.done : end]]).to(device)
-    positions = torch.cat([torch.arange(fork.done, end) for fork, end in pieces]).to(device)
-    hidden = model.hidden(tokens, positions, layout)
+    tokens = ints([t for fork, end in pieces for t in fork.tokens[fork.done : end]])
+    positions = torch.cat([torch.arange(fork.done, end) for fork, end in pieces])
+    hidden = model.hidden(to_device(tokens, device), to_device(positions, device), layout)
     for fork, end in pieces:
         fork.done = end
     complete = [
@@ -113,7 +113,7 @@ def prefill(
     if not complete:
         return [], None, sum(lengths)
     _copy_tails(cache, [fork for fork, _ in complete])
-    rows = torch.tensor([last for fork, last in complete for _ in fork.live], device=device)
+    rows = to_device(ints([last for fork, last in complete for _ in fork.live]), device)
     return [fork for fork, _ in complete], hidden.index_select(0, rows), sum(lengths)
 
 
@@ -128,9 +128,7 @@ def _copy_tails(cache: KVCache, forks: list[SharedPrefix]) -> None:
         if tail:
             copies += [(first.held.blocks[block], other.held.blocks[block]) for other in others]
     if copies:
-        source, target = (
-            torch.tensor(x, device=cache.keys[0].device) for x in zip(*copies, strict=True)
-        )
+        source, target = to_device(ints(copies), cache.keys[0].device).unbind(1)
         for part in (*cache.keys, *cache.values):
             part.index_copy_(0, target, part.index_select(0, source))
 

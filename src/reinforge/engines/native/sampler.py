@@ -10,6 +10,8 @@ Legend: B sequences, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,12 +56,13 @@ def draw(
     logits: Tensor,
     temperatures: Tensor,
     u: Tensor,
-    filters: tuple[Tensor, Tensor, Tensor] | None = None,
+    filters: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probs [B] from float32 logits [B, V].
 
-    The log-prob is of softmax(logits / T) over the full vocabulary, before any filter; T = 0 is
-    greedy and reports T = 1.
+    `filters` are top_p, top_k and min_p, [B] each. The log-prob is of softmax(logits / T) over the
+    full vocabulary, before any filter; T = 0 is greedy and reports T = 1. Nothing here asks the
+    host: a CUDA graph may hold it.
     """
     assert logits.ndim == 2 and logits.dtype == torch.float32
     greedy = temperatures == 0
@@ -70,6 +73,5 @@ def draw(
     picked = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0].clamp_(
         max=z.shape[-1] - 1
     )
-    if bool(greedy.any()):
-        picked = torch.where(greedy, z.argmax(-1), picked)
+    picked = torch.where(greedy, z.argmax(-1), picked)
     return picked, z.gather(-1, picked[:, None])[:, 0] - lse

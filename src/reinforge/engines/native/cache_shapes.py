@@ -1,0 +1,75 @@
+"""How large the keys and values of each layer are, seen in a forward rather than guessed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reinforge.core.errors import InputError
+from reinforge.models.attention import PackedLayout
+from reinforge.models.causal import CausalModel
+from reinforge.models.proof import refusing
+
+OTHER_ENGINE = "Use another engine, another model, or an algorithm that learns from given texts."
+
+
+@dataclass(slots=True)
+class _ShapeProbe:
+    """A layout that remembers how large the keys and values of each layer are. The engine sizes its
+    cache by it.
+    """
+
+    packed: PackedLayout
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if k.shape != v.shape:
+            raise InputError(
+                f"the native engine cannot generate with this model: keys of layer {layer} have"
+                f" heads of {k.shape[2]} numbers and its values of {v.shape[2]}, and the cache"
+                " holds equal ones only.",
+                where="rollout.engine",
+                fix=OTHER_ENGINE,
+            )
+        if layer in self.shapes:
+            raise InputError(
+                f"the native engine cannot generate with this model: layer {layer} attends twice,"
+                " and the cache holds one set of keys.",
+                where="rollout.engine",
+                fix=OTHER_ENGINE,
+            )
+        self.shapes[layer] = (k.shape[1], k.shape[2])
+        return self.packed.attend(layer, q, k, v, scale, window, softcap)
+
+
+@torch.no_grad()
+def cache_shapes(model: CausalModel) -> list[tuple[int, int]]:
+    """(K, D) of each layer's cache, seen in a forward of one token rather than guessed from the
+    config.
+    """
+    device = model.device
+    probe = _ShapeProbe(PackedLayout([1], torch.tensor([0, 1], dtype=torch.int32, device=device)))
+    with refusing(model.causal):
+        model.hidden(
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+            probe,
+        )
+    if sorted(probe.shapes) != list(range(len(probe.shapes))):
+        raise InputError(
+            f"{type(model.causal).__name__} numbers its attention layers {sorted(probe.shapes)}.",
+            where="rollout.engine",
+            fix=OTHER_ENGINE,
+        )
+    return [probe.shapes[i] for i in range(len(probe.shapes))]
