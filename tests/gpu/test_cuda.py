@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 
 import pytest
 import torch
@@ -16,10 +17,14 @@ from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack
-from reinforge.core.engine import Sampling
+from reinforge.core.constraint import Constraint
+from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
+from reinforge.models.answer_form import AnswerForm
 from reinforge.models.causal import CausalModel
+from reinforge.models.head import LogitRule, token_logprobs
+from reinforge.models.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHAPE = {
@@ -204,3 +209,84 @@ def test_bfloat16_masters_move_and_resume_exactly() -> None:
     steps(again, 2)
     for name, tensor in backend.state().tensors.items():
         assert torch.equal(tensor.cpu(), again.state().tensors[name].cpu()), name
+
+
+DATE = Constraint("regex", "(19|20)[0-9]{2}-(0[1-9]|1[0-2])")
+
+
+def form_model(dtype: torch.dtype) -> CausalModel:
+    """With a tokenizer: bytes, of which 2 ends an answer."""
+    bare = model("qwen2", dtype)
+    return CausalModel(bare.module, tiny_tokenizer(vocabulary=259))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "largest"), [(torch.float32, 1e-5, 2e-4), (torch.bfloat16, 0.02, 0.5)]
+)
+def test_answers_of_a_given_form(dtype: torch.dtype, mean: float, largest: float) -> None:
+    """In graphs, beside rows that are free: all of them match, the trainer finds the same log-probs
+    under the same masks, and in float32 the others draw what they draw without company.
+    """
+    ours = form_model(dtype)
+
+    async def go(constraint: Constraint | None) -> tuple[list[Completion], list[Completion]]:
+        engine = NativeEngine(ours, stop_tokens=[2], kv_gib=0.1)
+        free = engine.generate([70, 71], Sampling(40, ignore_eos=True), key=1, n=3)
+        form = engine.generate([80, 81, 82], Sampling(40, 0.8, constraint=constraint), key=2, n=5)
+        found = await asyncio.gather(free, form)
+        assert engine.decoder.captures > 0
+        return found[0], found[1]
+
+    alone, _ = asyncio.run(go(None))
+    beside, made = asyncio.run(go(DATE))
+    if dtype == torch.float32:  # otherwise another number of rows may turn a draw
+        assert [c.tokens for c in alone] == [c.tokens for c in beside]
+    texts = [ours.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in made]
+    assert all(re.fullmatch(DATE.text, text) for text in texts), texts
+    ours.form = AnswerForm(DATE, ours.tokenizer, 1000, [2])
+    samples = []
+    for i, c in enumerate(made):
+        length = 3 + len(c.tokens)
+        sampled = torch.arange(length) >= 3
+        logprobs = torch.zeros(length)
+        logprobs[3:] = torch.tensor(c.logprobs)
+        tokens = torch.tensor([80, 81, 82, *c.tokens])
+        versions = torch.where(sampled, 0, -1).int()
+        samples.append(Sample(str(i), "g", str(i), tokens, sampled, logprobs, versions))
+    [batch] = pack(samples, 2048)
+    with torch.no_grad():
+        trained, _ = ours.logprobs(batch.to(ours.device), temperature=0.8)
+    gap = (trained.cpu() - batch.streams["behaviour"]).abs()
+    print(f"{dtype}: mean {gap.mean():.2e} max {gap.max():.2e}")
+    assert gap.mean() < mean and gap.max() < largest
+
+
+def test_masks_of_whole_blocks_of_the_vocabulary() -> None:
+    """The kernels walk over blocks of 8,192 and 4,096 words: those with nothing allowed, the first
+    one above all, must count for nothing. Against the CPU: values, entropies, gradients.
+    """
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(7, 32, generator=generator)
+    weight = torch.randn(20000, 32, generator=generator) / 6
+    targets = torch.randint(9000, 9040, (7,), generator=generator)
+    masks = torch.zeros(7, 625, dtype=torch.int32)
+    masks[:, 9000 // 32 : 9056 // 32] = -1
+    masks[3] = -1
+    found = []
+    for device in ("cpu", "cuda"):
+        parts = [part.to(device).requires_grad_() for part in (h.clone(), weight.clone())]
+        logp, entropy = token_logprobs(
+            *parts,
+            None,
+            targets.to(device),
+            rule=LogitRule(softcap=5.0),
+            entropy=True,
+            entropy_gradient=True,
+            allowed=masks.to(device),
+        )
+        assert entropy is not None
+        (logp.sum() + entropy.sum()).backward()
+        grads = [part.grad.cpu() for part in parts if part.grad is not None]
+        found.append([logp.detach().cpu(), entropy.detach().cpu(), *grads])
+    for cpu, gpu in zip(*found, strict=True):
+        torch.testing.assert_close(gpu, cpu, atol=1e-5, rtol=1e-5)

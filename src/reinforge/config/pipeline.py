@@ -32,6 +32,7 @@ from reinforge.config.explain import problems_of
 from reinforge.config.load import apply_override, build_config, load_config, read_text
 from reinforge.config.schema import Config
 from reinforge.config.strict import dotted, parse
+from reinforge.config.structured import StructuredConfig
 from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
 
@@ -64,6 +65,9 @@ class GenerateConfig(Section):
     temperature: NonNegative = Field(1.0, description="0 = greedy.")
     top_p: Fraction = Field(1.0, description="Nucleus of the sampling.")
     max_new_tokens: Count = Field(256, description="Longest completion.")
+    structured: StructuredConfig | None = Field(
+        None, description="The form that every completion must have."
+    )
     keep: Literal["all", "best"] = Field(
         "all",
         description=(

@@ -29,6 +29,7 @@ from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group
 from reinforge.data.sources import fingerprint
+from reinforge.models.grammars import check as check_constraint
 from reinforge.offline.export import export, hub_token, upload
 from reinforge.offline.generate import generate_file, pairs_path
 from reinforge.offline.journal import LABELS, REQUEST, write_whole
@@ -149,6 +150,11 @@ def generate_stage(stage: Stage, config: Config) -> StageOutput:
             where=f"{stage.where}, generate",
             fix="Add a `rewards` section.",
         )
+    constraint = None
+    if how.structured is not None:
+        where = f"{stage.where}, generate.structured"
+        constraint = how.structured.constraint(where)
+        check_constraint(constraint, how.structured.key(where))
     labelling = LabelOptions(rewards=tuple(config.rewards), pairs=how.pairs, margin=how.margin)
     work = generate_file(
         config.model.path,
@@ -162,6 +168,7 @@ def generate_stage(stage: Stage, config: Config) -> StageOutput:
         adapter=config.adapter.path if config.adapter else None,
         config=config,
         labelling=labelling,
+        constraint=constraint,
     )
     rows = run_sync(work)
     made = [
