@@ -9,11 +9,14 @@ Legend: V vocabulary, W = ceil(V / 32) words of 32 bits, bit v % 32 of word v //
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +24,12 @@ from numpy.typing import NDArray
 from reinforge.core.constraint import Constraint
 from reinforge.core.errors import InputError
 
+T = TypeVar("T")
 KEPT = 64  # compiled grammars
+LONGEST = 1 << 17  # characters of a constraint
+# Of the thread that compiles, in bytes: llguidance calls itself for every rule of a chain, and a
+# chain of a thousand would end the process in a usual one. Taken up only as far as it is used.
+STACK = 1 << 29
 NAMES = {
     "regex": "regular expression",
     "json_schema": "JSON schema",
@@ -45,6 +53,13 @@ def _library(where: str) -> Any:
 def _written(constraint: Constraint, where: str) -> str:
     """The constraint as llguidance wants it."""
     library = _library(where)
+    if len(constraint.text) > LONGEST:
+        raise InputError(
+            f"the {NAMES[constraint.kind]} has {len(constraint.text)} characters, and"
+            f" {LONGEST} is the most that can be compiled.",
+            where=where,
+            fix="Make it shorter.",
+        )
     if not constraint.text.strip() and constraint.kind != "json_object":
         raise InputError(f"the {NAMES[constraint.kind]} is empty.", where=where, fix="Write one.")
     match constraint.kind:
@@ -86,12 +101,23 @@ def _wrong(constraint: Constraint, said: str, where: str) -> InputError:
     )
 
 
+def _deep(work: Callable[[], T]) -> T:
+    """What the work gives, or raises, in a thread with room for deep recursion."""
+    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as thread:
+        usual = threading.stack_size(STACK)
+        try:
+            future = thread.submit(work)  # starts the thread
+        finally:
+            threading.stack_size(usual)
+        return future.result()
+
+
 def check(constraint: Constraint, where: str) -> None:
     """Raises an `InputError` that names `where` for a constraint that cannot be compiled. Knows
     nothing of the model.
     """
     written = _written(constraint, where)
-    said = _library(where).LLMatcher.validate_grammar(written)
+    said = _deep(lambda: _library(where).LLMatcher.validate_grammar(written))
     if said and not said.startswith("WARNING"):
         raise _wrong(constraint, said, where)
 
@@ -105,7 +131,15 @@ class Matcher:
         self._state = state
         self._stops = sorted(stops)
         self._words = words
-        self.allowed = self._allowed()  # [W] bits: what may come next
+        self.allowed = self._allowed()  # [W] bits: what may come next; never changed in place
+
+    def copy(self) -> Matcher:
+        """Another answer that stands where this one does; cheaper than to find out again what may
+        come next.
+        """
+        copied = copy.copy(self)
+        copied._state = self._state.deep_copy()
+        return copied
 
     @property
     def may_end(self) -> bool:
@@ -171,7 +205,8 @@ class Grammars:
         found = self._compiled.get(constraint)
         if found is None:
             written = _written(constraint, where)
-            found = _library(where).LLMatcher(self._tree(where), written, log_level=0)
+            tree = self._tree(where)
+            found = _deep(lambda: _library(where).LLMatcher(tree, written, log_level=0))
             if found.is_error():
                 raise _wrong(constraint, found.get_error(), where)
             self._compiled[constraint] = found

@@ -7,7 +7,6 @@ import copy
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 from reinforge.config.data import DataConfig
@@ -60,6 +59,8 @@ class ModelService:
         self.tokenizer = copy.deepcopy(tokenizer)
         self.template = check_prefix(self.renderer.tokenizer)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="render")
+        # who waits for a form to be compiled does not hold up those who want none
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
         room = engine.pool.total * BLOCK
         # tokens of one sequence, prompt and completion
         self.context = min(engine.context or room, room)
@@ -70,6 +71,7 @@ class ModelService:
     def close(self) -> None:
         self.engine.close()
         self._worker.shutdown(wait=False)
+        self._compiler.shutdown(wait=False)
 
     async def chat(
         self, request: ChatRequest
@@ -153,8 +155,8 @@ class ModelService:
         if request.ignore_eos:
             raise ApiError(400, "ignore_eos: an answer of a given form ends", param="ignore_eos")
         try:
-            await self._apart(
-                partial(self.engine.engine.grammars.compile, where=request.form), constraint
+            await asyncio.get_running_loop().run_in_executor(
+                self._compiler, self.engine.engine.grammars.compile, constraint, request.form
             )
         except InputError as error:
             raise ApiError.of(error) from None

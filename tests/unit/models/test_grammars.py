@@ -93,6 +93,10 @@ def test_a_matcher_moves_alone(grammars: Grammars, tokenizer: Any) -> None:
     first.take(ids(tokenizer, "a")[0])
     assert free(first) == set(ids(tokenizer, "b"))
     assert free(second) == {ids(tokenizer, "a")[0], ids(tokenizer, "b")[0]}
+    third = first.copy()
+    third.take(ids(tokenizer, "b")[0])
+    assert third.complete and free(third) == {EOS}
+    assert not first.complete and free(first) == set(ids(tokenizer, "b"))
     assert grammars.compile(constraint) is grammars.compile(Constraint("regex", "ab|ba"))
 
 
@@ -126,6 +130,18 @@ def test_what_cannot_be_compiled_is_said_with_its_key(
         assert error.value.where == "rollout.structured.x"
         assert said in str(error.value)
         assert "\n" not in str(error.value)
+
+
+def test_long_chains_do_not_end_the_process(grammars: Grammars, tokenizer: Any) -> None:
+    """llguidance calls itself for every link, and 3,000 of them are too many for the stack of a
+    usual thread.
+    """
+    links = "\n".join(f"a{i:x}: a{i + 1:x}" for i in range(8000))
+    chain = Constraint("grammar", f'start: a0\n{links}\na{8000:x}: "b"')
+    check(chain, "x")
+    assert free(grammars.matcher(chain)) == set(ids(tokenizer, "b"))
+    with pytest.raises(InputError, match="131072 is the most"):
+        check(Constraint("regex", "a" * 131073), "x")
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ class NativeEngine:
         stops = (
             frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
         )
+        form = self._matcher(params, prompt)
         sequences = [
             LiveSequence(
                 prompt,
@@ -197,7 +198,7 @@ class NativeEngine:
                 loop.create_future(),
                 next(self._arrivals),
                 None if on_tokens is None else partial(on_tokens, i),
-                self._matcher(params, prompt),
+                None if form is None else form.copy(),
             )
             for i in range(n)
         ]
