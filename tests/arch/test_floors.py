@@ -67,7 +67,7 @@ HOMES = {
     "uvicorn": "serve/http.py",
     "httpx2": "engines/",
     "lm_eval": "evals/lm_eval.py",
-    "llguidance": "models/grammars.py",
+    "llguidance": "models/constraint_library.py",
 }  # each in one file; httpx2 in two: theirs, and our own servers
 
 

@@ -15,7 +15,7 @@ from reinforge.config.load import load_config
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.data.readers import kind_of
-from reinforge.models.grammars import check as check_constraint
+from reinforge.models.constraint_library import check as check_constraint
 
 Longest = Annotated[
     int | None,

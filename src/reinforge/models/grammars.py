@@ -1,8 +1,7 @@
 """Which tokens may come next where an answer must match a regular expression, a JSON schema or a
-grammar: llguidance (`pip install 'reinforge[structured]'`), seen through three small classes.
+grammar.
 
 The native engine draws under these masks, and the trainer computes log-probs under the same ones.
-Imports no torch: `plan` checks a constraint before anything is loaded.
 
 Legend: V vocabulary, W = ceil(V / 32) words of 32 bits, bit v % 32 of word v // 32 is token v.
 """
@@ -10,116 +9,18 @@ Legend: V vocabulary, W = ceil(V / 32) words of 32 bits, bit v % 32 of word v //
 from __future__ import annotations
 
 import copy
-import json
-import re
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reinforge.core.constraint import Constraint
 from reinforge.core.errors import InputError
+from reinforge.models.constraint_library import deep, library, written, wrong
 
-T = TypeVar("T")
 KEPT = 64  # compiled grammars
-LONGEST = 1 << 17  # characters of a constraint
-# Of the thread that compiles, in bytes: llguidance calls itself for every rule of a chain, and a
-# chain of a thousand would end the process in a usual one. Taken up only as far as it is used.
-STACK = 1 << 29
-NAMES = {
-    "regex": "regular expression",
-    "json_schema": "JSON schema",
-    "json_object": "JSON object",
-    "grammar": "grammar",
-}
-
-
-def _library(where: str) -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise InputError(
-            f"answers of a given form need {error.name}, which is not installed.",
-            where=where,
-            fix="pip install 'reinforge[structured]'",
-        ) from error
-    return llguidance
-
-
-def _written(constraint: Constraint, where: str) -> str:
-    """The constraint as llguidance wants it."""
-    library = _library(where)
-    if len(constraint.text) > LONGEST:
-        raise InputError(
-            f"the {NAMES[constraint.kind]} has {len(constraint.text)} characters, and"
-            f" {LONGEST} is the most that can be compiled.",
-            where=where,
-            fix="Make it shorter.",
-        )
-    if not constraint.text.strip() and constraint.kind != "json_object":
-        raise InputError(f"the {NAMES[constraint.kind]} is empty.", where=where, fix="Write one.")
-    match constraint.kind:
-        case "regex":
-            return str(library.grammar_from("regex", constraint.text))
-        case "json_object":
-            return str(library.grammar_from("json_schema", '{"type": "object"}'))
-        case "json_schema":
-            schema = _schema(constraint.text, where)
-            return str(library.grammar_from("json_schema", json.dumps(schema)))
-    try:
-        return str(library.grammar_from("grammar", constraint.text))  # Lark, or GBNF
-    except ValueError as error:
-        raise _wrong(constraint, str(error), where) from None
-
-
-def _schema(text: str, where: str) -> Any:
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"the JSON schema is not JSON: {error}.", where=where, fix="Give an object."
-        ) from None
-    if not isinstance(schema, dict | bool):
-        raise InputError(
-            f"a JSON schema is an object, not {text[:40]}.", where=where, fix="Give an object."
-        )
-    return schema
-
-
-def _wrong(constraint: Constraint, said: str, where: str) -> InputError:
-    """What llguidance says, without the pictures that it draws of the place."""
-    said = re.split(r"\n\s+\d+ \|", said.strip())[0]
-    words = " ".join(said.rpartition("\nerror:")[2].split())
-    return InputError(
-        f"this {NAMES[constraint.kind]} cannot be used: {words.rstrip('.')}.",
-        where=where,
-        fix="docs/structured.md says what can.",
-    )
-
-
-def _deep(work: Callable[[], T]) -> T:
-    """What the work gives, or raises, in a thread with room for deep recursion."""
-    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as thread:
-        usual = threading.stack_size(STACK)
-        try:
-            future = thread.submit(work)  # starts the thread
-        finally:
-            threading.stack_size(usual)
-        return future.result()
-
-
-def check(constraint: Constraint, where: str) -> None:
-    """Raises an `InputError` that names `where` for a constraint that cannot be compiled. Knows
-    nothing of the model.
-    """
-    written = _written(constraint, where)
-    said = _deep(lambda: _library(where).LLMatcher.validate_grammar(written))
-    if said and not said.startswith("WARNING"):
-        raise _wrong(constraint, said, where)
 
 
 class Matcher:
@@ -204,11 +105,11 @@ class Grammars:
         """The state before the first token. Raises `InputError` where it cannot be."""
         found = self._compiled.get(constraint)
         if found is None:
-            written = _written(constraint, where)
+            grammar = written(constraint, where)
             tree = self._tree(where)
-            found = _deep(lambda: _library(where).LLMatcher(tree, written, log_level=0))
+            found = deep(lambda: library(where).LLMatcher(tree, grammar, log_level=0))
             if found.is_error():
-                raise _wrong(constraint, found.get_error(), where)
+                raise wrong(constraint, found.get_error(), where)
             self._compiled[constraint] = found
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
@@ -257,7 +158,7 @@ class Grammars:
             copied = type(fast).from_str(fast.to_str())
             copied.no_padding()
             copied.no_truncation()
-            self._vocabulary_tree = _library(where).LLTokenizer(
+            self._vocabulary_tree = library(where).LLTokenizer(
                 copied.to_str(),
                 n_vocab=max(self._vocabulary, copied.get_vocab_size(with_added_tokens=True)),
                 eos_token=sorted(self._stops),

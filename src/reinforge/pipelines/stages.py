@@ -29,7 +29,7 @@ from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group
 from reinforge.data.sources import fingerprint
-from reinforge.models.grammars import check as check_constraint
+from reinforge.models.constraint_library import check as check_constraint
 from reinforge.offline.export import export, hub_token, upload
 from reinforge.offline.generate import generate_file, pairs_path
 from reinforge.offline.journal import LABELS, REQUEST, write_whole

@@ -28,7 +28,7 @@ from reinforge.core.errors import InputError
 from reinforge.data.readers import FILES, kind_of, size_of
 from reinforge.envs import names as env_names
 from reinforge.loops.config_changes import check_changes
-from reinforge.models import grammars
+from reinforge.models import constraint_library
 from reinforge.plan.hub import models_of
 from reinforge.rewards import names as reward_names
 
@@ -141,7 +141,7 @@ def _check_structured(config: Config, report: PlanReport) -> None:
         if section is None:
             continue
         try:
-            grammars.check(section.constraint(where), section.key(where))
+            constraint_library.check(section.constraint(where), section.key(where))
         except InputError as error:
             report.refuse(error.where or where, error.what, error.fix or "")
 

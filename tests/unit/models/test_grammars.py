@@ -13,7 +13,8 @@ import pytest
 
 from reinforge.core.constraint import Constraint
 from reinforge.core.errors import InputError
-from reinforge.models.grammars import KEPT, Grammars, Matcher, check
+from reinforge.models.constraint_library import check
+from reinforge.models.grammars import KEPT, Grammars, Matcher
 from reinforge.models.tiny import tiny_tokenizer
 
 EOS = 2
