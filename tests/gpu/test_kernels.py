@@ -13,7 +13,7 @@ import torch
 
 from helpers import needs
 from reinforge.engines.native.sampler import draw, uniform
-from reinforge.models.attention import KVCache, PagedLayout
+from reinforge.models.attention import KVCache, PagedLayout, PrefixGroups
 from reinforge.models.head import LogitRule, gradient, statistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,7 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2)])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 3.0)])
 def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap: float) -> None:
-    from reinforge.models.kernels import paged_decode
+    from reinforge.models.decode_kernels import paged_decode
 
     torch.manual_seed(0)
     lengths = [0, 1, 15, 16, 33, 100]
@@ -63,8 +63,151 @@ def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap
     torch.testing.assert_close(cache.keys[0].double().cpu(), wide.keys[0])
 
 
+def paged(
+    lengths: list[int], kv_heads: int, size: int, width: int, shared: int = 0
+) -> tuple[KVCache, torch.Tensor, torch.Tensor]:
+    """A cache of random numbers, block tables (the first `shared` blocks are the same for all), and
+    lengths.
+    """
+    rows = len(lengths)
+    cache = KVCache.allocate(
+        [(kv_heads, size)], rows * width, 16, torch.float32, torch.device(DEVICE)
+    )
+    for part in (cache.keys[0], cache.values[0]):
+        part.normal_()
+    tables = torch.randperm(rows * width).view(rows, width)
+    tables[:, :shared] = tables[0, :shared]
+    return cache, tables.to(DEVICE), torch.tensor(lengths, device=DEVICE)
+
+
+def attended_in_torch(
+    cache: KVCache,
+    tables: torch.Tensor,
+    cached: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, KVCache]:
+    wide = KVCache([cache.keys[0].double().cpu()], [cache.values[0].double().cpu()], 16)
+    turned = None if rope is None else (rope[0].double().cpu(), rope[1].double().cpu())
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    layout = PagedLayout(wide, tables.cpu(), cached.cpu())
+    return layout.attend(0, q, k, v, 0.2, None, None, rope=turned), wide
+
+
+@pytest.mark.parametrize("lengths", [[0, 700, 64, 1030], [5, 2000]])
+@pytest.mark.parametrize("turned", [False, True])
+def test_long_contexts_are_shared_among_programs(lengths: list[int], turned: bool) -> None:
+    """Parts of the keys are attended by programs of their own; the last one joins them."""
+    from reinforge.models.decode_kernels import paged_decode, parts_of
+
+    torch.manual_seed(1)
+    assert parts_of(len(lengths), 2) == 16
+    cache, tables, cached = paged(lengths, 2, 32, 130)
+    q, k, v = (torch.randn(len(lengths), n, 32, device=DEVICE) for n in (6, 2, 2))
+    angles = torch.randn(len(lengths), 32, device=DEVICE)
+    rope = (angles.cos(), angles.sin()) if turned else None
+    want, wide = attended_in_torch(cache, tables, cached, q, k, v, rope)
+    for _ in range(2):  # what the programs count is zero again afterwards
+        got = paged_decode(
+            q, k, v, cache.keys[0], cache.values[0], tables, cached, 0.2, 0, 0.0, rope=rope
+        )
+        torch.testing.assert_close(got.double().cpu(), want, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(cache.keys[0].double().cpu(), wide.keys[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [6, 14])
+def test_a_shared_prefix_is_read_once_for_its_group(heads: int) -> None:
+    from reinforge.models.decode_kernels import members_per_group, paged_decode
+
+    torch.manual_seed(2)
+    lengths = [70, 48, 49, 130, 90, 20]
+    cache, tables, cached = paged(lengths, 2, 32, 10, shared=3)
+    tables[5] = torch.arange(10, device=DEVICE)  # has nothing in common with the others
+    q, k, v = (torch.randn(len(lengths), n, 32, device=DEVICE) for n in (heads, 2, 2))
+    angles = torch.randn(len(lengths), 32, device=DEVICE)
+    rope = (angles.cos(), angles.sin())
+    want, _ = attended_in_torch(cache, tables, cached, q, k, v, rope)
+    members = torch.full((3, members_per_group(heads, 2)), -1)
+    members[0, :3] = torch.tensor([0, 1, 3])
+    members[2, :2] = torch.tensor([4, 2])
+    groups = PrefixGroups(torch.tensor([48, 48, 48, 48, 48, 0]).to(DEVICE), members.to(DEVICE))
+    got = paged_decode(
+        q,
+        k,
+        v,
+        cache.keys[0],
+        cache.values[0],
+        tables,
+        cached,
+        0.2,
+        0,
+        0.0,
+        rope=rope,
+        groups=groups,
+    )
+    torch.testing.assert_close(got.double().cpu(), want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_add_norm(parts: int) -> None:
+    from reinforge.models import decode_kernels, fused_decode
+
+    torch.manual_seed(3)
+    x = torch.randn(5, 200, device=DEVICE)
+    weight = torch.randn(200, device=DEVICE)
+    delta = torch.randn(parts, 5, 200, device=DEVICE) if parts else None
+    if parts == 1 and delta is not None:
+        delta = delta[0]
+    plain = x.double().cpu()
+    wide = None if delta is None else delta.double().cpu()
+    want = fused_decode.add_norm(plain, wide, weight.double().cpu(), 1e-6)
+    got = decode_kernels.add_norm(x, delta, weight, 1e-6)
+    torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(x.double().cpu(), plain, atol=1e-6, rtol=1e-6)
+
+
+def test_head_norm_and_silu_mul() -> None:
+    from reinforge.models import decode_kernels, fused_decode
+
+    torch.manual_seed(4)
+    joint = torch.randn(3, 8 * 24, device=DEVICE)
+    heads = joint.view(3, 8, 24)[:, 2:6]  # some of the heads that lie in one row
+    weight = torch.randn(24, device=DEVICE)
+    before = joint.clone()
+    want = fused_decode.head_norm(heads.double().cpu(), weight.double().cpu(), 1e-6)
+    got = decode_kernels.head_norm(heads, weight, 1e-6)
+    torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-5)
+    assert torch.equal(before[:, :48], joint[:, :48]) and torch.equal(
+        before[:, 144:], joint[:, 144:]
+    )
+    got = decode_kernels.silu_mul(joint)
+    want = fused_decode.silu_mul(joint.double().cpu())
+    torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 64, 96), (5, 200, 130), (16, 1100, 40)])
+def test_products_of_few_rows(rows: int, inner: int, outer: int) -> None:
+    from reinforge.models import decode_kernels, fused_decode
+
+    torch.manual_seed(5)
+    x = torch.randn(rows, inner, device=DEVICE)
+    weight = torch.randn(outer, inner, device=DEVICE) * inner**-0.5
+    bias = torch.randn(outer, device=DEVICE)
+    wide = x.double().cpu() @ weight.double().cpu().t()
+    got = decode_kernels.few_rows(x, weight, bias)
+    close = {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(got.double().cpu(), wide + bias.double().cpu(), **close)
+    parts = decode_kernels.few_rows(x, weight, parts=True)
+    assert parts.dtype == torch.float32 and (inner < 200 or len(parts) > 1)
+    torch.testing.assert_close(parts.sum(0).double().cpu(), wide, **close)
+    gated = decode_kernels.few_rows(x, weight, gated=True)
+    torch.testing.assert_close(gated.double().cpu(), fused_decode.silu_mul(wide), **close)
+
+
 def test_draw() -> None:
-    from reinforge.models import kernels
+    from reinforge.models import decode_kernels as kernels
 
     torch.manual_seed(0)
     rows = 64
@@ -88,7 +231,7 @@ def test_draw() -> None:
 
 
 def test_draw_frequencies() -> None:
-    from reinforge.models import kernels
+    from reinforge.models import decode_kernels as kernels
 
     rows = 20_000 if DEVICE == "cuda" else 300
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5], device=DEVICE).expand(rows, 5).contiguous()

@@ -572,6 +572,22 @@ class PrefillLayout:
         return self.segments.attend(q, k, v, scale, window, softcap)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of heads x [B, H, D] by cos and sin [B, D]."""
+    low, high = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]
+
+
+@dataclass(slots=True)
+class PrefixGroups:
+    """Which sequences of a batch begin with the same cache blocks. `DecodeBatch` makes it; decode
+    attention on a GPU reads such blocks once for all of a group.
+    """
+
+    shared: Tensor  # [B] int64: tokens that a sequence shares with the others of its group, or 0
+    members: Tensor  # [P, J] int64: rows of each group, the first real; -1: nobody
+
+
 @dataclass(slots=True)
 class PagedLayout:
     """Decoding: one new token for each of B sequences; its key and value are written first, then it
@@ -582,6 +598,7 @@ class PagedLayout:
     # [B, W] int64 cache blocks of each sequence, in order; unused entries point at any block
     tables: Tensor
     cached: Tensor  # [B] int64 tokens in the cache before the new one: where it goes
+    groups: PrefixGroups | None = None  # who begins with the same blocks
 
     def attend(
         self,
@@ -592,15 +609,32 @@ class PagedLayout:
         scale: float,
         window: int | None,
         softcap: float | None,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
+        """`rope`: cos and sin [B, D] by which q and k are to be turned; None: they were."""
         keys = self.cache.keys[layer]
         values = self.cache.values[layer]
         if q.is_cuda and HAS_TRITON:
-            from reinforge.models.kernels import paged_decode
+            from reinforge.models.decode_kernels import paged_decode
 
             return paged_decode(
-                q, k, v, keys, values, self.tables, self.cached, scale, window or 0, softcap or 0.0
+                q,
+                k,
+                v,
+                keys,
+                values,
+                self.tables,
+                self.cached,
+                scale,
+                window or 0,
+                softcap or 0.0,
+                rope=rope,
+                groups=self.groups,
             )
+        if rope is not None:
+            q = rotate(q, *rope)
+            k = rotate(k, *rope)
         size = self.cache.block_size
         block = self.tables.gather(1, (self.cached // size)[:, None])[:, 0]
         self.cache.write(layer, block * size + self.cached % size, k, v)
@@ -616,7 +650,7 @@ class PagedLayout:
         if window is not None:
             mask &= at > self.cached[:, None] - window
         # the G query heads of a key head are G queries of one position
-        grouped = q.view(rows, k.shape[1], -1, k.shape[2])
+        grouped = q.reshape(rows, k.shape[1], -1, k.shape[2])
         out = dense_attention(
             grouped, past_k, past_v, scale, mask=mask[:, None, None], causal=False, softcap=softcap
         )

@@ -84,6 +84,21 @@ def join(module: nn.Module) -> int:
     return count
 
 
+def joint_weight(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """The weights of linear layers that read the same input, one below the other, and the biases:
+    without a copy where they are joined.
+    """
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    part = getattr(vars(layers[0]).get("forward"), "__self__", None)
+    if isinstance(part, _FusedPart) and len(part.joint.sizes) == len(layers):
+        return part.joint.weight, part.joint.bias
+    bias = None
+    if layers[0].bias is not None:
+        bias = torch.cat([layer.bias for layer in layers])
+    return torch.cat([layer.weight for layer in layers]), bias
+
+
 def separate(module: nn.Module) -> int:
     """Takes apart what `join` has joined, in this module and not in what it was copied from;
     returns how many layers. Weights stay where they are, and from now on each layer computes with

@@ -1,0 +1,354 @@
+"""One new token per sequence through a Llama-like trunk with few kernels.
+
+The weights are those of the module that trains; what is replaced is the sequence of small
+operations between its matrix products: residual and norm are one kernel, rotation and attention
+another, and products of few rows are our own. Architectures are known by the parts of their layers,
+and `FusedDecode.of` compares what it computes with each layer's own forward before it is used: an
+architecture that does anything else keeps the forward of its module.
+
+Legend: B sequences, E hidden size, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from reinforge.models.attention import HAS_TRITON, KVCache, PagedLayout
+from reinforge.models.causal import CausalModel
+from reinforge.models.fused_linear import joint_weight, separate
+
+
+def _kernels(x: Tensor) -> Any:
+    """The Triton kernels, where they run."""
+    if not (x.is_cuda and HAS_TRITON):
+        return None
+    from reinforge.models import decode_kernels
+
+    return decode_kernels
+
+
+# ---- the small operations ----
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As transformers computes it: in float32, rounded before the weight."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """x [B, E] += delta ([B, E], or [parts, B, E] whose parts are summed), in place; the RMS norm
+    of the sum.
+    """
+    if kernels := _kernels(x):
+        return kernels.add_norm(x, delta, weight, eps)
+    if delta is not None:
+        x += delta if delta.ndim == 2 else delta.sum(0).to(x.dtype)
+    return rms_norm(x, weight, eps)
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of every head of x [B, H, D], in place."""
+    if kernels := _kernels(x):
+        return kernels.head_norm(x, weight, eps)
+    return x.copy_(rms_norm(x, weight, eps))
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(x[:, :N])·x[:, N:] of x [B, 2N]."""
+    if kernels := _kernels(x):
+        return kernels.silu_mul(x)
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+# ---- a layer ----
+
+
+@dataclass(slots=True)
+class _Norm:
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: Any) -> _Norm | None:
+        eps = getattr(module, "variance_epsilon", None)
+        weight = getattr(module, "weight", None)
+        if (
+            eps is None
+            or not isinstance(weight, nn.Parameter)
+            or len(list(module.parameters())) > 1
+        ):
+            return None
+        return cls(weight, float(eps))
+
+
+def _linears(parent: Any, *names: str) -> list[nn.Linear] | None:
+    """The plain linear layers of these names; None where one is something else."""
+    found = [getattr(parent, name, None) for name in names]
+    plain = [part for part in found if type(part) is nn.Linear]
+    whole = all(type(part.weight) is nn.Parameter for part in plain)
+    return plain if whole and len(plain) == len(names) else None
+
+
+@dataclass(slots=True)
+class FusedLayer:
+    """The parts of one decoder layer: norm, attention, norm, gated MLP. `FusedDecode` has one per
+    layer.
+    """
+
+    index: int
+    first_norm: _Norm
+    second_norm: _Norm
+    qkv: list[nn.Linear]
+    head_norms: tuple[_Norm, _Norm] | None
+    out: nn.Linear
+    gate_up: list[nn.Linear]
+    down: nn.Linear
+    head_size: int
+    # as the layer itself was heard to say
+    scale: float = 1.0
+    window: int | None = None
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, layer: Any) -> FusedLayer | None:
+        """None: this layer is made of other parts."""
+        attention = getattr(layer, "self_attn", None)
+        mlp = getattr(layer, "mlp", None)
+        norms = [_Norm.of(getattr(layer, n, None)) for n in NORMS]
+        qkv = _linears(attention, "q_proj", "k_proj", "v_proj")
+        out = _linears(attention, "o_proj")
+        gate_up = _linears(mlp, "gate_proj", "up_proj")
+        down = _linears(mlp, "down_proj")
+        known = all(norms) and qkv and out and gate_up and down
+        if not known or not _is_silu(getattr(mlp, "act_fn", None)):
+            return None
+        if {name for name, _ in layer.named_children()} != {"self_attn", "mlp", *NORMS}:
+            return None
+        head_norms = tuple(_Norm.of(getattr(attention, n, None)) for n in ("q_norm", "k_norm"))
+        size = getattr(attention, "head_dim", None)
+        if not isinstance(size, int) or (any(head_norms) and not all(head_norms)):
+            return None
+        return cls(
+            int(attention.layer_idx),
+            *norms,
+            qkv,
+            head_norms if all(head_norms) else None,
+            out[0],
+            gate_up,
+            down[0],
+            size,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        layout: PagedLayout,
+    ) -> Tensor:
+        """x [B, E] is the residual stream before the last layer's `delta` was added, and takes both
+        in; the delta of this layer is returned.
+        """
+        few = _few(x)
+        normed = add_norm(x, delta, self.first_norm.weight, self.first_norm.eps)
+        joint = _product(normed, self.qkv, few)
+        heads = joint.view(len(x), -1, self.head_size)
+        counts = [part.out_features // self.head_size for part in self.qkv]
+        q, k, v = heads.split(counts, 1)
+        if self.head_norms is not None:
+            for part, norm in zip((q, k), self.head_norms, strict=True):
+                head_norm(part, norm.weight, norm.eps)
+        attended = layout.attend(
+            self.index, q, k, v, self.scale, self.window, self.softcap, rope=rope
+        ).reshape(len(x), -1)
+        delta = _product(attended, [self.out], few, parts=True)
+        normed = add_norm(x, delta, self.second_norm.weight, self.second_norm.eps)
+        if few:
+            inner = _product(normed, self.gate_up, few, gated=True)
+        else:
+            inner = silu_mul(_product(normed, self.gate_up, few))
+        return _product(inner, [self.down], few, parts=True)
+
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _is_silu(f: Any) -> bool:
+    return isinstance(f, nn.SiLU) or f is F.silu or type(f).__name__ == "SiLUActivation"
+
+
+def _few(x: Tensor) -> bool:
+    """Whether our own products are the faster ones."""
+    kernels = _kernels(x)
+    return kernels is not None and len(x) <= kernels.FEW_ROWS
+
+
+def _product(
+    x: Tensor,
+    layers: Sequence[nn.Linear],
+    few: bool,
+    *,
+    gated: bool = False,
+    parts: bool = False,
+) -> Tensor:
+    """x through linear layers that read the same input, their outputs side by side. `gated` and
+    `parts` (see `decode_kernels.few_rows`) are for few rows only.
+    """
+    weight, bias = joint_weight(layers)
+    if few:
+        return _kernels(x).few_rows(x, weight, bias, gated=gated, parts=parts)
+    return F.linear(x, weight, bias)
+
+
+# ---- the trunk ----
+
+
+class FusedDecode:
+    """The trunk of a model, embedding to last norm, for one new token per sequence. The native
+    engine makes one where the architecture allows it, and decodes with it.
+    """
+
+    def __init__(self, trunk: Any, layers: list[FusedLayer], norm: _Norm):
+        self.embed = trunk.embed_tokens
+        self.rotary = trunk.rotary_emb
+        self.layers = layers
+        self.norm = norm
+        self.shapes = [
+            (layer.qkv[1].out_features // layer.head_size, layer.head_size) for layer in layers
+        ]
+
+    @classmethod
+    def of(cls, model: CausalModel) -> FusedDecode | None:
+        """None: the trunk is made of other parts, or of such parts in another way."""
+        if model.exact:
+            return None
+        fused = cls._of_parts(model.trunk)
+        if fused is None:
+            return None
+        for own, layer in zip(model.trunk.layers, fused.layers, strict=True):
+            if not _proven(own, layer, fused.rotary):
+                return None
+        return fused if fused._proven(model) else None
+
+    @classmethod
+    def _of_parts(cls, trunk: Any) -> FusedDecode | None:
+        if {name for name, _ in trunk.named_children()} != PARTS:
+            return None
+        layers = [FusedLayer.of(layer) for layer in trunk.layers]
+        norm = _Norm.of(trunk.norm)
+        if type(trunk.embed_tokens) is not nn.Embedding or norm is None or not all(layers):
+            return None
+        return cls(trunk, [layer for layer in layers if layer is not None], norm)
+
+    def hidden(self, tokens: Tensor, layout: PagedLayout) -> Tensor:
+        """[B, E] last hidden states of the newest token of each sequence."""
+        x = self.embed(tokens)
+        rope = _rope(self.rotary, x, layout.cached)
+        delta: Tensor | None = None
+        for layer in self.layers:
+            delta = layer.forward(x, delta, rope, layout)
+        return add_norm(x, delta, self.norm.weight, self.norm.eps)
+
+    @torch.no_grad()
+    def _proven(self, model: CausalModel) -> bool:
+        """Whether the whole trunk gives the module's own hidden states, up to rounding: what is
+        done before the first layer and after the last one.
+        """
+        device = model.device
+        layouts = [trial(self.shapes, model.dtype, device) for _ in range(2)]
+        tokens = torch.arange(1, len(TRIAL) + 1, device=device)
+        ours = self.hidden(tokens, layouts[0]).float()
+        with torch.compiler.set_stance("force_eager"):
+            theirs = model.hidden(tokens, layouts[1].cached, layouts[1]).float()
+        return bool((ours - theirs).norm() <= LOOSE[model.dtype] * theirs.norm())
+
+
+PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+TRIAL = (0, 3, 20)  # tokens in the cache of the sequences of a trial
+BLOCK = 16
+# relative differences that rounding explains, of a layer in float32 and of a whole trunk
+CLOSE = 1e-4
+LOOSE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+def _rope(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary(x[None], positions[None])
+    return cos[0], sin[0]
+
+
+def trial(shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> PagedLayout:
+    """Some sequences with random keys and values in a small cache, the same ones each time."""
+    width = max(TRIAL) // BLOCK + 1
+    cache = KVCache.allocate(shapes, len(TRIAL) * width, BLOCK, dtype, device)
+    generator = torch.Generator().manual_seed(0)
+    for part in (*cache.keys, *cache.values):
+        part.copy_(torch.randn(part.shape, generator=generator))
+    tables = torch.arange(len(TRIAL) * width, device=device).view(len(TRIAL), width)
+    return PagedLayout(cache, tables, torch.tensor(TRIAL, device=device))
+
+
+@dataclass(slots=True)
+class _Listener:
+    """A layout that writes down what a layer asks its attention for."""
+
+    paged: PagedLayout
+    asked: tuple[float, int | None, float | None] | None = None
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.asked = (scale, window, softcap)
+        return self.paged.attend(0, q, k, v, scale, window, softcap)
+
+
+@torch.no_grad()
+def _proven(own: Any, layer: FusedLayer, rotary: Any) -> bool:
+    """Whether the parts of a layer, put together here, are its own forward, in float32. What the
+    layer asks its attention for is taken over.
+    """
+    wide = copy.deepcopy(own)
+    separate(wide)
+    wide = wide.float()
+    fused = FusedLayer.of(wide)
+    if fused is None:
+        return False
+    device = fused.out.weight.device
+    heads = fused.qkv[1].out_features // fused.head_size
+    fused.index = 0
+    first, second = (trial([(heads, fused.head_size)], torch.float32, device) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    before = torch.randn(len(TRIAL), fused.qkv[0].in_features, generator=generator).to(device)
+    rope = _rope(rotary, before, first.cached)
+    listener = _Listener(first)
+    after = wide.forward(
+        before[None],
+        position_embeddings=tuple(part[None] for part in rope),
+        position_ids=first.cached[None],
+        layout=listener,
+    )
+    after = (after[0] if isinstance(after, tuple) else after)[0]
+    if listener.asked is None:
+        return False
+    for one in (layer, fused):
+        one.scale, one.window, one.softcap = listener.asked
+    x = before.clone()
+    delta = fused.forward(x, None, rope, second)
+    ours = x + (delta if delta.ndim == 2 else delta.sum(0))
+    return bool((ours - after).norm() <= CLOSE * (after - before).norm())

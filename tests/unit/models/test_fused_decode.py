@@ -1,0 +1,82 @@
+"""The fused decode forward against the module's own, on the CPU; its kernels are in tests/gpu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.toys import make_model, make_module
+from reinforge.config.adapter import AdapterConfig
+from reinforge.models import fused_decode
+from reinforge.models.adapters import add_adapter
+from reinforge.models.causal import CausalModel
+from reinforge.models.fused_decode import FusedDecode
+from reinforge.models.fused_linear import join, separate
+
+
+def hidden_of_both(model: CausalModel, fused: FusedDecode) -> tuple[Any, Any]:
+    """(last hidden states, cached keys) of both forwards over the same trial."""
+    found = []
+    for own in (False, True):
+        layout = fused_decode.trial(fused.shapes, torch.float32, torch.device("cpu"))
+        tokens = torch.tensor([7, 3, 11])
+        with torch.no_grad():
+            if own:
+                hidden = model.hidden(tokens, layout.cached, layout)
+            else:
+                hidden = fused.hidden(tokens, layout)
+        found.append((hidden, layout.cache.keys))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+def test_hidden_states_are_the_modules_own(arch: str) -> None:
+    model = make_model(arch)
+    fused = FusedDecode.of(model)
+    assert fused is not None
+    for joined in (False, True, False):
+        changed = join(model.module) if joined else separate(model.module)
+        assert changed or not joined
+        (got, keys), (want, own_keys) = hidden_of_both(model, fused)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        for mine, other in zip(keys, own_keys, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gemma3", "gpt2", "cohere", "qwen3_moe"])
+def test_other_parts_keep_their_own_forward(arch: str) -> None:
+    assert FusedDecode.of(make_model(arch)) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"residual_multiplier": 0.5}, {"embedding_multiplier": 3.0}, {"attention_multiplier": 1.0}],
+)
+def test_the_same_parts_put_together_otherwise_are_noticed(changes: dict[str, float]) -> None:
+    """Granite has the parts of Llama, and multiplies in between. What it multiplies attention by is
+    said by the layer itself and used.
+    """
+    model = make_model("granite", **changes)
+    fused = FusedDecode.of(model)
+    if "attention_multiplier" in changes:
+        assert fused is not None
+        (got, _), (want, _) = hidden_of_both(model, fused)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    else:
+        assert fused is None
+
+
+def test_one_strange_layer_is_enough() -> None:
+    model = make_model("llama")
+    layer = model.trunk.layers[1]
+    own = layer.forward
+    layer.forward = lambda x, **kwargs: own(x, **kwargs) * 1.001
+    assert FusedDecode.of(model) is None
+
+
+def test_adapters_and_exact_models_keep_their_own_forward() -> None:
+    assert FusedDecode.of(CausalModel(make_module(), exact=True)) is None
+    module = add_adapter(make_module(), AdapterConfig(rank=2), seed=0)
+    assert FusedDecode.of(CausalModel(module)) is None
