@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -587,6 +587,51 @@ class PrefixGroups:
     shared: Tensor  # [B] int64: tokens that a sequence shares with the others of its group, or 0
     members: Tensor  # [P, J] int64: rows of each group, the first real; -1: nobody
 
+    @classmethod
+    def of(
+        cls, blocks: Sequence[Sequence[int]], rows: int, block_size: int, most: int
+    ) -> PrefixGroups:
+        """Groups of at most `most` of the sequences that have these blocks; `rows` is B, at least
+        as many as there are sequences.
+        """
+        shared = torch.zeros(rows, dtype=torch.int64)
+        members = torch.full((rows // 2, most), -1, dtype=torch.int64)
+        alike: dict[int, list[int]] = {}
+        for row, held in enumerate(blocks):
+            alike.setdefault(held[0], []).append(row)
+        count = 0
+        for together in alike.values():
+            common = _common([blocks[row] for row in together]) * block_size
+            for a in range(0, len(together), most):
+                group = together[a : a + most]
+                if len(group) > 1 and common:
+                    members[count, : len(group)] = torch.tensor(group)
+                    shared[group] = common
+                    count += 1
+        return cls(shared, members)
+
+    def to(self, device: torch.device) -> PrefixGroups:
+        return PrefixGroups(self.shared.to(device), self.members.to(device))
+
+
+def _common(lists: Sequence[Sequence[int]]) -> int:
+    """How many entries all these lists have in common at their beginning."""
+    low, high = min(lists), max(lists)  # what these two share all between them share
+    count = 0
+    for a, b in zip(low, high, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def members_per_group(heads: int, kv_heads: int) -> int:
+    """So many sequences fill a tile of 64 queries, the heads of a key head padded to a power of
+    two.
+    """
+    per_key = heads // kv_heads
+    return max(1, 64 // (1 << (per_key - 1).bit_length()))
+
 
 @dataclass(slots=True)
 class PagedLayout:
@@ -599,6 +644,7 @@ class PagedLayout:
     tables: Tensor
     cached: Tensor  # [B] int64 tokens in the cache before the new one: where it goes
     groups: PrefixGroups | None = None  # who begins with the same blocks
+    longest: int | None = None  # no sequence has more tokens; None: as many as the tables hold
 
     def attend(
         self,
@@ -629,6 +675,7 @@ class PagedLayout:
                 scale,
                 window or 0,
                 softcap or 0.0,
+                longest=self.longest or self.tables.shape[1] * self.cache.block_size,
                 rope=rope,
                 groups=self.groups,
             )

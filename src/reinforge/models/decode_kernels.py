@@ -19,7 +19,11 @@ from torch import Tensor
 from reinforge.models.attention import PrefixGroups
 
 MULTIPROCESSORS = 132  # of an H200: what the sizes below were measured for
-SPLITS = 16  # at most so many programs share the keys of a sequence
+# so many programs share the keys of a sequence at most, and so many keys each of them has
+SPLITS = 16
+LEAST = 100
+MOST = 8192
+PREFIX_TILE = {"BN": 128, "num_warps": 4, "num_stages": 2}
 NOTHING = tl.constexpr(-1e30)  # the largest score of no keys at all
 # a kernel may begin before the one before it has ended, up to where it reads what that one wrote
 EARLY = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available()
@@ -147,25 +151,6 @@ def silu_mul(x: Tensor) -> Tensor:
 # ---- matrix products of few rows: the weights are read once, at the speed of the memory ----
 
 
-@triton.jit
-def _fetch_ahead(W, n, begin, end, N, K, LINES: tl.constexpr):
-    """Asks for the first cache lines of 128 bytes of rows n of the weights: they do not depend on
-    the kernel before, so they may come while it is at work.
-    """
-    step = 1024 // W.dtype.element_ty.primitive_bitwidth
-    k = begin + tl.arange(0, LINES) * step
-    k = tl.minimum(k, end - 1)
-    at = W + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [at],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["M"])
 def _few_rows(
     X,
@@ -183,7 +168,6 @@ def _few_rows(
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -205,10 +189,6 @@ def _few_rows(
     acc_up = tl.zeros([BN, BM], tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD:
-            _fetch_ahead(W, n, begin, end, N, K, AHEAD)
-            if GATED:
-                _fetch_ahead(W, n + N, begin, end, 2 * N, K, AHEAD)
         tl.extra.cuda.gdc_wait()
     for s in range(begin, end, BK):
         if EVEN:
@@ -238,8 +218,22 @@ def _few_rows(
         tl.store(y_at, acc.to(Y.dtype.element_ty), mask=there)
 
 
-AHEAD = 16  # cache lines of each row of a tile of weights that are asked for early
-FEW_ROWS = 16  # up to so many, these products are faster than the library's
+# up to so many rows, these products are faster than the library's, as measured on an H200: of any
+# kind, with a gate, in parts
+FEW_ROWS = 16
+GATED_ROWS = 32
+PART_ROWS = 64
+
+
+def product_tile(rows: int, wide: bool, gated: bool) -> tuple[int, int, int, int]:
+    """Outputs and inputs of a tile of weights, warps, and how many tiles are on their way, as
+    measured on an H200.
+    """
+    if wide:
+        return 32, 64, 4, 3
+    if gated:
+        return (32, 128, 4, 6) if rows <= 16 else (64, 64, 4, 5)
+    return 64, 128, 4, 6 if rows <= 32 else 4
 
 
 def few_rows(
@@ -257,9 +251,7 @@ def few_rows(
     outer = weight.shape[0] // 2 if gated else weight.shape[0]
     assert weight.is_contiguous() and x.stride(1) == 1 and not (gated and parts)
     wide = x.dtype == torch.float32
-    bn, bk, stages = (32, 128, 6) if gated else (64, 128, 6)
-    if wide:
-        bn, bk, stages = 32, 64, 3
+    bn, bk, warps, stages = product_tile(rows, wide, gated)
     tiles = triton.cdiv(outer, bn)
     count = 1
     if parts:
@@ -285,11 +277,10 @@ def few_rows(
         EVEN=inner % bk == 0,
         PRECISION="ieee" if wide else "tf32",
         EARLY=EARLY,
-        AHEAD=AHEAD,
         BM=max(16, triton.next_power_of_2(rows)),
         BN=bn,
         BK=bk,
-        num_warps=4,
+        num_warps=warps,
         num_stages=stages,
         **_early(),
     )
@@ -381,13 +372,9 @@ def _paged_decode(
     TABLES,
     CACHED,
     SHARED,
-    P_TOP,
-    P_SUM,
-    P_ACC,
     S_TOP,
     S_SUM,
     S_ACC,
-    COUNTS,
     scale,
     softcap,
     window,
@@ -399,7 +386,6 @@ def _paged_decode(
     vn_h,
     cos_b,
     W,
-    least,
     HK: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
@@ -408,6 +394,7 @@ def _paged_decode(
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     PARTS: tl.constexpr,
+    LINES: tl.constexpr,
     ROPE: tl.constexpr,
     GROUPED: tl.constexpr,
     CAP: tl.constexpr,
@@ -416,15 +403,19 @@ def _paged_decode(
     EARLY: tl.constexpr,
 ):
     """One program per (sequence, key head, part of its keys). The first part stores the new key and
-    value and begins with them, and with what `_shared_prefix` found where sequences share one. Who
-    comes last of the parts of a sequence joins them.
+    value and begins with them. What a sequence shares with its group is left to `_shared_prefix`;
+    `_join_parts` joins what both found.
+
+    Where there are groups `_shared_prefix` runs beside this kernel: it lets this one begin only
+    after the kernel before both has ended, and this one ends only after it.
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     part = tl.program_id(2)
     if EARLY:
+        if not GROUPED:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     n = tl.load(CACHED + b).to(tl.int32)  # tokens before the new one
     d = tl.arange(0, DP)
     g = tl.arange(0, GP)
@@ -436,10 +427,16 @@ def _paged_decode(
     if WINDOW:
         first = tl.maximum(0, n + 1 - window)
     begin = first // BN * BN
-    span = tl.maximum(least, tl.cdiv(tl.cdiv(n - begin, PARTS), BN) * BN)
-    active = tl.maximum(1, tl.cdiv(n - begin, span))
-    if part >= active:
-        return
+    span = tl.cdiv(tl.cdiv(n - begin, PARTS), BN) * BN
+    low = begin + part * span
+    line = (b * LINES + part) * HK * G + h * G + g
+    if PARTS > 1:  # noqa: SIM102  (known when it is compiled)
+        if (part > 0) & (low >= n):
+            tl.store(S_TOP + line, tl.full([GP], NOTHING, tl.float32), mask=g < G)
+            tl.store(S_SUM + line, tl.zeros([GP], tl.float32), mask=g < G)
+            if EARLY and GROUPED:
+                tl.extra.cuda.gdc_wait()
+            return
     if ROPE:
         cos = tl.load(COS + b * cos_b + d, mask=real_d, other=0.0)
         sin = tl.load(SIN + b * cos_b + d, mask=real_d, other=0.0)
@@ -450,7 +447,6 @@ def _paged_decode(
     m = tl.full([GP], NOTHING, tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
-    row = b * HK * G + h * G + g
     if part == 0:
         if ROPE:
             k_new = _turned(KN, b * kn_b + h * kn_h, d, cos, sin, real_d, D)
@@ -465,50 +461,56 @@ def _paged_decode(
         total = tl.full([GP], 1.0, tl.float32)
         acc = tl.zeros([GP, DP], tl.float32) + v_new.to(tl.float32)[None, :]
         if GROUPED:  # noqa: SIM102  (known when it is compiled)
-            if first > 0:
-                before = tl.load(P_TOP + row, mask=g < G, other=NOTHING)
-                new_m = tl.maximum(m, before)
-                keep = tl.exp(m - new_m)
-                share = tl.exp(before - new_m)
-                more = tl.load(P_ACC + row[:, None] * D + d[None, :], mask=real, other=0.0)
-                acc = acc * keep[:, None] + more * share[:, None]
-                total = total * keep + tl.load(P_SUM + row, mask=g < G, other=0.0) * share
-                m = new_m
-    low = begin + part * span
+            if first == 0:
+                alone = (b * LINES + PARTS) * HK * G + h * G + g
+                tl.store(S_TOP + alone, tl.full([GP], NOTHING, tl.float32), mask=g < G)
+                tl.store(S_SUM + alone, tl.zeros([GP], tl.float32), mask=g < G)
     high = tl.minimum(n, low + span)
     m, total, acc = _attend_keys(
         q, m, total, acc, KC, VC, TABLES + b * W, h, low, high, first, scale, softcap, d,
         HK, D, BLOCK, BN, CAP, PRECISION,
     )  # fmt: skip
-    if PARTS > 1:  # noqa: SIM102  (known when it is compiled)
-        if active > 1:
-            line = (b * PARTS + part) * HK * G + h * G + g
-            tl.store(S_TOP + line, m, mask=g < G)
-            tl.store(S_SUM + line, total, mask=g < G)
-            tl.store(S_ACC + line[:, None] * D + d[None, :], acc, mask=real)
-            tl.debug_barrier()
-            came = tl.atomic_add(COUNTS + b * HK + h, 1, sem="acq_rel")
-            if came < active - 1:
-                return
-            tl.store(COUNTS + b * HK + h, 0)
-            m = tl.full([GP], NOTHING, tl.float32)
-            for i in range(active):
-                line = (b * PARTS + i) * HK * G + h * G + g
-                top = tl.load(S_TOP + line, mask=g < G, other=0.0, cache_modifier=".cg")
-                m = tl.maximum(m, top)
-            total = tl.zeros([GP], tl.float32)
-            acc = tl.zeros([GP, DP], tl.float32)
-            for i in range(active):
-                line = (b * PARTS + i) * HK * G + h * G + g
-                top = tl.load(S_TOP + line, mask=g < G, other=0.0, cache_modifier=".cg")
-                share = tl.exp(top - m)
-                some = tl.load(S_SUM + line, mask=g < G, other=0.0, cache_modifier=".cg")
-                total += share * some
-                at = S_ACC + line[:, None] * D + d[None, :]
-                more = tl.load(at, mask=real, other=0.0, cache_modifier=".cg")
-                acc += share[:, None] * more
-    out = (acc / total[:, None]).to(O.dtype.element_ty)
-    tl.store(O + row[:, None] * D + d[None, :], out, mask=real)
+    if LINES > 1:
+        tl.store(S_TOP + line, m, mask=g < G)
+        tl.store(S_SUM + line, total, mask=g < G)
+        tl.store(S_ACC + line[:, None] * D + d[None, :], acc, mask=real)
+    else:
+        row = b * HK * G + h * G + g
+        out = (acc / total[:, None]).to(O.dtype.element_ty)
+        tl.store(O + row[:, None] * D + d[None, :], out, mask=real)
+    if EARLY and GROUPED:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _join_parts(
+    S_TOP,
+    S_SUM,
+    S_ACC,
+    O,
+    H,
+    parts,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    LINES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per (sequence, query head): what the parts of its keys gave, as one."""
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    part = tl.arange(0, LINES)
+    d = tl.arange(0, DP)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    line = (b * LINES + part) * H + h
+    top = tl.load(S_TOP + line, mask=part < parts, other=NOTHING)
+    share = tl.exp(top - tl.max(top, 0))
+    total = tl.sum(share * tl.load(S_SUM + line, mask=part < parts, other=0.0), 0)
+    there = (top > NOTHING)[:, None] & (d < D)[None, :]
+    acc = tl.load(S_ACC + line[:, None] * D + d[None, :], mask=there, other=0.0)
+    out = tl.sum(acc * share[:, None], 0) / total
+    tl.store(O + (b * H + h) * D + d, out.to(O.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -521,15 +523,17 @@ def _shared_prefix(
     TABLES,
     MEMBERS,
     SHARED,
-    P_TOP,
-    P_SUM,
-    P_ACC,
+    S_TOP,
+    S_SUM,
+    S_ACC,
     scale,
     softcap,
     q_b,
     q_h,
     cos_b,
     W,
+    PARTS: tl.constexpr,
+    LINES: tl.constexpr,
     HK: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -548,9 +552,9 @@ def _shared_prefix(
     """
     group = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:  # in this order: see `_paged_decode`
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     leader = tl.load(MEMBERS + group * J).to(tl.int64)
     if leader < 0:
         return
@@ -576,35 +580,35 @@ def _shared_prefix(
         q, m, total, acc, KC, VC, TABLES + leader * W, h, 0, n, 0, scale, softcap, d,
         HK, D, BLOCK, BN, CAP, PRECISION,
     )  # fmt: skip
-    row = member * HK * G + h * G + g
-    tl.store(P_TOP + row, m, mask=real_r)
-    tl.store(P_SUM + row, total, mask=real_r)
-    tl.store(P_ACC + row[:, None] * D + d[None, :], acc, mask=real)
+    line = (member * LINES + PARTS) * HK * G + h * G + g
+    tl.store(S_TOP + line, m, mask=real_r)
+    tl.store(S_SUM + line, total, mask=real_r)
+    tl.store(S_ACC + line[:, None] * D + d[None, :], acc, mask=real)
 
 
-def members_per_group(heads: int, kv_heads: int) -> int:
-    """J: so many sequences fill a tile of 64 queries."""
-    return max(1, 64 // triton.next_power_of_2(heads // kv_heads))
+def grouped(rows: int, kv_heads: int) -> bool:
+    """Whether so many sequences keep the device busy that reading a shared prefix once pays."""
+    return rows * kv_heads >= MULTIPROCESSORS
 
 
-_counts: dict[torch.device, Tensor] = {}
-
-
-def _arrivals(device: torch.device, size: int) -> Tensor:
-    """Zeros, which every kernel leaves as zeros."""
-    known = _counts.get(device)
-    if known is None or len(known) < size:
-        known = torch.zeros(max(size, 1 << 16), dtype=torch.int32, device=device)
-        _counts[device] = known
-    return known
-
-
-def parts_of(rows: int, kv_heads: int) -> int:
-    """How many programs may share the keys of a sequence: about four for each multiprocessor."""
+def parts_of(rows: int, kv_heads: int, longest: int) -> int:
+    """How many programs share the keys of a sequence, where none has more than `longest`: about
+    four programs for each multiprocessor, each with enough keys.
+    """
     parts = 1
-    while parts < SPLITS and rows * kv_heads * parts * 2 <= 4 * MULTIPROCESSORS:
+    while parts < SPLITS and parts * LEAST < longest:
+        enough = rows * kv_heads * parts * 2 > 4 * MULTIPROCESSORS
+        if enough and parts * MOST >= longest:
+            break
         parts *= 2
-    return max(4, parts)
+    return parts
+
+
+def attention_tile(rows: int, kv_heads: int) -> dict[str, int]:
+    """Keys of a tile, warps, and tiles on their way, as measured on an H200."""
+    if rows * kv_heads < MULTIPROCESSORS:
+        return {"BN": 128, "num_warps": 4, "num_stages": 4}
+    return {"BN": 64, "num_warps": 2, "num_stages": 2}
 
 
 def paged_decode(
@@ -619,19 +623,20 @@ def paged_decode(
     window: int,
     softcap: float,
     *,
+    longest: int,
     rope: tuple[Tensor, Tensor] | None = None,
     groups: PrefixGroups | None = None,
 ) -> Tensor:
     """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D]; writes k and v
-    there. window/softcap 0 = none. `rope`: cos and sin [B, D] by which q and k are turned first.
+    there. window/softcap 0 = none. No sequence has more than `longest` keys. `rope`: cos and
+    sin [B, D] by which q and k are turned first.
     """
     rows, heads, size = q.shape
     kv_heads = keys.shape[2]
     per_key = heads // kv_heads
     device = q.device
-    parts = parts_of(rows, kv_heads)
-    few = rows * kv_heads < 2 * MULTIPROCESSORS
-    if window:
+    parts = parts_of(rows, kv_heads, longest)
+    if window or not grouped(rows, kv_heads):
         groups = None
     wide = triton.next_power_of_2(size)
     cos, sin = rope if rope is not None else (q, q)
@@ -642,7 +647,9 @@ def paged_decode(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "EARLY": EARLY,
     }
-    prefix = _partial(rows, 1, heads, size, device) if groups is not None else (q, q, q)
+    lines = triton.next_power_of_2(parts + (groups is not None))
+    out = torch.empty(rows, heads, size, dtype=q.dtype, device=device)
+    found = _partial(rows, lines, heads, size, device) if lines > 1 else (out, out, out)
     shared = cached
     if groups is not None:
         shared = groups.shared
@@ -655,23 +662,22 @@ def paged_decode(
             tables,
             groups.members,
             shared,
-            *prefix,
+            *found,
             scale,
             softcap,
             q.stride(0),
             q.stride(1),
             cos.stride(0),
             tables.stride(0),
-            BN=64,
+            PARTS=parts,
+            LINES=lines,
             J=groups.members.shape[1],
             GP=triton.next_power_of_2(per_key),
-            num_warps=4,
-            num_stages=2,
+            **PREFIX_TILE,
             **shape,
             **kind,
             **_early(),
         )
-    out = torch.empty(rows, heads, size, dtype=q.dtype, device=device)
     _paged_decode[(rows, kv_heads, parts)](
         q,
         k,
@@ -684,9 +690,7 @@ def paged_decode(
         tables,
         cached,
         shared,
-        *prefix,
-        *_partial(rows, parts, heads, size, device),
-        _arrivals(device, rows * kv_heads),
+        *found,
         scale,
         softcap,
         window,
@@ -698,29 +702,40 @@ def paged_decode(
         v.stride(1),
         cos.stride(0),
         tables.stride(0),
-        64 if few else 512,
         GP=max(16, triton.next_power_of_2(per_key)),
-        BN=64 if few or size <= 64 else 32,
         PARTS=parts,
+        LINES=lines,
         GROUPED=groups is not None,
         WINDOW=window > 0,
-        num_warps=4 if few else 2,
-        num_stages=2,
+        **attention_tile(rows, kv_heads),
         **shape,
         **kind,
         **_early(),
     )
+    if lines > 1:
+        _join_parts[(rows, heads)](
+            *found,
+            out,
+            heads,
+            parts + (groups is not None),
+            D=size,
+            DP=shape["DP"],
+            LINES=lines,
+            EARLY=EARLY,
+            num_warps=4 if lines * size > 1024 else 1,
+            **_early(),
+        )
     return out
 
 
 def _partial(
-    rows: int, parts: int, heads: int, size: int, device: torch.device
+    rows: int, lines: int, heads: int, size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the largest scores, the sums and the weighted values of parts of the keys."""
     top, total = (
-        torch.empty(rows, parts, heads, dtype=torch.float32, device=device) for _ in range(2)
+        torch.empty(rows, lines, heads, dtype=torch.float32, device=device) for _ in range(2)
     )
-    acc = torch.empty(rows, parts, heads, size, dtype=torch.float32, device=device)
+    acc = torch.empty(rows, lines, heads, size, dtype=torch.float32, device=device)
     return top, total, acc
 
 

@@ -70,6 +70,32 @@ def silu_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+    """x [B, K] through linear layers that read the same input, their outputs side by side."""
+    weight, bias = joint_weight(layers)
+    kernels = _kernels(x)
+    if kernels and len(x) <= kernels.FEW_ROWS:
+        return kernels.few_rows(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def gated_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+    """silu(first layer)·(second layer) of x [B, K]."""
+    weight, bias = joint_weight(layers)
+    kernels = _kernels(x)
+    if kernels and len(x) <= kernels.GATED_ROWS and bias is None:
+        return kernels.few_rows(x, weight, gated=True)
+    return silu_mul(F.linear(x, weight, bias))
+
+
+def product_parts(x: Tensor, layer: nn.Linear) -> Tensor:
+    """A linear layer for `add_norm`: [B, N], or [parts, B, N] to be summed."""
+    kernels = _kernels(x)
+    if kernels and len(x) <= kernels.PART_ROWS and layer.bias is None:
+        return kernels.few_rows(x, layer.weight, parts=True)
+    return F.linear(x, layer.weight, layer.bias)
+
+
 # ---- a layer ----
 
 
@@ -159,10 +185,8 @@ class FusedLayer:
         """x [B, E] is the residual stream before the last layer's `delta` was added, and takes both
         in; the delta of this layer is returned.
         """
-        few = _few(x)
         normed = add_norm(x, delta, self.first_norm.weight, self.first_norm.eps)
-        joint = _product(normed, self.qkv, few)
-        heads = joint.view(len(x), -1, self.head_size)
+        heads = product(normed, self.qkv).view(len(x), -1, self.head_size)
         counts = [part.out_features // self.head_size for part in self.qkv]
         q, k, v = heads.split(counts, 1)
         if self.head_norms is not None:
@@ -171,13 +195,9 @@ class FusedLayer:
         attended = layout.attend(
             self.index, q, k, v, self.scale, self.window, self.softcap, rope=rope
         ).reshape(len(x), -1)
-        delta = _product(attended, [self.out], few, parts=True)
+        delta = product_parts(attended, self.out)
         normed = add_norm(x, delta, self.second_norm.weight, self.second_norm.eps)
-        if few:
-            inner = _product(normed, self.gate_up, few, gated=True)
-        else:
-            inner = silu_mul(_product(normed, self.gate_up, few))
-        return _product(inner, [self.down], few, parts=True)
+        return product_parts(gated_product(normed, self.gate_up), self.down)
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -185,29 +205,6 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 def _is_silu(f: Any) -> bool:
     return isinstance(f, nn.SiLU) or f is F.silu or type(f).__name__ == "SiLUActivation"
-
-
-def _few(x: Tensor) -> bool:
-    """Whether our own products are the faster ones."""
-    kernels = _kernels(x)
-    return kernels is not None and len(x) <= kernels.FEW_ROWS
-
-
-def _product(
-    x: Tensor,
-    layers: Sequence[nn.Linear],
-    few: bool,
-    *,
-    gated: bool = False,
-    parts: bool = False,
-) -> Tensor:
-    """x through linear layers that read the same input, their outputs side by side. `gated` and
-    `parts` (see `decode_kernels.few_rows`) are for few rows only.
-    """
-    weight, bias = joint_weight(layers)
-    if few:
-        return _kernels(x).few_rows(x, weight, bias, gated=gated, parts=parts)
-    return F.linear(x, weight, bias)
 
 
 # ---- the trunk ----
