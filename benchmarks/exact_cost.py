@@ -24,6 +24,7 @@ from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack
+from reinforge.core.engine import Sampling
 from reinforge.engines.native import NativeEngine
 from reinforge.models.causal import CausalModel
 
@@ -45,9 +46,8 @@ def measure(
     for step in range(steps):
         sync()
         start = time.perf_counter()
-        completions = asyncio.run(
-            rollouts(engine, prompts, [[response] * GROUP] * len(prompts), step)
-        )
+        params = Sampling(response, ignore_eos=True)
+        completions = asyncio.run(rollouts(engine, prompts, params, step))
         asyncio.run(engine.sleep())
         sync()
         generated = time.perf_counter()

@@ -31,11 +31,11 @@ from gpu_step import (
     PROMPT,
     PROMPTS,
     SHAPES,
-    lengths_of,
     prompts_of,
     random_model,
     rollouts,
     run_peer,
+    sampling_of,
     save_for_peer,
     to_samples,
 )
@@ -147,13 +147,13 @@ async def steps(
     )
     algorithm = build("grpo", max_new_tokens=args.response)
     prompts = prompts_of()
-    limits = lengths_of(args.lengths, args.response)
+    params = sampling_of(args.lengths, args.response)
     sync = torch.cuda.synchronize if model.device.type == "cuda" else (lambda: None)
     rows: list[dict[str, Any]] = []
     for step in range(args.steps):
         sync()
         marks = [time.perf_counter()]
-        completions = await rollouts(engine, prompts, limits, step)  # type: ignore[arg-type]
+        completions = await rollouts(engine, prompts, params, step)
         await engine.sleep()
         marks.append(time.perf_counter())
         batches = pack(to_samples(prompts, completions), backend.budget, share=backend.share)

@@ -1,10 +1,12 @@
-"""vLLM's side of gpu_generate.py, in its own environment. argv: model-directory workload.json.
+"""vLLM's side of gpu_generate.py, in its own environment.
 
-Prints one JSON line per workload.
+argv: model-directory workloads.json rounds.
 
-Knobs: bfloat16, CUDA graphs (default), max_num_seqs 512 so that all sequences run at once,
-log-probs of the sampled tokens on (a trainer needs them), detokenisation off,
-max_num_batched_tokens 16384.
+Prints one JSON line per round of a workload: its seconds and the lengths of its answers.
+
+Knobs: bfloat16, CUDA graphs (default), random weights (the directory holds a configuration only),
+max_num_seqs 512 so that all sequences may run at once, log-probs of the sampled tokens on (a
+trainer needs them), no tokenizer, max_num_batched_tokens 16384, 85% of the memory.
 """
 
 import json
@@ -12,56 +14,56 @@ import sys
 import time
 from pathlib import Path
 
-from vllm import LLM, SamplingParams
-
-path = sys.argv[1]
-workload = json.loads(Path(sys.argv[2]).read_text())
-llm = LLM(
-    path,
-    dtype="bfloat16",
-    gpu_memory_utilization=0.6,
-    max_model_len=2048,
-    max_num_seqs=512,
-    max_num_batched_tokens=16384,
-    seed=0,
-)
+WARM_UP = 40  # tokens
 
 
-def go(limits):
-    requests = [
-        {"prompt_token_ids": prompt}
-        for prompt, group in zip(workload["prompts"], limits, strict=True)
-        for _ in group
-    ]
-    params = [
-        SamplingParams(
-            max_tokens=n,
-            min_tokens=n,
-            ignore_eos=True,
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    workloads = json.loads(Path(sys.argv[2]).read_text())
+    llm = LLM(
+        sys.argv[1],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        gpu_memory_utilization=0.85,
+        max_model_len=max(work["prompt"] + work["cap"] for work in workloads.values()) + 16,
+        max_num_seqs=512,
+        max_num_batched_tokens=16384,
+        seed=0,
+    )
+
+    def generate(work, cap):
+        requests = [
+            {"prompt_token_ids": prompt}
+            for prompt in work["prompt_ids"]
+            for _ in range(work["group"])
+        ]
+        if work["stops"]:
+            first = work["first_stop"]
+            ends = {"stop_token_ids": list(range(first, first + work["stops"]))}
+        else:
+            ends = {"min_tokens": cap}
+        params = SamplingParams(
+            max_tokens=cap,
             temperature=1.0,
             logprobs=0,
             detokenize=False,
+            ignore_eos=True,
+            **ends,
         )
-        for group in limits
-        for n in group
-    ]
-    start = time.perf_counter()
-    llm.generate(requests, params, use_tqdm=False)
-    return time.perf_counter() - start
+        start = time.perf_counter()
+        done = llm.generate(requests, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return seconds, [len(one.outputs[0].token_ids) for one in done]
+
+    for name, work in workloads.items():
+        generate(work, min(WARM_UP, work["cap"]))
+        for _ in range(int(sys.argv[3])):
+            seconds, lengths = generate(work, work["cap"])
+            line = {"peer": "vllm", "workload": name, "seconds": seconds, "lengths": lengths}
+            print(json.dumps(line), flush=True)
 
 
-go([[8] * len(group) for group in workload["limits"]["fixed"]])
-for name, limits in workload["limits"].items():
-    seconds = go(limits)
-    tokens = sum(map(sum, limits))
-    print(
-        json.dumps(
-            {
-                "peer": "vllm",
-                "lengths": name,
-                "seconds": seconds,
-                "tokens_per_second": tokens / seconds,
-            }
-        ),
-        flush=True,
-    )
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -56,7 +58,7 @@ def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap
         softcap or None,
     )
     got = paged_decode(
-        q, k, v, cache.keys[0], cache.values[0], tables, cached, 0.2, window, softcap, longest=128
+        q, k, v, cache.keys[0], cache.values[0], tables, cached, 0.2, window, softcap
     )
     torch.testing.assert_close(got.double().cpu(), want, atol=2e-5, rtol=1e-4)
     # the new key is where it belongs, and nowhere else
@@ -100,10 +102,9 @@ def attended_in_torch(
 @pytest.mark.parametrize("turned", [False, True])
 def test_long_contexts_are_shared_among_programs(lengths: list[int], turned: bool) -> None:
     """Parts of the keys are attended by programs of their own, and joined."""
-    from reinforge.models.decode_kernels import paged_decode, parts_of
+    from reinforge.models.decode_kernels import paged_decode
 
     torch.manual_seed(1)
-    assert parts_of(len(lengths), 2, 2048) == 16
     cache, tables, cached = paged(lengths, 2, 32, 130)
     q, k, v = (torch.randn(len(lengths), n, 32, device=DEVICE) for n in (6, 2, 2))
     angles = torch.randn(len(lengths), 32, device=DEVICE)
@@ -120,21 +121,27 @@ def test_long_contexts_are_shared_among_programs(lengths: list[int], turned: boo
         0.2,
         0,
         0.0,
-        longest=2048,
+        parts=16,
         rope=rope,
     )
     torch.testing.assert_close(got.double().cpu(), want, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(cache.keys[0].double().cpu(), wide.keys[0], atol=1e-6, rtol=1e-5)
 
 
+def test_so_many_programs_share_the_keys_of_a_sequence() -> None:
+    from reinforge.models.decode_kernels import parts_of
+
+    # few sequences: as many as have something to do; many: one each, unless some are very long
+    assert [parts_of(4, 4, n) for n in (90, 400, 8000)] == [1, 4, 16]
+    assert [parts_of(64, 4, n) for n in (90, 600, 8000)] == [1, 2, 2]
+    assert [parts_of(512, 2, n) for n in (600, 8000, 30000)] == [1, 1, 4]
+
+
 @pytest.mark.parametrize("heads", [6, 14])
-def test_a_shared_prefix_is_read_once_for_its_group(
-    heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from reinforge.models import decode_kernels
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_shared_prefix_is_read_once_for_its_group(heads: int, parts: int) -> None:
     from reinforge.models.decode_kernels import paged_decode
 
-    monkeypatch.setattr(decode_kernels, "MULTIPROCESSORS", 2)
     torch.manual_seed(2)
     lengths = [70, 48, 49, 130, 90, 20]
     cache, tables, cached = paged(lengths, 2, 32, 10, shared=3)
@@ -158,7 +165,7 @@ def test_a_shared_prefix_is_read_once_for_its_group(
         0.2,
         0,
         0.0,
-        longest=160,
+        parts=parts,
         rope=rope,
         groups=groups,
     )
@@ -292,3 +299,17 @@ def test_softmax(rule: LogitRule, temperature: float) -> None:
         x.clone(), targets, got[1], g, temperature, rule.scale, rule.softcap, got[2], e
     )
     torch.testing.assert_close(ours.double().cpu(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+    """The interpreter accepts much that the compiler does not."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "helpers.kernel_compiler"],
+        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[0]) > 20

@@ -644,7 +644,7 @@ class PagedLayout:
     tables: Tensor
     cached: Tensor  # [B] int64 tokens in the cache before the new one: where it goes
     groups: PrefixGroups | None = None  # who begins with the same blocks
-    longest: int | None = None  # no sequence has more tokens; None: as many as the tables hold
+    parts: int = 1  # so many programs of a GPU share the keys of a sequence
 
     def attend(
         self,
@@ -675,7 +675,7 @@ class PagedLayout:
                 scale,
                 window or 0,
                 softcap or 0.0,
-                longest=self.longest or self.tables.shape[1] * self.cache.block_size,
+                parts=self.parts,
                 rope=rope,
                 groups=self.groups,
             )

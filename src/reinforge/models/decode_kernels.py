@@ -623,20 +623,19 @@ def paged_decode(
     window: int,
     softcap: float,
     *,
-    longest: int,
+    parts: int = 1,
     rope: tuple[Tensor, Tensor] | None = None,
     groups: PrefixGroups | None = None,
 ) -> Tensor:
     """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D]; writes k and v
-    there. window/softcap 0 = none. No sequence has more than `longest` keys. `rope`: cos and
+    there. window/softcap 0 = none. `parts` programs share the keys of a sequence. `rope`: cos and
     sin [B, D] by which q and k are turned first.
     """
     rows, heads, size = q.shape
     kv_heads = keys.shape[2]
     per_key = heads // kv_heads
     device = q.device
-    parts = parts_of(rows, kv_heads, longest)
-    if window or not grouped(rows, kv_heads):
+    if window:
         groups = None
     wide = triton.next_power_of_2(size)
     cos, sin = rope if rope is not None else (q, q)

@@ -1,0 +1,121 @@
+"""Compiles Triton kernels for a GPU that is not there: a launch is recorded and compiled instead of
+run. `python -m helpers.kernel_compiler` does it for the kernels of decoding, with the shapes of
+models that people train.
+
+The interpreter, which runs kernels on a CPU, accepts much that the compiler does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024  # bytes that one program may have there
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
+
+
+class KernelCompiler:
+    """Instead of launching: compiles each kernel once per kind of arguments and notes how much
+    shared memory it needs.
+    """
+
+    def __init__(self) -> None:
+        self.compiled: dict[Any, int] = {}
+
+    def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("grid", "warmup")}
+        options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
+        values = dict(zip((p.name for p in kernel.params), args, strict=False)) | kwargs
+        kinds: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        known: dict[Any, Any] = {}
+        for i, parameter in enumerate(kernel.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr:
+                kinds[parameter.name] = "constexpr"
+                constants[parameter.name] = value
+            elif isinstance(value, torch.Tensor):
+                kinds[parameter.name] = TYPES[value.dtype]
+                known[(i,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, int):
+                kinds[parameter.name] = "i32"
+                if value % 16 == 0 and not parameter.do_not_specialize:
+                    known[(i,)] = [["tt.divisibility", 16]]
+            else:
+                kinds[parameter.name] = "fp32"
+        key = (kernel.__name__, *kinds.items(), *constants.items(), *options.items())
+        if key not in self.compiled:
+            source = ASTSource(kernel, kinds, constants, known)
+            made = triton.compile(source, target=HOPPER, options=options)
+            self.compiled[key] = made.metadata.shared
+
+
+def compile_decode_kernels(compiler: KernelCompiler) -> None:
+    from reinforge.models import decode_kernels as kernels
+    from reinforge.models.attention import PrefixGroups
+
+    JITFunction.run = lambda self, *args, **kwargs: compiler.launch(self, *args, **kwargs)
+    kernels.EARLY = True  # as on a GPU
+    half = torch.bfloat16
+    for rows, heads, kv_heads, size, width in ((4, 28, 4, 128, 3584), (320, 14, 2, 64, 896)):
+        x = torch.zeros(rows, width, dtype=half)
+        weight = torch.zeros(2 * width, width, dtype=half)
+        kernels.add_norm(x, None, x[0], 1e-6)
+        kernels.add_norm(x, torch.zeros(2, rows, width), x[0], 1e-6)
+        kernels.silu_mul(torch.zeros(rows, 2 * width, dtype=half))
+        for few in (4, 32, 64):
+            some = torch.zeros(few, width, dtype=half)
+            kernels.few_rows(some, weight, weight[:, 0].contiguous())
+            kernels.few_rows(some, weight, parts=True)
+            kernels.few_rows(some, weight, gated=True)
+        q, k = (torch.zeros(rows, n, size, dtype=half) for n in (heads, kv_heads))
+        kernels.head_norm(q, x[0, :size], 1e-6)
+        cache = torch.zeros(4, 16, kv_heads, size, dtype=half)
+        tables = torch.zeros(rows, 128, dtype=torch.int64)
+        cached = torch.zeros(rows, dtype=torch.int64)
+        turn = torch.zeros(rows, size, dtype=half)
+        together = PrefixGroups(cached, torch.zeros(rows // 2, 8, dtype=torch.int64))
+        for parts in (1, 4):
+            kernels.paged_decode(
+                q,
+                k,
+                k,
+                cache,
+                cache,
+                tables,
+                cached,
+                0.1,
+                0,
+                0.0,
+                parts=parts,
+                rope=(turn, turn),
+                groups=together,
+            )
+        kernels.paged_decode(q, k, k, cache, cache, tables, cached, 0.1, 64, 30.0)
+        for logits in (torch.zeros(rows, 151936, dtype=half), torch.zeros(rows, 151936)):
+            kernels.draw(logits, torch.zeros(rows), cached, cached, softcap=30.0)
+
+
+def main() -> None:
+    compiler = KernelCompiler()
+    compile_decode_kernels(compiler)
+    largest = max(compiler.compiled.values())
+    print(f"{len(compiler.compiled)} kernels compiled, {largest} bytes of shared memory at most")
+    assert largest <= SHARED_MEMORY
+
+
+if __name__ == "__main__":
+    main()
