@@ -154,6 +154,8 @@ def test_a_shared_prefix_is_read_once_for_its_group(heads: int, parts: int) -> N
     members[0, :3] = torch.tensor([0, 1, 3])
     members[2, :2] = torch.tensor([4, 2])
     groups = PrefixGroups(torch.tensor([48, 48, 48, 48, 48, 0]).to(DEVICE), members.to(DEVICE))
+    cached[0] = 0  # has left: nobody may follow its table
+    tables[0] = 59
     got = paged_decode(
         q,
         k,
@@ -169,7 +171,7 @@ def test_a_shared_prefix_is_read_once_for_its_group(heads: int, parts: int) -> N
         rope=rope,
         groups=groups,
     )
-    torch.testing.assert_close(got.double().cpu(), want, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(got[1:].double().cpu(), want[1:], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("parts", [0, 1, 3])

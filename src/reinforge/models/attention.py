@@ -611,7 +611,11 @@ class PrefixGroups:
         return cls(shared, members)
 
     def to(self, device: torch.device) -> PrefixGroups:
-        return PrefixGroups(self.shared.to(device), self.members.to(device))
+        return PrefixGroups(to_device(self.shared, device), to_device(self.members, device))
+
+    def copy_(self, other: PrefixGroups) -> None:
+        self.shared.copy_(other.shared)
+        self.members.copy_(other.members)
 
 
 def _common(lists: Sequence[Sequence[int]]) -> int:

@@ -521,6 +521,7 @@ def _shared_prefix(
     KC,
     VC,
     TABLES,
+    CACHED,
     MEMBERS,
     SHARED,
     S_TOP,
@@ -555,10 +556,15 @@ def _shared_prefix(
     if EARLY:  # in this order: see `_paged_decode`
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    leader = tl.load(MEMBERS + group * J).to(tl.int64)
-    if leader < 0:
+    j = tl.arange(0, J)
+    everyone = tl.load(MEMBERS + group * J + j).to(tl.int64)
+    lengths = tl.load(SHARED + everyone, mask=everyone >= 0, other=0).to(tl.int32)
+    # who has left has nothing in the cache, and its table is no longer that of the group
+    here = (lengths > 0) & (tl.load(CACHED + everyone, mask=everyone >= 0, other=0) >= lengths)
+    n = tl.max(tl.where(here, lengths, 0), 0)
+    if n == 0:
         return
-    n = tl.load(SHARED + leader).to(tl.int32)
+    leader = tl.max(tl.where(here, everyone, -1), 0)
     r = tl.arange(0, J * GP)
     g = r % GP
     member = tl.load(MEMBERS + group * J + r // GP).to(tl.int64)
@@ -659,6 +665,7 @@ def paged_decode(
             keys,
             values,
             tables,
+            cached,
             groups.members,
             shared,
             *found,

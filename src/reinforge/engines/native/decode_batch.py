@@ -20,14 +20,15 @@ from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
 from reinforge.engines.native.blocks import CacheHolding
 from reinforge.engines.native.sampler import draw, uniform
-from reinforge.models.attention import HAS_TRITON, KVCache, PagedLayout
+from reinforge.models.attention import HAS_TRITON, KVCache, PagedLayout, PrefixGroups
 from reinforge.models.causal import CausalModel
+from reinforge.models.fused_decode import FusedDecode
 from reinforge.models.grammars import Matcher
 from reinforge.models.head import LogitRule, exact_statistics, permitted
 
 NEVER = -1  # pads lists of stop tokens: no token has this id
 FREE = [1.0, 0.0, 0.0]  # top_p, top_k and min_p that drop nothing
-GraphKey = tuple[int, int, int, bool, bool]
+GraphKey = tuple[int, int, int, bool, bool, bool]
 # new tokens, their log-probs, and why it ended there
 Listener = Callable[[list[int], list[float], Stop | None], None]
 
@@ -96,6 +97,7 @@ class DecodeBatch:
     # [B, words] int32: a bit for every token that may come next, where any row is constrained
     allowed: Tensor | None
     longest: int  # the largest context that a row can have now, known on the host
+    groups: PrefixGroups | None = None  # rows that begin alike, where that is made use of
 
     @classmethod
     def of(
@@ -172,12 +174,15 @@ class DecodeBatch:
         )
 
     def select(self, rows: list[int]) -> DecodeBatch:
-        """These rows, in this order."""
+        """These rows, in this order. Who begins alike is to be found again."""
         index = to_device(ints(rows), self.newest.device)
-        return self._each(lambda x: x.index_select(0, index))
+        return replace(self._each(lambda x: x.index_select(0, index)), groups=None)
 
     def clone(self) -> DecodeBatch:
-        return self._each(Tensor.clone)
+        copied = self._each(Tensor.clone)
+        if self.groups is not None:
+            copied.groups = PrefixGroups(self.groups.shared.clone(), self.groups.members.clone())
+        return copied
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> DecodeBatch:
         changed: dict[str, Any] = {}
@@ -211,7 +216,7 @@ class DecodeBatch:
     @property
     def key(self) -> GraphKey:
         """What a captured graph is made for: rows, table width, stop tokens, whether rows are
-        filtered, and whether they are constrained.
+        filtered, whether they are constrained, and whether some are attended together.
         """
         return (
             len(self.newest),
@@ -219,6 +224,7 @@ class DecodeBatch:
             self.stops.shape[1],
             self.filters is not None,
             self.allowed is not None,
+            self.groups is not None,
         )
 
     def copy_(self, other: DecodeBatch) -> None:
@@ -228,6 +234,8 @@ class DecodeBatch:
             if isinstance(mine, Tensor):
                 mine.copy_(getattr(other, part.name))
         self.longest = other.longest
+        if self.groups is not None and other.groups is not None:
+            self.groups.copy_(other.groups)
 
     def draw(self, model: CausalModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B] and log-probs [B] from last hidden states [B, E]."""
@@ -238,9 +246,9 @@ class DecodeBatch:
             logits = permitted(raw, rule, self.allowed)
             rule = LogitRule()
         if hidden.is_cuda and HAS_TRITON and self.filters is None:
-            from reinforge.models import kernels
+            from reinforge.models import decode_kernels
 
-            picked, logprobs = kernels.draw(
+            picked, logprobs = decode_kernels.draw(
                 logits,
                 self.temperatures,
                 self.seeds,
@@ -260,8 +268,11 @@ class DecodeBatch:
             logprobs = exact_statistics(raw, picked, heat, model.rule, allowed=self.allowed)[0]
         return picked, logprobs
 
-    def step(self, model: CausalModel, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """One token for every row: tokens [B], log-probs [B].
+    def step(
+        self, model: CausalModel, cache: KVCache, fused: FusedDecode | None = None, parts: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """One token for every row: tokens [B], log-probs [B]. `fused`: the trunk with fewer
+        kernels, where there is one. `parts`: programs that share the keys of a sequence.
 
         Rows advance in place; nothing is copied to the host.
         """
@@ -270,7 +281,11 @@ class DecodeBatch:
             if self.newest.is_cuda
             else self.tables[:, : -(-self.longest // cache.block_size)]
         )
-        hidden = model.hidden(self.newest, self.cached, PagedLayout(cache, tables, self.cached))
+        layout = PagedLayout(cache, tables, self.cached, self.groups, parts)
+        if fused is None:
+            hidden = model.hidden(self.newest, self.cached, layout)
+        else:
+            hidden = fused.hidden(self.newest, layout)
         picked, logprobs = self.draw(model, hidden)
         self.advance(picked)
         return picked, logprobs

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from reinforge.engines.native.decode_batch import DecodeBatch, GraphKey
-from reinforge.models.attention import HAS_TRITON, KVCache
+from reinforge.models.attention import HAS_TRITON, KVCache, members_per_group
 from reinforge.models.causal import CausalModel
+from reinforge.models.fused_decode import FusedDecode
 
 WINDOW = 16  # at most this many steps between two looks
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -104,14 +105,41 @@ class Decoder:
         self.model = model
         self.graphs = model.device.type == "cuda" and HAS_TRITON
         self.ahead = 1 if self.graphs else 0  # windows that may run before the host looks
-        self._captured: dict[GraphKey, _CapturedGraph] = {}
+        self._captured: dict[tuple[GraphKey, int], _CapturedGraph] = {}
         # one for all graphs: no two run at once, and nothing in it outlives a step
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
         self.captures = 0  # for the metrics
+        self.fused = FusedDecode.of(model) if self.graphs else None
 
     def size(self, rows: int) -> int:
         """Rows of a batch of this many sequences: graphs exist for some sizes only."""
         return bucket(rows) if self.graphs else rows
+
+    def group(self, rows: int) -> int:
+        """How many rows that begin alike are attended together; 0: that does not pay, or the
+        attention is an exact one.
+        """
+        if not self.graphs or self.model.exact:
+            return 0
+        from reinforge.models.decode_kernels import grouped
+
+        heads, kv_heads = self.heads
+        return members_per_group(heads, kv_heads) if grouped(rows, kv_heads) else 0
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Of queries, and of keys and values."""
+        config = self.model.config
+        heads = config.num_attention_heads
+        return heads, getattr(config, "num_key_value_heads", None) or heads
+
+    def parts(self, rows: DecodeBatch, steps: int) -> int:
+        """How many programs share the keys of a sequence in the next steps."""
+        if self.model.exact:
+            return 1
+        from reinforge.models.decode_kernels import parts_of
+
+        return parts_of(len(rows.newest), self.heads[1], rows.longest + steps)
 
     def forget(self) -> None:
         """The cache that the graphs were captured with is gone."""
@@ -135,7 +163,8 @@ class Decoder:
         return LaunchedWindow.of(tokens, logprobs, rows.produced - before)
 
     def _replay(self, rows: DecodeBatch, cache: KVCache, steps: int) -> tuple[Tensor, Tensor]:
-        captured = self._captured.get(rows.key) or self._capture(rows, cache)
+        parts = self.parts(rows, steps)
+        captured = self._captured.get((rows.key, parts)) or self._capture(rows, cache, parts)
         captured.rows.copy_(rows)
         captured.at.zero_()
         for _ in range(steps):
@@ -144,7 +173,7 @@ class Decoder:
         rows.copy_(captured.rows)
         return captured.tokens[:steps], captured.logprobs[:steps]
 
-    def _capture(self, rows: DecodeBatch, cache: KVCache) -> _CapturedGraph:
+    def _capture(self, rows: DecodeBatch, cache: KVCache, parts: int) -> _CapturedGraph:
         """Captures one step on rows that are all done: they stand still, and write only into the
         spare block.
         """
@@ -163,7 +192,7 @@ class Decoder:
         )
 
         def step() -> None:
-            picked, logprobs = still.step(self.model, cache)
+            picked, logprobs = still.step(self.model, cache, self.fused, parts)
             captured.tokens.index_copy_(0, captured.at, picked[None])
             captured.logprobs.index_copy_(0, captured.at, logprobs[None])
             captured.at.add_(1)
@@ -178,6 +207,6 @@ class Decoder:
         captured.at.zero_()
         with torch.cuda.graph(captured.graph, pool=self._memory):
             step()
-        self._captured[rows.key] = captured
+        self._captured[rows.key, parts] = captured
         self.captures += 1
         return captured
