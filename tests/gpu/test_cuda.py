@@ -145,7 +145,7 @@ def test_graphs_and_windows_in_flight_change_no_token() -> None:
     engine.load({"blocks": 60})
     assert asyncio.run(go(engine)) == want
     assert engine.stats.preemptions > 0 and engine.decoder.captures > 0
-    filtered = {key[3] for key in engine.decoder._captured}
+    filtered = {key[3] for key, _ in engine.decoder._captured}
     assert filtered == {False, True}
 
 

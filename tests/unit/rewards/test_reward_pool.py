@@ -10,7 +10,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ from reinforge.rollout.players.single_turn import SingleTurn
 from reinforge.rollout.scoring import RewardScorer
 from reinforge.rollout.source import RolloutBatch, rollout_metrics
 
-TIMEOUT = 0.25
+TIMEOUT = 0.25  # for what never ends
+PATIENCE = 60.0  # for what does, on a busy machine too
+ENDLESS = ("hang", "sleep", "spawn")
 OBEY = "helpers.hostile_rewards:obey"
 
 
@@ -46,7 +49,14 @@ def pool() -> Iterator[RewardPool]:
     made.close()
 
 
+def wait_for(pool: RewardPool, texts: Sequence[str]) -> None:
+    """From now on, as long as rewards of these texts need."""
+    endless = any(text.startswith(ENDLESS) for text in texts)
+    pool.spec = replace(pool.spec, timeout=TIMEOUT if endless else PATIENCE)
+
+
 def call(pool: RewardPool, *texts: str) -> RewardOutcome:
+    wait_for(pool, texts)
     return run(pool.call("obey", {"completions": list(texts)}, len(texts)))
 
 
@@ -112,12 +122,14 @@ def test_a_hundred_hung_rewards_in_a_row(pool: RewardPool) -> None:
         return outcome
 
     async def work() -> None:
+        wait_for(pool, ["hang"])
         for i in range(0, 99, 3):
             outcomes = await asyncio.gather(*(one("hang") for _ in range(3)))
             assert outcomes == [RewardOutcome([None], timeouts=1)] * 3, i
         assert await one("hang") == RewardOutcome([None], timeouts=1)
         pids = await pool.ready()
         assert len(set(pids)) == 3 and all(alive(pid) for pid in pids)
+        wait_for(pool, ["x"])
         assert await asyncio.gather(*(one("x" * n) for n in range(30))) == [
             RewardOutcome([float(n)]) for n in range(30)
         ]
@@ -160,6 +172,7 @@ def test_a_cancelled_call_gives_its_worker_back(pool: RewardPool) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        wait_for(pool, ["abc"])
         assert await pool.call("obey", {"completions": ["abc"]}, 1) == RewardOutcome([3.0])
         assert len(set(await pool.ready())) == 3
 
