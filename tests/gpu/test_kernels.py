@@ -15,7 +15,7 @@ import torch
 
 from helpers import needs
 from reinforge.engines.native.sampler import draw, uniform
-from reinforge.models.attention import KVCache, PagedLayout, PrefixGroups, members_per_group
+from reinforge.models.attention import KVCache, PagedLayout
 from reinforge.models.head import LogitRule, gradient, statistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -66,11 +66,9 @@ def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap
 
 
 def paged(
-    lengths: list[int], kv_heads: int, size: int, width: int, shared: int = 0
+    lengths: list[int], kv_heads: int, size: int, width: int
 ) -> tuple[KVCache, torch.Tensor, torch.Tensor]:
-    """A cache of random numbers, block tables (the first `shared` blocks are the same for all), and
-    lengths.
-    """
+    """A cache of random numbers, block tables and lengths."""
     rows = len(lengths)
     cache = KVCache.allocate(
         [(kv_heads, size)], rows * width, 16, torch.float32, torch.device(DEVICE)
@@ -78,7 +76,6 @@ def paged(
     for part in (cache.keys[0], cache.values[0]):
         part.normal_()
     tables = torch.randperm(rows * width).view(rows, width)
-    tables[:, :shared] = tables[0, :shared]
     return cache, tables.to(DEVICE), torch.tensor(lengths, device=DEVICE)
 
 
@@ -107,7 +104,7 @@ def test_long_contexts_are_shared_among_programs(lengths: list[int], turned: boo
     torch.manual_seed(1)
     cache, tables, cached = paged(lengths, 2, 32, 130)
     q, k, v = (torch.randn(len(lengths), n, 32, device=DEVICE) for n in (6, 2, 2))
-    angles = torch.randn(len(lengths), 32, device=DEVICE)
+    angles = torch.randn(2001, 32, device=DEVICE)  # of every position
     rope = (angles.cos(), angles.sin()) if turned else None
     want, wide = attended_in_torch(cache, tables, cached, q, k, v, rope)
     got = paged_decode(
@@ -137,41 +134,24 @@ def test_so_many_programs_share_the_keys_of_a_sequence() -> None:
     assert [parts_of(512, 2, n) for n in (600, 8000, 30000)] == [1, 1, 4]
 
 
-@pytest.mark.parametrize("heads", [6, 14])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_shared_prefix_is_read_once_for_its_group(heads: int, parts: int) -> None:
-    from reinforge.models.decode_kernels import paged_decode
+def test_advance() -> None:
+    """A row that is done stands still; others end at a stop token or at their limit."""
+    from reinforge.models import decode_kernels
 
-    torch.manual_seed(2)
-    lengths = [70, 48, 49, 130, 90, 20]
-    cache, tables, cached = paged(lengths, 2, 32, 10, shared=3)
-    tables[5] = torch.arange(10, device=DEVICE)  # has nothing in common with the others
-    q, k, v = (torch.randn(len(lengths), n, 32, device=DEVICE) for n in (heads, 2, 2))
-    angles = torch.randn(len(lengths), 32, device=DEVICE)
-    rope = (angles.cos(), angles.sin())
-    want, _ = attended_in_torch(cache, tables, cached, q, k, v, rope)
-    members = torch.full((3, members_per_group(heads, 2)), -1)
-    members[0, :3] = torch.tensor([0, 1, 3])
-    members[2, :2] = torch.tensor([4, 2])
-    groups = PrefixGroups(torch.tensor([48, 48, 48, 48, 48, 0]).to(DEVICE), members.to(DEVICE))
-    cached[0] = 0  # has left: nobody may follow its table
-    tables[0] = 59
-    got = paged_decode(
-        q,
-        k,
-        v,
-        cache.keys[0],
-        cache.values[0],
-        tables,
-        cached,
-        0.2,
-        0,
-        0.0,
-        parts=parts,
-        rope=rope,
-        groups=groups,
+    def rows(*values: int) -> torch.Tensor:
+        return torch.tensor(values, device=DEVICE)
+
+    newest = rows(9, 9, 9, 9)
+    cached = rows(5, 6, 7, 8)
+    produced = rows(1, 2, 3, 4)
+    done = torch.tensor([True, False, False, False], device=DEVICE)
+    stops = torch.tensor([[3, -1, -1], [3, 4, -1], [3, -1, -1], [-1, -1, -1]], device=DEVICE)
+    decode_kernels.advance(
+        rows(7, 4, 4, 3), newest, cached, produced, rows(9, 9, 9, 5), done, stops
     )
-    torch.testing.assert_close(got[1:].double().cpu(), want[1:], atol=2e-5, rtol=1e-4)
+    assert newest.tolist() == [9, 4, 4, 3]
+    assert cached.tolist() == [5, 7, 8, 9] and produced.tolist() == [1, 3, 4, 5]
+    assert done.tolist() == [True, True, False, True]
 
 
 @pytest.mark.parametrize("parts", [0, 1, 3])

@@ -65,7 +65,6 @@ class KernelCompiler:
 
 def compile_decode_kernels(compiler: KernelCompiler) -> None:
     from reinforge.models import decode_kernels as kernels
-    from reinforge.models.attention import PrefixGroups
 
     JITFunction.run = lambda self, *args, **kwargs: compiler.launch(self, *args, **kwargs)
     kernels.EARLY = True  # as on a GPU
@@ -87,7 +86,6 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
         tables = torch.zeros(rows, 128, dtype=torch.int64)
         cached = torch.zeros(rows, dtype=torch.int64)
         turn = torch.zeros(rows, size, dtype=half)
-        together = PrefixGroups(cached, torch.zeros(rows // 2, 8, dtype=torch.int64))
         for parts in (1, 4):
             kernels.paged_decode(
                 q,
@@ -102,9 +100,10 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
                 0.0,
                 parts=parts,
                 rope=(turn, turn),
-                groups=together,
             )
         kernels.paged_decode(q, k, k, cache, cache, tables, cached, 0.1, 64, 30.0)
+        done = torch.zeros(rows, dtype=torch.bool)
+        kernels.advance(cached, cached, cached, cached, cached, done, tables[:, :3].contiguous())
         for logits in (torch.zeros(rows, 151936, dtype=half), torch.zeros(rows, 151936)):
             kernels.draw(logits, torch.zeros(rows), cached, cached, softcap=30.0)
 

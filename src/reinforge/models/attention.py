@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -579,65 +579,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class PrefixGroups:
-    """Which sequences of a batch begin with the same cache blocks. `DecodeBatch` makes it; decode
-    attention on a GPU reads such blocks once for all of a group.
-    """
-
-    shared: Tensor  # [B] int64: tokens that a sequence shares with the others of its group, or 0
-    members: Tensor  # [P, J] int64: rows of each group, the first real; -1: nobody
-
-    @classmethod
-    def of(
-        cls, blocks: Sequence[Sequence[int]], rows: int, block_size: int, most: int
-    ) -> PrefixGroups:
-        """Groups of at most `most` of the sequences that have these blocks; `rows` is B, at least
-        as many as there are sequences.
-        """
-        shared = torch.zeros(rows, dtype=torch.int64)
-        members = torch.full((rows // 2, most), -1, dtype=torch.int64)
-        alike: dict[int, list[int]] = {}
-        for row, held in enumerate(blocks):
-            alike.setdefault(held[0], []).append(row)
-        count = 0
-        for together in alike.values():
-            common = _common([blocks[row] for row in together]) * block_size
-            for a in range(0, len(together), most):
-                group = together[a : a + most]
-                if len(group) > 1 and common:
-                    members[count, : len(group)] = torch.tensor(group)
-                    shared[group] = common
-                    count += 1
-        return cls(shared, members)
-
-    def to(self, device: torch.device) -> PrefixGroups:
-        return PrefixGroups(to_device(self.shared, device), to_device(self.members, device))
-
-    def copy_(self, other: PrefixGroups) -> None:
-        self.shared.copy_(other.shared)
-        self.members.copy_(other.members)
-
-
-def _common(lists: Sequence[Sequence[int]]) -> int:
-    """How many entries all these lists have in common at their beginning."""
-    low, high = min(lists), max(lists)  # what these two share all between them share
-    count = 0
-    for a, b in zip(low, high, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
-
-
-def members_per_group(heads: int, kv_heads: int) -> int:
-    """So many sequences fill a tile of 64 queries, the heads of a key head padded to a power of
-    two.
-    """
-    per_key = heads // kv_heads
-    return max(1, 64 // (1 << (per_key - 1).bit_length()))
-
-
-@dataclass(slots=True)
 class PagedLayout:
     """Decoding: one new token for each of B sequences; its key and value are written first, then it
     attends to all.
@@ -647,7 +588,6 @@ class PagedLayout:
     # [B, W] int64 cache blocks of each sequence, in order; unused entries point at any block
     tables: Tensor
     cached: Tensor  # [B] int64 tokens in the cache before the new one: where it goes
-    groups: PrefixGroups | None = None  # who begins with the same blocks
     parts: int = 1  # so many programs of a GPU share the keys of a sequence
 
     def attend(
@@ -662,7 +602,7 @@ class PagedLayout:
         *,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`rope`: cos and sin [B, D] by which q and k are to be turned; None: they were."""
+        """`rope`: cos and sin [positions, D] by which q and k are to be turned; None: they were."""
         keys = self.cache.keys[layer]
         values = self.cache.values[layer]
         if q.is_cuda and HAS_TRITON:
@@ -681,11 +621,11 @@ class PagedLayout:
                 softcap or 0.0,
                 parts=self.parts,
                 rope=rope,
-                groups=self.groups,
             )
         if rope is not None:
-            q = rotate(q, *rope)
-            k = rotate(k, *rope)
+            cos, sin = (table.index_select(0, self.cached) for table in rope)
+            q = rotate(q, cos, sin)
+            k = rotate(k, cos, sin)
         size = self.cache.block_size
         block = self.tables.gather(1, (self.cached // size)[:, None])[:, 0]
         self.cache.write(layer, block * size + self.cached % size, k, v)

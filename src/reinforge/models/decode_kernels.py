@@ -16,14 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.attention import PrefixGroups
-
 MULTIPROCESSORS = 132  # of an H200: what the sizes below were measured for
 # so many programs share the keys of a sequence at most, and so many keys each of them has
 SPLITS = 16
 LEAST = 100
 MOST = 8192
-PREFIX_TILE = {"BN": 128, "num_warps": 4, "num_stages": 2}
 NOTHING = tl.constexpr(-1e30)  # the largest score of no keys at all
 # a kernel may begin before the one before it has ended, up to where it reads what that one wrote
 EARLY = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available()
@@ -371,7 +368,6 @@ def _paged_decode(
     O,
     TABLES,
     CACHED,
-    SHARED,
     S_TOP,
     S_SUM,
     S_ACC,
@@ -384,7 +380,7 @@ def _paged_decode(
     kn_h,
     vn_b,
     vn_h,
-    cos_b,
+    cos_n,
     W,
     HK: tl.constexpr,
     G: tl.constexpr,
@@ -394,52 +390,41 @@ def _paged_decode(
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     PARTS: tl.constexpr,
-    LINES: tl.constexpr,
     ROPE: tl.constexpr,
-    GROUPED: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per (sequence, key head, part of its keys). The first part stores the new key and
-    value and begins with them. What a sequence shares with its group is left to `_shared_prefix`;
-    `_join_parts` joins what both found.
-
-    Where there are groups `_shared_prefix` runs beside this kernel: it lets this one begin only
-    after the kernel before both has ended, and this one ends only after it.
+    value and begins with them; `_join_parts` joins the parts.
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     part = tl.program_id(2)
     if EARLY:
-        if not GROUPED:
-            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     n = tl.load(CACHED + b).to(tl.int32)  # tokens before the new one
     d = tl.arange(0, DP)
     g = tl.arange(0, GP)
     real_d = d < D
     real = (g < G)[:, None] & real_d[None, :]
     first = 0
-    if GROUPED:
-        first = tl.minimum(n, tl.load(SHARED + b).to(tl.int32))
     if WINDOW:
         first = tl.maximum(0, n + 1 - window)
     begin = first // BN * BN
     span = tl.cdiv(tl.cdiv(n - begin, PARTS), BN) * BN
     low = begin + part * span
-    line = (b * LINES + part) * HK * G + h * G + g
+    line = (b * PARTS + part) * HK * G + h * G + g
     if PARTS > 1:  # noqa: SIM102  (known when it is compiled)
         if (part > 0) & (low >= n):
             tl.store(S_TOP + line, tl.full([GP], NOTHING, tl.float32), mask=g < G)
             tl.store(S_SUM + line, tl.zeros([GP], tl.float32), mask=g < G)
-            if EARLY and GROUPED:
-                tl.extra.cuda.gdc_wait()
             return
     if ROPE:
-        cos = tl.load(COS + b * cos_b + d, mask=real_d, other=0.0)
-        sin = tl.load(SIN + b * cos_b + d, mask=real_d, other=0.0)
+        cos = tl.load(COS + n.to(tl.int64) * cos_n + d, mask=real_d, other=0.0)
+        sin = tl.load(SIN + n.to(tl.int64) * cos_n + d, mask=real_d, other=0.0)
         at = b * q_b + (h * G + g)[:, None] * q_h
         q = _turned(Q, at, d[None, :], cos[None, :], sin[None, :], real, D)
     else:
@@ -460,17 +445,12 @@ def _paged_decode(
         m = _capped(m, softcap, CAP)
         total = tl.full([GP], 1.0, tl.float32)
         acc = tl.zeros([GP, DP], tl.float32) + v_new.to(tl.float32)[None, :]
-        if GROUPED:  # noqa: SIM102  (known when it is compiled)
-            if first == 0:
-                alone = (b * LINES + PARTS) * HK * G + h * G + g
-                tl.store(S_TOP + alone, tl.full([GP], NOTHING, tl.float32), mask=g < G)
-                tl.store(S_SUM + alone, tl.zeros([GP], tl.float32), mask=g < G)
     high = tl.minimum(n, low + span)
     m, total, acc = _attend_keys(
         q, m, total, acc, KC, VC, TABLES + b * W, h, low, high, first, scale, softcap, d,
         HK, D, BLOCK, BN, CAP, PRECISION,
     )  # fmt: skip
-    if LINES > 1:
+    if PARTS > 1:
         tl.store(S_TOP + line, m, mask=g < G)
         tl.store(S_SUM + line, total, mask=g < G)
         tl.store(S_ACC + line[:, None] * D + d[None, :], acc, mask=real)
@@ -478,8 +458,6 @@ def _paged_decode(
         row = b * HK * G + h * G + g
         out = (acc / total[:, None]).to(O.dtype.element_ty)
         tl.store(O + row[:, None] * D + d[None, :], out, mask=real)
-    if EARLY and GROUPED:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -489,112 +467,27 @@ def _join_parts(
     S_ACC,
     O,
     H,
-    parts,
     D: tl.constexpr,
     DP: tl.constexpr,
-    LINES: tl.constexpr,
+    PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per (sequence, query head): what the parts of its keys gave, as one."""
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
-    part = tl.arange(0, LINES)
+    part = tl.arange(0, PARTS)
     d = tl.arange(0, DP)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    line = (b * LINES + part) * H + h
-    top = tl.load(S_TOP + line, mask=part < parts, other=NOTHING)
+    line = (b * PARTS + part) * H + h
+    top = tl.load(S_TOP + line)
     share = tl.exp(top - tl.max(top, 0))
-    total = tl.sum(share * tl.load(S_SUM + line, mask=part < parts, other=0.0), 0)
+    total = tl.sum(share * tl.load(S_SUM + line), 0)
     there = (top > NOTHING)[:, None] & (d < D)[None, :]
     acc = tl.load(S_ACC + line[:, None] * D + d[None, :], mask=there, other=0.0)
     out = tl.sum(acc * share[:, None], 0) / total
     tl.store(O + (b * H + h) * D + d, out.to(O.dtype.element_ty), mask=d < D)
-
-
-@triton.jit
-def _shared_prefix(
-    Q,
-    COS,
-    SIN,
-    KC,
-    VC,
-    TABLES,
-    CACHED,
-    MEMBERS,
-    SHARED,
-    S_TOP,
-    S_SUM,
-    S_ACC,
-    scale,
-    softcap,
-    q_b,
-    q_h,
-    cos_b,
-    W,
-    PARTS: tl.constexpr,
-    LINES: tl.constexpr,
-    HK: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BN: tl.constexpr,
-    J: tl.constexpr,
-    GP: tl.constexpr,
-    ROPE: tl.constexpr,
-    CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """One program per (group of sequences, key head): the keys that up to J sequences share are
-    read once for the query heads of all of them.
-    """
-    group = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
-    if EARLY:  # in this order: see `_paged_decode`
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    j = tl.arange(0, J)
-    everyone = tl.load(MEMBERS + group * J + j).to(tl.int64)
-    lengths = tl.load(SHARED + everyone, mask=everyone >= 0, other=0).to(tl.int32)
-    # who has left has nothing in the cache, and its table is no longer that of the group
-    here = (lengths > 0) & (tl.load(CACHED + everyone, mask=everyone >= 0, other=0) >= lengths)
-    n = tl.max(tl.where(here, lengths, 0), 0)
-    if n == 0:
-        return
-    leader = tl.max(tl.where(here, everyone, -1), 0)
-    r = tl.arange(0, J * GP)
-    g = r % GP
-    member = tl.load(MEMBERS + group * J + r // GP).to(tl.int64)
-    d = tl.arange(0, DP)
-    real_d = d < D
-    real_r = (member >= 0) & (g < G)
-    real = real_r[:, None] & real_d[None, :]
-    at = member[:, None] * q_b + (h * G + g)[:, None] * q_h
-    if ROPE:
-        cos = tl.load(COS + member[:, None] * cos_b + d[None, :], mask=real, other=0.0)
-        sin = tl.load(SIN + member[:, None] * cos_b + d[None, :], mask=real, other=0.0)
-        q = _turned(Q, at, d[None, :], cos, sin, real, D)
-    else:
-        q = tl.load(Q + at + d[None, :], mask=real, other=0.0)
-    m = tl.full([J * GP], NOTHING, tl.float32)
-    total = tl.zeros([J * GP], tl.float32)
-    acc = tl.zeros([J * GP, DP], tl.float32)
-    m, total, acc = _attend_keys(
-        q, m, total, acc, KC, VC, TABLES + leader * W, h, 0, n, 0, scale, softcap, d,
-        HK, D, BLOCK, BN, CAP, PRECISION,
-    )  # fmt: skip
-    line = (member * LINES + PARTS) * HK * G + h * G + g
-    tl.store(S_TOP + line, m, mask=real_r)
-    tl.store(S_SUM + line, total, mask=real_r)
-    tl.store(S_ACC + line[:, None] * D + d[None, :], acc, mask=real)
-
-
-def grouped(rows: int, kv_heads: int) -> bool:
-    """Whether so many sequences keep the device busy that reading a shared prefix once pays."""
-    return rows * kv_heads >= MULTIPROCESSORS
 
 
 def parts_of(rows: int, kv_heads: int, longest: int) -> int:
@@ -631,18 +524,15 @@ def paged_decode(
     *,
     parts: int = 1,
     rope: tuple[Tensor, Tensor] | None = None,
-    groups: PrefixGroups | None = None,
 ) -> Tensor:
     """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D]; writes k and v
     there. window/softcap 0 = none. `parts` programs share the keys of a sequence. `rope`: cos and
-    sin [B, D] by which q and k are turned first.
+    sin [positions, D] by which q and k are turned first.
     """
     rows, heads, size = q.shape
     kv_heads = keys.shape[2]
     per_key = heads // kv_heads
     device = q.device
-    if window:
-        groups = None
     wide = triton.next_power_of_2(size)
     cos, sin = rope if rope is not None else (q, q)
     shape = {"D": size, "DP": max(16, wide), "BLOCK": keys.shape[1], "HK": kv_heads, "G": per_key}
@@ -652,38 +542,8 @@ def paged_decode(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "EARLY": EARLY,
     }
-    lines = triton.next_power_of_2(parts + (groups is not None))
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=device)
-    found = _partial(rows, lines, heads, size, device) if lines > 1 else (out, out, out)
-    shared = cached
-    if groups is not None:
-        shared = groups.shared
-        _shared_prefix[(len(groups.members), kv_heads)](
-            q,
-            cos,
-            sin,
-            keys,
-            values,
-            tables,
-            cached,
-            groups.members,
-            shared,
-            *found,
-            scale,
-            softcap,
-            q.stride(0),
-            q.stride(1),
-            cos.stride(0),
-            tables.stride(0),
-            PARTS=parts,
-            LINES=lines,
-            J=groups.members.shape[1],
-            GP=triton.next_power_of_2(per_key),
-            **PREFIX_TILE,
-            **shape,
-            **kind,
-            **_early(),
-        )
+    found = _partial(rows, parts, heads, size, device) if parts > 1 else (out, out, out)
     _paged_decode[(rows, kv_heads, parts)](
         q,
         k,
@@ -695,7 +555,6 @@ def paged_decode(
         out,
         tables,
         cached,
-        shared,
         *found,
         scale,
         softcap,
@@ -710,38 +569,35 @@ def paged_decode(
         tables.stride(0),
         GP=max(16, triton.next_power_of_2(per_key)),
         PARTS=parts,
-        LINES=lines,
-        GROUPED=groups is not None,
         WINDOW=window > 0,
         **attention_tile(rows, kv_heads),
         **shape,
         **kind,
         **_early(),
     )
-    if lines > 1:
+    if parts > 1:
         _join_parts[(rows, heads)](
             *found,
             out,
             heads,
-            parts + (groups is not None),
             D=size,
             DP=shape["DP"],
-            LINES=lines,
+            PARTS=parts,
             EARLY=EARLY,
-            num_warps=4 if lines * size > 1024 else 1,
+            num_warps=4 if parts * size > 1024 else 1,
             **_early(),
         )
     return out
 
 
 def _partial(
-    rows: int, lines: int, heads: int, size: int, device: torch.device
+    rows: int, parts: int, heads: int, size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the largest scores, the sums and the weighted values of parts of the keys."""
     top, total = (
-        torch.empty(rows, lines, heads, dtype=torch.float32, device=device) for _ in range(2)
+        torch.empty(rows, parts, heads, dtype=torch.float32, device=device) for _ in range(2)
     )
-    acc = torch.empty(rows, lines, heads, size, dtype=torch.float32, device=device)
+    acc = torch.empty(rows, parts, heads, size, dtype=torch.float32, device=device)
     return top, total, acc
 
 
@@ -896,3 +752,50 @@ def draw(
         **kind,
     )
     return tokens, logprobs
+
+
+@triton.jit
+def _advance(
+    PICKED, NEWEST, CACHED, PRODUCED, LIMITS, DONE, STOPS, S, BS: tl.constexpr, EARLY: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    picked = tl.load(PICKED + row)
+    done = tl.load(DONE + row) != 0
+    live = tl.where(done, 0, 1)
+    s = tl.arange(0, BS)
+    ends = tl.load(STOPS + row * S + s, mask=s < S, other=-1) == picked
+    produced = tl.load(PRODUCED + row) + live
+    tl.store(NEWEST + row, tl.where(done, tl.load(NEWEST + row), picked))
+    tl.store(CACHED + row, tl.load(CACHED + row) + live)
+    tl.store(PRODUCED + row, produced)
+    ended = (tl.max(ends.to(tl.int32), 0) > 0) | (produced >= tl.load(LIMITS + row))
+    tl.store(DONE + row, done | ended)
+
+
+def advance(
+    picked: Tensor,
+    newest: Tensor,
+    cached: Tensor,
+    produced: Tensor,
+    limits: Tensor,
+    done: Tensor,
+    stops: Tensor,
+) -> None:
+    """Twin of `DecodeBatch.advance`, in place: [B] each, stops [B, S]."""
+    _advance[(len(picked),)](
+        picked,
+        newest,
+        cached,
+        produced,
+        limits,
+        done,
+        stops,
+        stops.shape[1],
+        BS=triton.next_power_of_2(stops.shape[1]),
+        EARLY=EARLY,
+        num_warps=1,
+        **_early(),
+    )

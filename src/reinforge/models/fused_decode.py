@@ -220,6 +220,8 @@ class FusedDecode:
         self.rotary = trunk.rotary_emb
         self.layers = layers
         self.norm = norm
+        # by how many positions they have; captured graphs read them, so none is given up
+        self._ropes: dict[int, tuple[Tensor, Tensor]] = {}
         self.shapes = [
             (layer.qkv[1].out_features // layer.head_size, layer.head_size) for layer in layers
         ]
@@ -250,11 +252,18 @@ class FusedDecode:
     def hidden(self, tokens: Tensor, layout: PagedLayout) -> Tensor:
         """[B, E] last hidden states of the newest token of each sequence."""
         x = self.embed(tokens)
-        rope = _rope(self.rotary, x, layout.cached)
+        rope = self._rope_of(x, layout.tables.shape[1] * layout.cache.block_size)
         delta: Tensor | None = None
         for layer in self.layers:
             delta = layer.forward(x, delta, rope, layout)
         return add_norm(x, delta, self.norm.weight, self.norm.eps)
+
+    def _rope_of(self, x: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of so many positions at least, computed once."""
+        size = 1 << (positions - 1).bit_length()
+        if size not in self._ropes:
+            self._ropes[size] = _rope(self.rotary, x, torch.arange(size, device=x.device))
+        return self._ropes[size]
 
     @torch.no_grad()
     def _proven(self, model: CausalModel) -> bool:
@@ -332,11 +341,11 @@ def _proven(own: Any, layer: FusedLayer, rotary: Any) -> bool:
     first, second = (trial([(heads, fused.head_size)], torch.float32, device) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     before = torch.randn(len(TRIAL), fused.qkv[0].in_features, generator=generator).to(device)
-    rope = _rope(rotary, before, first.cached)
+    own_rope = _rope(rotary, before, first.cached)
     listener = _Listener(first)
     after = wide.forward(
         before[None],
-        position_embeddings=tuple(part[None] for part in rope),
+        position_embeddings=tuple(part[None] for part in own_rope),
         position_ids=first.cached[None],
         layout=listener,
     )
@@ -346,6 +355,7 @@ def _proven(own: Any, layer: FusedLayer, rotary: Any) -> bool:
     for one in (layer, fused):
         one.scale, one.window, one.softcap = listener.asked
     x = before.clone()
+    rope = _rope(rotary, before, torch.arange(max(TRIAL) + 1, device=device))
     delta = fused.forward(x, None, rope, second)
     ours = x + (delta if delta.ndim == 2 else delta.sum(0))
     return bool((ours - after).norm() <= CLOSE * (after - before).norm())

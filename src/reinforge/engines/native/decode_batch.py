@@ -20,7 +20,7 @@ from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
 from reinforge.engines.native.blocks import CacheHolding
 from reinforge.engines.native.sampler import draw, uniform
-from reinforge.models.attention import HAS_TRITON, KVCache, PagedLayout, PrefixGroups
+from reinforge.models.attention import HAS_TRITON, KVCache, PagedLayout
 from reinforge.models.causal import CausalModel
 from reinforge.models.fused_decode import FusedDecode
 from reinforge.models.grammars import Matcher
@@ -28,7 +28,7 @@ from reinforge.models.head import LogitRule, exact_statistics, permitted
 
 NEVER = -1  # pads lists of stop tokens: no token has this id
 FREE = [1.0, 0.0, 0.0]  # top_p, top_k and min_p that drop nothing
-GraphKey = tuple[int, int, int, bool, bool, bool]
+GraphKey = tuple[int, int, int, bool, bool]
 # new tokens, their log-probs, and why it ended there
 Listener = Callable[[list[int], list[float], Stop | None], None]
 
@@ -97,7 +97,6 @@ class DecodeBatch:
     # [B, words] int32: a bit for every token that may come next, where any row is constrained
     allowed: Tensor | None
     longest: int  # the largest context that a row can have now, known on the host
-    groups: PrefixGroups | None = None  # rows that begin alike, where that is made use of
 
     @classmethod
     def of(
@@ -174,15 +173,12 @@ class DecodeBatch:
         )
 
     def select(self, rows: list[int]) -> DecodeBatch:
-        """These rows, in this order. Who begins alike is to be found again."""
+        """These rows, in this order."""
         index = to_device(ints(rows), self.newest.device)
-        return replace(self._each(lambda x: x.index_select(0, index)), groups=None)
+        return self._each(lambda x: x.index_select(0, index))
 
     def clone(self) -> DecodeBatch:
-        copied = self._each(Tensor.clone)
-        if self.groups is not None:
-            copied.groups = PrefixGroups(self.groups.shared.clone(), self.groups.members.clone())
-        return copied
+        return self._each(Tensor.clone)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> DecodeBatch:
         changed: dict[str, Any] = {}
@@ -216,7 +212,7 @@ class DecodeBatch:
     @property
     def key(self) -> GraphKey:
         """What a captured graph is made for: rows, table width, stop tokens, whether rows are
-        filtered, whether they are constrained, and whether some are attended together.
+        filtered, and whether they are constrained.
         """
         return (
             len(self.newest),
@@ -224,7 +220,6 @@ class DecodeBatch:
             self.stops.shape[1],
             self.filters is not None,
             self.allowed is not None,
-            self.groups is not None,
         )
 
     def copy_(self, other: DecodeBatch) -> None:
@@ -234,8 +229,6 @@ class DecodeBatch:
             if isinstance(mine, Tensor):
                 mine.copy_(getattr(other, part.name))
         self.longest = other.longest
-        if self.groups is not None and other.groups is not None:
-            self.groups.copy_(other.groups)
 
     def draw(self, model: CausalModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B] and log-probs [B] from last hidden states [B, E]."""
@@ -281,7 +274,7 @@ class DecodeBatch:
             if self.newest.is_cuda
             else self.tables[:, : -(-self.longest // cache.block_size)]
         )
-        layout = PagedLayout(cache, tables, self.cached, self.groups, parts)
+        layout = PagedLayout(cache, tables, self.cached, parts)
         if fused is None:
             hidden = model.hidden(self.newest, self.cached, layout)
         else:
@@ -292,6 +285,20 @@ class DecodeBatch:
 
     def advance(self, picked: Tensor) -> None:
         """Takes in what was drawn for every row [B]: it is fed next, and may have ended the row."""
+        self.longest += 1
+        if picked.is_cuda and HAS_TRITON:
+            from reinforge.models import decode_kernels
+
+            decode_kernels.advance(
+                picked,
+                self.newest,
+                self.cached,
+                self.produced,
+                self.limits,
+                self.done,
+                self.stops,
+            )
+            return
         live = ~self.done
         self.newest.copy_(torch.where(live, picked, self.newest))
         self.cached.add_(live)
@@ -299,7 +306,6 @@ class DecodeBatch:
         self.done.logical_or_(
             (picked[:, None] == self.stops).any(1) | (self.produced >= self.limits)
         )
-        self.longest += 1
 
 
 def _widened(x: Tensor, width: int, filler: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reinforge.engines.native.decode_batch import DecodeBatch, GraphKey
-from reinforge.models.attention import HAS_TRITON, KVCache, members_per_group
+from reinforge.models.attention import HAS_TRITON, KVCache
 from reinforge.models.causal import CausalModel
 from reinforge.models.fused_decode import FusedDecode
 
@@ -115,31 +115,15 @@ class Decoder:
         """Rows of a batch of this many sequences: graphs exist for some sizes only."""
         return bucket(rows) if self.graphs else rows
 
-    def group(self, rows: int) -> int:
-        """How many rows that begin alike are attended together; 0: that does not pay, or the
-        attention is an exact one.
-        """
-        if not self.graphs or self.model.exact:
-            return 0
-        from reinforge.models.decode_kernels import grouped
-
-        heads, kv_heads = self.heads
-        return members_per_group(heads, kv_heads) if grouped(rows, kv_heads) else 0
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Of queries, and of keys and values."""
-        config = self.model.config
-        heads = config.num_attention_heads
-        return heads, getattr(config, "num_key_value_heads", None) or heads
-
     def parts(self, rows: DecodeBatch, steps: int) -> int:
         """How many programs share the keys of a sequence in the next steps."""
         if self.model.exact:
             return 1
         from reinforge.models.decode_kernels import parts_of
 
-        return parts_of(len(rows.newest), self.heads[1], rows.longest + steps)
+        config = self.model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return parts_of(len(rows.newest), heads, rows.longest + steps)
 
     def forget(self) -> None:
         """The cache that the graphs were captured with is gone."""

@@ -43,7 +43,7 @@ from reinforge.engines.native.cache_shapes import cache_shapes
 from reinforge.engines.native.decode_batch import DecodeBatch, LiveSequence
 from reinforge.engines.native.decoder import Decoder, DecodeWindow, LaunchedWindow
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
-from reinforge.models.attention import KVCache, PrefixGroups
+from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
 from reinforge.models.fused_linear import join
 from reinforge.models.grammars import Grammars, Matcher
@@ -509,11 +509,6 @@ class NativeEngine:
         self._rows = DecodeBatch.joined(parts, spare=self.blocks)
         if not any(s.params.filtered for s in self._running):
             self._rows.filters = None  # who wanted them has left
-        most = self.decoder.group(len(self._rows.newest))
-        if most:
-            held = [s.held.blocks for s in self._running]
-            groups = PrefixGroups.of(held, len(self._rows.newest), BLOCK, most)
-            self._rows.groups = groups.to(self.model.device)
         self._rows.longest = max(s.cached + s.ahead for s in self._running) + 1
 
     def _launched(self, sequences: list[LiveSequence], window: LaunchedWindow) -> None:
