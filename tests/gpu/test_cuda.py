@@ -142,11 +142,11 @@ def test_graphs_and_windows_in_flight_change_no_token() -> None:
     engine = NativeEngine(ours, kv_gib=0.1)
     assert engine.decoder.graphs and engine.decoder.ahead == 1
     assert asyncio.run(go(engine)) == want
+    filtered = {key[3] for key, _ in engine.decoder._captured}
+    assert filtered == {False, True}
     engine.load({"blocks": 60})
     assert asyncio.run(go(engine)) == want
     assert engine.stats.preemptions > 0 and engine.decoder.captures > 0
-    filtered = {key[3] for key, _ in engine.decoder._captured}
-    assert filtered == {False, True}
 
 
 @pytest.mark.parametrize(
