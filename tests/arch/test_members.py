@@ -29,6 +29,8 @@ ALLOWED = {
     ("envs/mcp.py", "text"): FOREIGN,
     ("envs/programs.py", "run"): A_USERS,
     ("models/attention.py", "window"): "torch makes masks out of a mask without asking us",
+    ("models/fused_decode.py", "head_dim"): FOREIGN,
+    ("models/fused_decode.py", "weight"): FOREIGN,
     ("models/packed.py", "gradient_checkpointing"): FOREIGN,
     ("plan/outside.py", "head_dim"): FOREIGN,
     ("rewards/build.py", "steps"): "a scorer of single steps has it, one of whole answers has not",

@@ -99,30 +99,36 @@ def product_parts(x: Tensor, layer: nn.Linear) -> Tensor:
 # ---- a layer ----
 
 
+class OtherParts(Exception):
+    """A trunk is made of other parts than those that are known here."""
+
+
 @dataclass(slots=True)
 class _Norm:
     weight: Tensor
     eps: float
 
     @classmethod
-    def of(cls, module: Any) -> _Norm | None:
+    def of(cls, module: Any) -> _Norm:
         eps = getattr(module, "variance_epsilon", None)
         weight = getattr(module, "weight", None)
-        if (
-            eps is None
-            or not isinstance(weight, nn.Parameter)
-            or len(list(module.parameters())) > 1
-        ):
-            return None
-        return cls(weight, float(eps))
+        if not isinstance(eps, float) or not isinstance(weight, nn.Parameter):
+            raise OtherParts
+        if len(list(module.parameters())) > 1:
+            raise OtherParts
+        return cls(weight, eps)
 
 
-def _linears(parent: Any, *names: str) -> list[nn.Linear] | None:
-    """The plain linear layers of these names; None where one is something else."""
-    found = [getattr(parent, name, None) for name in names]
-    plain = [part for part in found if type(part) is nn.Linear]
-    whole = all(type(part.weight) is nn.Parameter for part in plain)
-    return plain if whole and len(plain) == len(names) else None
+def _linear(parent: Any, name: str) -> nn.Linear:
+    """The plain linear layer of this name."""
+    found = getattr(parent, name, None)
+    if type(found) is not nn.Linear or type(found.weight) is not nn.Parameter:
+        raise OtherParts
+    return found
+
+
+def _children(module: Any) -> set[str]:
+    return {name for name, _ in module.named_children()}
 
 
 @dataclass(slots=True)
@@ -135,7 +141,7 @@ class FusedLayer:
     first_norm: _Norm
     second_norm: _Norm
     qkv: list[nn.Linear]
-    head_norms: tuple[_Norm, _Norm] | None
+    head_norms: list[_Norm]  # of queries and keys, or none
     out: nn.Linear
     gate_up: list[nn.Linear]
     down: nn.Linear
@@ -146,33 +152,27 @@ class FusedLayer:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, layer: Any) -> FusedLayer | None:
-        """None: this layer is made of other parts."""
-        attention = getattr(layer, "self_attn", None)
-        mlp = getattr(layer, "mlp", None)
-        norms = [_Norm.of(getattr(layer, n, None)) for n in NORMS]
-        qkv = _linears(attention, "q_proj", "k_proj", "v_proj")
-        out = _linears(attention, "o_proj")
-        gate_up = _linears(mlp, "gate_proj", "up_proj")
-        down = _linears(mlp, "down_proj")
-        known = all(norms) and qkv and out and gate_up and down
-        if not known or not _is_silu(getattr(mlp, "act_fn", None)):
-            return None
-        if {name for name, _ in layer.named_children()} != {"self_attn", "mlp", *NORMS}:
-            return None
-        head_norms = tuple(_Norm.of(getattr(attention, n, None)) for n in ("q_norm", "k_norm"))
+    def of(cls, layer: Any) -> FusedLayer:
+        if _children(layer) != {"self_attn", "mlp", *NORMS}:
+            raise OtherParts
+        attention = layer.self_attn
+        mlp = layer.mlp
         size = getattr(attention, "head_dim", None)
-        if not isinstance(size, int) or (any(head_norms) and not all(head_norms)):
-            return None
+        if not isinstance(size, int) or not _is_silu(getattr(mlp, "act_fn", None)):
+            raise OtherParts
+        head_norms = []
+        if hasattr(attention, "q_norm") or hasattr(attention, "k_norm"):
+            head_norms = [_Norm.of(getattr(attention, n, None)) for n in ("q_norm", "k_norm")]
         return cls(
             int(attention.layer_idx),
-            *norms,
-            qkv,
-            head_norms if all(head_norms) else None,
-            out[0],
-            gate_up,
-            down[0],
-            size,
+            first_norm=_Norm.of(layer.input_layernorm),
+            second_norm=_Norm.of(layer.post_attention_layernorm),
+            qkv=[_linear(attention, name) for name in ("q_proj", "k_proj", "v_proj")],
+            head_norms=head_norms,
+            out=_linear(attention, "o_proj"),
+            gate_up=[_linear(mlp, name) for name in ("gate_proj", "up_proj")],
+            down=_linear(mlp, "down_proj"),
+            head_size=size,
         )
 
     def forward(
@@ -189,9 +189,8 @@ class FusedLayer:
         heads = product(normed, self.qkv).view(len(x), -1, self.head_size)
         counts = [part.out_features // self.head_size for part in self.qkv]
         q, k, v = heads.split(counts, 1)
-        if self.head_norms is not None:
-            for part, norm in zip((q, k), self.head_norms, strict=True):
-                head_norm(part, norm.weight, norm.eps)
+        for part, norm in zip((q, k), self.head_norms, strict=False):
+            head_norm(part, norm.weight, norm.eps)
         attended = layout.attend(
             self.index, q, k, v, self.scale, self.window, self.softcap, rope=rope
         ).reshape(len(x), -1)
@@ -231,23 +230,18 @@ class FusedDecode:
         """None: the trunk is made of other parts, or of such parts in another way."""
         if model.exact:
             return None
-        fused = cls._of_parts(model.trunk)
-        if fused is None:
+        trunk: Any = model.trunk
+        try:
+            if _children(trunk) != PARTS or type(trunk.embed_tokens) is not nn.Embedding:
+                return None
+            layers = [FusedLayer.of(layer) for layer in trunk.layers]
+            fused = cls(trunk, layers, _Norm.of(trunk.norm))
+        except OtherParts:
             return None
-        for own, layer in zip(model.trunk.layers, fused.layers, strict=True):
+        for own, layer in zip(trunk.layers, layers, strict=True):
             if not _proven(own, layer, fused.rotary):
                 return None
         return fused if fused._proven(model) else None
-
-    @classmethod
-    def _of_parts(cls, trunk: Any) -> FusedDecode | None:
-        if {name for name, _ in trunk.named_children()} != PARTS:
-            return None
-        layers = [FusedLayer.of(layer) for layer in trunk.layers]
-        norm = _Norm.of(trunk.norm)
-        if type(trunk.embed_tokens) is not nn.Embedding or norm is None or not all(layers):
-            return None
-        return cls(trunk, [layer for layer in layers if layer is not None], norm)
 
     def hidden(self, tokens: Tensor, layout: PagedLayout) -> Tensor:
         """[B, E] last hidden states of the newest token of each sequence."""
@@ -333,8 +327,6 @@ def _proven(own: Any, layer: FusedLayer, rotary: Any) -> bool:
     separate(wide)
     wide = wide.float()
     fused = FusedLayer.of(wide)
-    if fused is None:
-        return False
     device = fused.out.weight.device
     heads = fused.qkv[1].out_features // fused.head_size
     fused.index = 0
