@@ -113,6 +113,27 @@ def test_killed_again_and_again(grpo: Whole, tmp_path: Path) -> None:
     assert grpo.differences(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["ordinary", "exact"])
+def test_drafts_from_earlier_answers_do_not_show(tiny: Path, tmp_path: Path, exact: bool) -> None:
+    """8 prompts, 4 a step: every second step is a new epoch. The resumed run does not know the
+    answers of the epochs before, from which the run that was never cut may draw drafts.
+    """
+    changes = {
+        "model": {"exact": exact},
+        "data": {"options": {"size": 12}},
+        "rollout": {"speculation": {"when": "always"}},
+        "train": {"steps": 6},
+    }
+    run = whole(tmp_path, cli_runs.write_config(tmp_path, tiny, **changes), 6)
+    metrics = cli_runs.lines(tmp_path / "whole" / "metrics.jsonl")
+    key = "efficiency/accepted_length"
+    lengths = [line[key] for line in metrics if key in line]
+    assert len(lengths) == 6 and max(lengths) > 1
+    crash(run, tmp_path, "step:end@5")
+    finish(run, tmp_path)
+    assert run.differences(tmp_path / "run") == []
+
+
 def test_lora_with_a_reference(tiny: Path, tmp_path: Path) -> None:
     """The adapter alone is in the checkpoint; the KL pulls towards the base model, which must be
     the same after the kill.

@@ -15,9 +15,11 @@ from reinforge.build.policy import load_policy, move_to_device
 from reinforge.build.served import setup_of, trainer_score
 from reinforge.cluster.data_parallel import DataParallelEngine
 from reinforge.config.engine import SERVERS
+from reinforge.config.rollout import SpeculationConfig
 from reinforge.config.schema import Config
 from reinforge.core.engine import Engine
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.native.drafts import Speculation
 from reinforge.engines.served.make import make_served
 from reinforge.models.answer_form import AnswerForm
 from reinforge.models.causal import CausalModel
@@ -35,7 +37,14 @@ def native_engine(inputs: ModelInputs, model: CausalModel, stops: frozenset[int]
         context=inputs.context,
         longest=inputs.longest,
         prefix_cache=rollout.prefix_cache,
+        speculation=_speculation(rollout.speculation),
     )
+
+
+def _speculation(cfg: SpeculationConfig) -> Speculation | None:
+    if cfg.when == "never":
+        return None
+    return Speculation(cfg.drafts, cfg.rows if cfg.when == "tail" else None, cfg.memory)
 
 
 def engine_of(

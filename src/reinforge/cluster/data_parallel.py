@@ -45,16 +45,8 @@ class RankEngine:
     ) -> tuple[list[GenerateReply], GenerationStats]:
         """`sign`: what appears in the store when the round is called off."""
         before = replace(self.engine.stats)
-        now = self.engine.stats
         found = self._wait(self._all(sign, requests))
-        done = GenerationStats(
-            now.prompt_tokens - before.prompt_tokens,
-            now.generated_tokens - before.generated_tokens,
-            now.steps - before.steps,
-            now.seconds - before.seconds,
-            now.preemptions - before.preemptions,
-        )
-        return found, done
+        return found, self.engine.stats.since(before)
 
     async def _all(self, sign: str, requests: Sequence[GenerateRequest]) -> list[GenerateReply]:
         work = [
@@ -197,6 +189,8 @@ class DataParallelEngine:
         self.stats.steps += max(s.steps for s in parts)
         self.stats.seconds += max(s.seconds for s in parts)
         self.stats.preemptions += sum(s.preemptions for s in parts)
+        self.stats.draft_steps += sum(s.draft_steps for s in parts)
+        self.stats.draft_tokens += sum(s.draft_tokens for s in parts)
 
     def _call_off(self) -> None:
         """Where nobody waits for this round any more, the ranks stop."""

@@ -11,6 +11,23 @@ from reinforge.config.engine import SERVERS, EngineName
 from reinforge.config.structured import StructuredConfig
 
 
+class SpeculationConfig(Section):
+    """The section `rollout.speculation`: drafts that one forward verifies together."""
+
+    when: Literal["never", "tail", "always"] = Field(
+        "never",
+        description=(
+            "Whether the native engine guesses the next tokens from what is at hand (the text"
+            " itself, finished siblings, earlier answers to the same prompt) and verifies several"
+            " in one forward; tokens are those that it would draw without. tail: while at most"
+            " `rows` sequences are decoded."
+        ),
+    )
+    drafts: Count = Field(3, le=16, description="Tokens that are guessed at once.")
+    rows: Count = Field(32, description="Sequences alive up to which `tail` guesses.")
+    memory: Count = Field(4_194_304, description="Tokens of finished answers that are remembered.")
+
+
 class RolloutConfig(Section):
     staleness: Natural = Field(
         0,
@@ -71,6 +88,10 @@ class RolloutConfig(Section):
             "Keep what was computed under the same weights: a conversation that goes on computes"
             " only what is new."
         ),
+    )
+    speculation: SpeculationConfig = Field(
+        SpeculationConfig(),
+        description="Lossless speculative decoding of the native engine; see docs/engines.md.",
     )
     on_reward_error: Literal["unscored", "raise"] = Field(
         "raise",

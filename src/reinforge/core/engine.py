@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol, runtime_checkable
 
 from reinforge.core.constraint import Constraint
@@ -61,6 +61,15 @@ class GenerationStats:
     seconds: float = 0.0
     # sequences that gave their cache to older ones and were computed again
     preemptions: int = 0
+    # steps of single sequences that verified drafts, and the tokens that these gave
+    draft_steps: int = 0
+    draft_tokens: int = 0
+
+    def since(self, before: GenerationStats) -> GenerationStats:
+        """What was done after `before`, a copy of an earlier moment."""
+        return GenerationStats(
+            **{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
+        )
 
 
 # hears of a sample's new tokens: its place, their ids, their log-probs, how it ended if it did

@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "run.max_seconds",
     "rollout.kv_gib",
     "rollout.max_batch",
+    "rollout.speculation.",
     "rollout.on_reward_error",
     "model.device",
     "train.optimizer.offload",

@@ -21,7 +21,7 @@ from reinforge.algorithms.losses import value
 from reinforge.algorithms.parts import corrections
 from reinforge.core.backend import Backend
 from reinforge.core.batch import Batch, Totals, pack
-from reinforge.core.engine import Engine
+from reinforge.core.engine import Engine, GenerationStats
 from reinforge.core.errors import Terminated
 from reinforge.core.metrics import Metrics, StepMetrics, average
 from reinforge.core.report import StepReport
@@ -77,7 +77,7 @@ class RLTrainer:
         await self.engine.update(self.backend.weights(), self._version())
         await run.begin()
         while run.going():
-            busy = self._engine_seconds()
+            before = self._engine_stats()
             with run.phase("generate"):
                 await run.interruptible(self.buffer.advance(run.step, self._version()))
                 if self.buffer.drain:
@@ -85,7 +85,7 @@ class RLTrainer:
             # everything is generated, and the device has nothing to do
             with run.phase("reward_wait"):
                 rollout_batch = await run.interruptible(self.buffer.take(run.step, self._version()))
-            busy = self._engine_seconds() - busy
+            generated = self._engine_stats().since(before)
             with run.phase("prepare"):
                 minibatches = self._pack(rollout_batch.trained)
                 batches = [batch for minibatch in minibatches for batch in minibatch]
@@ -110,8 +110,11 @@ class RLTrainer:
             metrics |= self._count(batches, rollout_batch)
             processed = sum(updates.processed) / self.epochs
             metrics["tokens/processed"] = processed
-            if busy:
-                metrics["efficiency/engine_seconds"] = busy
+            if generated.seconds:
+                metrics["efficiency/engine_seconds"] = generated.seconds
+            if generated.draft_steps:
+                length = generated.draft_tokens / generated.draft_steps
+                metrics["efficiency/accepted_length"] = length
             self.running.observe(
                 s for g in [*rollout_batch.groups, *rollout_batch.discarded] for s in g.episodes
             )
@@ -151,10 +154,10 @@ class RLTrainer:
             self.engine.load(saved)
         counters.update({prefix + name: value for name, value in self.engine.state().items()})
 
-    def _engine_seconds(self) -> float:
-        """What the engine has worked so far, where it counts that."""
+    def _engine_stats(self) -> GenerationStats:
+        """What the engine has done so far, where it counts that."""
         stats = self.engine.stats
-        return 0.0 if stats is None else stats.seconds
+        return GenerationStats() if stats is None else replace(stats)
 
     def _version(self) -> int:
         """Weights are counted by optimizer steps."""

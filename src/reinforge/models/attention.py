@@ -580,8 +580,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class PagedLayout:
-    """Decoding: one new token for each of B sequences; its key and value are written first, then it
+    """Decoding: one new token for each of B rows; its key and value are written first, then it
     attends to all.
+
+    Several rows may be one sequence (`shared`): neighbours in place, each of which sees those
+    before it.
     """
 
     cache: KVCache
@@ -589,6 +592,7 @@ class PagedLayout:
     tables: Tensor
     cached: Tensor  # [B] int64 tokens in the cache before the new one: where it goes
     parts: int = 1  # so many programs of a GPU share the keys of a sequence
+    shared: bool = False  # keys and values of all rows must be there before any row attends
 
     def attend(
         self,
@@ -605,7 +609,17 @@ class PagedLayout:
         """`rope`: cos and sin [positions, D] by which q and k are to be turned; None: they were."""
         keys = self.cache.keys[layer]
         values = self.cache.values[layer]
-        if q.is_cuda and HAS_TRITON:
+        kernel = q.is_cuda and HAS_TRITON
+        size = self.cache.block_size
+        if self.shared or not kernel:
+            if rope is not None:
+                cos, sin = (table.index_select(0, self.cached) for table in rope)
+                q = rotate(q, cos, sin)
+                k = rotate(k, cos, sin)
+                rope = None
+            block = self.tables.gather(1, (self.cached // size)[:, None])[:, 0]
+            self.cache.write(layer, block * size + self.cached % size, k, v)
+        if kernel:
             from reinforge.models.decode_kernels import paged_decode
 
             return paged_decode(
@@ -622,13 +636,6 @@ class PagedLayout:
                 parts=self.parts,
                 rope=rope,
             )
-        if rope is not None:
-            cos, sin = (table.index_select(0, self.cached) for table in rope)
-            q = rotate(q, cos, sin)
-            k = rotate(k, cos, sin)
-        size = self.cache.block_size
-        block = self.tables.gather(1, (self.cached // size)[:, None])[:, 0]
-        self.cache.write(layer, block * size + self.cached % size, k, v)
         rows, width = self.tables.shape
         past_k, past_v = (
             x.index_select(0, self.tables.reshape(-1))

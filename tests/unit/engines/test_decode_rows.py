@@ -36,6 +36,7 @@ def live(
         stops,
         future,
         order=0,
+        kin=0,
         tokens=[5],
         held=CacheHolding(blocks),
     )
@@ -275,7 +276,8 @@ def test_rows_are_selected_and_joined_with_their_settings() -> None:
     assert rows.stops.tolist() == [[NEVER, NEVER], [2, 8], [NEVER, NEVER]]
     assert rows.filters is not None
     assert rows.filters.tolist() == [[1.0, 0.0, 0.0], [0.25, 3.0, 0.125], [1.0, 0.0, 0.0]]
-    assert rows.key == (3, 3, 2, True, False) and first.key == (2, 2, 1, False, False)
+    assert rows.key == (3, 3, 2, True, False, 0, 0, 0)
+    assert first.key == (2, 2, 1, False, False, 0, 0, 0)
     rows.extend([(0, 1, 7), (2, 0, 8)])
     assert rows.tables.tolist() == [[1, 7, 9], [4, 5, 6], [8, 9, 9]]
     assert first.tables.tolist() == [[0, 3], [1, 9]], "a selection is a copy"

@@ -214,7 +214,7 @@ def test_who_enters_leaves_room_for_the_next_steps_of_all(reserved: int, fits: i
     future: asyncio.Future[Completion] = asyncio.new_event_loop().create_future()
     prompt = tokens_of(20)
     sequences = [
-        LiveSequence(prompt, Sampling(60), i, frozenset(), future, order=i) for i in range(3)
+        LiveSequence(prompt, Sampling(60), i, frozenset(), future, order=i, kin=0) for i in range(3)
     ]
     fork = SharedPrefix(prompt, list(sequences))
     pool = BlockPool(8, 16)

@@ -24,6 +24,9 @@ OTHER_GRAMMARS = No(
 )
 NO_SLEEP = No("{engine} cannot give memory back", "set engine.sleep=never, or leave it out")
 NO_KEY = No("{engine} asks for no key", "leave it out")
+NO_DRAFTS = No(
+    "{engine} drafts in a way of its own", "leave it out, and tell the server with engine.args"
+)
 NO_RANKS = No(
     "it is for the native engine on the ranks of train.backend fsdp, deepspeed or megatron",
     "leave it out",
@@ -134,6 +137,12 @@ def _features(servers: Servers) -> tuple[Feature, ...]:
             "rollout.all_ranks",
             lambda c: c.rollout.all_ranks,
             cells(native=YES, started=NO_RANKS, running=NO_RANKS),
+        ),
+        Feature(
+            "Lossless speculative decoding",
+            "rollout.speculation.when",
+            lambda c: c.rollout.speculation.when != "never",
+            cells(native=YES, started=NO_DRAFTS, running=NO_DRAFTS),
         ),
     )
 

@@ -1,7 +1,12 @@
 """The live sequences as tensors, and one decode step for all of them, embedding to sampled token,
 without asking the host.
 
-Legend: B rows, W cache blocks per sequence.
+A step verifies k drafts of every row beside its next token (k = 0: none): each row is k + 1 rows of
+the forward, which feed its newest token and its drafts at the places where they would stand. What a
+row would draw without drafts it draws with them, for the random number of a token depends on its
+place alone; it takes what it drew as long as the drafts before were the same.
+
+Legend: B rows, W cache blocks per sequence, k drafts, M tokens in which drafts are looked for.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from reinforge.core.arrays import floats, ints, to_device
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
 from reinforge.engines.native.blocks import CacheHolding
+from reinforge.engines.native.drafts import NOTHING, AnswerMemory, Kin, look_up, padded, room_for
 from reinforge.engines.native.sampler import draw, uniform
 from reinforge.models.attention import HAS_TRITON, KVCache, PagedLayout
 from reinforge.models.causal import CausalModel
@@ -28,7 +34,7 @@ from reinforge.models.head import LogitRule, exact_statistics, permitted
 
 NEVER = -1  # pads lists of stop tokens: no token has this id
 FREE = [1.0, 0.0, 0.0]  # top_p, top_k and min_p that drop nothing
-GraphKey = tuple[int, int, int, bool, bool]
+GraphKey = tuple[int, int, int, bool, bool, int, int, int]
 # new tokens, their log-probs, and why it ended there
 Listener = Callable[[list[int], list[float], Stop | None], None]
 
@@ -45,6 +51,7 @@ class LiveSequence:
     stops: frozenset[int]
     future: asyncio.Future[Completion]
     order: int  # of arrival: where the cache runs out, the youngest gives way
+    kin: Kin  # in whose answers its drafts are looked for
     # hears of tokens as they come; must be quick and must not raise
     listener: Listener | None = None
     matcher: Matcher | None = None  # where its answer stands, if that must match something
@@ -52,7 +59,7 @@ class LiveSequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     held: CacheHolding = field(default_factory=CacheHolding)
-    ahead: int = 0  # steps launched for it whose tokens are not taken in yet
+    ahead: int = 0  # tokens that come from what was launched and not taken in yet, at most
 
     @property
     def cached(self) -> int:
@@ -66,12 +73,12 @@ class LiveSequence:
 
     @property
     def left(self) -> int:
-        """Tokens that it may still sample after all that was launched."""
+        """Tokens that it may still sample after all that was launched, at least."""
         return self.params.max_new_tokens - len(self.tokens) - self.ahead
 
-    def reach(self, steps: int) -> int:
-        """Tokens that it has in the cache after so many more decode steps, at most."""
-        return min(self.cached + self.ahead + steps, self.limit)
+    def reach(self, tokens: int) -> int:
+        """Tokens that it has in the cache after so many more, at most."""
+        return min(self.cached + self.ahead + tokens, self.limit)
 
 
 @dataclass(slots=True)
@@ -97,6 +104,11 @@ class DecodeBatch:
     # [B, words] int32: a bit for every token that may come next, where any row is constrained
     allowed: Tensor | None
     longest: int  # the largest context that a row can have now, known on the host
+    drafts: int = 0  # k
+    # [B, M] where drafts are looked for: `room` tokens of other answers, then prompt and own tokens
+    seen: Tensor | None = None
+    room: int = 0
+    verified: Tensor | None = None  # [B] steps with drafts so far
 
     @classmethod
     def of(
@@ -143,8 +155,8 @@ class DecodeBatch:
 
     @classmethod
     def joined(cls, parts: list[DecodeBatch], *, spare: int) -> DecodeBatch:
-        """The rows of all parts, one after the other. What they may say next is not known here:
-        `constrain` tells it.
+        """The rows of all parts, one after the other. What they may say next, and what is looked
+        through for drafts, is not known here: `constrain` and `speculate` tell it.
         """
         width = max(part.tables.shape[1] for part in parts)
         most = max(part.stops.shape[1] for part in parts)
@@ -200,6 +212,37 @@ class DecodeBatch:
         pad = len(self.newest) - len(sequences)
         self.allowed = _masks(sequences, pad, self.newest.device)
 
+    def speculate(
+        self, sequences: list[LiveSequence], count: int, memory: AnswerMemory, *, width: int
+    ) -> None:
+        """From now on every step verifies so many drafts. The host must know all tokens of these
+        sequences; `width`: the most tokens that any of them can have, prompts included.
+        """
+        fillers = len(self.newest) - len(sequences)
+        device = self.newest.device
+        self.drafts = count
+        self.room = room_for(max(s.params.max_new_tokens for s in sequences))
+        lines = [[*s.prompt, *s.tokens] for s in sequences] + [[0]] * fillers
+        own = padded(lines, 1 << (width + count).bit_length())
+        others = padded([[]] * len(lines), self.room)
+        self.seen = to_device(torch.cat([others, own], 1), device)
+        self.verified = torch.zeros_like(self.newest)
+        self.refer(list(enumerate(sequences)), memory)
+
+    def refer(self, rows: list[tuple[int, LiveSequence]], memory: AnswerMemory) -> None:
+        """Drafts of these rows are looked for in what is remembered of their kin now."""
+        assert self.seen is not None
+        lines = padded([memory.line(s.kin, self.room) for _, s in rows], self.room)
+        index = to_device(ints([row for row, _ in rows]), self.seen.device)
+        self.seen[:, : self.room].index_copy_(0, index, to_device(lines, self.seen.device))
+
+    def plain(self) -> None:
+        """No drafts any more."""
+        self.drafts = 0
+        self.room = 0
+        self.seen = None
+        self.verified = None
+
     def retire(self, rows: list[int], spare: int) -> None:
         """These are done and their blocks belong to others now: they stand still, and write only
         into the block `spare`.
@@ -212,7 +255,7 @@ class DecodeBatch:
     @property
     def key(self) -> GraphKey:
         """What a captured graph is made for: rows, table width, stop tokens, whether rows are
-        filtered, and whether they are constrained.
+        filtered, whether they are constrained, drafts and the sizes of what is looked through.
         """
         return (
             len(self.newest),
@@ -220,6 +263,9 @@ class DecodeBatch:
             self.stops.shape[1],
             self.filters is not None,
             self.allowed is not None,
+            self.drafts,
+            self.room,
+            0 if self.seen is None else self.seen.shape[1],
         )
 
     def copy_(self, other: DecodeBatch) -> None:
@@ -264,29 +310,61 @@ class DecodeBatch:
     def step(
         self, model: CausalModel, cache: KVCache, fused: FusedDecode | None = None, parts: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """One token for every row: tokens [B], log-probs [B]. `fused`: the trunk with fewer
-        kernels, where there is one. `parts`: programs that share the keys of a sequence.
+        """The next token of every row and what came of its drafts: tokens [B, k+1], log-probs
+        [B, k+1]. `produced` tells how many of them are real. `fused`: the trunk with fewer kernels,
+        where there is one. `parts`: programs that share the keys of a sequence.
 
         Rows advance in place; nothing is copied to the host.
         """
+        drafts = None
+        rows = self
+        if self.seen is not None:
+            drafts = look_up(self.seen, self.room + self.cached, self.drafts)
+            rows = self._with_drafts(drafts, cache.keys[0].shape[0] - 1)
         tables = (
-            self.tables
+            rows.tables
             if self.newest.is_cuda
-            else self.tables[:, : -(-self.longest // cache.block_size)]
+            else rows.tables[:, : -(-(self.longest + self.drafts) // cache.block_size)]
         )
-        layout = PagedLayout(cache, tables, self.cached, parts)
+        layout = PagedLayout(cache, tables, rows.cached, parts, shared=drafts is not None)
         if fused is None:
-            hidden = model.hidden(self.newest, self.cached, layout)
+            hidden = model.hidden(rows.newest, rows.cached, layout)
         else:
-            hidden = fused.hidden(self.newest, layout)
-        picked, logprobs = self.draw(model, hidden)
-        self.advance(picked)
-        return picked, logprobs
+            hidden = fused.hidden(rows.newest, layout)
+        picked, logprobs = rows.draw(model, hidden)
+        shape = (len(self.newest), self.drafts + 1)
+        picked = picked.view(shape)
+        self.advance(picked, drafts)
+        return picked, logprobs.view(shape)
 
-    def advance(self, picked: Tensor) -> None:
-        """Takes in what was drawn for every row [B]: it is fed next, and may have ended the row."""
-        self.longest += 1
-        if picked.is_cuda and HAS_TRITON:
+    def _with_drafts(self, drafts: Tensor, spare: int) -> DecodeBatch:
+        """[B·(k+1)] rows: the newest token of each row and its drafts [B, k], each at its place.
+
+        Those that cannot be taken (there is no draft, the row may not sample so many tokens) stand
+        at the beginning of the block `spare`.
+        """
+        fed = torch.cat([self.newest[:, None], drafts], 1)
+        place = torch.arange(fed.shape[1], device=fed.device)
+        idle = (fed == NOTHING) | (place >= (self.limits - self.produced)[:, None])
+        idle = idle.reshape(-1)
+
+        def at(first: Tensor) -> Tensor:
+            return (first[:, None] + place).reshape(-1)
+
+        own = replace(self, drafts=0, seen=None, room=0, verified=None)
+        wide = own._each(lambda x: x.repeat_interleave(fed.shape[1], 0))
+        wide.newest = fed.reshape(-1).clamp(min=0)
+        wide.cached = at(self.cached).masked_fill(idle, 0)
+        wide.produced = at(self.produced)
+        wide.tables = wide.tables.masked_fill(idle[:, None], spare)
+        return wide
+
+    def advance(self, picked: Tensor, drafts: Tensor | None = None) -> None:
+        """Takes in what was drawn for every row [B, k+1]: as much of it as the drafts [B, k] agree
+        with, up to a stop token or the limit. The last one is fed next, and may have ended the row.
+        """
+        self.longest += self.drafts + 1
+        if drafts is None and picked.is_cuda and HAS_TRITON:
             from reinforge.models import decode_kernels
 
             decode_kernels.advance(
@@ -300,12 +378,29 @@ class DecodeBatch:
             )
             return
         live = ~self.done
-        self.newest.copy_(torch.where(live, picked, self.newest))
-        self.cached.add_(live)
-        self.produced.add_(live)
-        self.done.logical_or_(
-            (picked[:, None] == self.stops).any(1) | (self.produced >= self.limits)
-        )
+        place = torch.arange(picked.shape[1], device=picked.device)
+        stopped = (picked[:, :, None] == self.stops[:, None]).any(2)
+        wrong = stopped[:, :-1]
+        if drafts is not None:
+            wrong = wrong | (picked[:, :-1] != drafts)
+        taken = (_before(wrong) == 0) & (place < (self.limits - self.produced)[:, None])
+        count = taken.sum(1) * live
+        self.done.logical_or_((stopped & taken).any(1))
+        last = picked.gather(1, (count - 1).clamp_(min=0)[:, None])[:, 0]
+        self.newest.copy_(torch.where(live, last, self.newest))
+        if self.seen is not None and self.verified is not None:
+            after = (self.room + self.cached + 1)[:, None] + place
+            own = torch.where(taken & live[:, None], picked, NOTHING)
+            self.seen.scatter_(1, after, own)
+            self.verified.add_(live)
+        self.cached.add_(count)
+        self.produced.add_(count)
+        self.done.logical_or_(self.produced >= self.limits)
+
+
+def _before(wrong: Tensor) -> Tensor:
+    """[B, k+1]: how many of `wrong` [B, k] there are before each place."""
+    return torch.nn.functional.pad(wrong.long(), (1, 0)).cumsum(1)
 
 
 def _widened(x: Tensor, width: int, filler: int) -> Tensor:

@@ -35,13 +35,12 @@ def window(limit: int) -> int:
 
 @dataclass(slots=True)
 class DecodeWindow:
-    """What the rows said: tokens and log-probs, [B][steps], of which the first `counts[b]` are
-    real.
-    """
+    """What the rows said: tokens and log-probs of each, of which the first `counts[b]` are real."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     counts: list[int]
+    verified: list[int] | None  # steps with drafts that each row took; None: there were no drafts
 
 
 @dataclass(slots=True)
@@ -50,32 +49,40 @@ class LaunchedWindow:
     `Decoder` makes it, the native engine looks at it later.
     """
 
-    tokens: Tensor  # [steps, B] on the host
-    logprobs: Tensor  # [steps, B] on the host
+    tokens: Tensor  # [B, N] on the host; rows have different numbers of them
+    logprobs: Tensor  # [B, N] on the host
     counts: Tensor  # [B] on the host
+    verified: Tensor | None  # [B] on the host
     arrived: torch.cuda.Event | None  # None: they are there already
 
     @classmethod
-    def of(cls, tokens: Tensor, logprobs: Tensor, counts: Tensor) -> LaunchedWindow:
+    def of(
+        cls, tokens: Tensor, logprobs: Tensor, counts: Tensor, verified: Tensor | None = None
+    ) -> LaunchedWindow:
         """Sends them to the host without waiting. The copies stand in the stream before whatever
         comes next, so the tensors may be written again at once.
         """
-        found = cls(_to_host(tokens), _to_host(logprobs), _to_host(counts), None)
+        steps = None if verified is None else _to_host(verified)
+        found = cls(_to_host(tokens), _to_host(logprobs), _to_host(counts), steps, None)
         if tokens.is_cuda:
             found.arrived = torch.cuda.Event()
             found.arrived.record()
         return found
 
     @property
-    def steps(self) -> int:
-        return len(self.tokens)
+    def most(self) -> int:
+        """Tokens that a row got, at most."""
+        return self.tokens.shape[1]
 
     def look(self) -> DecodeWindow:
         """Waits until the steps are done."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return DecodeWindow(
-            self.tokens.t().tolist(), self.logprobs.t().tolist(), self.counts.tolist()
+            self.tokens.tolist(),
+            self.logprobs.tolist(),
+            self.counts.tolist(),
+            None if self.verified is None else self.verified.tolist(),
         )
 
 
@@ -86,14 +93,49 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
+class _WindowTokens:
+    """What rows draw in a window, on the device. Each step writes all that it drew behind what was
+    taken before, so what a row did not take is overwritten.
+    """
+
+    tokens: Tensor  # [B, N]
+    logprobs: Tensor  # [B, N]
+    start: Tensor  # [B] tokens that each row had when the window began
+
+    @classmethod
+    def of(cls, rows: DecodeBatch, steps: int) -> _WindowTokens:
+        shape = (len(rows.newest), steps * (rows.drafts + 1))
+        device = rows.newest.device
+        return cls(
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.zeros(shape, device=device),
+            rows.produced.clone(),
+        )
+
+    def record(
+        self,
+        rows: DecodeBatch,
+        model: CausalModel,
+        cache: KVCache,
+        fused: FusedDecode | None = None,
+        parts: int = 1,
+    ) -> None:
+        """One step of these rows."""
+        at = (rows.produced - self.start)[:, None]
+        if rows.drafts:
+            at = at + torch.arange(rows.drafts + 1, device=at.device)
+        picked, logprobs = rows.step(model, cache, fused, parts)
+        self.tokens.scatter_(1, at, picked)
+        self.logprobs.scatter_(1, at, logprobs)
+
+
+@dataclass(slots=True)
 class _CapturedGraph:
     """A decode step that was captured as a CUDA graph, and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     rows: DecodeBatch  # the tensors that the graph reads and advances
-    tokens: Tensor  # [WINDOW, B]
-    logprobs: Tensor  # [WINDOW, B]
-    at: Tensor  # [1] which line of them comes next
+    drawn: _WindowTokens
 
 
 class Decoder:
@@ -123,7 +165,8 @@ class Decoder:
 
         config = self.model.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return parts_of(len(rows.newest), heads, rows.longest + steps)
+        width = rows.drafts + 1
+        return parts_of(len(rows.newest) * width, heads, rows.longest + steps * width)
 
     def forget(self) -> None:
         """The cache that the graphs were captured with is gone."""
@@ -137,58 +180,54 @@ class Decoder:
         return window(limit) if self.graphs else 1
 
     def launch(self, rows: DecodeBatch, cache: KVCache, steps: int) -> LaunchedWindow:
-        """The next tokens of every row, at most `steps` (and `WINDOW`)."""
+        """The next tokens of every row, after at most `steps` (and `WINDOW`) steps."""
         before = rows.produced.clone()
+        if rows.verified is not None:
+            rows.verified.zero_()
         if self.graphs:
-            tokens, logprobs = self._replay(rows, cache, steps)
+            drawn = self._replay(rows, cache, steps)
         else:
-            drawn = [rows.step(self.model, cache) for _ in range(steps)]
-            tokens, logprobs = (torch.stack(x) for x in zip(*drawn, strict=True))
-        return LaunchedWindow.of(tokens, logprobs, rows.produced - before)
+            drawn = _WindowTokens.of(rows, steps)
+            for _ in range(steps):
+                drawn.record(rows, self.model, cache)
+        most = steps * (rows.drafts + 1)
+        return LaunchedWindow.of(
+            drawn.tokens[:, :most],
+            drawn.logprobs[:, :most],
+            rows.produced - before,
+            None if rows.verified is None else rows.verified.clone(),
+        )
 
-    def _replay(self, rows: DecodeBatch, cache: KVCache, steps: int) -> tuple[Tensor, Tensor]:
+    def _replay(self, rows: DecodeBatch, cache: KVCache, steps: int) -> _WindowTokens:
         parts = self.parts(rows, steps)
         captured = self._captured.get((rows.key, parts)) or self._capture(rows, cache, parts)
         captured.rows.copy_(rows)
-        captured.at.zero_()
+        captured.drawn.start.copy_(rows.produced)
         for _ in range(steps):
             captured.graph.replay()
-        captured.rows.longest = rows.longest + steps
+        captured.rows.longest = rows.longest + steps * (rows.drafts + 1)
         rows.copy_(captured.rows)
-        return captured.tokens[:steps], captured.logprobs[:steps]
+        return captured.drawn
 
     def _capture(self, rows: DecodeBatch, cache: KVCache, parts: int) -> _CapturedGraph:
         """Captures one step on rows that are all done: they stand still, and write only into the
         spare block.
         """
-        size = len(rows.newest)
         still = rows.clone()
         still.done.fill_(True)
         still.cached.zero_()
         still.tables.fill_(cache.keys[0].shape[0] - 1)
-        tokens = torch.zeros(WINDOW, size, dtype=torch.int64, device=still.newest.device)
-        captured = _CapturedGraph(
-            torch.cuda.CUDAGraph(),
-            still,
-            tokens,
-            torch.zeros(WINDOW, size, device=tokens.device),
-            torch.zeros(1, dtype=torch.int64, device=tokens.device),
-        )
+        captured = _CapturedGraph(torch.cuda.CUDAGraph(), still, _WindowTokens.of(still, WINDOW))
 
         def step() -> None:
-            picked, logprobs = still.step(self.model, cache, self.fused, parts)
-            captured.tokens.index_copy_(0, captured.at, picked[None])
-            captured.logprobs.index_copy_(0, captured.at, logprobs[None])
-            captured.at.add_(1)
+            captured.drawn.record(still, self.model, cache, self.fused, parts)
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                captured.at.zero_()
                 step()
         torch.cuda.current_stream().wait_stream(stream)
-        captured.at.zero_()
         with torch.cuda.graph(captured.graph, pool=self._memory):
             step()
         self._captured[rows.key, parts] = captured

@@ -42,6 +42,7 @@ from reinforge.engines.native.blocks import BlockPool, CacheHolding, block_keys
 from reinforge.engines.native.cache_shapes import cache_shapes
 from reinforge.engines.native.decode_batch import DecodeBatch, LiveSequence
 from reinforge.engines.native.decoder import Decoder, DecodeWindow, LaunchedWindow
+from reinforge.engines.native.drafts import AnswerMemory, Kin, Speculation, kin_of
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
 from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
@@ -74,10 +75,11 @@ class NativeEngine:
         context: int | None = None,
         longest: int | None = None,
         prefix_cache: bool = False,
+        speculation: Speculation | None = None,
     ):
         """`longest` is the longest sequence to expect, prompt and completion: with it the cache is
         no larger than it needs to be. `prefix_cache`: what was computed under the same weights is
-        found again, as when a conversation goes on.
+        found again, as when a conversation goes on. `speculation`: when a step verifies drafts.
         """
         self.model = model
         self.max_batch = max_batch
@@ -86,6 +88,9 @@ class NativeEngine:
         )
         self.stop_tokens = frozenset(stop_tokens)
         self.prefix_cache = prefix_cache
+        self.speculation = speculation
+        self.answers = AnswerMemory(0 if speculation is None else speculation.memory)
+        self._answered: set[Kin] = set()  # who got an answer since rows were told
         # a BLAS may add up in another order for a wider matrix, our kernel does not
         if not model.exact or model.device.type == "cuda":
             join(model.module)
@@ -109,6 +114,7 @@ class NativeEngine:
         self._in_flight: deque[tuple[list[LiveSequence], LaunchedWindow]] = deque()
         self._driver: asyncio.Task[None] | None = None
         self._arrivals = itertools.count()
+        self._requests = itertools.count()
 
     def _pool_size(self, kv_gib: float | None, longest: int | None) -> int:
         """Blocks: as configured, or 40% of what is free on the GPU now, at most as many as
@@ -189,6 +195,7 @@ class NativeEngine:
             frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
         )
         form = self._matcher(params, prompt)
+        kin = self._kin(prompt) if self.speculation is not None else 0
         sequences = [
             LiveSequence(
                 prompt,
@@ -197,6 +204,7 @@ class NativeEngine:
                 stops,
                 loop.create_future(),
                 next(self._arrivals),
+                kin,
                 None if on_tokens is None else partial(on_tokens, i),
                 None if form is None else form.copy(),
             )
@@ -211,6 +219,17 @@ class NativeEngine:
             for sequence in sequences:
                 self._drop(sequence)
             raise
+
+    def _kin(self, prompt: list[int]) -> Kin:
+        """In whose answers a request finds drafts: all of the same prompt, or its own alone.
+
+        Drafts change the shape of a forward, and so its last bits. A run that is resumed on a CPU
+        has the same bits as one that was never cut, though it does not know the answers of
+        earlier steps: there they are used in exact mode only, which has the same bits in any shape.
+        """
+        if self.model.exact or self.model.device.type == "cuda":
+            return kin_of(prompt)
+        return next(self._requests)
 
     def _matcher(self, params: Sampling, prompt: list[int]) -> Matcher | None:
         """Where an answer stands that must match something."""
@@ -433,9 +452,9 @@ class NativeEngine:
                 break
             self._waiting.popleft()
 
-    def _missing(self, sequences: list[LiveSequence], steps: int) -> int:
-        """Blocks that these have to take for so many decode steps."""
-        return sum(s.held.missing(self.pool, s.reach(steps)) for s in sequences)
+    def _missing(self, sequences: list[LiveSequence], tokens: int) -> int:
+        """Blocks that these have to take for so many more tokens of each."""
+        return sum(s.held.missing(self.pool, s.reach(tokens)) for s in sequences)
 
     def _prefill(self) -> None:
         assert self.cache is not None
@@ -449,10 +468,10 @@ class NativeEngine:
             self.pool.remember(fork.live[0].held.blocks, fork.keys)
         # the first tokens are not waited for: their rows are made on the device
         rows = self._rows_of(entering)
-        picked, logprobs = rows.draw(self.model, hidden)
+        picked, logprobs = (x[:, None] for x in rows.draw(self.model, hidden))
         rows.advance(picked)
         drawn = torch.ones(len(entering), dtype=torch.int64, device=self.model.device)
-        self._launched(entering, LaunchedWindow.of(picked[None], logprobs[None], drawn))
+        self._launched(entering, LaunchedWindow.of(picked, logprobs, drawn))
         self._arrange(entering, rows)
         if not self.decoder.ahead:
             self._take_in()
@@ -470,7 +489,8 @@ class NativeEngine:
             return False
         longest = max(s.params.max_new_tokens for s in live)
         steps = 1 if constrained else min(left, self.decoder.steps(longest))
-        self._grow(steps)
+        drafts = 0 if constrained else self._drafts(len(live))
+        self._grow(steps * (drafts + 1))
         live = self._decoding()
         if not live:
             return False
@@ -481,7 +501,41 @@ class NativeEngine:
             self._arrange()
         assert self._rows is not None
         self._rows.constrain(self._running if constrained else [])
+        if not self._draft(self._rows, drafts):
+            return False
+        self._rows.longest = max(s.cached + s.ahead for s in self._decoding()) + 1
         self._launched(self._running, self.decoder.launch(self._rows, self.cache, steps))
+        return True
+
+    def _drafts(self, rows: int) -> int:
+        """How many drafts of each row the next steps verify, where so many rows are alive."""
+        if self.speculation is None:
+            return 0
+        most = self.speculation.rows
+        return self.speculation.drafts if most is None or rows <= most else 0
+
+    def _draft(self, rows: DecodeBatch, count: int) -> bool:
+        """Makes the rows ready for steps with so many drafts; False: it turned out that nobody
+        goes on.
+        """
+        if not count:
+            rows.plain()
+            return True
+        if rows.seen is None:
+            self._take_in()  # the host writes down what they said so far
+            if not self._decoding():
+                return False
+            width = max(self.width * BLOCK, *(s.limit for s in self._running))
+            rows.speculate(self._running, count, self.answers, width=width)
+        elif self._answered:
+            told = [
+                (i, s)
+                for i, s in enumerate(self._running)
+                if not s.future.done() and s.kin in self._answered
+            ]
+            if told:
+                rows.refer(told, self.answers)
+        self._answered.clear()
         return True
 
     def _rows_of(self, sequences: list[LiveSequence]) -> DecodeBatch:
@@ -509,11 +563,10 @@ class NativeEngine:
         self._rows = DecodeBatch.joined(parts, spare=self.blocks)
         if not any(s.params.filtered for s in self._running):
             self._rows.filters = None  # who wanted them has left
-        self._rows.longest = max(s.cached + s.ahead for s in self._running) + 1
 
     def _launched(self, sequences: list[LiveSequence], window: LaunchedWindow) -> None:
         for sequence in sequences:
-            sequence.ahead += window.steps
+            sequence.ahead += window.most
         self._in_flight.append((list(sequences), window))
 
     def _take_in(self, leave: int = 0) -> None:
@@ -526,7 +579,7 @@ class NativeEngine:
         while len(self._in_flight) > leave:
             sequences, window = self._in_flight.popleft()
             for sequence in sequences:
-                sequence.ahead -= window.steps
+                sequence.ahead -= window.most
             live = {s for s in sequences if not s.future.done()}
             self._accept(sequences, window.look())
             ended = {s for s in live if s.future.done()}
@@ -534,19 +587,19 @@ class NativeEngine:
             if gone and self._rows is not None:
                 self._rows.retire(gone, self.blocks)
 
-    def _grow(self, steps: int) -> None:
-        """Blocks for the next steps of all who run. Where they run out the youngest leave, until
-        those who stay have enough.
+    def _grow(self, tokens: int) -> None:
+        """Blocks for so many more tokens of all who run. Where they run out the youngest leave,
+        until those who stay have enough.
         """
-        if self._missing(self._decoding(), steps) > self.pool.free:
+        if self._missing(self._decoding(), tokens) > self.pool.free:
             self._take_in()  # some may have ended, and a preempted one takes its tokens along
-        while self._missing(self._decoding(), steps) > self.pool.free:
+        while self._missing(self._decoding(), tokens) > self.pool.free:
             self._preempt(self._live()[-1])
         entries = []
         for row, sequence in enumerate(self._running):
             if not sequence.future.done():
                 column = len(sequence.held.blocks)
-                taken = sequence.held.grow(self.pool, sequence.reach(steps))
+                taken = sequence.held.grow(self.pool, sequence.reach(tokens))
                 entries += [(row, column + i, block) for i, block in enumerate(taken)]
         if entries and self._rows is not None:
             self._rows.extend(entries)
@@ -572,6 +625,9 @@ class NativeEngine:
 
         A row stopped by itself at a stop token or at its limit; stop strings only the host can see.
         """
+        if window.verified is not None:
+            self.stats.draft_steps += sum(window.verified)
+            self.stats.draft_tokens += sum(window.counts)
         for sequence, tokens, logprobs, count in zip(
             sequences, window.tokens, window.logprobs, window.counts, strict=False
         ):
@@ -626,6 +682,9 @@ class NativeEngine:
 
     def _finish(self, sequence: LiveSequence, stop: Stop) -> None:
         self._remember(sequence)
+        if self.speculation is not None:
+            self.answers.add(sequence.kin, sequence.prompt, sequence.tokens)
+            self._answered.add(sequence.kin)
         sequence.held.give_back(self.pool)
         sequence.future.set_result(
             Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop)
