@@ -119,12 +119,14 @@ def test_drafts_from_earlier_answers_do_not_show(tiny: Path, tmp_path: Path, exa
     answers of the epochs before, from which the run that was never cut may draw drafts.
     """
     changes = {
-        "model": {"exact": exact},
         "data": {"options": {"size": 12}},
-        "rollout": {"speculation": {"when": "always"}},
+        "rollout": {"temperature": 0.05, "speculation": {"when": "always"}},
         "train": {"steps": 6},
     }
-    run = whole(tmp_path, cli_runs.write_config(tmp_path, tiny, **changes), 6)
+    config = cli_runs.write_config(tmp_path, tiny, **changes)
+    settings = config.read_text()
+    config.write_text(settings.replace("model:\n", f"model:\n  exact: {str(exact).lower()}\n"))
+    run = whole(tmp_path, config, 6)
     metrics = cli_runs.lines(tmp_path / "whole" / "metrics.jsonl")
     key = "efficiency/accepted_length"
     lengths = [line[key] for line in metrics if key in line]

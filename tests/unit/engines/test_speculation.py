@@ -29,6 +29,7 @@ from reinforge.engines.native.drafts import (
 )
 from reinforge.engines.native.engine import BLOCK, NativeEngine
 from reinforge.models.causal import CausalModel
+from reinforge.models.fused_decode import FusedDecode
 
 ALWAYS = Speculation(drafts=3, rows=None)
 
@@ -281,6 +282,28 @@ def test_ordinary_answers_with_drafts_are_those_without() -> None:
     for a, b in zip(run(mixture(engine), 120), want, strict=True):
         assert a.tokens == b.tokens and a.stop is b.stop
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    assert engine.stats.draft_tokens > engine.stats.draft_steps
+
+
+def test_the_fused_forward_sees_the_drafts_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It turns queries and keys inside of attention; all keys must be turned and there first."""
+    model = make_model("llama")
+    params = Sampling(40, 0.0, ignore_eos=True)
+    prompts = [tokens_of(9, i) for i in range(3)]
+
+    async def work(engine: NativeEngine) -> list[list[int]]:
+        found = await asyncio.gather(*(engine.generate(p, params, key=1) for p in prompts))
+        return [c.tokens for [c] in found]
+
+    want = run(work(make_engine(model)))
+    engine = make_engine(model, ALWAYS)
+    fused = FusedDecode.of(model)
+    assert fused is not None
+    plain = DecodeBatch.step
+    monkeypatch.setattr(
+        DecodeBatch, "step", lambda rows, *given: plain(rows, *given[:2], fused, *given[3:])
+    )
+    assert run(work(engine)) == want
     assert engine.stats.draft_tokens > engine.stats.draft_steps
 
 
