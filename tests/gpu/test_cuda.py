@@ -21,6 +21,7 @@ from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.native.drafts import Speculation
 from reinforge.models.answer_form import AnswerForm
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import LogitRule, token_logprobs
@@ -147,6 +148,25 @@ def test_graphs_and_windows_in_flight_change_no_token() -> None:
     engine.load({"blocks": 60})
     assert asyncio.run(go(engine)) == want
     assert engine.stats.preemptions > 0 and engine.decoder.captures > 0
+
+
+def test_drafts_in_graphs_change_no_token() -> None:
+    """Two epochs of the same greedy answers, through the fused forward; the second one is drafted
+    by the first.
+    """
+
+    async def go(engine: NativeEngine) -> list[list[int]]:
+        jobs = [engine.generate(p, Sampling(60, 0.0), key=i) for i, p in enumerate(prompts())]
+        return [c.tokens for group in await asyncio.gather(*jobs) for c in group]
+
+    ours = model("llama", torch.float32)
+    want = asyncio.run(go(NativeEngine(ours, kv_gib=0.1)))
+    engine = NativeEngine(ours, kv_gib=0.1, speculation=Speculation(rows=4))
+    assert engine.decoder.graphs and engine.decoder.fused is not None
+    for _ in range(2):
+        assert asyncio.run(go(engine)) == want
+    assert {key[5] for key, _ in engine.decoder._captured} == {0, 3}
+    assert engine.stats.draft_tokens > 2 * engine.stats.draft_steps
 
 
 @pytest.mark.parametrize(

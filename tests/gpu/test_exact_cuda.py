@@ -21,6 +21,7 @@ from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Sampling
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.native.drafts import Speculation
 from reinforge.models import exact_tiles
 from reinforge.models.attention import Segments, starts_of
 from reinforge.models.causal import CausalModel
@@ -281,6 +282,24 @@ def test_engine_and_trainer_agree_to_the_bit(kind: str, dtype: torch.dtype) -> N
                             )
                         assert torch.equal(trained.cpu(), batch.streams["behaviour"])
     assert engine.decoder.captures > 0
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_drafts_change_no_bit(kind: str) -> None:
+    model = make(kind, torch.bfloat16)
+    lengths = (1, 15, 16, 17, 60, 130)
+    engines = [
+        NativeEngine(model, stop_tokens=[3], kv_gib=0.1, speculation=speculation)
+        for speculation in (None, Speculation(rows=None))
+    ]
+    want = rollouts(engines[0], 0.8, 4, lengths)
+    for _ in range(2):
+        found = rollouts(engines[1], 0.8, 4, lengths)
+        for a, b in zip(found, want, strict=True):
+            assert torch.equal(a.tokens, b.tokens)
+            assert torch.equal(a.logprobs, b.logprobs)
+    assert engines[1].stats.draft_tokens > engines[1].stats.draft_steps
 
 
 @gpu

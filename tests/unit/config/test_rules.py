@@ -92,6 +92,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "A server that sleeps": ("engine.sleep=cache",),
         "The key of a server that runs already": ("engine.key_env=THE_KEY",),
         "Every rank generates": ("train.backend=fsdp", "rollout.all_ranks=true"),
+        "Lossless speculative decoding": ("rollout.speculation.when=tail",),
     },
     "Asynchrony": {
         "An algorithm that samples nothing": ("algorithm.name=sft", NO_REWARDS),
