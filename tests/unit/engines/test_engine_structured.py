@@ -27,6 +27,7 @@ from reinforge.engines.native import engine as native
 from reinforge.engines.native.blocks import BlockPool
 from reinforge.engines.native.decode_batch import DecodeBatch
 from reinforge.engines.native.decoder import LaunchedWindow, bucket
+from reinforge.engines.native.drafts import Speculation
 from reinforge.engines.resumable import ResumableRequests
 from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
@@ -371,3 +372,29 @@ def test_an_answer_without_a_way_on_fails_alone(monkeypatch: pytest.MonkeyPatch)
 def test_refusals(params: Sampling, said: str) -> None:
     with pytest.raises(InputError, match=said):
         run(make_engine().generate(PROMPT, params, key=1))
+
+
+def test_drafts_wait_while_an_answer_of_a_given_form_is_alive() -> None:
+    """Rows beside it are decoded plainly until it ends; in exact mode nobody's bits change."""
+    settings = [Sampling(30, 0.1, ignore_eos=True), Sampling(40, constraint=DATE)]
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        jobs = [engine.generate(PROMPT, params, key=1, n=2) for params in settings]
+        return [c for group in await asyncio.gather(*jobs) for c in group]
+
+    want = run(work(make_engine(make_model(exact=True), kv_gib=0.01)), 60)
+    engine = make_engine(
+        make_model(exact=True), kv_gib=0.01, speculation=Speculation(rows=None, drafts=3)
+    )
+    launch = engine.decoder.launch
+    seen = []
+
+    def watched(rows: DecodeBatch, cache: KVCache, steps: int) -> LaunchedWindow:
+        seen.append((rows.allowed is not None, rows.drafts))
+        return launch(rows, cache, steps)
+
+    engine.decoder.launch = watched  # type: ignore[method-assign]
+    for _ in range(2):
+        assert run(work(engine), 60) == want
+    assert set(seen) == {(True, 0), (False, 3)}
+    assert engine.stats.draft_tokens > engine.stats.draft_steps
