@@ -80,6 +80,7 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
             kernels.few_rows(some, weight, weight[:, 0].contiguous())
             kernels.few_rows(some, weight, parts=True)
             kernels.few_rows(some, weight, gated=True)
+        kernels.add_low_rank(x, torch.zeros(rows, 16), torch.zeros(width, 16), 2.0)
         q, k = (torch.zeros(rows, n, size, dtype=half) for n in (heads, kv_heads))
         kernels.head_norm(q, x[0, :size], 1e-6)
         cache = torch.zeros(4, 16, kv_heads, size, dtype=half)

@@ -70,30 +70,66 @@ def silu_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
-    """x [B, K] through linear layers that read the same input, their outputs side by side."""
-    weight, bias = joint_weight(layers)
+@dataclass(slots=True)
+class Projection:
+    """A linear layer, and the low-rank product that an adapter adds to it: scale·up(down(x))."""
+
+    linear: nn.Linear
+    down: nn.Linear | None = None
+    up: nn.Linear | None = None
+    scale: float = 1.0
+
+    @property
+    def size(self) -> int:
+        return self.linear.out_features
+
+
+def add_low_rank(y: Tensor, x: Tensor, parts: Sequence[Projection]) -> Tensor:
+    """What the adapters of these projections add to their outputs y [B, N] side by side, in place.
+    Computed in the precision of the adapter, as peft does.
+    """
+    first = 0
+    for part in parts:
+        if part.down is not None and part.up is not None:
+            narrow = F.linear(x.to(part.down.weight.dtype), part.down.weight)
+            piece = y[:, first : first + part.size]
+            if kernels := _kernels(x):
+                kernels.add_low_rank(piece, narrow, part.up.weight, part.scale)
+            else:
+                piece.copy_(piece + F.linear(narrow, part.up.weight) * part.scale)
+        first += part.size
+    return y
+
+
+def _plain(parts: Sequence[Projection]) -> bool:
+    return all(part.up is None for part in parts)
+
+
+def product(x: Tensor, parts: Sequence[Projection]) -> Tensor:
+    """x [B, K] through projections that read the same input, their outputs side by side."""
+    weight, bias = joint_weight([part.linear for part in parts])
     kernels = _kernels(x)
     if kernels and len(x) <= kernels.FEW_ROWS:
-        return kernels.few_rows(x, weight, bias)
-    return F.linear(x, weight, bias)
+        return add_low_rank(kernels.few_rows(x, weight, bias), x, parts)
+    return add_low_rank(F.linear(x, weight, bias), x, parts)
 
 
-def gated_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
-    """silu(first layer)·(second layer) of x [B, K]."""
-    weight, bias = joint_weight(layers)
+def gated_product(x: Tensor, parts: Sequence[Projection]) -> Tensor:
+    """silu(first projection)·(second projection) of x [B, K]."""
     kernels = _kernels(x)
-    if kernels and len(x) <= kernels.GATED_ROWS and bias is None:
-        return kernels.few_rows(x, weight, gated=True)
-    return silu_mul(F.linear(x, weight, bias))
+    if kernels and len(x) <= kernels.GATED_ROWS and _plain(parts):
+        weight, bias = joint_weight([part.linear for part in parts])
+        if bias is None:
+            return kernels.few_rows(x, weight, gated=True)
+    return silu_mul(product(x, parts))
 
 
-def product_parts(x: Tensor, layer: nn.Linear) -> Tensor:
-    """A linear layer for `add_norm`: [B, N], or [parts, B, N] to be summed."""
+def product_parts(x: Tensor, part: Projection) -> Tensor:
+    """A projection for `add_norm`: [B, N], or [parts, B, N] to be summed."""
     kernels = _kernels(x)
-    if kernels and len(x) <= kernels.PART_ROWS and layer.bias is None:
-        return kernels.few_rows(x, layer.weight, parts=True)
-    return F.linear(x, layer.weight, layer.bias)
+    if kernels and len(x) <= kernels.PART_ROWS and _plain([part]) and part.linear.bias is None:
+        return kernels.few_rows(x, part.linear.weight, parts=True)
+    return product(x, [part])
 
 
 # ---- a layer ----
@@ -119,12 +155,30 @@ class _Norm:
         return cls(weight, eps)
 
 
-def _linear(parent: Any, name: str) -> nn.Linear:
-    """The plain linear layer of this name."""
+def _projection(parent: Any, name: str) -> Projection:
+    """The plain linear layer of this name, with the LoRA adapter around it if there is one."""
     found = getattr(parent, name, None)
-    if type(found) is not nn.Linear or type(found.weight) is not nn.Parameter:
+    if type(found) is nn.Linear:
+        return Projection(_whole(found))
+    adapters = getattr(found, "lora_A", None)
+    if found is None or adapters is None:
         raise OtherParts
-    return found
+    active = [name for name in found.active_adapters if name in adapters]
+    if found.merged or found.disable_adapters or found.lora_variant or len(active) != 1:
+        raise OtherParts
+    down, up = adapters[active[0]], found.lora_B[active[0]]
+    if type(found.base_layer) is not nn.Linear or up.bias is not None:
+        raise OtherParts
+    return Projection(
+        _whole(found.base_layer), _whole(down), _whole(up), float(found.scaling[active[0]])
+    )
+
+
+def _whole(linear: nn.Linear) -> nn.Linear:
+    """Refuses one whose weights lie elsewhere in part."""
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+        raise OtherParts
+    return linear
 
 
 def _children(module: Any) -> set[str]:
@@ -140,11 +194,11 @@ class FusedLayer:
     index: int
     first_norm: _Norm
     second_norm: _Norm
-    qkv: list[nn.Linear]
+    qkv: list[Projection]
     head_norms: list[_Norm]  # of queries and keys, or none
-    out: nn.Linear
-    gate_up: list[nn.Linear]
-    down: nn.Linear
+    out: Projection
+    gate_up: list[Projection]
+    down: Projection
     head_size: int
     # as the layer itself was heard to say
     scale: float = 1.0
@@ -167,11 +221,11 @@ class FusedLayer:
             int(attention.layer_idx),
             first_norm=_Norm.of(layer.input_layernorm),
             second_norm=_Norm.of(layer.post_attention_layernorm),
-            qkv=[_linear(attention, name) for name in ("q_proj", "k_proj", "v_proj")],
+            qkv=[_projection(attention, name) for name in ("q_proj", "k_proj", "v_proj")],
             head_norms=head_norms,
-            out=_linear(attention, "o_proj"),
-            gate_up=[_linear(mlp, name) for name in ("gate_proj", "up_proj")],
-            down=_linear(mlp, "down_proj"),
+            out=_projection(attention, "o_proj"),
+            gate_up=[_projection(mlp, name) for name in ("gate_proj", "up_proj")],
+            down=_projection(mlp, "down_proj"),
             head_size=size,
         )
 
@@ -187,7 +241,7 @@ class FusedLayer:
         """
         normed = add_norm(x, delta, self.first_norm.weight, self.first_norm.eps)
         heads = product(normed, self.qkv).view(len(x), -1, self.head_size)
-        counts = [part.out_features // self.head_size for part in self.qkv]
+        counts = [part.size // self.head_size for part in self.qkv]
         q, k, v = heads.split(counts, 1)
         for part, norm in zip((q, k), self.head_norms, strict=False):
             head_norm(part, norm.weight, norm.eps)
@@ -221,9 +275,7 @@ class FusedDecode:
         self.norm = norm
         # by how many positions they have; captured graphs read them, so none is given up
         self._ropes: dict[int, tuple[Tensor, Tensor]] = {}
-        self.shapes = [
-            (layer.qkv[1].out_features // layer.head_size, layer.head_size) for layer in layers
-        ]
+        self.shapes = [(layer.qkv[1].size // layer.head_size, layer.head_size) for layer in layers]
 
     @classmethod
     def of(cls, model: CausalModel) -> FusedDecode | None:
@@ -326,13 +378,18 @@ def _proven(own: Any, layer: FusedLayer, rotary: Any) -> bool:
     wide = copy.deepcopy(own)
     separate(wide)
     wide = wide.float()
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in wide.named_parameters():
+        if "lora_B" in name:  # begins at 0, and would hide itself
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
     fused = FusedLayer.of(wide)
-    device = fused.out.weight.device
-    heads = fused.qkv[1].out_features // fused.head_size
+    device = fused.out.linear.weight.device
+    heads = fused.qkv[1].size // fused.head_size
     fused.index = 0
     first, second = (trial([(heads, fused.head_size)], torch.float32, device) for _ in range(2))
-    generator = torch.Generator().manual_seed(1)
-    before = torch.randn(len(TRIAL), fused.qkv[0].in_features, generator=generator).to(device)
+    before = torch.randn(len(TRIAL), fused.qkv[0].linear.in_features, generator=generator).to(
+        device
+    )
     own_rope = _rope(rotary, before, first.cached)
     listener = _Listener(first)
     after = wide.forward(

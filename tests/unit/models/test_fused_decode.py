@@ -76,7 +76,31 @@ def test_one_strange_layer_is_enough() -> None:
     assert FusedDecode.of(model) is None
 
 
-def test_adapters_and_exact_models_keep_their_own_forward() -> None:
+def adapted(arch: str, **settings: Any) -> CausalModel:
+    module = add_adapter(make_module(arch), AdapterConfig(rank=2, **settings), seed=0)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3)
+    return CausalModel(module)
+
+
+@pytest.mark.parametrize("settings", [{}, {"targets": ["q_proj", "down_proj"]}, {"kind": "rslora"}])
+def test_adapters_are_part_of_it(settings: dict[str, Any]) -> None:
+    model = adapted("qwen3", **settings)
+    fused = FusedDecode.of(model)
+    assert fused is not None
+    for _ in range(2):
+        (got, keys), (want, own_keys) = hidden_of_both(model, fused)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        for mine, other in zip(keys, own_keys, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+        with torch.no_grad():  # trained in place
+            for name, weight in model.module.named_parameters():
+                if "lora" in name:
+                    weight.mul_(1.5)
+
+
+def test_other_adapters_and_exact_models_keep_their_own_forward() -> None:
     assert FusedDecode.of(CausalModel(make_module(), exact=True)) is None
-    module = add_adapter(make_module(), AdapterConfig(rank=2), seed=0)
-    assert FusedDecode.of(CausalModel(module)) is None
+    assert FusedDecode.of(adapted("llama", kind="dora")) is None
