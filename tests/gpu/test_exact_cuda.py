@@ -53,7 +53,7 @@ SHAPE = {
     ("rows", "inner", "outer"), [(1, 64, 64), (5, 96, 200), (129, 200, 33), (300, 128, 257)]
 )
 def test_matmul(dtype: torch.dtype, rows: int, inner: int, outer: int) -> None:
-    from reinforge.models import exact_kernels
+    from reinforge.models.kernels import exact as exact_kernels
 
     torch.manual_seed(0)
     x, w, b = (
@@ -77,7 +77,7 @@ def test_matmul(dtype: torch.dtype, rows: int, inner: int, outer: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 64, 896, 5000])
 def test_row_sum(size: int) -> None:
-    from reinforge.models import exact_kernels
+    from reinforge.models.kernels import exact as exact_kernels
 
     x = torch.randn(9, size, device=DEVICE)
     torch.testing.assert_close(
@@ -118,7 +118,7 @@ def test_attention(
     """A pack, a pack whose segments continue others, and decoding from cache blocks: right, and the
     same bits.
     """
-    from reinforge.models import exact_kernels
+    from reinforge.models.kernels import exact as exact_kernels
 
     torch.manual_seed(0)
     lengths = [1, 70, 3, 64, 130] if DEVICE == "cuda" else [1, 70, 3]
@@ -176,7 +176,7 @@ def test_attention(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "outer"), [(896, 128), (896, 4864), (4864, 896), (1000, 33)])
 def test_a_row_of_a_product_is_alone(dtype: torch.dtype, inner: int, outer: int) -> None:
-    from reinforge.models import exact_kernels
+    from reinforge.models.kernels import exact as exact_kernels
 
     torch.manual_seed(0)
     x, w, b = (

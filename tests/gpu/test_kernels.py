@@ -31,7 +31,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2)])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 3.0)])
 def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap: float) -> None:
-    from reinforge.models.decode_kernels import paged_decode
+    from reinforge.models.kernels.paged_attention import paged_decode
 
     torch.manual_seed(0)
     lengths = [0, 1, 15, 16, 33, 100]
@@ -99,7 +99,7 @@ def attended_in_torch(
 @pytest.mark.parametrize("turned", [False, True])
 def test_long_contexts_are_shared_among_programs(lengths: list[int], turned: bool) -> None:
     """Parts of the keys are attended by programs of their own, and joined."""
-    from reinforge.models.decode_kernels import paged_decode
+    from reinforge.models.kernels.paged_attention import paged_decode
 
     torch.manual_seed(1)
     cache, tables, cached = paged(lengths, 2, 32, 130)
@@ -126,7 +126,7 @@ def test_long_contexts_are_shared_among_programs(lengths: list[int], turned: boo
 
 
 def test_so_many_programs_share_the_keys_of_a_sequence() -> None:
-    from reinforge.models.decode_kernels import parts_of
+    from reinforge.models.kernels.paged_attention import parts_of
 
     # few sequences: as many as have something to do; many: one each, unless some are very long
     assert [parts_of(4, 4, n) for n in (90, 400, 8000)] == [1, 4, 16]
@@ -136,7 +136,7 @@ def test_so_many_programs_share_the_keys_of_a_sequence() -> None:
 
 def test_advance() -> None:
     """A row that is done stands still; others end at a stop token or at their limit."""
-    from reinforge.models import decode_kernels
+    from reinforge.models.kernels import draw as kernels
 
     def rows(*values: int) -> torch.Tensor:
         return torch.tensor(values, device=DEVICE)
@@ -146,9 +146,7 @@ def test_advance() -> None:
     produced = rows(1, 2, 3, 4)
     done = torch.tensor([True, False, False, False], device=DEVICE)
     stops = torch.tensor([[3, -1, -1], [3, 4, -1], [3, -1, -1], [-1, -1, -1]], device=DEVICE)
-    decode_kernels.advance(
-        rows(7, 4, 4, 3), newest, cached, produced, rows(9, 9, 9, 5), done, stops
-    )
+    kernels.advance(rows(7, 4, 4, 3), newest, cached, produced, rows(9, 9, 9, 5), done, stops)
     assert newest.tolist() == [9, 4, 4, 3]
     assert cached.tolist() == [5, 7, 8, 9] and produced.tolist() == [1, 3, 4, 5]
     assert done.tolist() == [True, True, False, True]
@@ -156,7 +154,8 @@ def test_advance() -> None:
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_add_norm(parts: int) -> None:
-    from reinforge.models import decode_kernels, fused_decode
+    from reinforge.models import fused_decode
+    from reinforge.models.kernels import layer
 
     torch.manual_seed(3)
     x = torch.randn(5, 200, device=DEVICE)
@@ -167,27 +166,28 @@ def test_add_norm(parts: int) -> None:
     plain = x.double().cpu()
     wide = None if delta is None else delta.double().cpu()
     want = fused_decode.add_norm(plain, wide, weight.double().cpu(), 1e-6)
-    got = decode_kernels.add_norm(x, delta, weight, 1e-6)
+    got = layer.add_norm(x, delta, weight, 1e-6)
     torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(x.double().cpu(), plain, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "outer", "rank"), [(3, 40, 4), (20, 200, 16)])
 def test_add_low_rank(rows: int, outer: int, rank: int) -> None:
-    from reinforge.models import decode_kernels
+    from reinforge.models.kernels import layer
 
     torch.manual_seed(6)
     joint = torch.randn(rows, outer + 30, device=DEVICE)
     before = joint.double().cpu()
     narrow = torch.randn(rows, rank, device=DEVICE)
     up = torch.randn(outer, rank, device=DEVICE)
-    decode_kernels.add_low_rank(joint[:, 10 : 10 + outer], narrow, up, 0.5)
+    layer.add_low_rank(joint[:, 10 : 10 + outer], narrow, up, 0.5)
     before[:, 10 : 10 + outer] += 0.5 * narrow.double().cpu() @ up.double().cpu().t()
     torch.testing.assert_close(joint.double().cpu(), before, atol=1e-5, rtol=1e-5)
 
 
 def test_head_norm_and_silu_mul() -> None:
-    from reinforge.models import decode_kernels, fused_decode
+    from reinforge.models import fused_decode
+    from reinforge.models.kernels import layer
 
     torch.manual_seed(4)
     joint = torch.randn(3, 8 * 24, device=DEVICE)
@@ -195,37 +195,38 @@ def test_head_norm_and_silu_mul() -> None:
     weight = torch.randn(24, device=DEVICE)
     before = joint.clone()
     want = fused_decode.head_norm(heads.double().cpu(), weight.double().cpu(), 1e-6)
-    got = decode_kernels.head_norm(heads, weight, 1e-6)
+    got = layer.head_norm(heads, weight, 1e-6)
     torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-5)
     assert torch.equal(before[:, :48], joint[:, :48]) and torch.equal(
         before[:, 144:], joint[:, 144:]
     )
-    got = decode_kernels.silu_mul(joint)
+    got = layer.silu_mul(joint)
     want = fused_decode.silu_mul(joint.double().cpu())
     torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 64, 96), (5, 200, 130), (16, 1100, 40)])
 def test_products_of_few_rows(rows: int, inner: int, outer: int) -> None:
-    from reinforge.models import decode_kernels, fused_decode
+    from reinforge.models import fused_decode
+    from reinforge.models.kernels import layer
 
     torch.manual_seed(5)
     x = torch.randn(rows, inner, device=DEVICE)
     weight = torch.randn(outer, inner, device=DEVICE) * inner**-0.5
     bias = torch.randn(outer, device=DEVICE)
     wide = x.double().cpu() @ weight.double().cpu().t()
-    got = decode_kernels.few_rows(x, weight, bias)
+    got = layer.few_rows(x, weight, bias)
     close = {"atol": 1e-5, "rtol": 1e-4}
     torch.testing.assert_close(got.double().cpu(), wide + bias.double().cpu(), **close)
-    parts = decode_kernels.few_rows(x, weight, parts=True)
+    parts = layer.few_rows(x, weight, parts=True)
     assert parts.dtype == torch.float32 and (inner < 200 or len(parts) > 1)
     torch.testing.assert_close(parts.sum(0).double().cpu(), wide, **close)
-    gated = decode_kernels.few_rows(x, weight, gated=True)
+    gated = layer.few_rows(x, weight, gated=True)
     torch.testing.assert_close(gated.double().cpu(), fused_decode.silu_mul(wide), **close)
 
 
 def test_draw() -> None:
-    from reinforge.models import decode_kernels as kernels
+    from reinforge.models.kernels import draw as kernels
 
     torch.manual_seed(0)
     rows = 64
@@ -249,7 +250,7 @@ def test_draw() -> None:
 
 
 def test_draw_frequencies() -> None:
-    from reinforge.models import decode_kernels as kernels
+    from reinforge.models.kernels import draw as kernels
 
     rows = 20_000 if DEVICE == "cuda" else 100
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5], device=DEVICE).expand(rows, 5).contiguous()
@@ -267,7 +268,7 @@ def test_draw_frequencies() -> None:
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.5, softcap=4.0)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_softmax(rule: LogitRule, temperature: float) -> None:
-    from reinforge.models import kernels
+    from reinforge.models.kernels import head as kernels
 
     torch.manual_seed(0)
     x = torch.randn(7, 9001, device=DEVICE) * 4

@@ -64,31 +64,31 @@ class KernelCompiler:
 
 
 def compile_decode_kernels(compiler: KernelCompiler) -> None:
-    from reinforge.models import decode_kernels as kernels
+    from reinforge.models.kernels import common, draw, layer, paged_attention
 
     JITFunction.run = lambda self, *args, **kwargs: compiler.launch(self, *args, **kwargs)
-    kernels.EARLY = True  # as on a GPU
+    common.EARLY = True  # as on a GPU
     half = torch.bfloat16
     for rows, heads, kv_heads, size, width in ((4, 28, 4, 128, 3584), (320, 14, 2, 64, 896)):
         x = torch.zeros(rows, width, dtype=half)
         weight = torch.zeros(2 * width, width, dtype=half)
-        kernels.add_norm(x, None, x[0], 1e-6)
-        kernels.add_norm(x, torch.zeros(2, rows, width), x[0], 1e-6)
-        kernels.silu_mul(torch.zeros(rows, 2 * width, dtype=half))
+        layer.add_norm(x, None, x[0], 1e-6)
+        layer.add_norm(x, torch.zeros(2, rows, width), x[0], 1e-6)
+        layer.silu_mul(torch.zeros(rows, 2 * width, dtype=half))
         for few in (4, 32, 64):
             some = torch.zeros(few, width, dtype=half)
-            kernels.few_rows(some, weight, weight[:, 0].contiguous())
-            kernels.few_rows(some, weight, parts=True)
-            kernels.few_rows(some, weight, gated=True)
-        kernels.add_low_rank(x, torch.zeros(rows, 16), torch.zeros(width, 16), 2.0)
+            layer.few_rows(some, weight, weight[:, 0].contiguous())
+            layer.few_rows(some, weight, parts=True)
+            layer.few_rows(some, weight, gated=True)
+        layer.add_low_rank(x, torch.zeros(rows, 16), torch.zeros(width, 16), 2.0)
         q, k = (torch.zeros(rows, n, size, dtype=half) for n in (heads, kv_heads))
-        kernels.head_norm(q, x[0, :size], 1e-6)
+        layer.head_norm(q, x[0, :size], 1e-6)
         cache = torch.zeros(4, 16, kv_heads, size, dtype=half)
         tables = torch.zeros(rows, 128, dtype=torch.int64)
         cached = torch.zeros(rows, dtype=torch.int64)
         turn = torch.zeros(rows, size, dtype=half)
         for parts in (1, 4):
-            kernels.paged_decode(
+            paged_attention.paged_decode(
                 q,
                 k,
                 k,
@@ -102,11 +102,11 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
                 parts=parts,
                 rope=(turn, turn),
             )
-        kernels.paged_decode(q, k, k, cache, cache, tables, cached, 0.1, 64, 30.0)
+        paged_attention.paged_decode(q, k, k, cache, cache, tables, cached, 0.1, 64, 30.0)
         done = torch.zeros(rows, dtype=torch.bool)
-        kernels.advance(cached, cached, cached, cached, cached, done, tables[:, :3].contiguous())
+        draw.advance(cached, cached, cached, cached, cached, done, tables[:, :3].contiguous())
         for logits in (torch.zeros(rows, 151936, dtype=half), torch.zeros(rows, 151936)):
-            kernels.draw(logits, torch.zeros(rows), cached, cached, softcap=30.0)
+            draw.draw(logits, torch.zeros(rows), cached, cached, softcap=30.0)
 
 
 def main() -> None:

@@ -620,7 +620,7 @@ class PagedLayout:
             block = self.tables.gather(1, (self.cached // size)[:, None])[:, 0]
             self.cache.write(layer, block * size + self.cached % size, k, v)
         if kernel:
-            from reinforge.models.decode_kernels import paged_decode
+            from reinforge.models.kernels.paged_attention import paged_decode
 
             return paged_decode(
                 q,

@@ -51,9 +51,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         flat = x.reshape(-1, x.shape[-1])
         if x.is_cuda:
-            from reinforge.models import exact_kernels
+            from reinforge.models.kernels import exact as kernels
 
-            y = exact_kernels.matmul(flat, weight, bias)
+            y = kernels.matmul(flat, weight, bias)
         else:
             y = _in_tiles(flat, weight.t())
             if bias is not None:
@@ -123,9 +123,9 @@ class _RowSum(torch.autograd.Function):
         ctx.dtype = x.dtype
         rows = x.reshape(-1, x.shape[-1])
         if x.is_cuda:
-            from reinforge.models import exact_kernels
+            from reinforge.models.kernels import exact as kernels
 
-            total = exact_kernels.row_sum(rows)
+            total = kernels.row_sum(rows)
         else:
             total = _company(lambda r: r.sum(-1), rows.float())
         return total.view(*x.shape[:-1], 1)

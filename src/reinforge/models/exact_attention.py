@@ -44,11 +44,9 @@ def attend(
     [N, H, D].
     """
     if q.is_cuda:
-        from reinforge.models import exact_kernels
+        from reinforge.models.kernels import exact as kernels
 
-        return exact_kernels.attend(
-            q, k, v, plan, tables, block, scale, window or 0, softcap or 0.0
-        )
+        return kernels.attend(q, k, v, plan, tables, block, scale, window or 0, softcap or 0.0)
     groups = q.shape[1] // k.shape[1]
     kv_heads = k.shape[1]
     rows, _ = tile_shape(groups, False)

@@ -1,5 +1,5 @@
 """Tiles of queries and keys, on which exact attention works: here (`exact_attention`) and on a GPU
-(`exact_kernels`).
+(`kernels.exact`).
 
 A tile of queries is P neighbouring positions of one segment times the G query heads of a key head.
 P is a power of two that divides the tile of keys and tiles begin at multiples of P, so all queries

@@ -29,9 +29,9 @@ def _kernels(x: Tensor) -> Any:
     """The Triton kernels, where they run."""
     if not (x.is_cuda and HAS_TRITON):
         return None
-    from reinforge.models import decode_kernels
+    from reinforge.models.kernels import layer
 
-    return decode_kernels
+    return layer
 
 
 # ---- the small operations ----

@@ -70,7 +70,7 @@ def statistics(
         x = permitted(x, rule, allowed)
         rule = LogitRule()
     if x.is_cuda and HAS_TRITON:
-        from reinforge.models import kernels
+        from reinforge.models.kernels import head as kernels
 
         return kernels.softmax_statistics(
             x, targets, temperature, rule.scale, rule.softcap, entropy
@@ -127,7 +127,7 @@ def gradient(
     temperature.
     """
     if x.is_cuda and HAS_TRITON:
-        from reinforge.models import kernels
+        from reinforge.models.kernels import head as kernels
 
         return kernels.softmax_gradient(
             x, targets, lse, g, temperature, rule.scale, rule.softcap, entropy, e

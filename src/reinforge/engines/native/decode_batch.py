@@ -285,9 +285,9 @@ class DecodeBatch:
             logits = permitted(raw, rule, self.allowed)
             rule = LogitRule()
         if hidden.is_cuda and HAS_TRITON and self.filters is None:
-            from reinforge.models import decode_kernels
+            from reinforge.models.kernels import draw as kernels
 
-            picked, logprobs = decode_kernels.draw(
+            picked, logprobs = kernels.draw(
                 logits,
                 self.temperatures,
                 self.seeds,
@@ -365,9 +365,9 @@ class DecodeBatch:
         """
         self.longest += self.drafts + 1
         if drafts is None and picked.is_cuda and HAS_TRITON:
-            from reinforge.models import decode_kernels
+            from reinforge.models.kernels import draw as kernels
 
-            decode_kernels.advance(
+            kernels.advance(
                 picked,
                 self.newest,
                 self.cached,

@@ -161,7 +161,7 @@ class Decoder:
         """How many programs share the keys of a sequence in the next steps."""
         if self.model.exact:
             return 1
-        from reinforge.models.decode_kernels import parts_of
+        from reinforge.models.kernels.paged_attention import parts_of
 
         config = self.model.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -12,13 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
-@triton.jit
-def _capped(x, softcap, CAP: tl.constexpr):
-    """softcap·tanh(x / softcap), where there is a cap."""
-    if CAP:
-        x = softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0)
-    return x
+from reinforge.models.kernels.common import capped
 
 
 @triton.jit
@@ -45,7 +39,7 @@ def _statistics(
     for start in range(0, V, BV):
         at = start + tl.arange(0, BV)
         z = (
-            _capped(
+            capped(
                 tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale,
                 softcap,
                 CAP,
@@ -62,7 +56,7 @@ def _statistics(
         top = new_top
     lse = top + tl.log(total)
     chosen = (
-        _capped(tl.load(X + row * V + tl.load(TARGETS + row)).to(tl.float32) * scale, softcap, CAP)
+        capped(tl.load(X + row * V + tl.load(TARGETS + row)).to(tl.float32) * scale, softcap, CAP)
         * inverse
     )
     tl.store(LOGP + row, chosen - lse)
@@ -128,17 +122,17 @@ def _gradient(
     """One program per (row, block of the vocabulary); replaces the logits by their gradient."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BV + tl.arange(0, BV)
-    capped = _capped(
+    z = capped(
         tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale, softcap, CAP
     )
     g = tl.load(G + row)
-    logp = capped * inverse - tl.load(LSE + row)
+    logp = z * inverse - tl.load(LSE + row)
     p = tl.exp(logp)
     grad = tl.where(at == tl.load(TARGETS + row), g, 0.0) - g * p
     if WITH:
         grad -= tl.load(E + row) * tl.where(p > 0, p * (logp + tl.load(ENTROPY + row)), 0.0)
     if CAP:
-        grad *= 1.0 - (capped / softcap) * (capped / softcap)
+        grad *= 1.0 - (z / softcap) * (z / softcap)
     tl.store(X + row * V + at, (grad * scale * inverse).to(X.dtype.element_ty), mask=at < V)
 
 

@@ -1,0 +1,319 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Kernels of a decoder layer for one new token per sequence: norms, the gate, products of few rows.
+Twins: the functions of the same names in `models.fused_decode`.
+
+Legend: B sequences, H query heads, D head size, E hidden size, N outputs and K inputs of a product.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from reinforge.models.kernels.common import MULTIPROCESSORS, early
+
+# ---- between the matrix products ----
+
+
+@triton.jit
+def _add_norm(
+    X, DELTA, WEIGHT, Y, E, rows, eps, PARTS: tl.constexpr, EARLY: tl.constexpr, BE: tl.constexpr
+):
+    """One program per row: X += the sum of the parts of DELTA, Y = RMS norm of X. Rounded where
+    transformers rounds: the sum, the normed number, its product with the weight.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BE)
+    there = e < E
+    weight = tl.load(WEIGHT + e, mask=there, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(X + row * E + e, mask=there, other=0.0)
+    if PARTS > 0:
+        delta = tl.zeros([BE], tl.float32)
+        for part in tl.static_range(PARTS):
+            at = DELTA + (part * rows + row) * E + e
+            delta += tl.load(at, mask=there, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) + delta.to(x.dtype).to(tl.float32)).to(x.dtype)
+        tl.store(X + row * E + e, x, mask=there)
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide * wide, 0) / E
+    normed = (wide * tl.rsqrt(mean + eps)).to(x.dtype)
+    y = (weight.to(tl.float32) * normed.to(tl.float32)).to(x.dtype)
+    tl.store(Y + row * E + e, y, mask=there)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """x [B, E] += delta ([B, E], or [parts, B, E] whose parts are summed), in place; the RMS norm
+    of the sum.
+    """
+    rows, size = x.shape
+    y = torch.empty_like(x)
+    parts = 0 if delta is None else 1 if delta.ndim == 2 else delta.shape[0]
+    _add_norm[(rows,)](
+        x,
+        x if delta is None else delta,
+        weight,
+        y,
+        size,
+        rows,
+        eps,
+        PARTS=parts,
+        BE=triton.next_power_of_2(size),
+        num_warps=8 if size > 2048 else 4,
+        **early(),
+    )
+    return y
+
+
+@triton.jit
+def _head_norm(X, WEIGHT, heads, x_b, x_h, eps, D: tl.constexpr, BD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BD)
+    at = X + (row // heads) * x_b + (row % heads) * x_h + d
+    x = tl.load(at, mask=d < D, other=0.0)
+    wide = x.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(x.dtype)
+    weight = tl.load(WEIGHT + d, mask=d < D, other=0.0)
+    tl.store(at, (weight.to(tl.float32) * normed.to(tl.float32)).to(x.dtype), mask=d < D)
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of every head of x [B, H, D], in place."""
+    rows, heads, size = x.shape
+    _head_norm[(rows * heads,)](
+        x,
+        weight,
+        heads,
+        x.stride(0),
+        x.stride(1),
+        eps,
+        D=size,
+        BD=triton.next_power_of_2(size),
+        num_warps=1,
+    )
+    return x
+
+
+@triton.jit
+def _silu(gate, up, DTYPE: tl.constexpr):
+    """silu(gate)·up of float32 numbers, rounded where transformers rounds."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    return (silu * up.to(DTYPE).to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def _silu_mul(X, Y, N, EARLY: tl.constexpr, BN: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(X + row * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
+    up = tl.load(X + row * 2 * N + N + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(Y + row * N + n, _silu(gate, up, Y.dtype.element_ty), mask=n < N)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(x[:, :N])·x[:, N:] of x [B, 2N]."""
+    rows, size = x.shape[0], x.shape[1] // 2
+    y = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    _silu_mul[(rows, triton.cdiv(size, 1024))](x, y, size, BN=1024, num_warps=4, **early())
+    return y
+
+
+# ---- matrix products of few rows: the weights are read once, at the speed of the memory ----
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows(
+    X,
+    W,
+    BIAS,
+    Y,
+    M,
+    N,
+    K,
+    x_m,
+    PER,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    WIDE: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """One program per (tile of outputs, part of K); the tile of weights is the left factor, so that
+    few rows fill a narrow tile. GATED: outputs n and N + n belong together, silu(·)·(·) of them is
+    stored. WIDE: float32 parts [parts, M, N] are stored, for who adds them up.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    part = tl.program_id(1)
+    m = tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    begin = part * PER
+    end = tl.minimum(K, begin + PER)
+    w_at = W + n.to(tl.int64)[:, None] * K + begin + k[None, :]
+    u_at = w_at + N.to(tl.int64) * K
+    x_at = X + m[None, :] * x_m + begin + k[:, None]
+    acc = tl.zeros([BN, BM], tl.float32)
+    acc_up = tl.zeros([BN, BM], tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for s in range(begin, end, BK):
+        if EVEN:
+            w_there = (n < N)[:, None]
+            x_there = (m < M)[None, :]
+        else:
+            w_there = (n < N)[:, None] & (k < end - s)[None, :]
+            x_there = (m < M)[None, :] & (k < end - s)[:, None]
+        w = tl.load(w_at, mask=w_there, other=0.0)
+        x = tl.load(x_at, mask=x_there, other=0.0)
+        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+        if GATED:
+            u = tl.load(u_at, mask=w_there, other=0.0)
+            acc_up = tl.dot(u, x, acc_up, input_precision=PRECISION)
+            u_at += BK
+        w_at += BK
+        x_at += BK
+    if HAS_BIAS:
+        acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    there = (n < N)[:, None] & (m < M)[None, :]
+    y_at = Y + (part.to(tl.int64) * M + m)[None, :] * N + n[:, None]
+    if GATED:
+        tl.store(y_at, _silu(acc, acc_up, Y.dtype.element_ty), mask=there)
+    elif WIDE:
+        tl.store(y_at, acc, mask=there)
+    else:
+        tl.store(y_at, acc.to(Y.dtype.element_ty), mask=there)
+
+
+# up to so many rows, these products are faster than the library's, as measured on an H200: of any
+# kind, with a gate, in parts
+FEW_ROWS = 16
+GATED_ROWS = 32
+PART_ROWS = 64
+
+
+def product_tile(rows: int, wide: bool, gated: bool) -> tuple[int, int, int, int]:
+    """Outputs and inputs of a tile of weights, warps, and how many tiles are on their way, as
+    measured on an H200.
+    """
+    if wide:
+        return 32, 64, 4, 3
+    if gated:
+        return (32, 128, 4, 6) if rows <= 16 else (64, 64, 4, 5)
+    return 64, 128, 4, 6 if rows <= 32 else 4
+
+
+def few_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    parts: bool = False,
+) -> Tensor:
+    """x [B, K] times weight [N, K] transposed, plus bias. `gated`: silu(first half)·(second half)
+    of the outputs. `parts`: [parts, B, N] in float32, whose sum is the product.
+    """
+    rows, inner = x.shape
+    outer = weight.shape[0] // 2 if gated else weight.shape[0]
+    assert weight.is_contiguous() and x.stride(1) == 1 and not (gated and parts)
+    wide = x.dtype == torch.float32
+    bn, bk, warps, stages = product_tile(rows, wide, gated)
+    tiles = triton.cdiv(outer, bn)
+    count = 1
+    if parts:
+        while tiles * count < 0.75 * MULTIPROCESSORS and count < 8:
+            count *= 2
+    per = triton.cdiv(triton.cdiv(inner, bk), count) * bk
+    count = triton.cdiv(inner, per)
+    shape = (count, rows, outer) if parts else (rows, outer)
+    y = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
+    _few_rows[(tiles, count)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        y,
+        rows,
+        outer,
+        inner,
+        x.stride(0),
+        per,
+        HAS_BIAS=bias is not None,
+        GATED=gated,
+        WIDE=parts,
+        EVEN=inner % bk == 0,
+        PRECISION="ieee" if wide else "tf32",
+        BM=max(16, triton.next_power_of_2(rows)),
+        BN=bn,
+        BK=bk,
+        num_warps=warps,
+        num_stages=stages,
+        **early(),
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["M"])
+def _add_low_rank(
+    Y,
+    T,
+    UP,
+    scale,
+    M,
+    N,
+    y_m,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    r = tl.arange(0, RP)
+    up_there = (n < N)[:, None] & (r < R)[None, :]
+    up = tl.load(UP + n[:, None] * R + r[None, :], mask=up_there, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    t_there = (m < M)[None, :] & (r < R)[:, None]
+    t = tl.load(T + m[None, :] * R + r[:, None], mask=t_there, other=0.0)
+    more = tl.dot(up, t, input_precision=PRECISION) * scale
+    there = (n < N)[:, None] & (m < M)[None, :]
+    at = Y + m.to(tl.int64)[None, :] * y_m + n[:, None]
+    y = tl.load(at, mask=there, other=0.0)
+    tl.store(at, (y.to(tl.float32) + more).to(Y.dtype.element_ty), mask=there)
+
+
+def add_low_rank(y: Tensor, narrow: Tensor, up: Tensor, scale: float) -> None:
+    """y [B, N] += scale·narrow [B, R] times up [N, R] transposed; rows of y may lie apart."""
+    rows, outer = y.shape
+    rank = narrow.shape[1]
+    _add_low_rank[(triton.cdiv(rows, 16), triton.cdiv(outer, 128))](
+        y,
+        narrow,
+        up,
+        scale,
+        rows,
+        outer,
+        y.stride(0),
+        R=rank,
+        RP=max(16, triton.next_power_of_2(rank)),
+        PRECISION="ieee" if up.dtype == torch.float32 else "tf32",
+        BM=16,
+        BN=128,
+        num_warps=4,
+        **early(),
+    )

@@ -1,0 +1,326 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Attention of one new token per sequence over the paged cache. Twin:
+`attention.PagedLayout.attend`.
+
+Legend: B sequences, H query heads, K key/value heads, G = H / K, D head size, W cache blocks per
+sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from reinforge.models.kernels.common import MULTIPROCESSORS, capped, early
+
+# so many programs share the keys of a sequence at most, and so many keys each of them has
+SPLITS = 16
+LEAST = 100
+MOST = 8192
+NOTHING = tl.constexpr(-1e30)  # the largest score of no keys at all
+
+
+@triton.jit
+def _turned(X, at, d, cos, sin, there, D: tl.constexpr):
+    """Numbers of a head after their rotation, x·cos + rotate_half(x)·sin, rounded where
+    transformers rounds: each product, then the sum. `at` [.., 1] or scalar: where heads begin.
+    """
+    x = tl.load(X + at + d, mask=there, other=0.0)
+    low = d < D // 2
+    other = tl.load(X + at + tl.where(low, d + D // 2, d - D // 2), mask=there, other=0.0)
+    other = tl.where(low, -other, other)
+    first = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
+    second = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
+    return (first.to(tl.float32) + second.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _attend_keys(
+    q,
+    m,
+    total,
+    acc,
+    KC,
+    VC,
+    TABLE,
+    h,
+    begin,
+    end,
+    first,
+    scale,
+    softcap,
+    d,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax of queries q over the keys [begin, end) of one sequence, those before `first`
+    left out; begin is a multiple of BN.
+    """
+    real_d = d < D
+    for s in range(begin, end, BN):
+        t = s + tl.arange(0, BN)
+        seen = (t < end) & (t >= first)
+        page = tl.load(TABLE + t // BLOCK, mask=t < end, other=0).to(tl.int64)
+        at = ((page * BLOCK + t % BLOCK) * HK + h) * D
+        there = seen[:, None] & real_d[None, :]
+        k = tl.load(KC + at[:, None] + d[None, :], mask=there, other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        x = capped(x, softcap, CAP)
+        x = tl.where(seen[None, :], x, NOTHING)
+        new_m = tl.maximum(m, tl.max(x, 1))
+        p = tl.exp(x - new_m[:, None])
+        keep = tl.exp(m - new_m)
+        v = tl.load(VC + at[:, None] + d[None, :], mask=there, other=0.0)
+        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        total = total * keep + tl.sum(p, 1)
+        m = new_m
+    return m, total, acc
+
+
+@triton.jit
+def _paged_decode(
+    Q,
+    KN,
+    VN,
+    COS,
+    SIN,
+    KC,
+    VC,
+    O,
+    TABLES,
+    CACHED,
+    S_TOP,
+    S_SUM,
+    S_ACC,
+    scale,
+    softcap,
+    window,
+    q_b,
+    q_h,
+    kn_b,
+    kn_h,
+    vn_b,
+    vn_h,
+    cos_n,
+    W,
+    HK: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROPE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per (sequence, key head, part of its keys). The first part stores the new key and
+    value and begins with them; `_join_parts` joins the parts.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    part = tl.program_id(2)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    n = tl.load(CACHED + b).to(tl.int32)  # tokens before the new one
+    d = tl.arange(0, DP)
+    g = tl.arange(0, GP)
+    real_d = d < D
+    real = (g < G)[:, None] & real_d[None, :]
+    first = 0
+    if WINDOW:
+        first = tl.maximum(0, n + 1 - window)
+    begin = first // BN * BN
+    span = tl.cdiv(tl.cdiv(n - begin, PARTS), BN) * BN
+    low = begin + part * span
+    line = (b * PARTS + part) * HK * G + h * G + g
+    if PARTS > 1:  # noqa: SIM102  (known when it is compiled)
+        if (part > 0) & (low >= n):
+            tl.store(S_TOP + line, tl.full([GP], NOTHING, tl.float32), mask=g < G)
+            tl.store(S_SUM + line, tl.zeros([GP], tl.float32), mask=g < G)
+            return
+    if ROPE:
+        cos = tl.load(COS + n.to(tl.int64) * cos_n + d, mask=real_d, other=0.0)
+        sin = tl.load(SIN + n.to(tl.int64) * cos_n + d, mask=real_d, other=0.0)
+        at = b * q_b + (h * G + g)[:, None] * q_h
+        q = _turned(Q, at, d[None, :], cos[None, :], sin[None, :], real, D)
+    else:
+        q = tl.load(Q + b * q_b + (h * G + g)[:, None] * q_h + d[None, :], mask=real, other=0.0)
+    m = tl.full([GP], NOTHING, tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    if part == 0:
+        if ROPE:
+            k_new = _turned(KN, b * kn_b + h * kn_h, d, cos, sin, real_d, D)
+        else:
+            k_new = tl.load(KN + b * kn_b + h * kn_h + d, mask=real_d, other=0.0)
+        v_new = tl.load(VN + b * vn_b + h * vn_h + d, mask=real_d, other=0.0)
+        slot = tl.load(TABLES + b * W + n // BLOCK).to(tl.int64) * BLOCK + n % BLOCK
+        tl.store(KC + (slot * HK + h) * D + d, k_new, mask=real_d)
+        tl.store(VC + (slot * HK + h) * D + d, v_new, mask=real_d)
+        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        m = capped(m, softcap, CAP)
+        total = tl.full([GP], 1.0, tl.float32)
+        acc = tl.zeros([GP, DP], tl.float32) + v_new.to(tl.float32)[None, :]
+    high = tl.minimum(n, low + span)
+    m, total, acc = _attend_keys(
+        q, m, total, acc, KC, VC, TABLES + b * W, h, low, high, first, scale, softcap, d,
+        HK, D, BLOCK, BN, CAP, PRECISION,
+    )  # fmt: skip
+    if PARTS > 1:
+        tl.store(S_TOP + line, m, mask=g < G)
+        tl.store(S_SUM + line, total, mask=g < G)
+        tl.store(S_ACC + line[:, None] * D + d[None, :], acc, mask=real)
+    else:
+        row = b * HK * G + h * G + g
+        out = (acc / total[:, None]).to(O.dtype.element_ty)
+        tl.store(O + row[:, None] * D + d[None, :], out, mask=real)
+
+
+@triton.jit
+def _join_parts(
+    S_TOP,
+    S_SUM,
+    S_ACC,
+    O,
+    H,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per (sequence, query head): what the parts of its keys gave, as one."""
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    part = tl.arange(0, PARTS)
+    d = tl.arange(0, DP)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    line = (b * PARTS + part) * H + h
+    top = tl.load(S_TOP + line)
+    share = tl.exp(top - tl.max(top, 0))
+    total = tl.sum(share * tl.load(S_SUM + line), 0)
+    there = (top > NOTHING)[:, None] & (d < D)[None, :]
+    acc = tl.load(S_ACC + line[:, None] * D + d[None, :], mask=there, other=0.0)
+    out = tl.sum(acc * share[:, None], 0) / total
+    tl.store(O + (b * H + h) * D + d, out.to(O.dtype.element_ty), mask=d < D)
+
+
+def parts_of(rows: int, kv_heads: int, longest: int) -> int:
+    """How many programs share the keys of a sequence, where none has more than `longest`: about
+    four programs for each multiprocessor, each with enough keys.
+    """
+    parts = 1
+    while parts < SPLITS and parts * LEAST < longest:
+        enough = rows * kv_heads * parts * 2 > 4 * MULTIPROCESSORS
+        if enough and parts * MOST >= longest:
+            break
+        parts *= 2
+    return parts
+
+
+def attention_tile(rows: int, kv_heads: int) -> dict[str, int]:
+    """Keys of a tile, warps, and tiles on their way, as measured on an H200."""
+    if rows * kv_heads < MULTIPROCESSORS:
+        return {"BN": 128, "num_warps": 4, "num_stages": 4}
+    return {"BN": 64, "num_warps": 2, "num_stages": 2}
+
+
+def paged_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    cached: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    *,
+    parts: int = 1,
+    rope: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D]; writes k and v
+    there. window/softcap 0 = none. `parts` programs share the keys of a sequence. `rope`: cos and
+    sin [positions, D] by which q and k are turned first.
+    """
+    rows, heads, size = q.shape
+    kv_heads = keys.shape[2]
+    per_key = heads // kv_heads
+    device = q.device
+    wide = triton.next_power_of_2(size)
+    cos, sin = rope if rope is not None else (q, q)
+    shape = {"D": size, "DP": max(16, wide), "BLOCK": keys.shape[1], "HK": kv_heads, "G": per_key}
+    kind = {
+        "ROPE": rope is not None,
+        "CAP": softcap > 0,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+    out = torch.empty(rows, heads, size, dtype=q.dtype, device=device)
+    found = _partial(rows, parts, heads, size, device) if parts > 1 else (out, out, out)
+    _paged_decode[(rows, kv_heads, parts)](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        keys,
+        values,
+        out,
+        tables,
+        cached,
+        *found,
+        scale,
+        softcap,
+        window,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        cos.stride(0),
+        tables.stride(0),
+        GP=max(16, triton.next_power_of_2(per_key)),
+        PARTS=parts,
+        WINDOW=window > 0,
+        **attention_tile(rows, kv_heads),
+        **shape,
+        **kind,
+        **early(),
+    )
+    if parts > 1:
+        _join_parts[(rows, heads)](
+            *found,
+            out,
+            heads,
+            D=size,
+            DP=shape["DP"],
+            PARTS=parts,
+            num_warps=4 if parts * size > 1024 else 1,
+            **early(),
+        )
+    return out
+
+
+def _partial(
+    rows: int, parts: int, heads: int, size: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the largest scores, the sums and the weighted values of parts of the keys."""
+    top, total = (
+        torch.empty(rows, parts, heads, dtype=torch.float32, device=device) for _ in range(2)
+    )
+    acc = torch.empty(rows, parts, heads, size, dtype=torch.float32, device=device)
+    return top, total, acc
