@@ -3,13 +3,14 @@ speculation and without.
 
     python benchmarks/speculation.py --model DIR [--prompts 32] [--group 8] [--rows 32]
                                      [--response 256] [--drafts 3] [--temperature 1.0] [--epochs 3]
-                                     [--exact] [--out FILE]
+                                     [--questions FILE] [--exact] [--out FILE]
     python benchmarks/speculation.py --smoke
 
-Prompts are questions of reasoning-gym's chain_sum; at most `--rows` answers are generated at once,
-with other random numbers in every epoch. Prints seconds, steps, tokens and the accepted length
-(tokens per sequence and step) of each epoch, and the speed-up of those after the first. Exits with
-1 if, with `--exact`, any token differs. `--smoke` runs a random tiny model, exact, anywhere.
+Prompts are questions of reasoning-gym's chain_sum, or the field `question` of the lines of a file;
+at most `--rows` answers are generated at once, with other random numbers in every epoch. Prints
+seconds, steps, tokens and the accepted length (tokens per sequence and step) of each epoch, and the
+speed-up of those after the first. Exits with 1 if, with `--exact`, any token differs. `--smoke`
+runs a random tiny model, exact, anywhere.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_model, stop_tokens
 
 
-def questions(tokenizer: Any, count: int) -> list[list[int]]:
-    import reasoning_gym
+def questions(tokenizer: Any, count: int, file: Path | None) -> list[list[int]]:
+    if file is not None:
+        rows = [json.loads(line) for line in file.read_text().splitlines()[:count]]
+    else:
+        import reasoning_gym
 
+        rows = reasoning_gym.create_dataset("chain_sum", size=count, seed=1)
     found = []
-    for row in reasoning_gym.create_dataset("chain_sum", size=count, seed=1):
+    for row in rows:
         text = row["question"]
         if getattr(tokenizer, "chat_template", None):
             text = tokenizer.apply_chat_template(
@@ -125,6 +130,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--exact", action="store_true", help="compare tokens and log-probs")
+    parser.add_argument("--questions", type=Path, help="a JSONL file instead of chain_sum")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.smoke:
@@ -147,7 +153,7 @@ def main() -> int:
         prompts = torch.randint(10, 400, (args.prompts, 12), generator=generator).tolist()
     else:
         model = load_model(ModelConfig(path=str(args.model), exact=args.exact))
-        prompts = questions(model.tokenizer, args.prompts)
+        prompts = questions(model.tokenizer, args.prompts, args.questions)
     found = {
         drafts: measure(model, prompts, args, Speculation(drafts, args.rows) if drafts else None)
         for drafts in (0, args.drafts)
