@@ -13,6 +13,7 @@ import torch
 from helpers.toys import VOCABULARY, make_model, make_module, run, tokens_of
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
+from reinforge.engines.native import drafts
 from reinforge.engines.native import engine as native
 from reinforge.engines.native.blocks import BlockPool
 from reinforge.engines.native.decode_batch import NEVER, DecodeBatch
@@ -22,6 +23,7 @@ from reinforge.engines.native.drafts import (
     MATCH,
     NOTHING,
     AnswerMemory,
+    DraftTrial,
     Speculation,
     kin_of,
     look_up,
@@ -86,6 +88,21 @@ def test_the_memory_keeps_the_newest_answers_within_its_bound() -> None:
     assert memory.line(2, 1000) == [] and memory.line(1, 1000) == line
     assert memory.size == ANSWERS * (MATCH + 2) + MATCH + 40 <= 100
     assert kin_of([1, 2]) == kin_of([1, 2]) != kin_of([1, 3])
+
+
+def test_drafts_that_do_not_pay_are_left_for_a_while() -> None:
+    trial = DraftTrial()
+    trial.count(drafts.TRIAL - 1, drafts.TRIAL - 1)
+    assert trial.pays, "too early to tell"
+    trial.count(1, 1)
+    assert not trial.pays, "one token a step is what plain decoding gives"
+    trial.count(0, drafts.PAUSE - 1)
+    assert not trial.pays
+    trial.count(0, 1)
+    assert trial.pays, "another try"
+    for _ in range(10):
+        trial.count(drafts.TRIAL, int(drafts.TRIAL * drafts.WORTH) + 1)
+        assert trial.pays
 
 
 # ---- the same answers ----
@@ -202,6 +219,20 @@ def test_a_second_epoch_is_drafted_by_the_first() -> None:
     assert engine.stats.draft_tokens - tokens == 47
     assert engine.stats.draft_steps - steps == 12
     assert engine.stats.steps - first < 15 < plain.stats.steps
+
+
+def test_an_engine_stops_to_draft_where_no_draft_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random tokens of a random model: of 200, the first 20 are guessed at, and 20 after a pause
+    of 60. What comes of it is what comes without drafts.
+    """
+    monkeypatch.setattr(drafts, "TRIAL", 20)
+    monkeypatch.setattr(drafts, "PAUSE", 60)
+    params = Sampling(200, 30.0, ignore_eos=True)
+    want = run(make_engine(exact_model()).generate(tokens_of(9), params, key=5), 60)
+    engine = make_engine(exact_model(), ALWAYS)
+    assert run(engine.generate(tokens_of(9), params, key=5), 60) == want
+    assert engine.stats.draft_steps == 60, "20 steps of every 80"
+    assert engine.stats.draft_tokens < 1.4 * 60
 
 
 def test_siblings_that_ended_draft_for_those_that_go_on() -> None:

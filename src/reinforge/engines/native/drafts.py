@@ -27,6 +27,9 @@ LEAST = 2  # and so many must be found
 ANSWERS = 8  # of one prompt are remembered, the newest
 TIMES = 4  # a line has room for so many of the longest answers
 MOST = 1 << 14  # and never for more tokens than this
+TRIAL = 1024  # steps of rows after which it is judged whether drafts pay
+WORTH = 1.4  # tokens a step from which on they do: a step with drafts costs as much as so many
+PAUSE = 1 << 14  # tokens without drafts before they are tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,34 @@ class Speculation:
     drafts: int = 3  # tokens that one forward verifies beside the next one
     rows: int | None = 32  # only while at most so many sequences are decoded; None: always
     memory: int = 1 << 22  # tokens of finished answers that are remembered
+
+
+@dataclass(slots=True)
+class DraftTrial:
+    """Whether drafts pay. The native engine tells it what came of them, and drafts while it says
+    so: a policy that never says the same thing twice is not slowed down by guesses.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    pause: int = 0  # tokens still to come without drafts
+
+    @property
+    def pays(self) -> bool:
+        return self.pause <= 0
+
+    def count(self, steps: int, tokens: int) -> None:
+        """So many tokens came of so many steps of rows with drafts; 0 steps: without."""
+        if not steps:
+            self.pause -= tokens
+            return
+        self.steps += steps
+        self.tokens += tokens
+        if self.steps >= TRIAL:
+            if self.tokens < WORTH * self.steps:
+                self.pause = PAUSE
+            self.steps = 0
+            self.tokens = 0
 
 
 Kin = bytes | int  # the hash of a prompt, or the number of a request

@@ -42,7 +42,7 @@ from reinforge.engines.native.blocks import BlockPool, CacheHolding, block_keys
 from reinforge.engines.native.cache_shapes import cache_shapes
 from reinforge.engines.native.decode_batch import DecodeBatch, LiveSequence
 from reinforge.engines.native.decoder import Decoder, DecodeWindow, LaunchedWindow
-from reinforge.engines.native.drafts import AnswerMemory, Kin, Speculation, kin_of
+from reinforge.engines.native.drafts import AnswerMemory, DraftTrial, Kin, Speculation, kin_of
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
 from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
@@ -91,6 +91,7 @@ class NativeEngine:
         self.speculation = speculation
         self.answers = AnswerMemory(0 if speculation is None else speculation.memory)
         self._answered: set[Kin] = set()  # who got an answer since rows were told
+        self._trial = DraftTrial()
         # a BLAS may add up in another order for a wider matrix, our kernel does not
         if not model.exact or model.device.type == "cuda":
             join(model.module)
@@ -221,15 +222,18 @@ class NativeEngine:
             raise
 
     def _kin(self, prompt: list[int]) -> Kin:
-        """In whose answers a request finds drafts: all of the same prompt, or its own alone.
+        """In whose answers a request finds drafts: all of the same prompt, or its own alone."""
+        return kin_of(prompt) if self._free_to_draft else next(self._requests)
+
+    @property
+    def _free_to_draft(self) -> bool:
+        """Whether drafts may depend on what happened in earlier steps.
 
         Drafts change the shape of a forward, and so its last bits. A run that is resumed on a CPU
-        has the same bits as one that was never cut, though it does not know the answers of
-        earlier steps: there they are used in exact mode only, which has the same bits in any shape.
+        has the same bits as one that was never cut, though it knows nothing of earlier steps.
+        In exact mode any shape has the same bits.
         """
-        if self.model.exact or self.model.device.type == "cuda":
-            return kin_of(prompt)
-        return next(self._requests)
+        return self.model.exact or self.model.device.type == "cuda"
 
     def _matcher(self, params: Sampling, prompt: list[int]) -> Matcher | None:
         """Where an answer stands that must match something."""
@@ -509,7 +513,7 @@ class NativeEngine:
 
     def _drafts(self, rows: int) -> int:
         """How many drafts of each row the next steps verify, where so many rows are alive."""
-        if self.speculation is None:
+        if self.speculation is None or not self._trial.pays:
             return 0
         most = self.speculation.rows
         return self.speculation.drafts if most is None or rows <= most else 0
@@ -625,9 +629,12 @@ class NativeEngine:
 
         A row stopped by itself at a stop token or at its limit; stop strings only the host can see.
         """
-        if window.verified is not None:
-            self.stats.draft_steps += sum(window.verified)
+        verified = sum(window.verified or [])
+        if verified:
+            self.stats.draft_steps += verified
             self.stats.draft_tokens += sum(window.counts)
+        if self._free_to_draft:
+            self._trial.count(verified, sum(window.counts))
         for sequence, tokens, logprobs, count in zip(
             sequences, window.tokens, window.logprobs, window.counts, strict=False
         ):
