@@ -10,13 +10,19 @@ key/value heads x head size, V vocabulary, b bytes per element of the module.
 
 from __future__ import annotations
 
+from reinforge.core.kv_pool import (
+    BLOCK,
+    HOST,
+    DeviceShare,
+    gpu_room,
+    logit_bytes,
+    pool_blocks,
+    prefill_bytes,
+)
 from reinforge.core.model_facts import FLOAT, ModelFacts
 
 GIB = 2**30
 HEAD_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 21}  # logits of one chunk: models/head.py
-# a KV cache of at most this share of the GPU stays while training: engines/native/engine.py
-KEEP = 1 / 12
-PREFILL_TOKENS = 16384  # packed prompt tokens per forward of the engine
 # torch and transformers in the memory of a process; a GPU's allocator does not count them
 LIBRARIES = int(0.4 * GIB)
 # of what is left for activations; the rest is fragmentation and what the model below does not see
@@ -34,7 +40,12 @@ def weight_bytes(f: ModelFacts) -> int:
 
 def optimizer_bytes(f: ModelFacts) -> int:
     """Two moments, and the masters. On the device nothing of it with offload."""
-    return 0 if f.offload else f.learning() * FLOAT * (3 if f.masters else 2)
+    return moment_bytes(f) + (f.learning() * FLOAT if f.masters and not f.offload else 0)
+
+
+def moment_bytes(f: ModelFacts) -> int:
+    """What AdamW makes in its first step."""
+    return 0 if f.offload else 2 * f.learning() * FLOAT
 
 
 def gradient_bytes(f: ModelFacts) -> int:
@@ -132,19 +143,19 @@ def kv_token_bytes(f: ModelFacts) -> int:
 
 def kv_pool_bytes(
     f: ModelFacts,
-    free: int,
+    free: int | None,
     max_batch: int,
     longest: int,
+    *,
+    share: DeviceShare | None = None,
     kv_gib: float | None = None,
-    block: int = 16,
 ) -> int:
-    """What the native engine takes for its cache: as configured, or what the longest sequences
-    need, at most 0.4 of what is free.
+    """What the native engine takes for its cache on a GPU where `free` are free, or on a CPU
+    (None).
     """
-    unit = kv_token_bytes(f) * block
-    if kv_gib is not None:
-        return max(8, int(kv_gib * GIB) // unit) * unit
-    return min(max(8, int(0.4 * free) // unit), max(8, max_batch * -(-longest // block))) * unit
+    unit = kv_token_bytes(f) * BLOCK
+    room = HOST if free is None else gpu_room(f, free, max_batch, share or DeviceShare())
+    return pool_blocks(unit, room, rows=max_batch, longest=longest, kv_gib=kv_gib) * unit
 
 
 def training(
@@ -182,17 +193,12 @@ def generation(
     """Bytes of each part while `rows` sequences are decoded: no gradients, float32 logits of all
     rows a few times over.
     """
-    still = {
-        k: v
-        for k, v in training(f, 0, device, reference=reference, critic=critic).items()
-        if k not in ("gradients", "activations")
-    }
-    prefill = (
-        PREFILL_TOKENS * f.itemsize * (4 * f.hidden + 3 * f.inner * f.active)
-        if device == "cuda"
-        else 0
-    )
-    return {**still, "head": 4 * FLOAT * rows * f.vocab, "prefill": prefill, "kv": kv}
+    held = training(f, 0, device, reference=reference, critic=critic)
+    if critic:
+        held["critic"] -= gradient_bytes(f)
+    still = {k: v for k, v in held.items() if k not in ("gradients", "activations")}
+    prefill = prefill_bytes(f) if device == "cuda" else 0
+    return {**still, "head": logit_bytes(f, rows), "prefill": prefill, "kv": kv}
 
 
 def budget(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from reinforge.backends.memory_model import (
     CPU_BUDGET,
-    KEEP,
     budget,
     gradient_bytes,
     optimizer_bytes,
@@ -17,12 +16,14 @@ from reinforge.backends.memory_model import (
 from reinforge.backends.teachers import Teachers, divergence_to
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.kv_pool import KEEP
 from reinforge.core.metrics import Extreme, Metric, Reduction, StepMetrics, reduction_of, tensor_of
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.sample import Stop
 from reinforge.core.trace import numbered
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
+from reinforge.models.device_memory import device_memory
 from reinforge.models.packed import PackedModel
 
 
@@ -163,11 +164,10 @@ def auto_budget(
     before the optimizer is made (`KEEP` of the device may stay with the engine's cache, and a model
     that is `paired` with this one wants its own optimizer), what runs best on a CPU.
     """
-    if model.device.type != "cuda":
+    memory = device_memory(model.device)
+    if memory is None:
         return CPU_BUDGET
-    free, whole = torch.cuda.mem_get_info(model.device)
-    # held by the allocator, unused
-    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
     facts = facts_of(model, offload=offload)
     others = optimizer_bytes(facts) + gradient_bytes(facts) if paired else 0
-    return budget(facts, free, reference=reference, reserved=int(KEEP * whole) + others)
+    reserved = int(KEEP * memory.whole) + others
+    return budget(facts, memory.free, reference=reference, reserved=reserved)

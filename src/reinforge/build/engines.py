@@ -9,6 +9,8 @@ from functools import partial
 import torch
 
 from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.memory_model import moment_bytes
+from reinforge.backends.microbatch import facts_of
 from reinforge.build.constraints import rollout_constraint
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.policy import load_policy, move_to_device
@@ -16,8 +18,10 @@ from reinforge.build.served import setup_of, trainer_score
 from reinforge.cluster.data_parallel import DataParallelEngine
 from reinforge.config.engine import SERVERS
 from reinforge.config.rollout import SpeculationConfig
+from reinforge.config.rules.facts import opposed
 from reinforge.config.schema import Config
 from reinforge.core.engine import Engine
+from reinforge.core.kv_pool import DeviceShare
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native.drafts import Speculation
 from reinforge.engines.served.make import make_served
@@ -26,8 +30,10 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.load import pick_device, stop_tokens
 
 
-def native_engine(inputs: ModelInputs, model: CausalModel, stops: frozenset[int]) -> NativeEngine:
-    """Our own engine, which generates with the trainer's module."""
+def native_engine(
+    inputs: ModelInputs, model: CausalModel, stops: frozenset[int], *, ranks: int = 1
+) -> NativeEngine:
+    """Our own engine, which generates with the trainer's module. `ranks`: how many train."""
     rollout = inputs.cfg.rollout
     return NativeEngine(
         model,
@@ -36,9 +42,23 @@ def native_engine(inputs: ModelInputs, model: CausalModel, stops: frozenset[int]
         kv_gib=rollout.kv_gib,
         context=inputs.context,
         longest=inputs.longest,
+        share=device_share(inputs, model, ranks),
         prefix_cache=rollout.prefix_cache,
         speculation=_speculation(rollout.speculation),
     )
+
+
+def device_share(inputs: ModelInputs, model: CausalModel, ranks: int = 1) -> DeviceShare:
+    """What the engines of a run leave of a GPU to training: the moments of its optimizers, which
+    are made in their first step. All else that stays is there when an engine is made.
+    """
+    cfg = inputs.cfg
+    engines = 2 if opposed(cfg) else 1
+    if not inputs.trains:
+        return DeviceShare(engines=engines)
+    moments = moment_bytes(facts_of(model, offload=cfg.train.optimizer.offload))
+    models = 1 if cfg.critic is None or cfg.critic.shared else 2
+    return DeviceShare(models * moments // ranks, engines)
 
 
 def _speculation(cfg: SpeculationConfig) -> Speculation | None:
@@ -64,10 +84,11 @@ def engine_of(
         return make_served(setup, trainer_score(model))
     if ranks is not None:
         move_to_device(model, cfg.model)
-    engine = native_engine(inputs, model, stops)
+    size = 1 if ranks is None else ranks.size
+    engine = native_engine(inputs, model, stops, ranks=size)
     if ranks is None or not cfg.rollout.all_ranks:
         return engine
-    return DataParallelEngine(ranks, engine, partial(_engine_of_rank, inputs, stops))
+    return DataParallelEngine(ranks, engine, partial(_engine_of_rank, inputs, stops, size))
 
 
 def answer_form(inputs: ModelInputs, model: CausalModel) -> AnswerForm | None:
@@ -84,12 +105,12 @@ def _stops(inputs: ModelInputs, model: CausalModel) -> frozenset[int]:
     return frozenset({*stop_tokens(model), *inputs.stop_tokens})
 
 
-def _engine_of_rank(inputs: ModelInputs, stops: frozenset[int]) -> NativeEngine:
+def _engine_of_rank(inputs: ModelInputs, stops: frozenset[int], ranks: int) -> NativeEngine:
     """A whole copy of the policy on one of the other ranks."""
     model = load_policy(inputs.cfg, scores=inputs.scores, in_host_memory=True)
     assert isinstance(model, CausalModel)
     move_to_device(model, inputs.cfg.model)
-    return native_engine(inputs, model, stops)
+    return native_engine(inputs, model, stops, ranks=ranks)
 
 
 def keeps_memory(cfg: Config) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from reinforge.build.factories import Factories
 from reinforge.build.inputs import EncodedPrompts, RunInputs, encode_eval_prompts, model_inputs
@@ -44,7 +45,7 @@ def build_heldout(
     prompts = encode_eval_prompts(inputs, view)
     if prompts is None:
         return None
-    models = model_inputs(inputs, prompts)
+    models = replace(model_inputs(inputs, prompts), trains=False)
     view.doing(f"loading the model {inputs.cfg.model.path}")
     policy = factories.make_policy(models)
     if load is not None:

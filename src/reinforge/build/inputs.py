@@ -84,6 +84,7 @@ class ModelInputs:
     context: int
     stop_tokens: frozenset[int]  # that end an answer, besides the model's own
     longest: int  # tokens that generation may reach; 0 where nothing is generated
+    trains: bool = True  # whether training has the device of the engine too
 
 
 def read_inputs(

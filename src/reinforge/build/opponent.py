@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reinforge.backends.local import LocalBackend
+from reinforge.build.engines import device_share
 from reinforge.build.inputs import ModelInputs, RunInputs
 from reinforge.core.backend import Backend
 from reinforge.core.engine import Engine
@@ -57,6 +58,7 @@ def add_opponent(
         kv_gib=cfg.kv_gib,
         context=models.context,
         longest=models.longest,
+        share=device_share(models, policy),
     )
     answers = answers_of(inputs, rows) if algorithm.given else None
     return OpponentRollout(rollout, opponent, answers), EngineWithOpponent(engine, opponent)

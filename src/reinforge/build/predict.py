@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reinforge.backends import memory_model, roofline
 from reinforge.backends.memory_model import GIB
 from reinforge.backends.roofline import Machine, StepWork
+from reinforge.config.rules.facts import opposed
 from reinforge.config.schema import Config
+from reinforge.core.kv_pool import KEEP, DeviceShare, stays
 from reinforge.core.model_facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -91,29 +94,25 @@ def predict(
         auto = (
             memory_model.CPU_BUDGET
             if machine.kind == "cpu"
-            else memory_model.budget(
-                facts, free, **copies, reserved=int(memory_model.KEEP * machine.memory)
-            )
+            else memory_model.budget(facts, free, **copies, reserved=int(KEEP * machine.memory))
         )
         budget = auto if asked == "auto" else asked
     packed = max(longest, min(budget, math.ceil(work.tokens / cfg.algorithm.minibatches)))
     parts = {"train": memory_model.training(facts, packed, machine.kind, **copies)}
     if rl:
-        room = free - memory_model.optimizer_bytes(facts) if machine.kind == "cuda" else 2 << 30
-        kv = memory_model.kv_pool_bytes(
-            facts, room, cfg.rollout.max_batch, longest, cfg.rollout.kv_gib
-        )
-        parts["train"]["kv"] = (
-            kv if machine.kind == "cpu" or kv <= memory_model.KEEP * machine.memory else 0
-        )
         parts["generate"] = memory_model.generation(
-            facts, kv, min(samples, cfg.rollout.max_batch), machine.kind, **copies
+            facts, 0, min(samples, cfg.rollout.max_batch), machine.kind, **copies
         )
     followers = (cfg.train.ema is not None) + (
         copies["reference"] and cfg.algorithm.kl.reference.kind != "frozen"
     )
     for found in parts.values():
         found["averages"] = followers * memory_model.FLOAT * facts.learning()
+    cache = None
+    if rl and cfg.rollout.engine == "native":
+        cache = _cache(cfg, facts, machine, longest, parts)
+        parts["generate"]["kv"] = cache.bytes
+        parts["train"]["kv"] = cache.bytes if cache.stays else 0
     seconds = {
         "train": roofline.train_seconds(facts, machine, work),
         "generate": roofline.generate_seconds(facts, machine, work),
@@ -136,6 +135,7 @@ def predict(
             "known": machine.known,
         },
         "memory_gib": {phase: _gib(found) for phase, found in parts.items()},
+        **({} if cache is None else {"kv_cache": cache.summary()}),
         "seconds": {phase: float(f"{seconds[phase]:.4g}") for phase in parts},
         "assumed": {
             "samples": samples,
@@ -144,6 +144,55 @@ def predict(
             "tokens_per_microbatch": budget,
         },
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _CachePrediction:
+    """The native engine's cache, as `predict` expects it."""
+
+    bytes: int
+    tokens: int  # that it holds
+    longest: int  # tokens of a sequence
+    rows: int  # sequences decoded at once
+    stays: bool  # while training
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "gib": float(f"{self.bytes / GIB:.4g}"),
+            "tokens": self.tokens,
+            "longest": self.longest,
+            "rows": self.rows,
+            "stays": self.stays,
+        }
+
+
+def _cache(
+    cfg: Config,
+    facts: ModelFacts,
+    machine: Machine,
+    longest: int,
+    parts: dict[str, dict[str, int]],
+) -> _CachePrediction:
+    """What the engine takes beside `parts` of generation, and whether that and training fit."""
+    usable = int(USABLE * machine.memory)
+    work = ("head", "prefill", "kv")
+    held = sum(size for name, size in parts["generate"].items() if name not in work)
+    pool = memory_model.kv_pool_bytes(
+        facts,
+        None if machine.kind == "cpu" else usable - held,
+        cfg.rollout.max_batch,
+        longest,
+        share=DeviceShare(engines=2 if opposed(cfg) else 1),
+        kv_gib=cfg.rollout.kv_gib,
+    )
+    beside = usable - memory_model.total(parts["train"])
+    return _CachePrediction(
+        bytes=pool,
+        tokens=pool // memory_model.kv_token_bytes(facts),
+        longest=longest,
+        rows=cfg.rollout.max_batch,
+        stays=machine.kind == "cpu" or stays(pool, machine.memory, beside),
+    )
 
 
 def _gib(parts: dict[str, int]) -> dict[str, float]:
@@ -197,6 +246,8 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
                 ),
             )
         )
+    if "kv_cache" in prediction:
+        lines.append(("KV cache", _cache_line(prediction["kv_cache"])))
     guess = "" if machine["known"] else "; this GPU is not in our table, so that is a guess"
     times = ", ".join(
         f"{phase} {_short(seconds)} s" for phase, seconds in prediction["seconds"].items()
@@ -208,6 +259,17 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
             f"about {times} for completions of full length, on an idle machine{guess}",
         ),
     ]
+
+
+def _cache_line(cache: dict[str, Any]) -> str:
+    whole = min(cache["rows"], cache["tokens"] // cache["longest"])
+    waiting = "" if whole == cache["rows"] else " (more while they are short)"
+    fate = "stays while training" if cache["stays"] else "is given back while training"
+    return (
+        f"{_short(cache['gib'])} GiB hold {cache['tokens']:,} tokens: {whole:,} of"
+        f" {cache['rows']:,} sequences of {cache['longest']:,} tokens at once{waiting};"
+        f" it {fate}"
+    )
 
 
 def _short(value: float) -> str:

@@ -172,7 +172,7 @@ def inside_engine(inputs: ModelInputs) -> ModelInputs:
     train = inside.cfg.train.model_copy(
         update={"backend": "local", "ranks": None, "sequence_parallel": 1, "tensor_parallel": 1}
     )
-    return replace(inside, cfg=inside.cfg.model_copy(update={"train": train}))
+    return replace(inside, cfg=inside.cfg.model_copy(update={"train": train}), trains=False)
 
 
 # ---- in an actor ----

@@ -229,6 +229,7 @@ def make_evaluate(
             if "eval/accuracy" in found:  # that of answers that are given
                 found["eval/pair_accuracy"] = found.pop("eval/accuracy")
             found |= await generation()
+            await engine.sleep()
         return found
 
     return with_average(evaluate, backend, engine)

@@ -30,7 +30,11 @@ def chat(
     data = config.data if config else DataConfig(source="chat")
     renderer = Renderer(model.tokenizer, data)
     engine = NativeEngine(
-        model, stop_tokens={*stop_tokens(model), *renderer.stop_tokens}, context=model.context
+        model,
+        stop_tokens={*stop_tokens(model), *renderer.stop_tokens},
+        max_batch=1,
+        context=model.context,
+        longest=model.context,
     )
     context = engine.context or 1 << 20
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

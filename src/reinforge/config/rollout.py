@@ -79,7 +79,8 @@ class RolloutConfig(Section):
     kv_gib: Positive | None = Field(
         None,
         description=(
-            "Memory of the KV cache; default: computed once from what is free, then recorded."
+            "Memory of the KV cache; default: what training does not need while the engine"
+            " generates, computed once, then recorded; see docs/engines.md."
         ),
     )
     prefix_cache: bool = Field(

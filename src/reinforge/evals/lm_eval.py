@@ -52,7 +52,11 @@ class NativeLM(TemplateLM):
         self.tokenizer = model.tokenizer
         self.max_length = model.context or 1 << 20
         self.engine = NativeEngine(
-            model, stop_tokens=stop_tokens(model), max_batch=max_batch, context=self.max_length
+            model,
+            stop_tokens=stop_tokens(model),
+            max_batch=max_batch,
+            context=self.max_length,
+            longest=model.context,
         )
         self._device = model.device
 

@@ -36,6 +36,7 @@ from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.buffer import RolloutBuffer
 from reinforge.rollout.source import GroupSource, RolloutBatch, rollout_metrics
 
+OF_ENGINE = "engine/"  # counters of the run that are the engine's
 PATIENCE = 20.0  # seconds that a run which is asked to end waits for rewards under way
 
 
@@ -81,6 +82,7 @@ class RLTrainer:
             with run.phase("generate"):
                 await run.interruptible(self.buffer.advance(run.step, self._version()))
                 if self.buffer.drain:
+                    self._record_engine()
                     await self.engine.sleep()
             # everything is generated, and the device has nothing to do
             with run.phase("reward_wait"):
@@ -112,6 +114,8 @@ class RLTrainer:
             metrics["tokens/processed"] = processed
             if generated.seconds:
                 metrics["efficiency/engine_seconds"] = generated.seconds
+            if generated.preemptions:
+                metrics["efficiency/preemptions"] = generated.preemptions
             if generated.draft_steps:
                 length = generated.draft_tokens / generated.draft_steps
                 metrics["efficiency/accepted_length"] = length
@@ -143,16 +147,19 @@ class RLTrainer:
         """A resumed run schedules as it did: the engine gets back what its scheduling
         depends on.
         """
-        counters = self.run.counters
-        prefix = "engine/"
         saved = {
-            name.removeprefix(prefix): value
-            for name, value in counters.items()
-            if name.startswith(prefix)
+            name.removeprefix(OF_ENGINE): value
+            for name, value in self.run.counters.items()
+            if name.startswith(OF_ENGINE)
         }
         if saved:
             self.engine.load(saved)
-        counters.update({prefix + name: value for name, value in self.engine.state().items()})
+        self._record_engine()
+
+    def _record_engine(self) -> None:
+        """Once more after each rollout: a cache that found no room has become smaller."""
+        state = self.engine.state()
+        self.run.counters.update({OF_ENGINE + name: value for name, value in state.items()})
 
     def _engine_stats(self) -> GenerationStats:
         """What the engine has done so far, where it counts that."""

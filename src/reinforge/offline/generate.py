@@ -54,6 +54,7 @@ class NativeSource:
             self.model,
             stop_tokens={*stop_tokens(self.model), *self.renderer.stop_tokens},
             context=self.model.context,
+            longest=self.model.context,
         )
         self.identity = [name, _weights(name), adapter, data.chat]
 

@@ -191,7 +191,11 @@ def test_the_pool_is_the_engines() -> None:
     ):
         blocks = NativeEngine(model, **options).blocks
         found = memory_model.kv_pool_bytes(
-            facts, 2 << 30, options["max_batch"], options["longest"], options.get("kv_gib")
+            facts,
+            None,
+            options["max_batch"],
+            options["longest"],
+            kv_gib=options.get("kv_gib"),
         )
         assert found == blocks * 16 * memory_model.kv_token_bytes(facts)
 
@@ -372,6 +376,37 @@ def test_a_prediction_has_every_part(make: Callable[..., Config]) -> None:
         small_gpu["memory_gib"]["train"]["peak"] > 22
         and small_gpu["assumed"]["tokens_per_microbatch"] == 1024
     )
+
+
+def test_a_prediction_says_what_the_cache_holds(make: Callable[..., Config]) -> None:
+    """0.5B: 512 sequences of 1,280 tokens are 7.5 GiB, which is little. With 32,768 tokens all of
+    them are 193 GiB: the cache takes nine tenths of what the weights, the optimizer and the work of
+    the engine leave of the GPU, and training needs that too.
+    """
+    short = predict(
+        make("run", "grpo", "rollout={max_new_tokens: 1024}"), compiled(SMALL), H200, (256.0, 256)
+    )
+    assert dict(shown(short))["KV cache"] == (
+        "7.5 GiB hold 655,360 tokens: 512 of 512 sequences of 1,280 tokens at once; it stays while"
+        " training"
+    )
+    cfg = make("run", "grpo", "rollout={max_new_tokens: 32512}", "train.prompts_per_step=64")
+    long = predict(cfg, compiled(SMALL), H200, (256.0, 256))
+    generate = long["memory_gib"]["generate"]
+    rest = sum(value for name, value in generate.items() if name not in ("kv", "peak"))
+    # logits of 256 sequences that are sampled, and the pool leaves room for those of 512
+    left = 0.97 * 139.8 - rest - 16 * 256 * 151936 / GIB
+    assert generate["kv"] == pytest.approx(0.9 * left, rel=1e-3) == pytest.approx(114.7, abs=0.1)
+    assert "kv" not in long["memory_gib"]["train"]
+    assert dict(shown(long))["KV cache"] == (
+        "114.7 GiB hold 10,023,152 tokens: 305 of 512 sequences of 32,768 tokens at once (more"
+        " while they are short); it is given back while training"
+    )
+    middle = predict(
+        make("run", "grpo", "rollout={max_new_tokens: 7936}"), compiled(SMALL), H200, (256.0, 256)
+    )
+    assert middle["kv_cache"]["gib"] == 48 and middle["kv_cache"]["stays"]
+    assert "kv_cache" not in predict(make("run", "sft"), SMALL, H200, (256.0, 256))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])

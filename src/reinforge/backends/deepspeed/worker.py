@@ -16,7 +16,6 @@ from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.distributed.worker import RankWorker
 from reinforge.backends.memory_model import (
     CPU_BUDGET,
-    KEEP,
     budget,
     gradient_bytes,
     optimizer_bytes,
@@ -29,11 +28,13 @@ from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, State
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
+from reinforge.core.kv_pool import KEEP
 from reinforge.core.metrics import LossMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.models.adapters import begins_as_base
 from reinforge.models.causal import CausalModel
+from reinforge.models.device_memory import device_memory
 from reinforge.models.packed import PackedModel
 
 
@@ -95,17 +96,16 @@ class DeepSpeedWorker(RankWorker):
         """As for one process, with a share of masters and moments, and in stage 3 two layers and
         the ends of the model in whole.
         """
-        if self.member.device.type != "cuda":
+        memory = device_memory(self.member.device)
+        if memory is None:
             return CPU_BUDGET
         share = self.facts()
         gathered = (2 * share.body() // share.layers + 2 * share.vocab * share.hidden) * (
             share.itemsize + 4
         )
-        free, all_of_it = torch.cuda.mem_get_info(self.member.device)
         others = optimizer_bytes(share) + gradient_bytes(share) if paired else 0
-        return budget(
-            share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered
-        )
+        reserved = int(KEEP * memory.whole) + others + gathered
+        return budget(share, memory.free, reference=reference, reserved=reserved)
 
     def _optimizer(self) -> ZeroModel:  # type: ignore[override]
         return ZeroModel(self.member, self.model, self.cfg.deepspeed, self.cfg.optimizer)

@@ -27,7 +27,7 @@ from reinforge.backends.fsdp.model import shard
 from reinforge.backends.fsdp.optimizer import ShardedAdamW
 from reinforge.backends.fsdp.reference import ShardedReference
 from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
-from reinforge.backends.memory_model import KEEP, budget, gradient_bytes, optimizer_bytes
+from reinforge.backends.memory_model import budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import CPU_BUDGET
 from reinforge.backends.reference import ReferencePolicy
 from reinforge.checkpoint.tensors import Box, CheckpointTensors, write_pieces
@@ -35,10 +35,12 @@ from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, State
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.kv_pool import KEEP
 from reinforge.core.metrics import LossMetrics, StepMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
+from reinforge.models.device_memory import device_memory
 from reinforge.models.packed import PackedModel
 from reinforge.models.sequence import SequenceSlices, check_heads
 
@@ -125,7 +127,8 @@ class FsdpWorker(RankWorker):
         """As for one process, with a share of weights and moments, and two layers and the ends of
         the model in whole.
         """
-        if self.member.device.type != "cuda":
+        memory = device_memory(self.member.device)
+        if memory is None:
             return CPU_BUDGET * self.parallel.sequence
         share = self.facts()
         if self.cfg.offload_weights:
@@ -134,14 +137,10 @@ class FsdpWorker(RankWorker):
         gathered = (2 * share.body() // share.layers + 2 * share.vocab * share.hidden) * (
             share.itemsize + 4
         )
-        free, all_of_it = torch.cuda.mem_get_info(self.member.device)
         others = optimizer_bytes(share) + gradient_bytes(share) if paired else 0
-        return (
-            budget(
-                share, free, reference=reference, reserved=int(KEEP * all_of_it) + others + gathered
-            )
-            * self.parallel.sequence
-        )
+        reserved = int(KEEP * memory.whole) + others + gathered
+        fits = budget(share, memory.free, reference=reference, reserved=reserved)
+        return fits * self.parallel.sequence
 
     def _optimizer(self) -> ShardedAdamW:
         return ShardedAdamW(

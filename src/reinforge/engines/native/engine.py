@@ -35,6 +35,16 @@ from reinforge.core.engine import (
     StreamingEngine,
 )
 from reinforge.core.errors import InputError
+from reinforge.core.kv_pool import (
+    BLOCK,
+    HOST,
+    PREFILL_TOKENS,
+    DeviceShare,
+    gpu_room,
+    pool_blocks,
+    stays,
+)
+from reinforge.core.model_facts import ModelFacts
 from reinforge.core.sample import Sample, Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
@@ -46,16 +56,14 @@ from reinforge.engines.native.drafts import AnswerMemory, DraftTrial, Kin, Specu
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
 from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
+from reinforge.models.device_memory import DeviceMemory, device_memory
 from reinforge.models.fused_linear import join
 from reinforge.models.grammars import Grammars, Matcher
 from reinforge.models.head import FORBIDDEN, LogitRule, chunk_rows, permitted
 
-BLOCK = 16
 # decode steps for which blocks must be free before somebody enters, so that nobody has to leave
 # again at once
 AHEAD = 2 * BLOCK
-KEEP = 1 / 12  # a cache of at most this share of the GPU is not given back between rollouts
-PREFILL_TOKENS = 16384  # packed prompt tokens per forward
 
 
 class NativeEngine:
@@ -74,12 +82,14 @@ class NativeEngine:
         kv_gib: float | None = None,
         context: int | None = None,
         longest: int | None = None,
+        share: DeviceShare | None = None,
         prefix_cache: bool = False,
         speculation: Speculation | None = None,
     ):
         """`longest` is the longest sequence to expect, prompt and completion: with it the cache is
-        no larger than it needs to be. `prefix_cache`: what was computed under the same weights is
-        found again, as when a conversation goes on. `speculation`: when a step verifies drafts.
+        no larger than it needs to be. `share`: what it must leave of its GPU to others.
+        `prefix_cache`: what was computed under the same weights is found again, as when a
+        conversation goes on. `speculation`: when a step verifies drafts.
         """
         self.model = model
         self.max_batch = max_batch
@@ -98,7 +108,12 @@ class NativeEngine:
         self.version = 0
         self.stats = GenerationStats()
         self.shapes = cache_shapes(model)
+        self.share = share or DeviceShare()
         self.blocks = self._pool_size(kv_gib, longest)
+        # whether training had the device since the last rollouts, and what it left beside the cache
+        # at its worst moment
+        self._slept: int | None = None
+        self._beside: int | None = None
         self.pool = BlockPool(self.blocks, BLOCK)
         # one block more than the pool has: rows that only fill a batch write there
         self.cache: KVCache | None = None
@@ -118,25 +133,22 @@ class NativeEngine:
         self._requests = itertools.count()
 
     def _pool_size(self, kv_gib: float | None, longest: int | None) -> int:
-        """Blocks: as configured, or 40% of what is free on the GPU now, at most as many as
-        `max_batch` of the longest sequences fill. Training has that memory too: `sleep` gives the
-        cache back between rollouts, unless it is small.
+        """Blocks: as configured, or what training does not need of the device while the engine
+        generates, at most as many as `max_batch` of the longest sequences fill. Training has that
+        memory too: `sleep` gives the cache back, unless both fit.
         """
-        per_block = (
-            BLOCK
-            * sum(2 * heads * size for heads, size in self.shapes)
-            * torch.finfo(self.model.dtype).bits
-            // 8
+        memory = device_memory(self.model.device)
+        room = HOST
+        if memory is not None:
+            facts = ModelFacts.of(self.model.config, itemsize=self.model.dtype.itemsize)
+            room = gpu_room(facts, memory.free, self.max_batch, self.share)
+        return pool_blocks(
+            self._block_bytes(), room, rows=self.max_batch, longest=longest, kv_gib=kv_gib
         )
-        if kv_gib is not None:
-            return max(8, int(kv_gib * 2**30) // per_block)
-        free = (
-            torch.cuda.mem_get_info(self.model.device)[0]
-            if self.model.device.type == "cuda"
-            else 2 << 30
-        )
-        most = max(8, int(0.4 * free) // per_block)
-        return min(most, max(8, self.max_batch * -(-longest // BLOCK))) if longest else most
+
+    def _block_bytes(self) -> int:
+        numbers = sum(2 * heads * size for heads, size in self.shapes)
+        return BLOCK * numbers * torch.finfo(self.model.dtype).bits // 8
 
     def state(self) -> dict[str, int]:
         return {"blocks": self.blocks}
@@ -144,10 +156,13 @@ class NativeEngine:
     def load(self, state: dict[str, int]) -> None:
         assert not self._running, "cannot resize the cache while sequences are running"
         if state["blocks"] != self.blocks:
-            self.blocks = state["blocks"]
-            self.pool = BlockPool(state["blocks"], BLOCK)
-            self.cache = None
-            self.decoder.forget()
+            self._resize(state["blocks"])
+
+    def _resize(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.pool = BlockPool(blocks, BLOCK)
+        self.cache = None
+        self.decoder.forget()
 
     # ---- the contract ----
 
@@ -338,9 +353,13 @@ class NativeEngine:
         self.pool.forget()
 
     async def sleep(self) -> None:
+        """Training comes next: the cache is given back where it would be in the way. Its graphs go
+        with it, for they hold its address.
+        """
         assert not self._busy(), "cannot sleep while there is work"
-        # host memory is kept: it is not what training runs short of
-        if self.model.device.type == "cuda" and not self._small():
+        self._slept = self.version
+        memory = device_memory(self.model.device)
+        if memory is not None and not stays(self._held(), memory.whole, self._beside):
             self.cache = None
             self.decoder.forget()
             self.pool.forget()
@@ -364,22 +383,55 @@ class NativeEngine:
         """Whether somebody waits for anything."""
         return any(not s.future.done() for s in self._sequences())
 
-    def _small(self) -> bool:
-        """Whether the cache takes so little of the device that it may stay while training, and its
-        graphs with it.
-        """
-        used = (
-            sum(t.numel() * t.element_size() for t in (*self.cache.keys, *self.cache.values))
-            if self.cache
-            else 0
-        )
-        return used <= KEEP * torch.cuda.mem_get_info(self.model.device)[1]
+    def _held(self) -> int:
+        """Bytes of the cache that is there now."""
+        if self.cache is None:
+            return 0
+        return sum(t.numel() * t.element_size() for t in (*self.cache.keys, *self.cache.values))
 
     async def wake(self) -> None:
+        memory = device_memory(self.model.device)
+        if memory is not None:
+            self._observe(memory)
         if self.cache is None:
-            self.cache = KVCache.allocate(
-                self.shapes, self.blocks + 1, BLOCK, self.model.dtype, self.model.device
-            )
+            self._allocate()
+
+    def _observe(self, memory: DeviceMemory) -> None:
+        """What the first training since `sleep` has left: torch's allocator still holds what that
+        needed at its worst moment. Where two engines share a device, neither knows what is left for
+        it.
+        """
+        if self._slept is not None and self._slept != self.version and self.share.engines == 1:
+            self._beside = memory.untaken + self._held()
+        self._slept = None
+
+    def _allocate(self) -> None:
+        """The cache, smaller where the device does not have so much any more: room for the longest
+        sequence that waits is enough.
+        """
+        torch.cuda.empty_cache()  # what training used would lie about in pieces
+        longest = max((s.limit for fork in self._waiting for s in fork.sequences), default=1)
+        while True:
+            try:
+                self.cache = KVCache.allocate(
+                    self.shapes, self.blocks + 1, BLOCK, self.model.dtype, self.model.device
+                )
+                return
+            except torch.OutOfMemoryError:
+                pass  # once this block is left nothing holds what was allocated so far
+            torch.cuda.empty_cache()
+            if self.blocks <= self.pool.needed(longest):
+                gib = self.blocks * self._block_bytes() / 2**30
+                raise InputError(
+                    f"the device has no {gib:.2g} GiB left for the KV cache of one sequence of"
+                    f" {longest} tokens.",
+                    where="rollout.kv_gib",
+                    fix=(
+                        "Lower rollout.max_new_tokens, set train.optimizer.offload=true, or train"
+                        " an adapter (adapter.rank=16) instead of all weights."
+                    ),
+                )
+            self._resize(max(self.pool.needed(longest), self.blocks * 3 // 4))
 
     # ---- rounds ----
 

@@ -1,0 +1,76 @@
+"""How large the cache of the native engine is: what a device has left while nothing is trained.
+
+Imports no torch: `plan` computes the same numbers before anything is loaded
+(docs/decisions/0024-what-the-cache-takes.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reinforge.core.model_facts import FLOAT, ModelFacts
+
+BLOCK = 16  # tokens
+LEAST = 8  # blocks
+PREFILL_TOKENS = 16384  # packed prompt tokens per forward
+HOST = int(0.8 * 2**30)  # bytes on a CPU, whose memory is not what training runs short of
+# of what a GPU has left; the rest is for CUDA graphs, for models that score answers meanwhile, and
+# for holes between tensors
+SHARE = 0.9
+# a cache of at most this share of a GPU always stays while training; micro-batches leave it free
+KEEP = 1 / 12
+# a larger one stays where training leaves this share of the GPU free beside it: a graph that is
+# captured later cannot have what torch's allocator holds
+SPARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """What the native engine must leave of its GPU to others. The builders of a run make it;
+    without one the engine is alone.
+    """
+
+    # bytes that training takes after the engine was made, and holds while it generates
+    to_come: int = 0
+    engines: int = 1  # that share the rest
+
+
+def prefill_bytes(f: ModelFacts) -> int:
+    """Activations of one forward over prompts."""
+    return PREFILL_TOKENS * f.itemsize * (4 * f.hidden + 3 * f.inner * f.active)
+
+
+def logit_bytes(f: ModelFacts, rows: int) -> int:
+    """Float32 logits of all rows, a few times over."""
+    return 4 * FLOAT * rows * f.vocab
+
+
+def gpu_room(f: ModelFacts, free: int, rows: int, share: DeviceShare) -> int:
+    """Bytes that the cache of one engine may take of a GPU where `free` are free now: SHARE of what
+    training does not need, less what forwards over prompts and over `rows` sequences need.
+    """
+    work = share.engines * (prefill_bytes(f) + logit_bytes(f, rows))
+    return max(0, int(SHARE * (free - share.to_come - work))) // share.engines
+
+
+def pool_blocks(
+    block_bytes: int, room: int, *, rows: int, longest: int | None, kv_gib: float | None = None
+) -> int:
+    """Blocks of the cache: as configured, or as many as have room, at most those that `rows` of the
+    longest sequences fill.
+    """
+    if kv_gib is not None:
+        return max(LEAST, int(kv_gib * 2**30) // block_bytes)
+    most = max(LEAST, room // block_bytes)
+    if not longest:
+        return most
+    return min(most, max(LEAST, rows * -(-longest // BLOCK)))
+
+
+def stays(pool: int, whole: int, beside: int | None) -> bool:
+    """Whether a cache of `pool` bytes stays on a GPU of `whole` while training. `beside`: bytes
+    that training leaves free at its worst moment, where that is known.
+    """
+    if pool <= KEEP * whole:
+        return True
+    return beside is not None and pool <= beside - SPARE * whole
