@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_generate.py --shape 7b --workloads long rows4 rows16 rows64
     python benchmarks/gpu_generate.py --shape 0.5b --workloads wide varied --peer-python PYTHON
+    python benchmarks/gpu_generate.py --shape 0.5b --workloads wide long --exact
 
 A random model ends an answer with any of so many stop tokens that the mean length is about 1,000
 (`varied`: 300); the engine knows the cap and nothing else, as in life. Until the last answer has
@@ -10,7 +11,9 @@ per second say how the card was used on the way. Answers of `wide`, `fixed` and 
 length. Several rounds with other draws, of which the median counts; the first of them captures
 graphs for the sizes that a warm-up of 40 tokens did not see. The floor is what it takes to read
 weights and cache once per step, or to do the products. vLLM does the same in its own environment
-(benchmarks/peers/vllm_generate.py, with its knobs).
+(benchmarks/peers/vllm_generate.py, with its knobs). --exact does every workload a second time with
+`model.exact`. --out adds what was measured to a file (generation_results.py says what is in it);
+plot_gpu.py draws it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ import argparse
 import asyncio
 import gc
 import json
-import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from generation_results import GenerationResult, Round, add_results, table
 from gpu_step import BANDWIDTH, FIRST_STOP, FLOPS, SHAPES, random_model, run_peer, stop_tokens
 
 from reinforge.core.engine import Completion, Sampling
@@ -86,7 +89,8 @@ def generate(
     return [completion for group in asyncio.run(all_of_them()) for completion in group]
 
 
-def measure(model: CausalModel, name: str, rounds: int) -> dict[str, Any]:
+def measure(model: CausalModel, shape: str, name: str, rounds: int) -> GenerationResult:
+    """Ours."""
     work = WORKLOADS[name]
     prompts = prompts_of(work)
     on_gpu = model.device.type == "cuda"
@@ -96,25 +100,46 @@ def measure(model: CausalModel, name: str, rounds: int) -> dict[str, Any]:
         model, max_batch=work.prompts * work.group, longest=work.prompt + work.cap
     )
     generate(engine, work, prompts, min(WARM_UP, work.cap), 0)
-    rows = []
-    for step in range(1, rounds + 1):
+    found = []
+    for key in range(1, rounds + 1):
         start = time.perf_counter()
-        completions = generate(engine, work, prompts, work.cap, step)
+        completions = generate(engine, work, prompts, work.cap, key)
         seconds = time.perf_counter() - start
         lengths = [len(completion.tokens) for completion in completions]
-        floor = floor_of(model, work, lengths)
-        rows.append({**row_of(seconds, lengths), "share_of_floor": floor / seconds})
-    found = {
-        "workload": name,
-        **middle_of(rows),
-        "share_of_floor": statistics.median(row["share_of_floor"] for row in rows),
-        "preemptions": engine.stats.preemptions,
-        "captures": engine.decoder.captures,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
-        "rounds": rows,
-    }
+        found.append(round_of(model, work, key, seconds, lengths))
+    result = GenerationResult(
+        engine="reinforge",
+        shape=shape,
+        variant=variant_of(model),
+        workload=name,
+        device=device_name(model),
+        rounds=found,
+        details={
+            "preemptions": engine.stats.preemptions,
+            "captures": engine.decoder.captures,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+        },
+    )
     asyncio.run(engine.sleep())
-    return found
+    return result
+
+
+def variant_of(model: CausalModel) -> str:
+    precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}[model.dtype]
+    compiled = any(layer._compiled_call_impl is not None for layer in model.layers)
+    told = [precision, "compiled" if compiled else "", "exact" if model.exact else ""]
+    return " ".join(word for word in told if word)
+
+
+def device_name(model: CausalModel) -> str:
+    return torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
+
+
+def round_of(
+    model: CausalModel, work: Workload, key: int, seconds: float, lengths: list[int]
+) -> Round:
+    floor = floor_of(model, work, lengths)
+    return Round(key, seconds, sum(lengths), max(lengths), floor)
 
 
 def floor_of(model: CausalModel, work: Workload, lengths: list[int]) -> float:
@@ -132,23 +157,6 @@ def floor_of(model: CausalModel, work: Workload, lengths: list[int]) -> float:
     return max((max(lengths) * weights + cache) / BANDWIDTH, flops / FLOPS)
 
 
-def row_of(seconds: float, lengths: list[int]) -> dict[str, float]:
-    return {
-        "seconds": seconds,
-        "tokens": sum(lengths),
-        "longest": max(lengths),
-        "tokens_per_second": sum(lengths) / seconds,
-        "ms_per_token_of_the_longest": 1000 * seconds / max(lengths),
-    }
-
-
-def middle_of(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {
-        key: statistics.median(row[key] for row in rows)
-        for key in ("tokens_per_second", "ms_per_token_of_the_longest")
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -157,33 +165,41 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["long", "fixed"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--exact", action="store_true", help="a second time with model.exact")
     parser.add_argument(
         "--peer-python", default="", help="an environment with vLLM; without it only ours runs"
     )
     parser.add_argument("--peer-path", default="", help="added to its PYTHONPATH")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a file of results, to which these are added")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = random_model(args.shape, device)
     if args.compile:
         model.compile_layers()
-    ours = []
+    models = [model, CausalModel(model.module, exact=True)] if args.exact else [model]
+    results = []
     for name in args.workloads:
-        ours.append(measure(model, name, args.rounds))
-        print(json.dumps(ours[-1]), flush=True)
-    theirs: list[dict[str, Any]] = []
+        for one in models:
+            results.append(measure(one, args.shape, name, args.rounds))
+            tell(results[-1], args.out)
     if args.peer_python:
-        theirs = peers_rounds(model, args)
-    print(table(ours, theirs))
+        results += peers_rounds(model, args)
+    print(table(results))
     if args.out:
-        args.out.write_text(
-            json.dumps({"shape": args.shape, "ours": ours, "peers": theirs}, indent=1)
-        )
+        add_results(args.out, results)
 
 
-def peers_rounds(model: CausalModel, args: argparse.Namespace) -> list[dict[str, Any]]:
+def tell(result: GenerationResult, out: Path | None) -> None:
+    """At once: a call may be cut short."""
+    print(json.dumps(asdict(result)), flush=True)
+    if out:
+        add_results(out, [result])
+
+
+def peers_rounds(model: CausalModel, args: argparse.Namespace) -> list[GenerationResult]:
     """vLLM's figures. It makes random weights of its own: the times do not depend on them."""
     folder = Path(tempfile.mkdtemp())
+    device = device_name(model)
     model.config.architectures = [type(model.module).__name__]
     model.config.save_pretrained(folder)
     workloads = {
@@ -206,35 +222,29 @@ def peers_rounds(model: CausalModel, args: argparse.Namespace) -> list[dict[str,
         str(folder / "workloads.json"),
         str(args.rounds),
     )
-    found = []
-    for name in args.workloads:
-        rows = [
-            row_of(line["seconds"], line["lengths"]) for line in said if line["workload"] == name
-        ]
-        if rows:
-            found.append({"workload": name, **middle_of(rows), "rounds": rows})
-    return found
-
-
-def table(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
-    lines = [
-        "",
-        "| workload | ms per token of the longest | tokens/s | of the floor | vLLM: ms | tokens/s"
-        " | times |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+    return [
+        peers_result(model, args.shape, name, device, lines)
+        for name in args.workloads
+        if (lines := [line for line in said if line["workload"] == name])
     ]
-    of_peer = {row["workload"]: row for row in theirs}
-    for row in ours:
-        mine = row["ms_per_token_of_the_longest"]
-        told = "- | - | -"
-        if peer := of_peer.get(row["workload"]):
-            other = peer["ms_per_token_of_the_longest"]
-            told = f"{other:.2f} | {peer['tokens_per_second']:,.0f} | {other / mine:.2f}"
-        lines.append(
-            f"| {row['workload']} | {mine:.2f} | {row['tokens_per_second']:,.0f} |"
-            f" {row['share_of_floor']:.0%} | {told} |"
-        )
-    return "\n".join(lines)
+
+
+def peers_result(
+    model: CausalModel, shape: str, name: str, device: str, lines: list[dict[str, Any]]
+) -> GenerationResult:
+    """From what its script printed, one line per round."""
+    rounds = [
+        round_of(model, WORKLOADS[name], key, line["seconds"], line["lengths"])
+        for key, line in enumerate(lines, start=1)
+    ]
+    return GenerationResult(
+        engine=lines[0]["peer"],
+        shape=shape,
+        variant="bf16",
+        workload=name,
+        device=device,
+        rounds=rounds,
+    )
 
 
 if __name__ == "__main__":

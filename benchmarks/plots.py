@@ -80,9 +80,10 @@ def bars(
     path: Path,
     *,
     percent: bool = False,
+    kinds: Mapping[str, str] | None = None,
 ) -> None:
     """One horizontal bar per name: (mean, low, high), with a whisker from low to high and the mean
-    in figures.
+    in figures. `kinds`: bars of one kind have one colour; without it each has its own.
     """
     assert values, "nothing to draw"
     left = 24 + 8 * max(map(len, values))
@@ -99,12 +100,14 @@ def bars(
     parts += [
         text(x(mark), height - BOTTOM + 18, show(mark, percent), anchor="middle") for mark in marks
     ]
+    seen = list(dict.fromkeys((kinds or {}).get(name, name) for name in values))
     for i, (name, (mean, low, high)) in enumerate(values.items()):
+        colour = seen.index((kinds or {}).get(name, name)) % 8
         middle = TOP + thick * (i + 0.5)
         from_ = min(x(0), x(mean))
         to = max(x(0), x(mean))
         parts.append(
-            f'<rect class="f{i % 8}" x="{from_:.1f}" y="{middle - 8:.1f}" width="{to - from_:.1f}"'
+            f'<rect class="f{colour}" x="{from_:.1f}" y="{middle - 8:.1f}" width="{to - from_:.1f}"'
             ' height="16" rx="2"/>'
         )
         parts.append(
