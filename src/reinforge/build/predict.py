@@ -266,10 +266,14 @@ def _cache_line(cache: dict[str, Any]) -> str:
     waiting = "" if whole == cache["rows"] else " (more while they are short)"
     fate = "stays while training" if cache["stays"] else "is given back while training"
     return (
-        f"{_short(cache['gib'])} GiB hold {cache['tokens']:,} tokens: {whole:,} of"
+        f"{_size(cache['gib'])} hold {cache['tokens']:,} tokens: {whole:,} of"
         f" {cache['rows']:,} sequences of {cache['longest']:,} tokens at once{waiting};"
         f" it {fate}"
     )
+
+
+def _size(gib: float) -> str:
+    return f"{_short(gib)} GiB" if gib >= 0.1 else f"{_short(1024 * gib)} MiB"
 
 
 def _short(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -253,8 +254,22 @@ def generate(
         **more,
     )
     print(f"{rows} rows in {out}")
+    if form is not None:
+        _tell_cut(out)
     if pairs:
         _tell_pairs(out)
+
+
+def _tell_cut(out: Path) -> None:
+    """Answers that ended before their form did."""
+    with out.open(encoding="utf-8") as lines:
+        stops = [json.loads(line)["stop"] for line in lines]
+    cut = stops.count("length")
+    if cut:
+        print(
+            f"{cut} of {len(stops)} answers were cut before their form was complete: raise"
+            " --max-new-tokens, or give a form that ends (docs/structured.md)"
+        )
 
 
 def _tell_pairs(out: Path) -> None:

@@ -157,6 +157,11 @@ def _description(loc: Loc) -> str:
     return next((field.description or "" for key, field in all_keys() if key == path), "")
 
 
+def _keys_inside(loc: Loc) -> list[str]:
+    path = tuple(0 if isinstance(p, int) else p for p in loc)
+    return [str(key[-1]) for key, _ in all_keys() if key[:-1] == path]
+
+
 def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[str]:
     """One sentence per wrong key.
 
@@ -178,15 +183,16 @@ def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[s
             sentences[loc] = "is required but missing" + (f": {what}" if what else ".")
         else:
             form = EXPECTED.get(kind)
-            expected.setdefault(loc, []).append(
-                form.format(**item.get("ctx", {})) if form else item["msg"]
-            )
+            wanted = form.format(**item.get("ctx", {})) if form else item["msg"]
+            if kind == "model_type" and (inside := _keys_inside(loc)):
+                wanted += f" ({', '.join(inside)})"
+            expected.setdefault(loc, []).append(wanted)
             got[loc] = _shown(item["input"])
     above = {loc[:n] for loc in expected for n in range(len(loc))}
-    for loc, wanted in expected.items():
+    for loc, branches in expected.items():
         if loc in above:
             continue  # a list was meant, and one of its items is wrong
-        sentences[loc] = f"got {got[loc]}, expected {' or '.join(dict.fromkeys(wanted))}."
+        sentences[loc] = f"got {got[loc]}, expected {' or '.join(dict.fromkeys(branches))}."
     problems = [_with_place(loc, sentence, places) for loc, sentence in sentences.items()]
     if len(problems) > MAX_PROBLEMS:
         return [*problems[:MAX_PROBLEMS], f"and {len(problems) - MAX_PROBLEMS} more."]

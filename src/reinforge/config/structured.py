@@ -13,6 +13,7 @@ from reinforge.core.constraint import Constraint
 from reinforge.core.errors import InputError
 
 GRAMMAR_FILES = (".lark", ".gbnf", ".ebnf")
+SHORT = 60  # characters
 
 
 class StructuredConfig(Section):
@@ -60,6 +61,14 @@ class StructuredConfig(Section):
     def key(self, where: str) -> str:
         """Of what is given, e.g. rollout.structured.regex."""
         return f"{where}.{next(name for name, value in self if value not in (None, False))}"
+
+    def shown(self, where: str) -> str:
+        """For people: the key and what it says, in one short line."""
+        value = next(value for _, value in self if value not in (None, False))
+        if value is True:
+            return self.key(where)
+        text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
+        return f"{self.key(where)}: {text if len(text) <= SHORT else text[: SHORT - 3] + '...'}"
 
 
 def _text(path: str, where: str) -> str:

@@ -21,6 +21,7 @@ from reinforge.algorithms import catalogue
 from reinforge.algorithms.settings import closest
 from reinforge.config import megatron
 from reinforge.config.recipes import how_to_make
+from reinforge.config.rollout import RolloutConfig
 from reinforge.config.rules.check import doubts
 from reinforge.config.rules.machine import missing
 from reinforge.config.schema import Config
@@ -233,7 +234,20 @@ def _step_summary(config: Config) -> dict[str, Any]:
     }
     if rl:
         summary["new_tokens_per_step_at_most"] = samples * config.rollout.max_new_tokens
+        summary |= _rollout_summary(config.rollout)
     return summary
+
+
+def _rollout_summary(rollout: RolloutConfig) -> dict[str, str]:
+    """What is not done to answers unless a configuration asks for it."""
+    found = {}
+    if rollout.structured is not None:
+        found["answers"] = f"match {rollout.structured.shown('rollout.structured')}"
+    drafts = rollout.speculation
+    if drafts.when != "never":
+        few = f" while at most {drafts.rows} sequences are left" if drafts.when == "tail" else ""
+        found["drafts"] = f"{drafts.drafts} tokens are guessed at once{few}"
+    return found
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

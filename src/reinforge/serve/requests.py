@@ -27,6 +27,8 @@ RENAMED = {
     f"guided_{name}": f': use "structured_outputs": {{"{name}": ...}}'
     for name in ("regex", "json", "grammar", "choice")
 }
+# of a chat alone
+RENAMED["response_format"] = ' here: use "structured_outputs": {"json": ...}'
 
 
 class ApiError(Exception):

@@ -22,6 +22,7 @@ REPORT = "report.html"
 UNGROUPED = "run"  # the group of metrics whose names have none
 TENTH = 10  # the first and the last tenth of the steps are compared
 LARGEST_PHASES = 3
+DRAFTED = "efficiency/accepted_length"
 MOST_NLL = 700.0  # beyond it a perplexity has no number
 
 
@@ -226,6 +227,8 @@ def _cost(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str
     for name, label in (("tokens_sampled", "tokens sampled"), ("tokens_trained", "trained")):
         if counters.get(name):
             parts.append(f"{counters[name]:,} {label}")
+    if accepted := [line[DRAFTED] for line in steps if DRAFTED in line]:
+        parts.append(f"{sum(accepted) / len(accepted):.2f} tokens a step with drafts")
     peak = max((line.get("memory/peak_gib") or 0.0 for line in steps), default=0.0)
     return ", ".join([*parts, *([f"{peak:.3g} GiB of memory at most"] if peak else [])])
 

@@ -248,6 +248,23 @@ def test_generate(
     assert len(calls) == 2
 
 
+def test_generate_tells_of_answers_that_were_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generate(model: str, prompts: Path, out: Path, **_: Any) -> int:
+        stops = ("length", "eos", "length")
+        out.write_text("".join(json.dumps({"stop": stop}) + "\n" for stop in stops))
+        return 3
+
+    monkeypatch.setattr("reinforge.cli.generate.generate_file", generate)
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("{}\n")
+    line = ["generate", "m", "--prompts", str(prompts), "--out", str(tmp_path / "o.jsonl")]
+    assert main(line) == 0 and "cut" not in capsys.readouterr().out
+    assert main([*line, "--regex", "[0-9]+"]) == 0
+    assert "2 of 3 answers were cut before their form was complete" in capsys.readouterr().out
+
+
 def test_eval_chat_export_demo_check(
     tmp_path: Path,
     config: Path,

@@ -203,6 +203,10 @@ def test_bool_is_no_number_and_text_is_no_bool(tmp_path: Path) -> None:
     assert "run.seed" in refused(tmp_path, GOOD, "run.seed=true")
     assert "data.shuffle" in refused(tmp_path, GOOD, "data.shuffle=no")
     assert "got 3.5, expected a whole number" in refused(tmp_path, GOOD, "train.steps=3.5")
+    assert (
+        "got 'tail', expected a section with keys of its own (when, drafts, rows, memory)."
+        in refused(tmp_path, GOOD, "rollout.speculation=tail")
+    )
     assert "model.revision" in refused(tmp_path, GOOD, "model.revision=1234567")
     assert (
         load_config(write(tmp_path, GOOD), ['model.revision="1234567"']).model.revision == "1234567"

@@ -16,6 +16,7 @@ from reinforge.config.schema import Config
 from reinforge.config.structured import StructuredConfig
 from reinforge.core.constraint import Constraint
 from reinforge.core.errors import InputError
+from reinforge.plan.plan import PlanReport, describe
 from reinforge.plan.preflight import preflight
 
 
@@ -96,3 +97,25 @@ def test_plan_says_what_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "llguidance", None)
     report = preflight(config(tmp_path, eval={"structured": {"json_object": True}}))
     assert any("pip install 'reinforge[structured]'" in error for error in report.errors)
+
+
+def test_plan_says_what_answers_match(tmp_path: Path) -> None:
+    def lines(**rollout: Any) -> dict[str, str]:
+        report = preflight(config(tmp_path, rollout=rollout))
+        return dict(describe(PlanReport(summary=report.summary)))
+
+    assert "answers" not in lines() and "drafts" not in lines()
+    found = lines(structured={"regex": "yes|no"})
+    assert found["answers"] == "match rollout.structured.regex: yes|no"
+    assert lines(structured={"json_object": True})["answers"] == (
+        "match rollout.structured.json_object"
+    )
+    long = lines(structured={"json_schema": {"enum": ["a" * 40, "b" * 40]}})["answers"]
+    start = 'match rollout.structured.json_schema: {"enum": ["aaa'
+    assert long.startswith(start) and long.endswith("a...") and len(long) == 38 + 60
+    assert lines(speculation={"when": "tail", "rows": 8})["drafts"] == (
+        "3 tokens are guessed at once while at most 8 sequences are left"
+    )
+    assert lines(speculation={"when": "always", "drafts": 5})["drafts"] == (
+        "5 tokens are guessed at once"
+    )

@@ -181,7 +181,7 @@ def test_requests_become_constraints() -> None:
     assert of(CompletionRequest, prompt="x", structured_outputs={"json": {"a": 1}}) == (
         Constraint("json_schema", '{"a": 1}')
     )
-    with pytest.raises(ApiError):
+    with pytest.raises(ApiError, match='not a parameter of this server here: use "structured_out'):
         of(CompletionRequest, prompt="x", response_format={"type": "json_object"})
 
 

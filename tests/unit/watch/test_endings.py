@@ -78,7 +78,7 @@ def test_a_finished_run_tells_what_it_reached_what_it_cost_and_what_to_do_next(
         )
         and "mean reward 0." in told
     )
-    assert " a step (" in told and "tokens sampled" in told
+    assert " a step (" in told and "tokens sampled" in told and "drafts" not in told
     assert f"reinforge chat {cfg.run.dir}" in told and f"reinforge export {cfg.run.dir} OUT" in told
     summary = json.loads((Path(cfg.run.dir) / "summary.json").read_text())
     assert (
@@ -91,6 +91,15 @@ def test_a_finished_run_tells_what_it_reached_what_it_cost_and_what_to_do_next(
         and summary["seconds"] > 0
         and summary["troubles"] == []
     )
+
+
+def test_a_run_with_drafts_tells_what_they_gave(make: Callable[..., Config]) -> None:
+    cfg = make("run", "grpo", "train.steps=2", "rollout.speculation.when=always")
+    view = SilentView()
+    assert ends(cfg, view) is None
+    found = [line["efficiency/accepted_length"] for line in lines(cfg)]
+    assert len(found) == 2
+    assert f"{sum(found) / 2:.2f} tokens a step with drafts" in check(cfg, view, "finished")
 
 
 def test_a_stopped_run_has_a_report_that_says_why(make: Callable[..., Config]) -> None:
