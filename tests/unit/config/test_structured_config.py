@@ -112,7 +112,7 @@ def test_plan_says_what_answers_match(tmp_path: Path) -> None:
     )
     long = lines(structured={"json_schema": {"enum": ["a" * 40, "b" * 40]}})["answers"]
     start = 'match rollout.structured.json_schema: {"enum": ["aaa'
-    assert long.startswith(start) and long.endswith("a...") and len(long) == 38 + 60
+    assert long.startswith(start) and long.endswith("bb...") and len(long) == 38 + 60
     assert lines(speculation={"when": "tail", "rows": 8})["drafts"] == (
         "3 tokens are guessed at once while at most 8 sequences are left"
     )
