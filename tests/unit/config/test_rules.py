@@ -174,6 +174,7 @@ BROKEN: dict[str, list[Overrides]] = {
 DOUBTFUL: list[Overrides] = [
     ("model.exact=true", "algorithm.correction.name=tis"),
     ("model.exact=true", "algorithm.old=recompute"),
+    ("rollout.speculation.when=tail", "rollout.structured.regex=a+"),
     ("algorithm.name=rloo", "rollout.staleness=2"),
     ("algorithm.old=recompute", "rollout.staleness=2"),
     ("algorithm.dynamic_sampling=true", "rollout.staleness=1"),

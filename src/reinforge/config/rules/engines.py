@@ -195,5 +195,11 @@ DOUBTS = (
         "model.exact: the pass will find what sampling reported, to the bit",
         "use engine: it costs nothing",
     ),
+    Rule(
+        "rollout.speculation.when",
+        lambda c: c.rollout.speculation.when != "never" and c.rollout.structured is not None,
+        "answers of a given form are decoded without drafts, so none will be guessed",
+        "leave one of them out",
+    ),
     OPEN_SERVER,
 )
