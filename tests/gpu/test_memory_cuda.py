@@ -1,9 +1,10 @@
 """Memory on a real GPU: the model's predictions, recovery when it runs out, optimizer states in
-host memory. Skips without one.
+host memory, the engine's cache beside training. Skips without one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 from collections.abc import Iterator
@@ -20,9 +21,14 @@ from reinforge.backends.memory_model import GIB
 from reinforge.backends.microbatch import auto_budget, facts_of
 from reinforge.config.train import OptimizerConfig, TrainConfig
 from reinforge.core.batch import Totals, pack
+from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
+from reinforge.core.kv_pool import DeviceShare
 from reinforge.core.sample import Sample
+from reinforge.core.weights import Weights
+from reinforge.engines.native import NativeEngine
 from reinforge.models.causal import CausalModel
+from reinforge.models.device_memory import device_memory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHAPE = {
@@ -204,3 +210,31 @@ def test_offloaded_states_learn_the_same_and_leave_the_device(dtype: torch.dtype
     gaps = torch.cat([(plain[name] - moved[name]).abs().flatten() for name in plain])
     # three steps of 1e-3
     assert float((gaps > 3e-4).float().mean()) <= (0.0 if dtype == torch.float32 else 1e-3)
+
+
+def test_the_cache_takes_what_is_free_and_learns_that_it_may_stay() -> None:
+    """It is given back before the first step, of which nothing is known, and stays from then on:
+    training the small model leaves nearly all of the GPU.
+    """
+    model = make_model()
+    backend = LocalBackend(model, TrainConfig(steps=3, tokens_per_microbatch=4096), total_steps=3)
+    memory = device_memory(model.device)
+    assert memory is not None
+    share = DeviceShare(memory_model.moment_bytes(facts_of(model)))
+    engine = NativeEngine(model, max_batch=64, share=share)
+    size = engine.blocks * 16 * memory_model.kv_token_bytes(facts_of(model))
+    assert 0.8 * memory.free < size < 0.9 * memory.free
+
+    async def rollouts(key: int) -> list[Completion]:
+        prompts = [s.tokens.tolist() for s in make_samples(8, 40)]
+        jobs = [engine.generate(p, Sampling(20), key=key + i, n=4) for i, p in enumerate(prompts)]
+        return [c for group in await asyncio.gather(*jobs) for c in group]
+
+    samples = make_samples(16)
+    for version in range(1, 4):
+        found = asyncio.run(rollouts(100 * version))
+        assert all(len(c.tokens) == len(c.logprobs) for c in found)
+        asyncio.run(engine.sleep())
+        assert (engine.cache is None) == (version == 1)
+        assert "train/oom" not in one_step(backend, samples)
+        asyncio.run(engine.update(Weights("shared", module=model.module), version))
