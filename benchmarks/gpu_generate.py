@@ -3,6 +3,7 @@
     python benchmarks/gpu_generate.py --shape 7b --workloads long rows4 rows16 rows64
     python benchmarks/gpu_generate.py --shape 0.5b --workloads wide varied --peer-python PYTHON
     python benchmarks/gpu_generate.py --shape 0.5b --workloads wide long --exact
+    python benchmarks/gpu_generate.py --shape 7b --workloads rows4 --precision fp8
 
 A random model ends an answer with any of so many stop tokens that the mean length is about 1,000
 (`varied`: 300); the engine knows the cap and nothing else, as in life. Until the last answer has
@@ -10,7 +11,9 @@ ended a synchronous step waits, so what counts is the time per token of the long
 per second say how the card was used on the way. Answers of `wide`, `fixed` and `rows` have one
 length. Several rounds with other draws, of which the median counts; the first of them captures
 graphs for the sizes that a warm-up of 40 tokens did not see. The floor is what it takes to read
-weights and cache once per step, or to do the products. vLLM does the same in its own environment
+weights and cache once per step, or to do the products. The mismatch is the mean difference of
+log-probs between the engine and the trainer's forward, in the precision of the model and with
+products in FP8 (`train.precision`). vLLM does the same in its own environment
 (benchmarks/peers/vllm_generate.py, with its knobs). --exact does every workload a second time with
 `model.exact`. --out adds what was measured to a file (generation_results.py says what is in it);
 plot_gpu.py draws it.
@@ -26,18 +29,26 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from generation_results import GenerationResult, Round, add_results, table
 from gpu_step import BANDWIDTH, FIRST_STOP, FLOPS, SHAPES, random_model, run_peer, stop_tokens
 
+from reinforge.config.base import Precision
+from reinforge.core.batch import Batch
 from reinforge.core.engine import Completion, Sampling
+from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
+from reinforge.models import fp8_layers
 from reinforge.models.causal import CausalModel
+from reinforge.models.fp8_layers import Fp8Layers
 
 ROUNDS = 5
 WARM_UP = 40  # tokens
+# answers that are compared with the trainer, and tokens of each
+COMPARED = 8
+BEGINNING = 512
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,43 @@ def generate(
     return [completion for group in asyncio.run(all_of_them()) for completion in group]
 
 
-def measure(model: CausalModel, shape: str, name: str, rounds: int) -> GenerationResult:
+@dataclass(frozen=True)
+class Numbers:
+    """In which precision the engine computes, and keeps keys and values."""
+
+    precision: Precision = "model"
+    cache_precision: Precision = "model"
+
+
+def mismatch_of(
+    model: CausalModel, work: Workload, prompts: list[list[int]], completions: list[Completion]
+) -> dict[str, float]:
+    """Mean |log-prob of the engine - that of the trainer| over the beginnings of some answers, by
+    the precision of the trainer's products.
+    """
+    every = max(1, len(completions) // COMPARED)
+    layers = Fp8Layers.of(model, "--precision")
+    found = {}
+    for name, source in (("model", "plain"), ("fp8", "fresh")):
+        gaps = []
+        for i in range(0, len(completions), every):
+            prompt = prompts[i // work.group]
+            said = completions[i].tokens[:BEGINNING]
+            trained = [False] * len(prompt) + [True] * len(said)
+            sample = Sample.from_tokens("answer", [*prompt, *said], trained)
+            with torch.no_grad(), layers.using(source):
+                batch = Batch.pack([sample]).to(model.device)
+                theirs = model.logprobs(batch, temperature=1.0)[0].cpu()
+            ours = torch.tensor(completions[i].logprobs[:BEGINNING])
+            gaps.append((ours - theirs).abs().mean())
+        found[f"mismatch_{name}"] = float(torch.stack(gaps).mean())
+    fp8_layers.plain(model.module)
+    return found
+
+
+def measure(
+    model: CausalModel, shape: str, name: str, rounds: int, numbers: Numbers
+) -> GenerationResult:
     """Ours."""
     work = WORKLOADS[name]
     prompts = prompts_of(work)
@@ -97,7 +144,10 @@ def measure(model: CausalModel, shape: str, name: str, rounds: int) -> Generatio
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     engine = NativeEngine(
-        model, max_batch=work.prompts * work.group, longest=work.prompt + work.cap
+        model,
+        max_batch=work.prompts * work.group,
+        longest=work.prompt + work.cap,
+        **asdict(numbers),
     )
     generate(engine, work, prompts, min(WARM_UP, work.cap), 0)
     found = []
@@ -106,11 +156,11 @@ def measure(model: CausalModel, shape: str, name: str, rounds: int) -> Generatio
         completions = generate(engine, work, prompts, work.cap, key)
         seconds = time.perf_counter() - start
         lengths = [len(completion.tokens) for completion in completions]
-        found.append(round_of(model, work, key, seconds, lengths))
+        found.append(round_of(model, work, key, seconds, lengths, numbers))
     result = GenerationResult(
         engine="reinforge",
         shape=shape,
-        variant=variant_of(model),
+        variant=variant_of(model, numbers),
         workload=name,
         device=device_name(model),
         rounds=found,
@@ -121,13 +171,18 @@ def measure(model: CausalModel, shape: str, name: str, rounds: int) -> Generatio
         },
     )
     asyncio.run(engine.sleep())
+    if not model.exact:
+        result.details.update(mismatch_of(model, work, prompts, completions))
     return result
 
 
-def variant_of(model: CausalModel) -> str:
+def variant_of(model: CausalModel, numbers: Numbers) -> str:
     precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}[model.dtype]
+    if numbers.precision == "fp8":
+        precision = "fp8"
+    cache = "fp8 cache" if numbers.cache_precision == "fp8" else ""
     compiled = any(layer._compiled_call_impl is not None for layer in model.layers)
-    told = [precision, "compiled" if compiled else "", "exact" if model.exact else ""]
+    told = [precision, cache, "compiled" if compiled else "", "exact" if model.exact else ""]
     return " ".join(word for word in told if word)
 
 
@@ -136,25 +191,39 @@ def device_name(model: CausalModel) -> str:
 
 
 def round_of(
-    model: CausalModel, work: Workload, key: int, seconds: float, lengths: list[int]
+    model: CausalModel,
+    work: Workload,
+    key: int,
+    seconds: float,
+    lengths: list[int],
+    numbers: Numbers,
 ) -> Round:
-    floor = floor_of(model, work, lengths)
+    floor = floor_of(model, work, lengths, numbers)
     return Round(key, seconds, sum(lengths), max(lengths), floor)
 
 
-def floor_of(model: CausalModel, work: Workload, lengths: list[int]) -> float:
+def floor_of(
+    model: CausalModel,
+    work: Workload,
+    lengths: list[int],
+    numbers: Numbers,
+) -> float:
     """Seconds to read the weights once per step and every sequence's cache once per token of it, or
-    to do the products, whichever takes longer.
+    to do the products (in FP8 twice as many a second), whichever takes longer.
     """
     c = model.config
     head = c.hidden_size // c.num_attention_heads
-    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * head * model.dtype.itemsize
+    of_head = head + 4 if numbers.cache_precision == "fp8" else head * model.dtype.itemsize
+    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * of_head
     weights = sum(p.numel() for p in model.module.parameters()) * model.dtype.itemsize
     if model.head.weight is not model.causal.get_input_embeddings().weight:
         weights -= model.head.weight.numel() * model.dtype.itemsize  # of which a step reads rows
     cache = sum(n * work.prompt + n * (n - 1) // 2 for n in lengths) * per_token
-    flops = 2 * weights / model.dtype.itemsize * sum(lengths)
-    return max((max(lengths) * weights + cache) / BANDWIDTH, flops / FLOPS)
+    seconds = 2 * weights / model.dtype.itemsize * sum(lengths) / FLOPS
+    if numbers.precision == "fp8":
+        weights -= sum(p.numel() for p in model.layers.parameters()) * (model.dtype.itemsize - 1)
+        seconds /= 2
+    return max((max(lengths) * weights + cache) / BANDWIDTH, seconds)
 
 
 def main() -> None:
@@ -166,6 +235,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--exact", action="store_true", help="a second time with model.exact")
+    parser.add_argument("--precision", choices=get_args(Precision), default="model")
+    parser.add_argument("--cache-precision", choices=get_args(Precision), default="model")
     parser.add_argument(
         "--peer-python", default="", help="an environment with vLLM; without it only ours runs"
     )
@@ -177,10 +248,11 @@ def main() -> None:
     if args.compile:
         model.compile_layers()
     models = [model, CausalModel(model.module, exact=True)] if args.exact else [model]
+    numbers = Numbers(args.precision, args.cache_precision)
     results = []
     for name in args.workloads:
         for one in models:
-            results.append(measure(one, args.shape, name, args.rounds))
+            results.append(measure(one, args.shape, name, args.rounds, numbers))
             tell(results[-1], args.out)
     if args.peer_python:
         results += peers_rounds(model, args)
@@ -234,7 +306,7 @@ def peers_result(
 ) -> GenerationResult:
     """From what its script printed, one line per round."""
     rounds = [
-        round_of(model, WORKLOADS[name], key, line["seconds"], line["lengths"])
+        round_of(model, WORKLOADS[name], key, line["seconds"], line["lengths"], Numbers())
         for key, line in enumerate(lines, start=1)
     ]
     return GenerationResult(

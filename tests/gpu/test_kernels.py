@@ -16,6 +16,7 @@ import torch
 from helpers import needs
 from reinforge.engines.native.sampler import draw, uniform
 from reinforge.models.attention import KVCache, PagedLayout
+from reinforge.models.fp8 import E4M3, Fp8Rows
 from reinforge.models.head import LogitRule, gradient, statistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -125,6 +126,56 @@ def test_long_contexts_are_shared_among_programs(lengths: list[int], turned: boo
     torch.testing.assert_close(cache.keys[0].double().cpu(), wide.keys[0], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [24, 64])
+@pytest.mark.parametrize(("parts", "window", "softcap"), [(1, 0, 0.0), (4, 0, 3.0), (1, 20, 0.0)])
+def test_a_cache_in_fp8(size: int, parts: int, window: int, softcap: float) -> None:
+    from reinforge.models.kernels.paged_attention import paged_decode
+
+    torch.manual_seed(3)
+    lengths = [0, 1, 15, 16, 33, 300]
+    width = 20
+    rows = len(lengths)
+    twin = KVCache.allocate([(2, size)], rows * width, 16, E4M3, torch.device("cpu"))
+    every = torch.arange(rows * width * 16)
+    # powers of two times few bits, which every way to round keeps
+    k, v = (torch.randint(-7, 8, (len(every), 2, size)) * 0.25 for _ in range(2))
+    for x in (k, v):
+        x[..., 0] = 7 * 0.25
+    twin.write(0, every, k * 3, v * torch.logspace(-3, 3, len(every))[:, None, None])
+    tables = torch.randperm(rows * width).view(rows, width)
+    cached = torch.tensor(lengths)
+    q = torch.randn(rows, 6, size)
+    k, v = (torch.randint(-7, 8, (rows, 2, size)) * 0.5 for _ in range(2))
+    for x in (k, v):
+        x[..., 0] = 7 * 0.5
+    assert twin.scales is not None
+    here = KVCache(
+        [part.clone().to(DEVICE) for part in twin.keys],
+        [part.clone().to(DEVICE) for part in twin.values],
+        16,
+        [(a.clone().to(DEVICE), b.clone().to(DEVICE)) for a, b in twin.scales],
+    )
+    want = PagedLayout(twin, tables, cached).attend(
+        0, q, k, v, 0.2, window or None, softcap or None
+    )
+    assert here.scales is not None
+    got = paged_decode(
+        *(x.to(DEVICE) for x in (q, k, v)),
+        here.keys[0],
+        here.values[0],
+        tables.to(DEVICE),
+        cached.to(DEVICE),
+        0.2,
+        window,
+        softcap,
+        parts=parts,
+        scales=here.scales[0],
+    )
+    torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=1e-4)
+    for mine, other in zip(here.tensors, twin.tensors, strict=True):
+        torch.testing.assert_close(mine.cpu(), other, atol=0, rtol=1e-6)
+
+
 def test_so_many_programs_share_the_keys_of_a_sequence() -> None:
     from reinforge.models.kernels.paged_attention import parts_of
 
@@ -223,6 +274,74 @@ def test_products_of_few_rows(rows: int, inner: int, outer: int) -> None:
     torch.testing.assert_close(parts.sum(0).double().cpu(), wide, **close)
     gated = layer.few_rows(x, weight, gated=True)
     torch.testing.assert_close(gated.double().cpu(), fused_decode.silu_mul(wide), **close)
+
+
+def assert_same_rows(got: Fp8Rows, want: Fp8Rows) -> None:
+    """Up to numbers between two of e4m3, which a division that rounds otherwise may send to either.
+
+    Triton's interpreter forgets to carry where it rounds up to a power of two, and rounds the
+    smallest numbers down: those are left out there.
+    """
+    got = Fp8Rows(got.values.cpu(), got.scale.cpu())
+    torch.testing.assert_close(got.scale, want.scale, atol=0, rtol=1e-6)
+    codes = want.values.float()
+    if INTERPRETED:
+        compared = (codes.abs().frexp()[0] != 0.5) & (codes.abs() > 2.0**-5)
+    else:
+        compared = torch.ones_like(codes, dtype=torch.bool)
+    assert compared.float().mean() > 0.4
+    other = (got.values.float() != codes) & compared
+    assert other.float().mean() < 1e-3
+    assert ((got.values.float() - codes).abs()[other] <= codes.abs()[other] * 0.13 + 2.0**-9).all()
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), (5, 200), (3, 5000)])
+def test_rows_in_fp8(rows: int, size: int) -> None:
+    from reinforge.models.kernels import fp8 as kernels
+
+    torch.manual_seed(7)
+    x = torch.randn(rows, size + 8, device=DEVICE)[:, :size]  # rows that lie apart
+    x[0] *= 1000
+    want = Fp8Rows.of(x.cpu())
+    got = Fp8Rows.empty(rows, size, x.device)
+    kernels.quantise_rows(x, got.values, got.scale)
+    assert_same_rows(got, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "outer"), [(1, 64, 96), (5, 208, 130), (16, 1104, 40), (40, 512, 64)]
+)
+def test_products_of_few_rows_in_fp8(rows: int, inner: int, outer: int) -> None:
+    from reinforge.models import fp8, fused_decode
+    from reinforge.models.kernels import layer
+
+    torch.manual_seed(8)
+    x = Fp8Rows.of(torch.randn(rows, inner))
+    weight = Fp8Rows.of(torch.randn(outer, inner) * inner**-0.5)
+    bias = torch.randn(outer)
+    there = [Fp8Rows(one.values.to(DEVICE), one.scale.to(DEVICE)) for one in (x, weight)]
+    wide = x.plain(torch.float64) @ weight.plain(torch.float64).t()
+    # a tensor core keeps fewer bits of a sum than float32 has
+    close = {"atol": 1e-5, "rtol": 1e-4} if DEVICE == "cpu" else {"atol": 2e-3, "rtol": 1e-2}
+    got = layer.few_rows(*there, bias.to(DEVICE), dtype=torch.float32)
+    torch.testing.assert_close(got.double().cpu(), wide + bias.double(), **close)
+    torch.testing.assert_close(got.cpu(), fp8.product(x, weight, bias, torch.float32), **close)
+    parts = layer.few_rows(*there, parts=True)
+    assert parts.dtype == torch.float32 and (inner < 512 or len(parts) > 1)
+    torch.testing.assert_close(parts.sum(0).double().cpu(), wide, **close)
+    gated = layer.few_rows(*there, gated=True, dtype=torch.float32)
+    torch.testing.assert_close(gated.double().cpu(), fused_decode.silu_mul(wide), **close)
+
+
+def test_add_norm_in_fp8() -> None:
+    from reinforge.models.kernels import layer
+
+    torch.manual_seed(9)
+    x = torch.randn(5, 200, device=DEVICE)
+    weight = torch.randn(200, device=DEVICE)
+    into = Fp8Rows.empty(5, 200, x.device)
+    normed = layer.add_norm(x, None, weight, 1e-6, into)
+    assert_same_rows(into, Fp8Rows.of(normed.cpu()))
 
 
 def test_draw() -> None:

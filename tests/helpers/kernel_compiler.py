@@ -23,6 +23,7 @@ TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
@@ -64,7 +65,8 @@ class KernelCompiler:
 
 
 def compile_decode_kernels(compiler: KernelCompiler) -> None:
-    from reinforge.models.kernels import common, draw, layer, paged_attention
+    from reinforge.models.fp8 import Fp8Rows
+    from reinforge.models.kernels import common, draw, fp8, layer, paged_attention
 
     JITFunction.run = lambda self, *args, **kwargs: compiler.launch(self, *args, **kwargs)
     common.EARLY = True  # as on a GPU
@@ -80,6 +82,13 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
             layer.few_rows(some, weight, weight[:, 0].contiguous())
             layer.few_rows(some, weight, parts=True)
             layer.few_rows(some, weight, gated=True)
+            rows_fp8, weight_fp8 = (Fp8Rows.empty(*one.shape, one.device) for one in (some, weight))
+            layer.few_rows(rows_fp8, weight_fp8, weight[:, 0].contiguous(), dtype=half)
+            layer.few_rows(rows_fp8, weight_fp8, parts=True)
+            layer.few_rows(rows_fp8, weight_fp8, gated=True, dtype=half)
+        into = Fp8Rows.empty(*x.shape, x.device)
+        layer.add_norm(x, None, x[0], 1e-6, into)
+        fp8.quantise_rows(x, into.values, into.scale)
         layer.add_low_rank(x, torch.zeros(rows, 16), torch.zeros(width, 16), 2.0)
         q, k = (torch.zeros(rows, n, size, dtype=half) for n in (heads, kv_heads))
         layer.head_norm(q, x[0, :size], 1e-6)
@@ -101,6 +110,21 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
                 0.0,
                 parts=parts,
                 rope=(turn, turn),
+            )
+            paged_attention.paged_decode(
+                q,
+                k,
+                k,
+                cache.to(torch.float8_e4m3fn),
+                cache.to(torch.float8_e4m3fn),
+                tables,
+                cached,
+                0.1,
+                0,
+                0.0,
+                parts=parts,
+                rope=(turn, turn),
+                scales=(torch.zeros(4, kv_heads, 16),) * 2,
             )
         paged_attention.paged_decode(q, k, k, cache, cache, tables, cached, 0.1, 64, 30.0)
         done = torch.zeros(rows, dtype=torch.bool)

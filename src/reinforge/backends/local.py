@@ -34,6 +34,7 @@ from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
 from reinforge.models.causal import CausalModel
 from reinforge.models.divergence import log_collision
+from reinforge.models.fp8_layers import Fp8Layers
 from reinforge.models.load_balance import LoadBalanceLoss
 from reinforge.models.neftune import neftune
 from reinforge.models.packed import PackedModel
@@ -63,6 +64,8 @@ class LocalBackend:
         self.cfg = cfg
         self.temperature = temperature
         self.total_steps = total_steps
+        if cfg.precision == "fp8":
+            Fp8Layers.of(model, "train.precision").source = "fresh"
         asked = cfg.tokens_per_microbatch
         self.budget = self._budget(bool(reference), paired) if asked == "auto" else asked
         self.optimizer = self._optimizer()

@@ -137,8 +137,18 @@ def backward_bytes(f: ModelFacts) -> int:
     return f.itemsize * 4 * (f.inner * f.active + f.hidden)
 
 
-def kv_token_bytes(f: ModelFacts) -> int:
-    return 2 * f.layers * f.key * f.itemsize
+def fp8_bytes(f: ModelFacts) -> int:
+    """The native engine's FP8 copies of the matrices of the layers, with a float32 for each output:
+    models/fp8_layers.py.
+    """
+    outputs = sum(out * count for _, out, count in f.linears().values())
+    return f.body() + f.layers * FLOAT * outputs
+
+
+def kv_token_bytes(f: ModelFacts, fp8: bool = False) -> int:
+    """`fp8`: one byte a number, and a float32 for each head."""
+    of_layer = f.key + FLOAT * f.kv_heads if fp8 else f.key * f.itemsize
+    return 2 * f.layers * of_layer
 
 
 def kv_pool_bytes(
@@ -149,11 +159,12 @@ def kv_pool_bytes(
     *,
     share: DeviceShare | None = None,
     kv_gib: float | None = None,
+    fp8: bool = False,
 ) -> int:
     """What the native engine takes for its cache on a GPU where `free` are free, or on a CPU
     (None).
     """
-    unit = kv_token_bytes(f) * BLOCK
+    unit = kv_token_bytes(f, fp8) * BLOCK
     room = HOST if free is None else gpu_room(f, free, max_batch, share or DeviceShare())
     return pool_blocks(unit, room, rows=max_batch, longest=longest, kv_gib=kv_gib) * unit
 

@@ -45,6 +45,8 @@ class StepWork:
     passes: int = 0
     critic: bool = False
     shared: bool = False  # the prompt of a group is computed once in training
+    fp8: bool = False  # decoding reads the weights of the layers in FP8
+    fp8_cache: bool = False  # and keys and values
 
     @property
     def tokens(self) -> float:
@@ -171,7 +173,9 @@ def generate_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:
     prefill = (
         forward_flops(f, work.samples / work.group * work.prompt_tokens, work.prompt_tokens) / speed
     )
-    reads = weight_bytes(f) + rows * kv_token_bytes(f) * length
+    reads = weight_bytes(f) + rows * kv_token_bytes(f, work.fp8_cache) * length
+    if work.fp8:
+        reads -= f.body() * (f.itemsize - 1)
     step = LAYER_SECONDS[mode] * f.layers + max(
         reads / bandwidth, forward_flops(f, rows, 2 * length) / speed
     )

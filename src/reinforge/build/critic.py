@@ -48,5 +48,6 @@ def critic_training(train: TrainConfig, critic: CriticConfig) -> TrainConfig:
             "optimizer": critic.optimizer or train.optimizer,
             "ema": None,
             "router_aux_loss": None,
+            "precision": "model",
         }
     )

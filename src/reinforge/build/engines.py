@@ -45,6 +45,8 @@ def native_engine(
         share=device_share(inputs, model, ranks),
         prefix_cache=rollout.prefix_cache,
         speculation=_speculation(rollout.speculation),
+        precision=rollout.precision,
+        cache_precision=rollout.cache_precision,
     )
 
 

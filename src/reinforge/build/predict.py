@@ -87,6 +87,8 @@ def predict(
         len(needs & {"old", "reference"}),
         copies["critic"],
         rl and cfg.train.share_prompts,
+        fp8=cfg.rollout.precision == "fp8",
+        fp8_cache=cfg.rollout.cache_precision == "fp8",
     )
     free = int(USABLE * machine.memory) - memory_model.weight_bytes(facts)
     if budget is None:
@@ -103,6 +105,7 @@ def predict(
         parts["generate"] = memory_model.generation(
             facts, 0, min(samples, cfg.rollout.max_batch), machine.kind, **copies
         )
+        parts["generate"]["fp8"] = memory_model.fp8_bytes(facts) if work.fp8 else 0
     followers = (cfg.train.ema is not None) + (
         copies["reference"] and cfg.algorithm.kl.reference.kind != "frozen"
     )
@@ -112,7 +115,8 @@ def predict(
     if rl and cfg.rollout.engine == "native":
         cache = _cache(cfg, facts, machine, longest, parts)
         parts["generate"]["kv"] = cache.bytes
-        parts["train"]["kv"] = cache.bytes if cache.stays else 0
+        if cache.stays:
+            parts["train"] |= {"kv": cache.bytes, "fp8": parts["generate"]["fp8"]}
     seconds = {
         "train": roofline.train_seconds(facts, machine, work),
         "generate": roofline.generate_seconds(facts, machine, work),
@@ -174,6 +178,7 @@ def _cache(
     parts: dict[str, dict[str, int]],
 ) -> _CachePrediction:
     """What the engine takes beside `parts` of generation, and whether that and training fit."""
+    fp8 = cfg.rollout.cache_precision == "fp8"
     usable = int(USABLE * machine.memory)
     work = ("head", "prefill", "kv")
     held = sum(size for name, size in parts["generate"].items() if name not in work)
@@ -184,14 +189,16 @@ def _cache(
         longest,
         share=DeviceShare(engines=2 if opposed(cfg) else 1),
         kv_gib=cfg.rollout.kv_gib,
+        fp8=fp8,
     )
     beside = usable - memory_model.total(parts["train"])
     return _CachePrediction(
         bytes=pool,
-        tokens=pool // memory_model.kv_token_bytes(facts),
+        tokens=pool // memory_model.kv_token_bytes(facts, fp8),
         longest=longest,
         rows=cfg.rollout.max_batch,
-        stays=machine.kind == "cpu" or stays(pool, machine.memory, beside),
+        stays=machine.kind == "cpu"
+        or stays(pool + parts["generate"]["fp8"], machine.memory, beside),
     )
 
 

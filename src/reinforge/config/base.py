@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
@@ -11,6 +11,8 @@ NonNegative = Annotated[FiniteFloat, Field(ge=0)]
 Fraction = Annotated[FiniteFloat, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+# of numbers that are computed with or kept: as the module has them (model.dtype), or FP8
+Precision = Literal["model", "fp8"]
 
 
 class Section(BaseModel):

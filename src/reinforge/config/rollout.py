@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from reinforge.config.base import Count, Fraction, Natural, Positive, Section
+from reinforge.config.base import Count, Fraction, Natural, Positive, Precision, Section
 from reinforge.config.engine import SERVERS, EngineName
 from reinforge.config.structured import StructuredConfig
 
@@ -81,6 +81,22 @@ class RolloutConfig(Section):
         description=(
             "Memory of the KV cache; default: what training does not need while the engine"
             " generates, computed once, then recorded; see docs/engines.md."
+        ),
+    )
+    precision: Precision = Field(
+        "model",
+        description=(
+            "Of the matrix products of the decoder layers in generation. model: as model.dtype."
+            " fp8: weights and activations in FP8, the weights from a copy that is made again"
+            " after every update; half the bytes to read, and log-probs that differ more from the"
+            " trainer's (train.precision: fp8 trains with the same product). See docs/engines.md."
+        ),
+    )
+    cache_precision: Precision = Field(
+        "model",
+        description=(
+            "Of keys and values in the KV cache. fp8: half the bytes, so that nearly twice as many"
+            " tokens fit and attention over long answers reads half as much."
         ),
     )
     prefix_cache: bool = Field(

@@ -6,7 +6,15 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
+from reinforge.config.base import (
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Precision,
+    Section,
+)
 from reinforge.config.deepspeed import DeepSpeedConfig
 
 BackendName = Literal["local", "fsdp", "deepspeed", "megatron"]
@@ -79,6 +87,14 @@ class TrainConfig(Section):
         description=(
             "fsdp, deepspeed, megatron: how many processes. Default: one per GPU, or as many as"
             " torchrun started."
+        ),
+    )
+    precision: Precision = Field(
+        "model",
+        description=(
+            "Of the matrix products of the decoder layers in the forward pass. model: as"
+            " model.dtype. fp8: the product that rollout.precision: fp8 samples with, so that"
+            " log-probs of both agree; gradients, master weights and moments stay as they are."
         ),
     )
     steps: Count | None = Field(None, description="Optimizer batches to do. Give this or epochs.")

@@ -30,6 +30,8 @@ MAY_CHANGE = (
     "rollout.kv_gib",
     "rollout.max_batch",
     "rollout.speculation.",
+    "rollout.precision",
+    "rollout.cache_precision",
     "rollout.on_reward_error",
     "model.device",
     "train.optimizer.offload",

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from reinforge.core.arrays import to_device
 from reinforge.core.errors import InputError
+from reinforge.models import fp8
 
 NAME = "reinforge"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -491,7 +492,8 @@ def varlen_attention(
 
 @dataclass(slots=True)
 class KVCache:
-    """Key/value blocks of every layer: [blocks, block_size, K, D].
+    """Key/value blocks of every layer: [blocks, block_size, K, D]. In FP8 each head of a token has
+    a scale of its own; attention sees what the cache holds, that of the newest token too.
 
     Which block belongs to whom is the engine's business.
     """
@@ -499,6 +501,8 @@ class KVCache:
     keys: list[Tensor]
     values: list[Tensor]
     block_size: int
+    # of FP8 keys and values: [blocks, K, block_size] float32 for each layer; None: not in FP8
+    scales: list[tuple[Tensor, Tensor]] | None = None
 
     @classmethod
     def allocate(
@@ -509,7 +513,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KVCache:
-        """`shapes` is (K, D) of each layer."""
+        """`shapes` is (K, D) of each layer; `dtype`: e4m3, or that of the module."""
 
         def make() -> list[Tensor]:
             return [
@@ -517,12 +521,76 @@ class KVCache:
                 for heads, size in shapes
             ]
 
-        return cls(make(), make(), block_size)
+        scales = None
+        if dtype == fp8.E4M3:
+            scales = [
+                (
+                    torch.zeros(blocks, heads, block_size, device=device),
+                    torch.zeros(blocks, heads, block_size, device=device),
+                )
+                for heads, _ in shapes
+            ]
+        return cls(make(), make(), block_size, scales)
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Puts k, v [N, K, D] at flat positions `slots` [N] (block * block_size + offset)."""
-        self.keys[layer].view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-        self.values[layer].view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+    @staticmethod
+    def token_bytes(shapes: list[tuple[int, int]], dtype: torch.dtype) -> int:
+        """What one token takes."""
+        scale = 4 if dtype == fp8.E4M3 else 0
+        return sum(2 * heads * (size * dtype.itemsize + scale) for heads, size in shapes)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds, a block after the other, as numbers that can be copied."""
+        parts = [*self.keys, *self.values]
+        if self.scales is None:
+            return parts
+        whole = [part.view(torch.uint8) for part in parts]
+        return [*whole, *(scale for pair in self.scales for scale in pair)]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts k, v [N, K, D] at flat positions `slots` [N] (block * block_size + offset). Returns
+        them as they are there.
+        """
+        pairs = ((self.keys[layer], k), (self.values[layer], v))
+        if self.scales is None:
+            for part, x in pairs:
+                part.view(-1, *x.shape[1:]).index_copy_(0, slots, x)
+            return k, v
+        place = (slots // self.block_size, slots % self.block_size)
+        kept = []
+        for (part, x), scale in zip(pairs, self.scales[layer], strict=True):
+            rows = fp8.Fp8Rows.of(x.reshape(-1, x.shape[-1]))
+            flat = part.view(torch.uint8).view(-1, *x.shape[1:])
+            flat.index_copy_(0, slots, rows.values.view(torch.uint8).view(x.shape))
+            scale.transpose(1, 2).index_put_(place, rows.scale.view(x.shape[:-1]))
+            kept.append(rows.plain(x.dtype).view(x.shape))
+        return kept[0], kept[1]
+
+    def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, K, D] at flat positions `slots` [N]."""
+        place = (slots // self.block_size, slots % self.block_size)
+        found = [
+            _chosen(part[layer].flatten(0, 1), slots, dtype) for part in (self.keys, self.values)
+        ]
+        if self.scales is not None:
+            for x, scale in zip(found, self.scales[layer], strict=True):
+                x *= scale.transpose(1, 2)[place][..., None]
+        return found[0], found[1]
+
+    def read_blocks(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, block_size, K, D] of these blocks [N]."""
+        found = [_chosen(part[layer], blocks, dtype) for part in (self.keys, self.values)]
+        if self.scales is not None:
+            for x, scale in zip(found, self.scales[layer], strict=True):
+                x *= scale.index_select(0, blocks).transpose(1, 2)[..., None]
+        return found[0], found[1]
+
+
+def _chosen(x: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a part of the cache, as numbers to compute with."""
+    if x.dtype != fp8.E4M3:
+        return x.index_select(0, index)
+    return x.view(torch.uint8).index_select(0, index).view(x.dtype).to(dtype)
 
 
 @dataclass(slots=True)
@@ -563,12 +631,9 @@ class PrefillLayout:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        self.cache.write(layer, self.slots, k, v)
+        k, v = self.cache.write(layer, self.slots, k, v)
         if self.key_slots is not None:
-            k, v = (
-                part[layer].view(-1, *k.shape[1:]).index_select(0, self.key_slots)
-                for part in (self.cache.keys, self.cache.values)
-            )
+            k, v = self.cache.read(layer, self.key_slots, k.dtype)
         return self.segments.attend(q, k, v, scale, window, softcap)
 
 
@@ -607,8 +672,6 @@ class PagedLayout:
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """`rope`: cos and sin [positions, D] by which q and k are to be turned; None: they were."""
-        keys = self.cache.keys[layer]
-        values = self.cache.values[layer]
         kernel = q.is_cuda and HAS_TRITON
         size = self.cache.block_size
         if self.shared or not kernel:
@@ -626,8 +689,8 @@ class PagedLayout:
                 q,
                 k,
                 v,
-                keys,
-                values,
+                self.cache.keys[layer],
+                self.cache.values[layer],
                 self.tables,
                 self.cached,
                 scale,
@@ -635,13 +698,12 @@ class PagedLayout:
                 softcap or 0.0,
                 parts=self.parts,
                 rope=rope,
+                scales=None if self.cache.scales is None else self.cache.scales[layer],
             )
         rows, width = self.tables.shape
         past_k, past_v = (
-            x.index_select(0, self.tables.reshape(-1))
-            .view(rows, width * size, k.shape[1], k.shape[2])
-            .transpose(1, 2)
-            for x in (keys, values)
+            x.view(rows, width * size, k.shape[1], k.shape[2]).transpose(1, 2)
+            for x in self.cache.read_blocks(layer, self.tables.reshape(-1), q.dtype)
         )
         at = torch.arange(width * size, device=q.device)[None]
         mask = at <= self.cached[:, None]

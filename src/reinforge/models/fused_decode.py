@@ -20,8 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reinforge.models import fp8, fp8_layers
 from reinforge.models.attention import HAS_TRITON, KVCache, PagedLayout
 from reinforge.models.causal import CausalModel
+from reinforge.models.fp8 import Fp8Rows
+from reinforge.models.fp8_layers import copy_of
 from reinforge.models.fused_linear import joint_weight, separate
 
 
@@ -44,15 +47,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, into: Fp8Rows | None = None
+) -> Tensor:
     """x [B, E] += delta ([B, E], or [parts, B, E] whose parts are summed), in place; the RMS norm
-    of the sum.
+    of the sum. `into`: is set to that norm in FP8 as well.
     """
     if kernels := _kernels(x):
-        return kernels.add_norm(x, delta, weight, eps)
+        return kernels.add_norm(x, delta, weight, eps, into)
     if delta is not None:
         x += delta if delta.ndim == 2 else delta.sum(0).to(x.dtype)
-    return rms_norm(x, weight, eps)
+    normed = rms_norm(x, weight, eps)
+    if into is not None:
+        into.set(normed)
+    return normed
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,30 +113,49 @@ def _plain(parts: Sequence[Projection]) -> bool:
     return all(part.up is None for part in parts)
 
 
-def product(x: Tensor, parts: Sequence[Projection]) -> Tensor:
-    """x [B, K] through projections that read the same input, their outputs side by side."""
-    weight, bias = joint_weight([part.linear for part in parts])
+def product(x: Tensor, parts: Sequence[Projection], rows: Fp8Rows | None = None) -> Tensor:
+    """x [B, K] through projections that read the same input, their outputs side by side. `rows`: x
+    in FP8, where somebody has it already.
+    """
+    linears = [part.linear for part in parts]
     kernels = _kernels(x)
+    if copy := copy_of(linears):
+        if rows is None:
+            rows = Fp8Rows.of(x)
+        if kernels and len(x) <= kernels.FP8_ROWS:
+            y = kernels.few_rows(rows, copy.rows, copy.bias, dtype=x.dtype)
+        else:
+            y = fp8.product(rows, copy.rows, copy.bias, x.dtype)
+        return add_low_rank(y, x, parts)
+    weight, bias = joint_weight(linears)
     if kernels and len(x) <= kernels.FEW_ROWS:
         return add_low_rank(kernels.few_rows(x, weight, bias), x, parts)
     return add_low_rank(F.linear(x, weight, bias), x, parts)
 
 
-def gated_product(x: Tensor, parts: Sequence[Projection]) -> Tensor:
-    """silu(first projection)·(second projection) of x [B, K]."""
+def gated_product(x: Tensor, parts: Sequence[Projection], rows: Fp8Rows | None = None) -> Tensor:
+    """silu(first projection)·(second projection) of x [B, K]; `rows`: see `product`."""
     kernels = _kernels(x)
-    if kernels and len(x) <= kernels.GATED_ROWS and _plain(parts):
-        weight, bias = joint_weight([part.linear for part in parts])
-        if bias is None:
-            return kernels.few_rows(x, weight, gated=True)
-    return silu_mul(product(x, parts))
+    linears = [part.linear for part in parts]
+    if kernels and _plain(parts) and linears[0].bias is None:
+        copy = copy_of(linears)
+        if copy is not None and len(x) <= kernels.FP8_ROWS:
+            rows = Fp8Rows.of(x) if rows is None else rows
+            return kernels.few_rows(rows, copy.rows, gated=True, dtype=x.dtype)
+        if copy is None and len(x) <= kernels.GATED_ROWS:
+            return kernels.few_rows(x, joint_weight(linears)[0], gated=True)
+    return silu_mul(product(x, parts, rows))
 
 
 def product_parts(x: Tensor, part: Projection) -> Tensor:
     """A projection for `add_norm`: [B, N], or [parts, B, N] to be summed."""
     kernels = _kernels(x)
-    if kernels and len(x) <= kernels.PART_ROWS and _plain([part]) and part.linear.bias is None:
-        return kernels.few_rows(x, part.linear.weight, parts=True)
+    if kernels and _plain([part]) and part.linear.bias is None:
+        copy = copy_of([part.linear])
+        if copy is not None and len(x) <= kernels.FP8_PART_ROWS:
+            return kernels.few_rows(Fp8Rows.of(x), copy.rows, parts=True)
+        if copy is None and len(x) <= kernels.PART_ROWS:
+            return kernels.few_rows(x, part.linear.weight, parts=True)
     return product(x, [part])
 
 
@@ -239,8 +266,8 @@ class FusedLayer:
         """x [B, E] is the residual stream before the last layer's `delta` was added, and takes both
         in; the delta of this layer is returned.
         """
-        normed = add_norm(x, delta, self.first_norm.weight, self.first_norm.eps)
-        heads = product(normed, self.qkv).view(len(x), -1, self.head_size)
+        normed, rows = _normed(x, delta, self.first_norm, self.qkv)
+        heads = product(normed, self.qkv, rows).view(len(x), -1, self.head_size)
         counts = [part.size // self.head_size for part in self.qkv]
         q, k, v = heads.split(counts, 1)
         for part, norm in zip((q, k), self.head_norms, strict=False):
@@ -249,8 +276,18 @@ class FusedLayer:
             self.index, q, k, v, self.scale, self.window, self.softcap, rope=rope
         ).reshape(len(x), -1)
         delta = product_parts(attended, self.out)
-        normed = add_norm(x, delta, self.second_norm.weight, self.second_norm.eps)
-        return product_parts(gated_product(normed, self.gate_up), self.down)
+        normed, rows = _normed(x, delta, self.second_norm, self.gate_up)
+        return product_parts(gated_product(normed, self.gate_up, rows), self.down)
+
+
+def _normed(
+    x: Tensor, delta: Tensor | None, norm: _Norm, readers: Sequence[Projection]
+) -> tuple[Tensor, Fp8Rows | None]:
+    """`add_norm`, in FP8 too where its readers multiply so."""
+    into = None
+    if copy_of([part.linear for part in readers]) is not None:
+        into = Fp8Rows.empty(x.shape[0], x.shape[1], x.device)
+    return add_norm(x, delta, norm.weight, norm.eps, into), into
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -377,6 +414,7 @@ def _proven(own: Any, layer: FusedLayer, rotary: Any) -> bool:
     """
     wide = copy.deepcopy(own)
     separate(wide)
+    fp8_layers.plain(wide)
     wide = wide.float()
     generator = torch.Generator().manual_seed(1)
     for name, weight in wide.named_parameters():

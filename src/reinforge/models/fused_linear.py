@@ -10,6 +10,7 @@ takes them apart first: see `separate`. With gradients each layer computes for i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,10 +36,10 @@ class FusedLinear:
             part.weight.data = self.weight.split(self.sizes)[i]
             if self.bias is not None:
                 part.bias.data = self.bias.split(self.sizes)[i]
-            part.forward = _FusedPart(self, part, i).forward  # type: ignore[method-assign]
+            part.forward = FusedPart(self, part, i).forward  # type: ignore[method-assign]
 
 
-class _FusedPart:
+class FusedPart:
     """One of the linear layers that a `FusedLinear` computes together: it takes its part of the
     joint product.
     """
@@ -66,6 +67,15 @@ class _FusedPart:
         return piece
 
 
+class OtherForward:
+    """A forward of a linear layer that may compute in another way. `inner`: what computes where it
+    does not, the layer's part in a joint product; None: the layer itself.
+    """
+
+    def __init__(self, layer: nn.Linear):
+        self.inner = fused_part(layer)
+
+
 def join(module: nn.Module) -> int:
     """Joins what can be joined; returns how many.
 
@@ -90,8 +100,8 @@ def joint_weight(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """
     if len(layers) == 1:
         return layers[0].weight, layers[0].bias
-    part = getattr(vars(layers[0]).get("forward"), "__self__", None)
-    if isinstance(part, _FusedPart) and len(part.joint.sizes) == len(layers):
+    part = fused_part(layers[0])
+    if part is not None and len(part.joint.sizes) == len(layers):
         return part.joint.weight, part.joint.bias
     bias = None
     if layers[0].bias is not None:
@@ -105,12 +115,29 @@ def separate(module: nn.Module) -> int:
     its own, whatever tensor that is.
     """
     count = 0
-    for part in module.modules():
-        forward = vars(part).get("forward")
-        if isinstance(getattr(forward, "__self__", None), _FusedPart):
-            del part.forward
-            count += 1
+    for layer in module.modules():
+        if fused_part(layer) is None:
+            continue
+        owner = _owner(layer)
+        if isinstance(owner, OtherForward):
+            owner.inner = None
+        else:
+            del layer.forward
+        count += 1
     return count
+
+
+def fused_part(layer: nn.Module) -> FusedPart | None:
+    """The part that a layer has in a joint product."""
+    owner = _owner(layer)
+    if isinstance(owner, OtherForward):
+        return owner.inner
+    return owner if isinstance(owner, FusedPart) else None
+
+
+def _owner(layer: nn.Module) -> Any:
+    """What computes for a layer instead of its class."""
+    return getattr(vars(layer).get("forward"), "__self__", None)
 
 
 def _alike(layers: Sequence[nn.Linear]) -> bool:

@@ -188,16 +188,26 @@ def test_the_pool_is_the_engines() -> None:
         {"max_batch": 16, "longest": 100},
         {"max_batch": 16, "longest": 100, "kv_gib": 0.01},
         {"max_batch": 10**9, "longest": 100},
+        {"max_batch": 10**9, "longest": 100, "cache_precision": "fp8"},
     ):
         blocks = NativeEngine(model, **options).blocks
+        fp8 = "cache_precision" in options
         found = memory_model.kv_pool_bytes(
             facts,
             None,
             options["max_batch"],
             options["longest"],
             kv_gib=options.get("kv_gib"),
+            fp8=fp8,
         )
-        assert found == blocks * 16 * memory_model.kv_token_bytes(facts)
+        assert found == blocks * 16 * memory_model.kv_token_bytes(facts, fp8)
+
+
+def test_the_copies_are_the_engines() -> None:
+    from reinforge.models.fp8_layers import Fp8Layers
+
+    model = make_model("llama")
+    assert memory_model.fp8_bytes(facts_of(model)) == Fp8Layers.of(model, "x").size
 
 
 # the budget
@@ -407,6 +417,46 @@ def test_a_prediction_says_what_the_cache_holds(make: Callable[..., Config]) -> 
     )
     assert middle["kv_cache"]["gib"] == 48 and middle["kv_cache"]["stays"]
     assert "kv_cache" not in predict(make("run", "sft"), SMALL, H200, (256.0, 256))
+
+
+def test_a_prediction_counts_fp8(make: Callable[..., Config]) -> None:
+    """SMALL: 358 million weights in its layers, a byte each and a float32 for every output."""
+
+    def found(**settings: str) -> dict[str, Any]:
+        cfg = make(
+            "run",
+            "grpo",
+            "train.prompts_per_step=64",
+            "algorithm.group_size=8",
+            rollout={"max_new_tokens": 1024, **settings},
+        )
+        predicted: dict[str, Any] = predict(cfg, SMALL, H200, (256.0, 256), budget=25600)
+        return predicted["memory_gib"]
+
+    plain = found()
+    weights = found(precision="fp8")
+    cache = found(cache_precision="fp8")
+    copies = memory_model.fp8_bytes(SMALL)
+    assert copies == SMALL.body() + 24 * 4 * (896 + 2 * 128 + 896 + 2 * 4864 + 896)
+    for phase in ("train", "generate"):
+        assert "fp8" not in plain[phase]
+        assert weights[phase]["fp8"] == pytest.approx(copies / GIB, rel=1e-3)
+        # heads of 64: 68 bytes instead of 128
+        assert cache[phase]["kv"] == pytest.approx(7.5 * 68 / 128, rel=1e-3)
+
+
+def test_fp8_is_read_in_half_the_time() -> None:
+    """Few sequences wait for the weights, many long ones for their keys and values."""
+
+    def ratio(work: StepWork, **change: bool) -> float:
+        shape = ModelFacts(28, 3584, 18944, 28, 4, 128, 152064, tied=False)  # of Qwen2.5-7B
+        whole = roofline.generate_seconds(shape, H200, work)
+        return roofline.generate_seconds(shape, H200, replace(work, **change)) / whole
+
+    few = StepWork(samples=8, prompt_tokens=256, new_tokens=1024)
+    long = StepWork(samples=256, prompt_tokens=256, new_tokens=16384)
+    assert ratio(few, fp8=True) < 0.82 < 0.98 < ratio(few, fp8_cache=True)
+    assert ratio(long, fp8_cache=True) < 0.65 < 0.9 < ratio(long, fp8=True)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])

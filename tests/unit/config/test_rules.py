@@ -62,6 +62,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "ZeRO stages": ("train.deepspeed.stage=3",),
         "Bit-identical log-probs": ("model.exact=true",),
         "Log-probs under a constraint": (FORM,),
+        "Training with products in FP8": ("train.precision=fp8",),
         "Compiled layers": ("model.compile=true",),
         "LoRA, rsLoRA, DoRA": ("adapter={kind: lora}",),
         "QLoRA (base in 4 bits)": ("adapter={kind: qlora}",),
@@ -93,6 +94,8 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "The key of a server that runs already": ("engine.key_env=THE_KEY",),
         "Every rank generates": ("train.backend=fsdp", "rollout.all_ranks=true"),
         "Lossless speculative decoding": ("rollout.speculation.when=tail",),
+        "Products in FP8": ("rollout.precision=fp8",),
+        "A KV cache in FP8": ("rollout.cache_precision=fp8",),
     },
     "Asynchrony": {
         "An algorithm that samples nothing": ("algorithm.name=sft", NO_REWARDS),
@@ -144,8 +147,15 @@ BROKEN: dict[str, list[Overrides]] = {
             NO_REWARDS,
             TEACHER,
         ),
+        ("train.precision=fp8", "model.exact=true"),
+        ("train.precision=fp8", "adapter={kind: qlora}"),
     ],
-    "Engines": [],
+    "Engines": [
+        ("rollout.precision=fp8", "model.exact=true"),
+        ("rollout.precision=fp8", "adapter={kind: qlora}"),
+        ("rollout.precision=fp8", "algorithm.name=xpo"),
+        ("rollout.cache_precision=fp8", "model.exact=true"),
+    ],
     "Asynchrony": [
         ("rollout.partial=true", "sampling.over_provision=2.0"),
         ("rollout.partial=true", "rollout.staleness=1"),
@@ -172,6 +182,7 @@ BROKEN: dict[str, list[Overrides]] = {
     ],
 }
 DOUBTFUL: list[Overrides] = [
+    ("rollout.precision=fp8",),
     ("model.exact=true", "algorithm.correction.name=tis"),
     ("model.exact=true", "algorithm.old=recompute"),
     ("rollout.speculation.when=tail", "rollout.structured.regex=a+"),

@@ -106,6 +106,12 @@ FEATURES = (
         _cells(local=YES, fsdp=ONE_PROCESS, deepspeed=ONE_PROCESS, megatron=ONE_PROCESS),
     ),
     Feature(
+        "Training with products in FP8",
+        "train.precision",
+        lambda c: c.train.precision == "fp8",
+        _cells(local=YES, fsdp=ONE_PROCESS, deepspeed=ONE_PROCESS, megatron=ONE_PROCESS),
+    ),
+    Feature(
         "Compiled layers",
         "model.compile",
         lambda c: c.model.compile,
@@ -266,6 +272,21 @@ RULES = (
         lambda c: c.train.sequence_parallel > 1 and c.teacher is not None,
         "a teacher's distributions are not split over ranks",
         "set it to 1",
+    ),
+    Rule(
+        "train.precision",
+        lambda c: c.train.precision == "fp8" and c.model.exact,
+        "products in FP8 are added up in another order for another number of rows, so log-probs"
+        " cannot be exact",
+        "leave it out, or set model.exact to false",
+    ),
+    Rule(
+        "train.precision",
+        lambda c: (
+            c.train.precision == "fp8" and c.adapter is not None and c.adapter.kind == "qlora"
+        ),
+        "a base in 4 bits is not multiplied in FP8",
+        "leave it out, or set adapter.kind=lora",
     ),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from reinforge.config.engine import SERVERS, EngineConfig, ServerFacts
+from reinforge.config.rules.facts import opposed, samples
 from reinforge.config.rules.table import YES, Cell, Column, Feature, No, Rule, Table
 from reinforge.config.sections import Sections
 
@@ -26,6 +27,9 @@ NO_SLEEP = No("{engine} cannot give memory back", "set engine.sleep=never, or le
 NO_KEY = No("{engine} asks for no key", "leave it out")
 NO_DRAFTS = No(
     "{engine} drafts in a way of its own", "leave it out, and tell the server with engine.args"
+)
+OTHER_NUMBERS = No(
+    "{engine} quantises in a way of its own", "leave it out, and tell the server with engine.args"
 )
 NO_RANKS = No(
     "it is for the native engine on the ranks of train.backend fsdp, deepspeed or megatron",
@@ -144,7 +148,53 @@ def _features(servers: Servers) -> tuple[Feature, ...]:
             lambda c: c.rollout.speculation.when != "never",
             cells(native=YES, started=NO_DRAFTS, running=NO_DRAFTS),
         ),
+        Feature(
+            "Products in FP8",
+            "rollout.precision",
+            lambda c: c.rollout.precision == "fp8",
+            cells(native=YES, started=OTHER_NUMBERS, running=OTHER_NUMBERS),
+        ),
+        Feature(
+            "A KV cache in FP8",
+            "rollout.cache_precision",
+            lambda c: c.rollout.cache_precision == "fp8",
+            cells(native=YES, started=OTHER_NUMBERS, running=OTHER_NUMBERS),
+        ),
     )
+
+
+def _fp8_products(config: Sections) -> bool:
+    return config.rollout.precision == "fp8"
+
+
+RULES = (
+    Rule(
+        "rollout.precision",
+        lambda c: _fp8_products(c) and c.model.exact,
+        "products in FP8 are added up in another order for another number of rows, so log-probs"
+        " cannot be exact",
+        "leave it out, or set model.exact to false",
+    ),
+    Rule(
+        "rollout.precision",
+        lambda c: _fp8_products(c) and c.adapter is not None and c.adapter.kind == "qlora",
+        "a base in 4 bits is not multiplied in FP8",
+        "leave it out, or set adapter.kind=lora",
+    ),
+    Rule(
+        "rollout.precision",
+        lambda c: _fp8_products(c) and opposed(c),
+        "{algorithm} samples from two models, and only one of them would be in FP8",
+        "leave it out",
+    ),
+    Rule(
+        "rollout.cache_precision",
+        lambda c: c.rollout.cache_precision == "fp8" and c.model.exact,
+        "training attends to keys and values that were not rounded to FP8, so log-probs cannot be"
+        " exact",
+        "leave it out, or set model.exact to false",
+    ),
+)
 
 
 def engine_table(servers: Servers) -> Table:
@@ -161,6 +211,7 @@ def engine_table(servers: Servers) -> Table:
             Column("running servers", "`engine.address`", lambda c: bool(c.engine.address)),
         ),
         _features(servers),
+        RULES,
     )
 
 
@@ -181,6 +232,15 @@ OPEN_SERVER = Rule(
 )
 # what works and is pointless, or more than is wanted; `plan` warns of it
 DOUBTS = (
+    Rule(
+        "rollout.precision",
+        lambda c: (
+            samples(c) and c.rollout.engine == "native" and c.rollout.precision != c.train.precision
+        ),
+        "sampling and training multiply in different precisions, which makes their log-probs"
+        " differ more (the metric mismatch/mean)",
+        "set train.precision to the same, or correct for it with algorithm.correction",
+    ),
     Rule(
         "algorithm.correction.name",
         lambda c: (

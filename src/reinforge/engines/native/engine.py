@@ -21,10 +21,12 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 
+from reinforge.config.base import Precision
 from reinforge.core.batch import Batch
 from reinforge.core.constraint import Constraint
 from reinforge.core.engine import (
@@ -57,6 +59,8 @@ from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
 from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
 from reinforge.models.device_memory import DeviceMemory, device_memory
+from reinforge.models.fp8 import E4M3, check_device
+from reinforge.models.fp8_layers import Fp8Layers
 from reinforge.models.fused_linear import join
 from reinforge.models.grammars import Grammars, Matcher
 from reinforge.models.head import FORBIDDEN, LogitRule, chunk_rows, permitted
@@ -85,11 +89,14 @@ class NativeEngine:
         share: DeviceShare | None = None,
         prefix_cache: bool = False,
         speculation: Speculation | None = None,
+        precision: Precision = "model",
+        cache_precision: Precision = "model",
     ):
         """`longest` is the longest sequence to expect, prompt and completion: with it the cache is
         no larger than it needs to be. `share`: what it must leave of its GPU to others.
         `prefix_cache`: what was computed under the same weights is found again, as when a
-        conversation goes on. `speculation`: when a step verifies drafts.
+        conversation goes on. `speculation`: when a step verifies drafts. `precision`: of the
+        products of the decoder layers; `cache_precision`: of keys and values.
         """
         self.model = model
         self.max_batch = max_batch
@@ -102,13 +109,21 @@ class NativeEngine:
         self.answers = AnswerMemory(0 if speculation is None else speculation.memory)
         self._answered: set[Kin] = set()  # who got an answer since rows were told
         self._trial = DraftTrial()
+        # the FP8 copies of the weights that it computes with; None: it computes with the weights
+        self.fp8 = Fp8Layers.of(model, "rollout.precision") if precision == "fp8" else None
         # a BLAS may add up in another order for a wider matrix, our kernel does not
         if not model.exact or model.device.type == "cuda":
             join(model.module)
         self.version = 0
         self.stats = GenerationStats()
-        self.shapes = cache_shapes(model)
+        with self._plainly():
+            self.shapes = cache_shapes(model)
         self.share = share or DeviceShare()
+        self.cache_dtype = model.dtype
+        if cache_precision == "fp8":
+            assert not model.exact, "the rules of the config refuse it"
+            check_device(model.device, "rollout.cache_precision")
+            self.cache_dtype = E4M3
         self.blocks = self._pool_size(kv_gib, longest)
         # whether training had the device since the last rollouts, and what it left beside the cache
         # at its worst moment
@@ -117,7 +132,8 @@ class NativeEngine:
         self.pool = BlockPool(self.blocks, BLOCK)
         # one block more than the pool has: rows that only fill a batch write there
         self.cache: KVCache | None = None
-        self.decoder = Decoder(model)
+        with self._plainly():
+            self.decoder = Decoder(model)
         self.grammars = Grammars(model.tokenizer, model.head.weight.shape[0], self.stop_tokens)
         # of block tables, so that graphs need not be captured again
         self.width = self.pool.needed(longest) if longest else 0
@@ -141,14 +157,28 @@ class NativeEngine:
         room = HOST
         if memory is not None:
             facts = ModelFacts.of(self.model.config, itemsize=self.model.dtype.itemsize)
-            room = gpu_room(facts, memory.free, self.max_batch, self.share)
+            free = memory.free - (0 if self.fp8 is None else self.fp8.size)
+            room = gpu_room(facts, free, self.max_batch, self.share)
         return pool_blocks(
             self._block_bytes(), room, rows=self.max_batch, longest=longest, kv_gib=kv_gib
         )
 
     def _block_bytes(self) -> int:
-        numbers = sum(2 * heads * size for heads, size in self.shapes)
-        return BLOCK * numbers * torch.finfo(self.model.dtype).bits // 8
+        return BLOCK * KVCache.token_bytes(self.shapes, self.cache_dtype)
+
+    def _plainly(self) -> AbstractContextManager[None]:
+        """Inside, the module computes in its own precision, whatever the trainer's is."""
+        layers = Fp8Layers.found(self.model)
+        return nullcontext() if layers is None else layers.using("plain")
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """Inside, the module computes in the engine's precision."""
+        return self._plainly() if self.fp8 is None else self.fp8.using("copies")
+
+    def _copy_weights(self) -> None:
+        """Makes the FP8 copies that it computes with, where there are none."""
+        if self.fp8 is not None and not self.fp8.copied:
+            self.fp8.quantise()
 
     def state(self) -> dict[str, int]:
         return {"blocks": self.blocks}
@@ -313,7 +343,8 @@ class NativeEngine:
         top: list[list[tuple[int, float]]] = []
         if not batch.n_trained:
             return own, top
-        with torch.no_grad():
+        self._copy_weights()
+        with torch.no_grad(), self._computing():
             rows = self.model.states(batch).index_select(0, batch.sources)
             size = chunk_rows(len(rows), self.model.head.weight.shape[0], rows.device)
             targets = batch.tokens[batch.targets]
@@ -351,6 +382,8 @@ class NativeEngine:
             sequence.held.give_back(self.pool)
             self._requeue(sequence)
         self.pool.forget()
+        if self.fp8 is not None and self.fp8.copied:
+            self.fp8.quantise()
 
     async def sleep(self) -> None:
         """Training comes next: the cache is given back where it would be in the way. Its graphs go
@@ -363,6 +396,8 @@ class NativeEngine:
             self.cache = None
             self.decoder.forget()
             self.pool.forget()
+            if self.fp8 is not None:
+                self.fp8.drop()
             torch.cuda.empty_cache()
 
     def _sequences(self) -> list[LiveSequence]:
@@ -384,15 +419,17 @@ class NativeEngine:
         return any(not s.future.done() for s in self._sequences())
 
     def _held(self) -> int:
-        """Bytes of the cache that is there now."""
+        """Bytes of the cache and of the FP8 copies that are there now."""
+        copies = self.fp8.size if self.fp8 is not None and self.fp8.copied else 0
         if self.cache is None:
-            return 0
-        return sum(t.numel() * t.element_size() for t in (*self.cache.keys, *self.cache.values))
+            return copies
+        return copies + sum(t.numel() * t.element_size() for t in self.cache.tensors)
 
     async def wake(self) -> None:
         memory = device_memory(self.model.device)
         if memory is not None:
             self._observe(memory)
+        self._copy_weights()
         if self.cache is None:
             self._allocate()
 
@@ -414,7 +451,7 @@ class NativeEngine:
         while True:
             try:
                 self.cache = KVCache.allocate(
-                    self.shapes, self.blocks + 1, BLOCK, self.model.dtype, self.model.device
+                    self.shapes, self.blocks + 1, BLOCK, self.cache_dtype, self.model.device
                 )
                 return
             except torch.OutOfMemoryError:
@@ -445,7 +482,8 @@ class NativeEngine:
             await self.wake()
             while self._busy():
                 start = time.monotonic()
-                self._round()
+                with self._computing():
+                    self._round()
                 self.stats.seconds += time.monotonic() - start
                 await asyncio.sleep(0)
             self._forget()

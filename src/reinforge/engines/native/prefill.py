@@ -129,7 +129,7 @@ def _copy_tails(cache: KVCache, forks: list[SharedPrefix]) -> None:
             copies += [(first.held.blocks[block], other.held.blocks[block]) for other in others]
     if copies:
         source, target = to_device(ints(copies), cache.keys[0].device).unbind(1)
-        for part in (*cache.keys, *cache.values):
+        for part in cache.tensors:
             part.index_copy_(0, target, part.index_select(0, source))
 
 

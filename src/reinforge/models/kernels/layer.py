@@ -12,17 +12,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from reinforge.models.fp8 import Fp8Rows
 from reinforge.models.kernels.common import MULTIPROCESSORS, early
+from reinforge.models.kernels.fp8 import quantised
 
 # ---- between the matrix products ----
 
 
 @triton.jit
 def _add_norm(
-    X, DELTA, WEIGHT, Y, E, rows, eps, PARTS: tl.constexpr, EARLY: tl.constexpr, BE: tl.constexpr
+    X,
+    DELTA,
+    WEIGHT,
+    Y,
+    Q,
+    SCALE,
+    E,
+    rows,
+    eps,
+    PARTS: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    EARLY: tl.constexpr,
+    BE: tl.constexpr,
 ):
     """One program per row: X += the sum of the parts of DELTA, Y = RMS norm of X. Rounded where
-    transformers rounds: the sum, the normed number, its product with the weight.
+    transformers rounds: the sum, the normed number, its product with the weight. QUANTISE: Q and
+    SCALE are Y in FP8.
     """
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BE)
@@ -44,11 +59,17 @@ def _add_norm(
     normed = (wide * tl.rsqrt(mean + eps)).to(x.dtype)
     y = (weight.to(tl.float32) * normed.to(tl.float32)).to(x.dtype)
     tl.store(Y + row * E + e, y, mask=there)
+    if QUANTISE:
+        q, scale = quantised(tl.where(there, y.to(tl.float32), 0.0))
+        tl.store(Q + row * E + e, q, mask=there)
+        tl.store(SCALE + row, scale)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, into: Fp8Rows | None = None
+) -> Tensor:
     """x [B, E] += delta ([B, E], or [parts, B, E] whose parts are summed), in place; the RMS norm
-    of the sum.
+    of the sum. `into`: is set to that norm in FP8 as well.
     """
     rows, size = x.shape
     y = torch.empty_like(x)
@@ -58,10 +79,13 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
         x if delta is None else delta,
         weight,
         y,
+        y if into is None else into.values,
+        y if into is None else into.scale,
         size,
         rows,
         eps,
         PARTS=parts,
+        QUANTISE=into is not None,
         BE=triton.next_power_of_2(size),
         num_warps=8 if size > 2048 else 4,
         **early(),
@@ -134,17 +158,21 @@ def _few_rows(
     X,
     W,
     BIAS,
+    SX,
+    SW,
     Y,
     M,
     N,
     K,
     x_m,
     PER,
+    SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     WIDE: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
+    IMPRECISE: tl.constexpr,
     EARLY: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -152,7 +180,9 @@ def _few_rows(
 ):
     """One program per (tile of outputs, part of K); the tile of weights is the left factor, so that
     few rows fill a narrow tile. GATED: outputs n and N + n belong together, silu(·)·(·) of them is
-    stored. WIDE: float32 parts [parts, M, N] are stored, for who adds them up.
+    stored. WIDE: float32 parts [parts, M, N] are stored, for who adds them up. SCALED: both factors
+    are FP8 with a scale for every row; IMPRECISE products of them are summed up before the sum goes
+    into a float32, for a tensor core keeps fewer bits.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     part = tl.program_id(1)
@@ -177,13 +207,20 @@ def _few_rows(
             x_there = (m < M)[None, :] & (k < end - s)[:, None]
         w = tl.load(w_at, mask=w_there, other=0.0)
         x = tl.load(x_at, mask=x_there, other=0.0)
-        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+        acc = tl.dot(w, x, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
         if GATED:
             u = tl.load(u_at, mask=w_there, other=0.0)
-            acc_up = tl.dot(u, x, acc_up, input_precision=PRECISION)
+            acc_up = tl.dot(
+                u, x, acc_up, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
+            )
             u_at += BK
         w_at += BK
         x_at += BK
+    if SCALED:
+        sx = tl.load(SX + m, mask=m < M, other=0.0)[None, :]
+        acc *= tl.load(SW + n, mask=n < N, other=0.0)[:, None] * sx
+        if GATED:
+            acc_up *= tl.load(SW + N + n, mask=n < N, other=0.0)[:, None] * sx
     if HAS_BIAS:
         acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     there = (n < N)[:, None] & (m < M)[None, :]
@@ -201,35 +238,46 @@ def _few_rows(
 FEW_ROWS = 16
 GATED_ROWS = 32
 PART_ROWS = 64
+FP8_ROWS = 64  # in FP8, of any kind and with a gate
+FP8_PART_ROWS = 128
+IMPRECISE = 128  # see `_few_rows`
 
 
-def product_tile(rows: int, wide: bool, gated: bool) -> tuple[int, int, int, int]:
+def product_tile(rows: int, size: int, gated: bool) -> tuple[int, int, int, int]:
     """Outputs and inputs of a tile of weights, warps, and how many tiles are on their way, as
-    measured on an H200.
+    measured on an H200. `size`: bytes of a weight.
     """
-    if wide:
+    if size == 4:
         return 32, 64, 4, 3
+    if size == 1:
+        return 64, 128, 4, 4 if gated else 8 if rows <= 64 else 6
     if gated:
         return (32, 128, 4, 6) if rows <= 16 else (64, 64, 4, 5)
     return 64, 128, 4, 6 if rows <= 32 else 4
 
 
 def few_rows(
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | Fp8Rows,
+    weight: Tensor | Fp8Rows,
     bias: Tensor | None = None,
     *,
     gated: bool = False,
     parts: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [B, K] times weight [N, K] transposed, plus bias. `gated`: silu(first half)·(second half)
-    of the outputs. `parts`: [parts, B, N] in float32, whose sum is the product.
+    """x [B, K] times weight [N, K] transposed, plus bias, in `dtype` or that of x; both are FP8 or
+    none. `gated`: silu(first half)·(second half) of the outputs. `parts`: [parts, B, N] in float32,
+    whose sum is the product.
     """
-    rows, inner = x.shape
-    outer = weight.shape[0] // 2 if gated else weight.shape[0]
-    assert weight.is_contiguous() and x.stride(1) == 1 and not (gated and parts)
-    wide = x.dtype == torch.float32
-    bn, bk, warps, stages = product_tile(rows, wide, gated)
+    factors = [one.values if isinstance(one, Fp8Rows) else one for one in (x, weight)]
+    scales = [one.scale if isinstance(one, Fp8Rows) else one for one in (x, weight)]
+    left, right = factors
+    rows, inner = left.shape
+    outer = right.shape[0] // 2 if gated else right.shape[0]
+    assert right.is_contiguous() and left.stride(1) == 1 and not (gated and parts)
+    scaled = isinstance(x, Fp8Rows)
+    wide = left.dtype == torch.float32
+    bn, bk, warps, stages = product_tile(rows, left.element_size(), gated)
     tiles = triton.cdiv(outer, bn)
     count = 1
     if parts:
@@ -238,22 +286,26 @@ def few_rows(
     per = triton.cdiv(triton.cdiv(inner, bk), count) * bk
     count = triton.cdiv(inner, per)
     shape = (count, rows, outer) if parts else (rows, outer)
-    y = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
+    made = torch.float32 if parts else dtype or left.dtype
+    y = torch.empty(shape, dtype=made, device=left.device)
     _few_rows[(tiles, count)](
-        x,
-        weight,
-        weight if bias is None else bias,
+        left,
+        right,
+        right if bias is None else bias,
+        *scales,
         y,
         rows,
         outer,
         inner,
-        x.stride(0),
+        left.stride(0),
         per,
+        SCALED=scaled,
         HAS_BIAS=bias is not None,
         GATED=gated,
         WIDE=parts,
         EVEN=inner % bk == 0,
         PRECISION="ieee" if wide else "tf32",
+        IMPRECISE=IMPRECISE if scaled else 0,
         BM=max(16, triton.next_power_of_2(rows)),
         BN=bn,
         BK=bk,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from reinforge.models.kernels.common import MULTIPROCESSORS, capped, early
+from reinforge.models.kernels.fp8 import quantised
 
 # so many programs share the keys of a sequence at most, and so many keys each of them has
 SPLITS = 16
@@ -44,6 +45,8 @@ def _attend_keys(
     acc,
     KC,
     VC,
+    KS,
+    VS,
     TABLE,
     h,
     begin,
@@ -57,10 +60,13 @@ def _attend_keys(
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     CAP: tl.constexpr,
+    FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Online softmax of queries q over the keys [begin, end) of one sequence, those before `first`
-    left out; begin is a multiple of BN.
+    left out; begin is a multiple of BN. FP8: keys and values have scales KS and VS, which are
+    multiplied with scores and shares, so that the numbers of the cache go into the products as
+    they are.
     """
     real_d = d < D
     for s in range(begin, end, BN):
@@ -69,15 +75,26 @@ def _attend_keys(
         page = tl.load(TABLE + t // BLOCK, mask=t < end, other=0).to(tl.int64)
         at = ((page * BLOCK + t % BLOCK) * HK + h) * D
         there = seen[:, None] & real_d[None, :]
-        k = tl.load(KC + at[:, None] + d[None, :], mask=there, other=0.0)
+        k = tl.load(KC + at[:, None] + d[None, :], mask=there, other=0.0).to(q.dtype)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if FP8:
+            line = (page * HK + h) * BLOCK + t % BLOCK
+            x *= tl.load(KS + line, mask=seen, other=0.0)[None, :]
         x = capped(x, softcap, CAP)
         x = tl.where(seen[None, :], x, NOTHING)
         new_m = tl.maximum(m, tl.max(x, 1))
         p = tl.exp(x - new_m[:, None])
         keep = tl.exp(m - new_m)
-        v = tl.load(VC + at[:, None] + d[None, :], mask=there, other=0.0)
-        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        v = tl.load(VC + at[:, None] + d[None, :], mask=there, other=0.0).to(q.dtype)
+        acc = acc * keep[:, None]
+        if FP8:
+            # as shares of the largest, so that small ones are not lost in 16 bits
+            vs = tl.load(VS + line, mask=seen, other=0.0)
+            most = tl.maximum(tl.max(vs, 0), 1e-30)
+            share = (p * (vs / most)[None, :]).to(q.dtype)
+            acc += tl.dot(share, v, input_precision=PRECISION) * most
+        else:
+            acc += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         total = total * keep + tl.sum(p, 1)
         m = new_m
     return m, total, acc
@@ -92,6 +109,8 @@ def _paged_decode(
     SIN,
     KC,
     VC,
+    KS,
+    VS,
     O,
     TABLES,
     CACHED,
@@ -120,6 +139,7 @@ def _paged_decode(
     ROPE: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -165,17 +185,32 @@ def _paged_decode(
         else:
             k_new = tl.load(KN + b * kn_b + h * kn_h + d, mask=real_d, other=0.0)
         v_new = tl.load(VN + b * vn_b + h * vn_h + d, mask=real_d, other=0.0)
-        slot = tl.load(TABLES + b * W + n // BLOCK).to(tl.int64) * BLOCK + n % BLOCK
-        tl.store(KC + (slot * HK + h) * D + d, k_new, mask=real_d)
-        tl.store(VC + (slot * HK + h) * D + d, v_new, mask=real_d)
-        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        page = tl.load(TABLES + b * W + n // BLOCK).to(tl.int64)
+        slot = page * BLOCK + n % BLOCK
+        k_new = k_new.to(tl.float32)
+        v_new = v_new.to(tl.float32)
+        if FP8:
+            kq, ks = quantised(k_new)
+            vq, vs = quantised(v_new)
+            tl.store(KC + (slot * HK + h) * D + d, kq, mask=real_d)
+            tl.store(VC + (slot * HK + h) * D + d, vq, mask=real_d)
+            tl.store(KS + (page * HK + h) * BLOCK + n % BLOCK, ks)
+            tl.store(VS + (page * HK + h) * BLOCK + n % BLOCK, vs)
+            k_new = kq.to(tl.float32) * ks
+            v_new = vq.to(tl.float32) * vs
+        else:
+            tl.store(KC + (slot * HK + h) * D + d, k_new.to(KC.dtype.element_ty), mask=real_d)
+            tl.store(VC + (slot * HK + h) * D + d, v_new.to(VC.dtype.element_ty), mask=real_d)
+        m = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
         m = capped(m, softcap, CAP)
         total = tl.full([GP], 1.0, tl.float32)
-        acc = tl.zeros([GP, DP], tl.float32) + v_new.to(tl.float32)[None, :]
+        acc = tl.zeros([GP, DP], tl.float32) + v_new[None, :]
+    if FP8 and q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)  # what a GPU turns FP8 into with one instruction
     high = tl.minimum(n, low + span)
     m, total, acc = _attend_keys(
-        q, m, total, acc, KC, VC, TABLES + b * W, h, low, high, first, scale, softcap, d,
-        HK, D, BLOCK, BN, CAP, PRECISION,
+        q, m, total, acc, KC, VC, KS, VS, TABLES + b * W, h, low, high, first, scale, softcap, d,
+        HK, D, BLOCK, BN, CAP, FP8, PRECISION,
     )  # fmt: skip
     if PARTS > 1:
         tl.store(S_TOP + line, m, mask=g < G)
@@ -251,10 +286,12 @@ def paged_decode(
     *,
     parts: int = 1,
     rope: tuple[Tensor, Tensor] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D]; writes k and v
     there. window/softcap 0 = none. `parts` programs share the keys of a sequence. `rope`: cos and
-    sin [positions, D] by which q and k are turned first.
+    sin [positions, D] by which q and k are turned first. `scales` [blocks, K, BLOCK] of keys and
+    values: the cache is FP8.
     """
     rows, heads, size = q.shape
     kv_heads = keys.shape[2]
@@ -265,6 +302,7 @@ def paged_decode(
     shape = {"D": size, "DP": max(16, wide), "BLOCK": keys.shape[1], "HK": kv_heads, "G": per_key}
     kind = {
         "ROPE": rope is not None,
+        "FP8": scales is not None,
         "CAP": softcap > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
@@ -278,6 +316,7 @@ def paged_decode(
         sin,
         keys,
         values,
+        *(scales or (out, out)),
         out,
         tables,
         cached,
