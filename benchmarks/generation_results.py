@@ -15,9 +15,11 @@ so several calls fill one file. An entry:
 | `device` | the GPU |
 | `rounds` | `key` (which draws), `seconds`, `tokens`, `longest` answer, `floor` (seconds) of each |
 | `tokens_per_second`, `ms_per_token_of_the_longest`, `share_of_floor` | medians of the rounds |
-| `details` | what one engine alone tells: `preemptions`, `captures`, `peak_gib`, `mismatch_model` and `mismatch_fp8` (mean difference of log-probs from a trainer of that precision) |
+| `details` | what one engine alone tells: `preemptions`, `captures`, `peak_gib`, `mismatch_*` |
 
 Numbers of one round follow from its fields; the medians are written for whoever reads the file.
+`mismatch_model` and `mismatch_fp8` are mean differences of log-probs from a trainer with products
+of that precision.
 """
 
 from __future__ import annotations

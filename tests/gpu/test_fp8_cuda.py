@@ -15,6 +15,7 @@ from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Sample
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.native import engine as native
 from reinforge.models import fp8
 from reinforge.models.causal import CausalModel
 from reinforge.models.fp8 import Fp8Rows
@@ -142,12 +143,12 @@ def test_graphs_go_on_with_new_weights() -> None:
     assert gap(model, second, "fresh") < 0.2 * gap(model, first, "fresh")
 
 
-def test_sleep_gives_the_copies_back_with_a_large_cache() -> None:
+def test_sleep_gives_the_copies_back_with_a_large_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     engine = NativeEngine(model, kv_gib=0.2, precision="fp8")
     generate(engine)
     assert engine.fp8 is not None
-    engine._small = lambda: False  # type: ignore[method-assign]
+    monkeypatch.setattr(native, "stays", lambda *sizes: False)
     asyncio.run(engine.sleep())
     assert not engine.fp8.copied and engine.cache is None
     again = generate(engine)
