@@ -342,7 +342,7 @@ def loaded(
     tiny_dir: str, tmp_path: Path, given: CallerObjects, **data: Any
 ) -> tuple[set[Any], set[Any]]:
     cfg = config_of(tiny_dir, tmp_path, data={"source": "python", **data})
-    train, held = load_data(cfg.data, given)
+    train, held = load_data(cfg.data, given, print)
     return {row.prompt for row in train}, {row.prompt for row in held}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from reinforge.build.caller_objects import CallerObjects
@@ -13,6 +13,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.cursor import Cursor
 from reinforge.data.mixture import MixtureCursor
+from reinforge.data.reading import Reading, lines_of
 from reinforge.data.sources import (
     MIXTURE,
     PYTHON,
@@ -25,18 +26,26 @@ from reinforge.data.sources import (
 from reinforge.rewards.function import FunctionReward, check_columns
 
 
-def load_data(cfg: DataConfig, given: CallerObjects) -> tuple[list[Row], list[Row]]:
+def load_data(
+    cfg: DataConfig, given: CallerObjects, tell: Callable[[str], None]
+) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows, each from the config or from Python objects, never sharing a
-    prompt.
+    prompt. `tell` hears how they were recognised, and which were left out.
     """
     _check_given(cfg, given)
-    rows = _training_rows(cfg, given)
+    readings: list[Reading] = []
+    rows = _training_rows(cfg, given, readings)
+    for line in lines_of(readings):
+        tell(line)
+    eval_readings: list[Reading] = []
     if given.eval_data is None:
         source = cfg if given.data is None else cfg.model_copy(update={"source": PYTHON})
-        train, held_out = hold_out(source, rows)
+        train, held_out = hold_out(source, rows, eval_readings)
     else:
         train = rows
-        held_out = _given_eval_rows(cfg, given.eval_data)
+        held_out = _given_eval_rows(cfg, given.eval_data, eval_readings)
+    for line in lines_of(eval_readings):
+        tell(f"held-out {line}")
     shared = overlap(train, held_out)
     if shared:
         raise InputError(
@@ -70,9 +79,9 @@ def _check_given(cfg: DataConfig, given: CallerObjects) -> None:
             )
 
 
-def _training_rows(cfg: DataConfig, given: CallerObjects) -> list[Row]:
+def _training_rows(cfg: DataConfig, given: CallerObjects, readings: list[Reading]) -> list[Row]:
     if given.data is None:
-        return load_rows(cfg)
+        return load_rows(cfg, readings)
     return rows_from(
         given.data,
         columns=cfg.columns,
@@ -80,12 +89,15 @@ def _training_rows(cfg: DataConfig, given: CallerObjects) -> list[Row]:
         template=cfg.template,
         fixed=cfg.fixed,
         where=cfg.where,
+        format=cfg.format,
         limit=cfg.limit,
+        drop=cfg.bad_rows == "drop",
         name="data",
+        readings=readings,
     )
 
 
-def _given_eval_rows(cfg: DataConfig, eval_data: Any) -> list[Row]:
+def _given_eval_rows(cfg: DataConfig, eval_data: Any, readings: list[Reading]) -> list[Row]:
     size = cfg.eval.size
     held_out = rows_from(
         eval_data,
@@ -94,8 +106,11 @@ def _given_eval_rows(cfg: DataConfig, eval_data: Any) -> list[Row]:
         template=cfg.template,
         fixed={**cfg.fixed, **cfg.eval.fixed},
         where=cfg.eval.where,
+        format=cfg.format,
         limit=size or None,
+        drop=cfg.bad_rows == "drop",
         name="eval_data",
+        readings=readings,
     )
     if len(held_out) < size:
         raise InputError(

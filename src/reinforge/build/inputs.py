@@ -23,6 +23,7 @@ from reinforge.build.reward_weights import reward_weights
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
+from reinforge.data.bad_rows import SHOWN
 from reinforge.data.chat import Renderer, apply_length
 from reinforge.loops.view import ViewLike
 from reinforge.models import rope
@@ -94,7 +95,7 @@ def read_inputs(
     tokenizer.
     """
     view.doing("reading data" if cfg.data.mixture else f"reading data ({cfg.data.source})")
-    train_rows, eval_rows = load_data(cfg.data, given)
+    train_rows, eval_rows = load_data(cfg.data, given, view.message)
     cfg, functions = given.described(cfg)
     # before anything is loaded
     check_scored_columns(cfg, build_rewards(cfg.rewards, functions), train_rows, eval_rows)
@@ -149,7 +150,8 @@ def encode_prompts(
     limit = cfg.data.max_length or context - max_new_tokens
     encoded = [(row, inputs.renderer.prompt(row)) for row in rows]
     kept, counts = apply_length(cfg.data, encoded, limit)
-    report_lengths(counts, limit, view)
+    left = {row.id for row, _ in kept}
+    report_lengths(counts, limit, [row for row in rows if row.id not in left], view)
     if cfg.env is not None or cfg.agent is not None:
         longest = episode_tokens(cfg, context)
     else:
@@ -189,11 +191,16 @@ def report_few_rows(inputs: RunInputs, view: ViewLike) -> None:
         view.message(f"warning: {doubt}")
 
 
-def report_lengths(counts: Mapping[str, int], limit: int, view: ViewLike) -> None:
-    """Says how many rows the length policy changed."""
+def report_lengths(
+    counts: Mapping[str, int], limit: int, dropped: Sequence[Row], view: ViewLike
+) -> None:
+    """Says how many rows the length policy changed, and which it dropped."""
     for name, count in counts.items():
         if count and name != "rows":
-            view.message(f"data: {count} rows {name} (longer than {limit} tokens)")
+            shown = ", ".join(row.place or row.id for row in dropped[:SHOWN])
+            more = ", ..." if len(dropped) > SHOWN else ""
+            which = f": {shown}{more}" if name == "dropped" and dropped else ""
+            view.message(f"data: {count} rows {name} (longer than {limit} tokens){which}")
 
 
 def model_inputs(inputs: RunInputs, *prompts: EncodedPrompts | None) -> ModelInputs:

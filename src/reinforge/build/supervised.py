@@ -153,14 +153,18 @@ def make_units(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitRo
     make = units_of(inputs.algorithm)
     limit = inputs.cfg.data.max_length or inputs.context
     made: list[tuple[Row, Unit]] = []
-    bad = BadRows()
+    bad = BadRows(drop=inputs.cfg.data.bad_rows == "drop")
     for row in rows:
         with bad.looking_at(row.id):
             made += [(row, unit) for unit in make(inputs.renderer, row)]
     bad.refuse()
+    for line in bad.lines():
+        view.message(f"data: {line}")
     kept, counts = kinds.fit(inputs.cfg.data, [unit for _, unit in made], limit)
-    report_lengths(counts, limit, view)
     by_uid = {unit[0].uid: row for row, unit in made}
+    left = {unit[0].uid for unit in kept}
+    dropped = [row for uid, row in by_uid.items() if uid not in left]
+    report_lengths(counts, limit, dropped, view)
     return UnitRows(kept, [by_uid[unit[0].uid] for unit in kept])
 
 

@@ -9,6 +9,35 @@ from pydantic import Field, model_validator
 from reinforge.config.base import Count, Natural, Section
 from reinforge.config.mixture import MixtureConfig
 
+# those of data/formats/table.py, and what recognises them
+FormatName = Literal[
+    "auto",
+    "verl",
+    "openai_pairs",
+    "hh",
+    "ultrafeedback",
+    "sharegpt_pairs",
+    "orca_pairs",
+    "alpaca_pairs",
+    "text_pairs",
+    "pairs",
+    "steps",
+    "kto",
+    "alpaca_kto",
+    "sharegpt_kto",
+    "reasoning",
+    "rlvr",
+    "capybara",
+    "sharegpt",
+    "messages",
+    "orca",
+    "prompt_completion",
+    "alpaca",
+    "query",
+    "prompt",
+    "text",
+]
+
 
 class EvalDataConfig(Section):
     source: str | None = Field(
@@ -43,6 +72,13 @@ class DataConfig(Section):
     options: dict[str, Any] = Field(
         {}, description="Options of the source (reasoning_gym: the task's own, plus seed and size)."
     )
+    format: FormatName = Field(
+        "auto",
+        description=(
+            "How the columns of a row are read: docs/data.md has the formats. auto: recognised by"
+            " the columns, and told."
+        ),
+    )
     columns: dict[str, str] = Field(
         {}, description="Our name: their name, e.g. {prompt: question, answer: solution}."
     )
@@ -68,6 +104,13 @@ class DataConfig(Section):
     )
     loss_on: Literal["assistant", "completion", "all"] = Field(
         "assistant", description="SFT: which tokens are trained."
+    )
+    bad_rows: Literal["error", "drop"] = Field(
+        "error",
+        description=(
+            "What to do where single rows cannot be used (an empty answer, an unknown role): refuse"
+            " the data, or leave these rows out and say which."
+        ),
     )
     length: Literal["drop", "truncate", "error"] = Field(
         "drop", description="What to do with rows longer than max_length."

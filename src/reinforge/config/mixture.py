@@ -22,6 +22,7 @@ class MixtureConfig(Section):
     name: str | None = Field(None, description="What its rows are called; default: the source.")
     split: str = Field("train", description="Split of a hub data set.")
     options: dict[str, Any] = Field({}, description="Options of the source.")
+    format: str | None = Field(None, description="As data.format.")
     columns: dict[str, str] | None = Field(None, description="Our name: their name.")
     where: dict[str, Any] | None = Field(
         None, description="Keep only rows whose columns equal these values."

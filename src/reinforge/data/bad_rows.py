@@ -14,10 +14,11 @@ SHOWN = 5
 
 class BadRows:
     """What is wrong with single rows. Whoever goes through rows makes one, looks at each row within
-    `looking_at`, and calls `refuse` at the end.
+    `looking_at`, and calls `refuse` at the end, or, where they are dropped, tells `lines`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, drop: bool = False) -> None:
+        self.drop = drop
         self.seen = 0
         self.errors: list[InputError] = []
 
@@ -35,16 +36,26 @@ class BadRows:
             self.errors.append(error)
 
     def refuse(self) -> None:
-        """Raises what was found: an error as it is, or several in one."""
-        if not self.errors:
+        """Raises what was found: an error as it is, or several in one. Where rows are dropped, only
+        if none is left.
+        """
+        if not self.errors or (self.drop and len(self.errors) < self.seen):
             return
         if len(self.errors) == 1:
             raise self.errors[0]
-        lines = [f"{len(self.errors)} of {self.seen} rows cannot be used:"]
-        lines += [f"  - {error.where}: {error.what}" for error in self.errors[:SHOWN]]
-        more = len(self.errors) - SHOWN
-        if more > 0:
-            lines.append(f"  - and {more} more")
+        lines = [f"{len(self.errors)} of {self.seen} rows cannot be used:", *self._named()]
         if self.errors[0].fix:
             lines.append(self.errors[0].fix)
         raise InputError("\n".join(lines), where="data")
+
+    def lines(self) -> list[str]:
+        """What was dropped, and why."""
+        if not self.errors:
+            return []
+        first = f"{len(self.errors)} of {self.seen} rows dropped (data.bad_rows: drop):"
+        return ["\n".join([first, *self._named()])]
+
+    def _named(self) -> list[str]:
+        lines = [f"  - {error.where}: {error.what}" for error in self.errors[:SHOWN]]
+        more = len(self.errors) - SHOWN
+        return [*lines, f"  - and {more} more"] if more > 0 else lines

@@ -179,7 +179,11 @@ class Renderer:
         mark: bool = False,
     ) -> RenderedChat:
         rendered = self.template.render(
-            messages, _tools(row), generation_prompt=generation_prompt, where=_where(row), mark=mark
+            _with_arguments(messages, as_text=self.template.text_arguments),
+            _tools(row),
+            generation_prompt=generation_prompt,
+            where=_where(row),
+            mark=mark,
         )
         self.counts["template_reads_special_text"] += rendered.differs
         return rendered
@@ -201,13 +205,18 @@ class Renderer:
     ) -> tuple[list[int], list[bool]]:
         if not self.chat:
             self._text(Row(row.id, messages, place=row.place))  # raises: there is no template
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        turns = [
+            i
+            for i, m in enumerate(messages)
+            if m["role"] == "assistant" and _weight(m, f"messages[{i}]", row)
+        ]
         if self.cfg.loss_on == "all":
             rendered = self._render(row, messages)
             return self._with_bos(self.template.encode(rendered, _where(row))), []
         if (
             self.cfg.loss_on == "assistant"
             and turns
+            and not any("weight" in m for m in messages)  # markers tell no turn from another
             and MARKER.search(self.template.source(_tools(row)))
         ):
             rendered = self._render(row, messages, mark=True)
@@ -300,6 +309,47 @@ class Renderer:
 
 def _where(row: Row) -> str:
     return row.where
+
+
+def _weight(message: dict[str, Any], where: str, row: Row) -> bool:
+    """Whether a turn is trained: OpenAI's `weight`, which is 0 or 1, and 1 where it is missing."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise InputError(
+            f"{where}.weight is {weight!r}, neither 0 nor 1",
+            where=_where(row),
+            fix="0 leaves the turn out of training.",
+        )
+    return bool(weight)
+
+
+def _with_arguments(messages: list[dict[str, Any]], *, as_text: bool) -> list[dict[str, Any]]:
+    """Messages whose tool calls have their arguments as the template wants them: as an object, or
+    as JSON text, which is how OpenAI writes them.
+    """
+    if not any(m.get("tool_calls") for m in messages):
+        return messages
+    return [
+        {**m, "tool_calls": [_call(call, as_text) for call in m["tool_calls"]]}
+        if isinstance(m.get("tool_calls"), list)
+        else m
+        for m in messages
+    ]
+
+
+def _call(call: Any, as_text: bool) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    arguments = function["arguments"]
+    if as_text and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return call  # no JSON: the template gets what the row says
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _tools(row: Row) -> list[Any] | None:

@@ -12,18 +12,21 @@ import math
 import re
 import string
 import unicodedata
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.core.seeds import seed_of
-from reinforge.data.bad_rows import BadRows
-from reinforge.data.formats import check_nothing_lost, understood
+from reinforge.data.formats import nearest, read_row
+from reinforge.data.formats.instructions import check_nothing_lost
+from reinforge.data.formats.recognise import AUTO
 from reinforge.data.objects import rows_of
-from reinforge.data.preference import with_prompt
 from reinforge.data.readers import GENERATED, Record, did_you_mean, kind_of, read, size_of
+from reinforge.data.reading import Reading, lines_of
 
 if TYPE_CHECKING:
     from reinforge.config.data import DataConfig
@@ -37,27 +40,44 @@ DECIMALS = re.compile(r"\.\d+f")  # what may stand behind a column's name in a t
 TRIES = 20
 
 
-def load_rows(cfg: DataConfig) -> list[Row]:
-    """All rows of `data.source`, before any evaluation rows are split off."""
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """What the section `data` says about single rows. Made from it, or from what a Python caller
+    gives; `_rows` follows it.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, Any] = field(default_factory=dict)
+    system: str | None = None
+    template: str | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    format: str = AUTO
+
+    @classmethod
+    def of(cls, cfg: DataConfig) -> RowRules:
+        return cls(cfg.columns, cfg.where, cfg.system, cfg.template, cfg.fixed, cfg.format)
+
+
+def load_rows(cfg: DataConfig, readings: list[Reading] | None = None) -> list[Row]:
+    """All rows of `data.source`, before any evaluation rows are split off.
+
+    `readings` gets what is to be told about each source; without it, rows that are dropped are
+    warned of.
+    """
     if cfg.source == MIXTURE:
-        return _not_empty(list(islice(_mixed(cfg), cfg.limit)), "data.mixture", cfg.where)
+        mixed = list(islice(_mixed(cfg, readings), cfg.limit))
+        return _not_empty(mixed, "data.mixture", cfg.where)
     records = read(cfg.source, split=cfg.split, options=cfg.options)
-    bad = BadRows()
-    rows = _rows(
-        islice(records, size_of(cfg.source, cfg.options)),
-        cfg.columns,
-        cfg.where,
-        cfg.system,
-        cfg.template,
-        cfg.fixed,
-        bad,
+    reading = Reading(
+        cfg.source, drop=cfg.bad_rows == "drop", told=kind_of(cfg.source) not in GENERATED
     )
+    rows = _rows(islice(records, size_of(cfg.source, cfg.options)), RowRules.of(cfg), reading)
     found = list(islice(rows, cfg.limit))
-    bad.refuse()
+    _settle(reading, readings)
     return _not_empty(found, f"data.source {cfg.source}", cfg.where)
 
 
-def _mixed(cfg: DataConfig) -> Iterator[Row]:
+def _mixed(cfg: DataConfig, readings: list[Reading] | None) -> Iterator[Row]:
     """The rows of every source of a mixture, one after the other; their column `mixture` says which
     source they are of.
     """
@@ -68,8 +88,18 @@ def _mixed(cfg: DataConfig) -> Iterator[Row]:
             for key, value in item.model_dump(exclude={"weight", "name"}).items()
             if value is not None
         }
-        for row in load_rows(cfg.model_copy(update={"limit": None, **own, "mixture": []})):
+        one = cfg.model_copy(update={"limit": None, **own, "mixture": []})
+        for row in load_rows(one, readings):
             yield Row(f"{name}:{row.id}", row.prompt, {**row.columns, MIXTURE: name}, row.place)
+
+
+def _settle(reading: Reading, readings: list[Reading] | None) -> None:
+    """Refuses a source with bad rows, or tells of those that are dropped."""
+    reading.bad.refuse()
+    if readings is not None:
+        readings.append(reading)
+    elif reading.bad.errors:
+        warnings.warn("\n".join(lines_of([reading])), stacklevel=3)
 
 
 def rows_from(
@@ -80,11 +110,14 @@ def rows_from(
     system: str | None = None,
     template: str | None = None,
     fixed: Mapping[str, Any] | None = None,
+    format: str = AUTO,
     limit: int | None = None,
+    drop: bool = False,
     name: str = "rows",
+    readings: list[Reading] | None = None,
 ) -> list[Row]:
     """Rows from what a Python caller has: dicts, texts that are prompts, or what `rows_of` makes
-    dicts of.
+    dicts of. `drop`: rows that cannot be used are left out, and told as in `load_rows`.
     """
 
     def records() -> Iterator[Record]:
@@ -98,10 +131,10 @@ def rows_from(
                 )
             yield f"{name} row {i}", dict(record)
 
-    bad = BadRows()
-    rows = _rows(records(), columns or {}, where or {}, system, template, fixed or {}, bad)
-    found = list(islice(rows, limit))
-    bad.refuse()
+    rules = RowRules(columns or {}, where or {}, system, template, fixed or {}, format)
+    reading = Reading(name, drop=drop)
+    found = list(islice(_rows(records(), rules, reading), limit))
+    _settle(reading, readings)
     return _not_empty(found, name, where or {})
 
 
@@ -130,40 +163,41 @@ def _not_empty(rows: list[Row], where: str, condition: Mapping[str, Any]) -> lis
 # one row
 
 
-def _rows(
-    records: Iterable[Record],
-    columns: Mapping[str, str],
-    where: Mapping[str, Any],
-    system: str | None,
-    template: str | None,
-    fixed: Mapping[str, Any],
-    bad: BadRows,
-) -> Iterator[Row]:
-    """Rows one by one; `fixed` columns have that value in all of them. `bad` keeps what is wrong
-    with single ones.
+def _rows(records: Iterable[Record], rules: RowRules, reading: Reading) -> Iterator[Row]:
+    """Rows one by one; `reading` is told how they were understood, and what is wrong with single
+    ones.
 
     Their ids: the id or uid column, which must be unique; otherwise a hash of the contents, and the
     how-many-eth it is of equal rows.
     """
     seen: dict[str, str] = {}  # id -> where it was
     equal: dict[str, int] = {}  # contents -> how many so far
+    moved = set(rules.columns.values()) - set(rules.columns)
     for place, raw in records:
         row = None
-        with bad.looking_at(place):
-            view = _mapped(raw, columns, place)
-            if not all(_equal(_column(view, name, place), value) for name, value in where.items()):
+        with reading.bad.looking_at(place):
+            view = _mapped(raw, rules.columns, place)
+            if not all(
+                _equal(_column(view, name, place), value) for name, value in rules.where.items()
+            ):
+                reading.filtered += 1
                 continue
-            if template is None:
-                check_nothing_lost(raw, columns, place)
-            view = with_prompt(
-                understood({**view, **fixed}, place, templated=template is not None), place
+            templated = rules.template is not None
+            if not templated:
+                check_nothing_lost(raw, rules.columns, place)
+            view, read_as = read_row(
+                {**view, **rules.fixed}, place, format=rules.format, templated=templated
             )
-            moved = set(columns.values()) - set(columns)
             prompt, rest = _prompt(
-                {k: v for k, v in view.items() if k not in moved}, view, template, system, place
+                {k: v for k, v in view.items() if k not in moved},
+                view,
+                rules.template,
+                rules.system,
+                place,
             )
             uid, rest = _identified(prompt, rest, seen, equal, place)
             row = Row(id=uid, prompt=prompt, columns=rest, place=place)
+            reading.formats[read_as] += 1
         if row is not None:
             yield row
 
@@ -241,13 +275,14 @@ def _prompt(
         return _with_system(fill(template, view, place), system, place), record
     name = next((name for name in PROMPTS if name in record), None)
     if name is None:
+        near = "; ".join(nearest(record))
         raise InputError(
-            f"has no prompt: none of the columns {', '.join(PROMPTS)}, only"
-            f" {', '.join(map(str, record)) or 'none at all'}",
+            f"has no prompt: its columns are {', '.join(map(str, record)) or 'none at all'}, which"
+            f" is no format that is known{f'. The nearest: {near}' if near else ''}",
             where=place,
             fix=(
-                "Name the column with data.columns: {prompt: <their name>}, or build a prompt with"
-                " data.template."
+                "Name the columns with data.columns: {prompt: <their name>, completion: <their"
+                " name>}, build a prompt with data.template, or see docs/data.md for the formats."
             ),
         )
     value = record[name] if name in ("messages", "text") else record.pop(name)
@@ -397,12 +432,16 @@ def overlap(train: Sequence[Row], evaluation: Sequence[Row]) -> list[tuple[Row, 
     return [(asked[text], row) for row in evaluation if (text := prompt_text(row)) in asked]
 
 
-def train_and_eval_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
+def train_and_eval_rows(
+    cfg: DataConfig, readings: list[Reading] | None = None
+) -> tuple[list[Row], list[Row]]:
     """Training rows, and held-out rows as `data.eval` asks."""
-    return hold_out(cfg, load_rows(cfg))
+    return hold_out(cfg, load_rows(cfg, readings), readings)
 
 
-def hold_out(cfg: DataConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+def hold_out(
+    cfg: DataConfig, rows: list[Row], readings: list[Reading] | None = None
+) -> tuple[list[Row], list[Row]]:
     """`rows` without those that `data.eval` splits off, and the held-out rows.
 
     Generated and split-off evaluation rows never occur in training; for two separate files that is
@@ -433,7 +472,8 @@ def hold_out(cfg: DataConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
                 "limit": wanted.size or None,
                 "fixed": {**cfg.fixed, **wanted.fixed},
             }
-        )
+        ),
+        readings,
     )
     if len(rows_eval) < wanted.size:
         raise InputError(
@@ -517,15 +557,15 @@ def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
     asked = {prompt_text(row) for row in train}
     kept: list[Row] = []
     records = islice(read(source, options=options), len(train) + size * TRIES)
-    bad = BadRows()
     fixed = {**cfg.fixed, **wanted.fixed}
-    for row in _rows(records, cfg.columns, where, cfg.system, cfg.template, fixed, bad):
+    reading = Reading(source, told=False)
+    for row in _rows(records, replace(RowRules.of(cfg), where=where, fixed=fixed), reading):
         if len(kept) == size:
             break
         if (text := prompt_text(row)) not in asked:
             asked.add(text)
             kept.append(row)
-    bad.refuse()
+    reading.bad.refuse()
     if len(kept) < size:
         raise InputError(
             f"only {len(kept)} of {size} evaluation problems are not also training problems",

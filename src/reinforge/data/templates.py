@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -188,6 +189,26 @@ class Template:
                 fix="Check roles and their order.",
             ) from None
         return text, tuple((a, b) for a, b in generated)
+
+    @cached_property
+    def text_arguments(self) -> bool:
+        """Whether the template wants the arguments of a tool call as JSON text, found by trying:
+        most want an object, and some add text to what they are given.
+        """
+        function = {"name": "sigma", "arguments": {"omega": "alpha"}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "alpha"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "id": "abcdefghi", "function": function}],
+            },
+        ]
+        try:
+            text = self._render(messages, None, False, "chat template", False)[0]
+        except InputError:
+            return True
+        return "{'omega'" in text  # as Python writes a dict
 
     def continued(self, messages: list[dict[str, Any]], where: str) -> str:
         """The text of a conversation up to the end of what its last message says, which somebody is

@@ -15,6 +15,7 @@ from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.core.row import Row
 from reinforge.data.bad_rows import BadRows
 from reinforge.data.chat import Renderer
+from reinforge.data.reading import Reading, lines_of
 from reinforge.data.sources import overlap, train_and_eval_rows
 from reinforge.data.units import BOTH_LABELS, Units, judged, one_sided, texts
 from reinforge.models.load import context_length, load_tokenizer
@@ -89,7 +90,11 @@ def _check_model(config: Config, train: list[Row], held_out: list[Row], report: 
 
 
 def _rows(config: Config, report: PlanReport) -> tuple[list[Row], list[Row]]:
-    train, held_out = train_and_eval_rows(config.data)
+    readings: list[Reading] = []
+    train, held_out = train_and_eval_rows(config.data, readings)
+    told = [line.removeprefix("data: ") for line in lines_of(readings)]
+    if told:
+        report.summary["data"] = told
     report.summary["rows"] = {"train": len(train), "eval": len(held_out)}
     if not train:
         report.refuse(
@@ -177,7 +182,8 @@ def _check_prompts(
     for rows, kind in ((train, "training"), (held_out, "evaluation")):
         # with rewards, evaluation also generates
         whole = given and (kind == "training" or not config.rewards)
-        lengths = _lengths(renderer, rows, make if whole else None)
+        drop = config.data.bad_rows == "drop"
+        rows, lengths = _lengths(renderer, rows, make if whole else None, report, drop=drop)
         if kind == "training":
             report.summary["row_tokens" if given else "prompt_tokens"] = {
                 **quantiles(lengths),
@@ -186,7 +192,7 @@ def _check_prompts(
             }
         check_lengths(config, kind, rows, lengths, limit, report)
     if config.algorithm.kind.wants_answers:
-        _lengths(renderer, train, texts)
+        _lengths(renderer, train, texts, report, drop=config.data.bad_rows == "drop")
     for name, count in renderer.counts.items():
         if count:
             report.warn(
@@ -195,15 +201,21 @@ def _check_prompts(
             )
 
 
-def _lengths(renderer: Renderer, rows: Sequence[Row], make: Units | None) -> list[int]:
-    """Of all rows; those that cannot be rendered are told together."""
-    found = []
-    bad = BadRows()
+def _lengths(
+    renderer: Renderer, rows: Sequence[Row], make: Units | None, report: PlanReport, *, drop: bool
+) -> tuple[list[Row], list[int]]:
+    """The rows that can be rendered, and how long each is; the others are told together."""
+    rendered: list[Row] = []
+    found: list[int] = []
+    bad = BadRows(drop=drop)
     for row in rows:
         with bad.looking_at(row.id):
             found.append(_length(renderer, row, make))
+            rendered.append(row)
     bad.refuse()
-    return found
+    for line in bad.lines():
+        report.warn("data", line)
+    return rendered, found
 
 
 def _length(renderer: Renderer, row: Row, make: Units | None) -> int:

@@ -204,6 +204,8 @@ def describe(report: PlanReport) -> list[tuple[str, str]]:
         ("algorithm", s.get("algorithm")),
         ("backend", s.get("backend")),
     ]
+    if "data" in s:
+        lines.append(("data", "; ".join(s["data"])))
     if "rows" in s:
         lines.append(
             ("rows", f"{s['rows']['train']:,} to train on, {s['rows']['eval']:,} held out")

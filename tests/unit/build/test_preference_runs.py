@@ -27,7 +27,7 @@ from reinforge.build.trainer import build
 from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.data.chat import Renderer
-from reinforge.data.preference import with_prompt
+from reinforge.data.formats import read_row
 from reinforge.data.sources import rows_from
 from reinforge.models.causal import CausalModel
 from reinforge.offline.export import export
@@ -467,22 +467,24 @@ def test_whole_conversations_are_split_where_they_part() -> None:
     """TRL's implicit format, and ultrafeedback's, which has the prompt as text beside it; explicit
     rows stay as they are.
     """
+
+    def understood(record: dict[str, Any]) -> dict[str, Any]:
+        return read_row(record, "row 0")[0]
+
     ask = {"role": "user", "content": "q"}
     follow = {"role": "user", "content": "go on"}
     good, bad, same = ({"role": "assistant", "content": text} for text in ("yes", "no", "well"))
     record = {"chosen": [ask, same, follow, good], "rejected": [ask, same, follow, bad]}
     want = {"prompt": [ask, same, follow], "chosen": [good], "rejected": [bad]}
-    assert with_prompt(record, "row 0") == want == with_prompt({**record, "prompt": "q"}, "row 0")
+    assert understood(record) == want == understood({**record, "prompt": "q"})
     explicit = {"prompt": [ask], "chosen": [good], "rejected": [bad]}
-    assert with_prompt(explicit, "row 0") == explicit
-    assert (
-        with_prompt({"prompt": "q", "chosen": "a b", "rejected": "a c"}, "row 0")["chosen"] == "a b"
-    )
-    assert with_prompt({"prompt": "q", "answer": "1"}, "row 0") == {"prompt": "q", "answer": "1"}
+    assert understood(explicit) == explicit
+    assert understood({"prompt": "q", "chosen": "a b", "rejected": "a c"})["chosen"] == "a b"
+    assert understood({"prompt": "q", "answer": "1"}) == {"prompt": "q", "answer": "1"}
     (row,) = rows_from([record], system="Be short.")
     assert row.prompt == [{"role": "system", "content": "Be short."}, ask, same, follow]
     with pytest.raises(InputError, match="row 7: chosen and rejected are the same"):
-        with_prompt({"chosen": [ask, good], "rejected": [ask, good]}, "row 7")
+        read_row({"chosen": [ask, good], "rejected": [ask, good]}, "row 7")
 
 
 def test_kto_takes_judged_answers_and_pairs(model: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
-from reinforge.data.formats import SPEAKERS
+from reinforge.data.formats.turns import SPEAKERS
 from reinforge.data.sources import check_messages, rows_from
 
 

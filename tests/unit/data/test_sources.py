@@ -93,7 +93,10 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
         ('{"prompt": [{"role": "user"}]}', r"prompt\[0\].content is missing"),
         ('{"prompt": []}', "prompt is not a list of messages"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "answers nothing"),
-        ('{"solution": "a", "level": 1}', r"has no prompt.* only solution, level\. .*data.columns"),
+        (
+            '{"solution": "a", "level": 1}',
+            r"has no prompt: its columns are solution, level, .*data.columns",
+        ),
     ],
 )
 def test_bad_rows_are_refused_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
