@@ -33,6 +33,7 @@ SLOW = (
     "export",
     "tiny",
     "check",
+    "data",
 )
 
 
@@ -98,6 +99,10 @@ class ReinforgeCommands(LazyGroup):
         "launch": CommandEntry(
             "reinforge.cli.launch:launch",
             "Run a configuration on this machine, a Ray cluster, Slurm or Kubernetes.",
+        ),
+        "data": CommandEntry(
+            "reinforge.cli.data:app",
+            "Show what a run would make of data.",
         ),
         "runs": CommandEntry(
             "reinforge.cli.runs:app",

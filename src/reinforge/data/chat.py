@@ -26,6 +26,21 @@ if TYPE_CHECKING:
     from reinforge.config.data import DataConfig
 
 Item = TypeVar("Item", Sample, list[int], tuple[Row, list[int]])
+# what `Renderer.counts` counts, in words
+UNUSUAL = {
+    "special_text": "the text spells special tokens; it is kept as text",
+    "split_token": (
+        "a token would have spanned the end of the prompt; it is cut there, as in a rollout"
+    ),
+    "template_reads_special_text": (
+        "the chat template would have treated special text in its own way; it does not get to"
+        " see it"
+    ),
+    "calls_left_out": (
+        "the chat template has no place for tool calls: they are not in the text; use another"
+        " one (model.chat_template)"
+    ),
+}
 
 
 class Renderer:
@@ -33,7 +48,8 @@ class Renderer:
     special_text (rows that spell special tokens; kept as text), split_token (a token that would
     have spanned the end of a prompt was cut there, as it is in a rollout),
     template_reads_special_text (the template would have treated such text in its own way, e.g.
-    split at it; it did not get to see it).
+    split at it; it did not get to see it), calls_left_out (the template does not write the tool
+    calls of a conversation).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig):
@@ -100,6 +116,7 @@ class Renderer:
                 fix="Name it with data.columns, e.g. {completion: answer}.",
             )
         mask = [True] * len(ids) if everything else trained
+        self.counts["calls_left_out"] += self._loses_calls(row)
         if not any(mask[1:]):
             raise InputError("has no token to train on", where=_where(row), fix="Remove the row.")
         return Sample.from_tokens(row.id, ids, mask)
@@ -303,12 +320,21 @@ class Renderer:
     def _with_bos(self, ids: list[int]) -> list[int]:
         return self.bos + ids if ids[:1] != self.bos else ids
 
+    def _loses_calls(self, row: Row) -> bool:
+        turns = [*_turns(row.columns.get("messages")), *_turns(row.columns.get("completion"))]
+        called = any(turn.get("tool_calls") for turn in turns)
+        return self.chat and called and not self.template.writes_calls
+
     def _count(self, row: Row, value: Any) -> None:
         self.counts["special_text"] += self.template.has_special_text(value)
 
 
 def _where(row: Row) -> str:
     return row.where
+
+
+def _turns(value: Any) -> list[dict[str, Any]]:
+    return value if isinstance(value, list) else []
 
 
 def _weight(message: dict[str, Any], where: str, row: Row) -> bool:

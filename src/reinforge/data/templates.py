@@ -195,7 +195,18 @@ class Template:
         """Whether the template wants the arguments of a tool call as JSON text, found by trying:
         most want an object, and some add text to what they are given.
         """
-        function = {"name": "sigma", "arguments": {"omega": "alpha"}}
+        text = self._tried_call({"omega": "alpha"})
+        return text is None or "{'omega'" in text  # as Python writes a dict
+
+    @cached_property
+    def writes_calls(self) -> bool:
+        """Whether the template writes tool calls at all."""
+        text = self._tried_call('{"omega": "alpha"}' if self.text_arguments else {"omega": "alpha"})
+        return text is None or "sigma" in text
+
+    def _tried_call(self, arguments: Any) -> str | None:
+        """The text of a conversation with a call; None where the template refuses it."""
+        function = {"name": "sigma", "arguments": arguments}
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": "alpha"},
             {
@@ -205,10 +216,9 @@ class Template:
             },
         ]
         try:
-            text = self._render(messages, None, False, "chat template", False)[0]
+            return self._render(messages, None, False, "chat template", False)[0]
         except InputError:
-            return True
-        return "{'omega'" in text  # as Python writes a dict
+            return None
 
     def continued(self, messages: list[dict[str, Any]], where: str) -> str:
         """The text of a conversation up to the end of what its last message says, which somebody is

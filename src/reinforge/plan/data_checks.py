@@ -14,7 +14,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.core.row import Row
 from reinforge.data.bad_rows import BadRows
-from reinforge.data.chat import Renderer
+from reinforge.data.chat import UNUSUAL, Renderer
 from reinforge.data.reading import Reading, lines_of
 from reinforge.data.sources import overlap, train_and_eval_rows
 from reinforge.data.units import BOTH_LABELS, Units, judged, one_sided, texts
@@ -34,16 +34,6 @@ from reinforge.rewards.build import build_rewards
 from reinforge.rollout.rows.curriculum import difficulties
 
 SAMPLE_ABOVE = 10_000
-UNUSUAL = {
-    "special_text": "the text spells special tokens; it is kept as text",
-    "split_token": (
-        "a token would have spanned the end of the prompt; it is cut there, as in a rollout"
-    ),
-    "template_reads_special_text": (
-        "the chat template would have treated special text in its own way; it does not get to"
-        " see it"
-    ),
-}
 
 
 def check_data(config: Config, report: PlanReport, *, models: bool) -> None:
