@@ -120,7 +120,8 @@ def rewards(
 def template(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, directory or .gguf file.")],
     chat_template: Annotated[
-        str | None, typer.Option(help="A jinja file in place of the tokenizer's own template.")
+        str | None,
+        typer.Option(help="A name or a jinja file in place of the tokenizer's own template."),
     ] = None,
 ) -> None:
     """Tell what a chat template does to a conversation.

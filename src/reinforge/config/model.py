@@ -33,7 +33,11 @@ class ModelConfig(Section):
         ),
     )
     chat_template: str | None = Field(
-        None, description="A jinja file that replaces the tokenizer's chat template."
+        None,
+        description=(
+            "A name (docs/data.md has them: chatml, llama3, ...) or a jinja file: the chat template"
+            " in place of the tokenizer's own, if it has one."
+        ),
     )
     compile: bool = Field(
         False,

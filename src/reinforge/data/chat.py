@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from reinforge.config.chat_templates import fitting
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample, Stop
 from reinforge.data.sources import check_messages, check_text
@@ -57,7 +58,7 @@ class Renderer:
             raise InputError(
                 "the tokenizer has no chat template",
                 where="data.chat: always",
-                fix="Set model.chat_template, or data.chat: auto.",
+                fix=f"Set model.chat_template ({_fitting(tokenizer)}), or data.chat: auto.",
             )
         self.tokenizer = tokenizer
         self.cfg = cfg
@@ -150,8 +151,8 @@ class Renderer:
                 f"its prompt is chat messages, but {why}",
                 where=_where(row),
                 fix=(
-                    "Use a chat model, set model.chat_template, or give text prompts without"
-                    " data.system."
+                    f"Use a chat model, set model.chat_template ({_fitting(self.tokenizer)}), or"
+                    " give text prompts without data.system."
                 ),
             )
         return check_text(row.prompt, _where(row), "prompt")
@@ -327,6 +328,11 @@ class Renderer:
 
     def _count(self, row: Row, value: Any) -> None:
         self.counts["special_text"] += self.template.has_special_text(value)
+
+
+def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat templates that the tokenizer can write, as words."""
+    return f"{', '.join(fitting(tokenizer.get_vocab()))}, or a file"
 
 
 def _where(row: Row) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from reinforge.config import architectures
 from reinforge.config.adapter import AdapterConfig
+from reinforge.config.chat_templates import CHAT_TEMPLATES, fitting
 from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.core.hub import unavailable
@@ -115,10 +116,36 @@ def load_tokenizer(cfg: ModelConfig, where: str = "model.path") -> Any:
         "tokenizer", cfg, partial(AutoTokenizer.from_pretrained, source, **kwargs), where
     )
     if cfg.chat_template:
-        tokenizer.chat_template = Path(cfg.chat_template).read_text()
+        tokenizer.chat_template = chat_template_of(cfg.chat_template, tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def chat_template_of(name: str, tokenizer: Any) -> str:
+    """The text of a chat template that has a name or is a file."""
+    where = "model.chat_template"
+    named = CHAT_TEMPLATES.get(name)
+    if named is None:
+        try:
+            return Path(name).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"{name} is neither the name of a chat template nor a file that can be read:"
+                f" {error}.",
+                where=where,
+                fix=f"There are: {', '.join(CHAT_TEMPLATES)}.",
+            ) from error
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in named.tokens if token not in vocabulary]
+    if missing or tokenizer.eos_token is None:
+        lacks = f"{', '.join(missing)}, with which {name} writes turns" if missing else "EOS"
+        raise InputError(
+            f"the tokenizer does not have {lacks}.",
+            where=where,
+            fix=f"Those that it can write: {', '.join(fitting(vocabulary))}.",
+        )
+    return named.source
 
 
 def load_config(cfg: ModelConfig, where: str = "model.path") -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 from reinforge.algorithms import catalogue
 from reinforge.algorithms.settings import closest
 from reinforge.config import megatron
+from reinforge.config.chat_templates import CHAT_TEMPLATES
 from reinforge.config.recipes import how_to_make
 from reinforge.config.rollout import RolloutConfig
 from reinforge.config.rules.check import doubts
@@ -304,8 +305,13 @@ def _check_model(config: Config, report: PlanReport) -> None:
             report.refuse(
                 key, f"{path.parent} is a directory here, and there is no {path.name} in it.", fix
             )
-    if model.chat_template and not Path(model.chat_template).is_file():
-        report.refuse("model.chat_template", f"no such file: {model.chat_template}.")
+    template = model.chat_template
+    if template and template not in CHAT_TEMPLATES and not Path(template).expanduser().is_file():
+        report.refuse(
+            "model.chat_template",
+            f"{template} is neither the name of a chat template nor a file.",
+            f"There are: {', '.join(CHAT_TEMPLATES)}.",
+        )
     if adapter and adapter.path and not (Path(adapter.path) / "adapter_config.json").is_file():
         what = "has no adapter_config.json" if Path(adapter.path).is_dir() else "is no directory"
         report.refuse(
