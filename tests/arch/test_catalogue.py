@@ -25,6 +25,9 @@ OTHER_THINGS = {
     ("algorithms/losses/preference.py", "reverse_kl"),  # the divergence of DPO
     ("models/exact_functions.py", "sigmoid"),  # a function of torch
     ("offline/labels.py", "margin"),  # a column of data
+    ("data/formats/table.py", "margin"),
+    ("data/formats/table.py", "kto"),  # a format of rows
+    ("config/data.py", "kto"),
     ("watch/view.py", "margin"),  # what a number on the screen is called
     ("cli/main.py", "sft"),  # a command
     ("cli/demo.py", "sft"),  # a heading of what the demo prints

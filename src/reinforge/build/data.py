@@ -13,7 +13,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.cursor import Cursor
 from reinforge.data.mixture import MixtureCursor
-from reinforge.data.reading import Reading, lines_of
+from reinforge.data.source_report import SourceReport, lines_of
 from reinforge.data.sources import (
     MIXTURE,
     PYTHON,
@@ -28,23 +28,23 @@ from reinforge.rewards.function import FunctionReward, check_columns
 
 def load_data(
     cfg: DataConfig, given: CallerObjects, tell: Callable[[str], None]
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[Sequence[Row], Sequence[Row]]:
     """Training and held-out rows, each from the config or from Python objects, never sharing a
     prompt. `tell` hears how they were recognised, and which were left out.
     """
     _check_given(cfg, given)
-    readings: list[Reading] = []
-    rows = _training_rows(cfg, given, readings)
-    for line in lines_of(readings):
+    reports: list[SourceReport] = []
+    rows = _training_rows(cfg, given, reports)
+    for line in lines_of(reports):
         tell(line)
-    eval_readings: list[Reading] = []
+    eval_reports: list[SourceReport] = []
     if given.eval_data is None:
         source = cfg if given.data is None else cfg.model_copy(update={"source": PYTHON})
-        train, held_out = hold_out(source, rows, eval_readings)
+        train, held_out = hold_out(source, rows, eval_reports)
     else:
         train = rows
-        held_out = _given_eval_rows(cfg, given.eval_data, eval_readings)
-    for line in lines_of(eval_readings):
+        held_out = _given_eval_rows(cfg, given.eval_data, eval_reports)
+    for line in lines_of(eval_reports):
         tell(f"held-out {line}")
     shared = overlap(train, held_out)
     if shared:
@@ -79,9 +79,11 @@ def _check_given(cfg: DataConfig, given: CallerObjects) -> None:
             )
 
 
-def _training_rows(cfg: DataConfig, given: CallerObjects, readings: list[Reading]) -> list[Row]:
+def _training_rows(
+    cfg: DataConfig, given: CallerObjects, reports: list[SourceReport]
+) -> Sequence[Row]:
     if given.data is None:
-        return load_rows(cfg, readings)
+        return load_rows(cfg, reports)
     return rows_from(
         given.data,
         columns=cfg.columns,
@@ -93,11 +95,11 @@ def _training_rows(cfg: DataConfig, given: CallerObjects, readings: list[Reading
         limit=cfg.limit,
         drop=cfg.bad_rows == "drop",
         name="data",
-        readings=readings,
+        reports=reports,
     )
 
 
-def _given_eval_rows(cfg: DataConfig, eval_data: Any, readings: list[Reading]) -> list[Row]:
+def _given_eval_rows(cfg: DataConfig, eval_data: Any, reports: list[SourceReport]) -> Sequence[Row]:
     size = cfg.eval.size
     held_out = rows_from(
         eval_data,
@@ -110,7 +112,7 @@ def _given_eval_rows(cfg: DataConfig, eval_data: Any, readings: list[Reading]) -
         limit=size or None,
         drop=cfg.bad_rows == "drop",
         name="eval_data",
-        readings=readings,
+        reports=reports,
     )
     if len(held_out) < size:
         raise InputError(
@@ -126,7 +128,7 @@ def check_scored_columns(
 ) -> None:
     """Raises InputError if a reward needs a column that a row which it will score does not have."""
     # without rollouts only an evaluation scores
-    rows = [*train, *held_out] if cfg.algorithm.rl else list(held_out)
+    rows = [*train, *held_out] if cfg.algorithm.rl and rewards else held_out
     added = ("transcript",) if cfg.env is not None or cfg.agent is not None else ()
     check_columns(rewards, rows, added=added, some=cfg.rollout.on_reward_error == "unscored")
 

@@ -43,8 +43,8 @@ class RunInputs:
     """
 
     cfg: Config  # with what a Python caller gave in place of its own
-    train_rows: list[Row]
-    eval_rows: list[Row]
+    train_rows: Sequence[Row]
+    eval_rows: Sequence[Row]
     rewards: list[FunctionReward]
     weights: dict[str, float]  # of the rewards, by name, and of what an environment or agent adds
     algorithm: Algorithm

@@ -4,6 +4,7 @@ reference's log-probs, and a teacher's likeliest tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from reinforge.data.units import Unit
 from reinforge.loops.precompute import Streams, with_streams
 from reinforge.models.packed import PackedModel
 
-Split = tuple[list[Unit], list[Unit]]  # to train on, and held out
+Split = tuple[Sequence[Unit], Sequence[Unit]]  # to train on, and held out
 
 
 def precompute_reference(inputs: RunInputs, backend: Backend, units: Split) -> Split:

@@ -4,8 +4,10 @@ row becomes and how held-out rows are judged.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from reinforge.algorithms.losses.reward_model import RewardLoss
 from reinforge.algorithms.losses.unpaired import UnpairedLoss
@@ -33,9 +35,11 @@ from reinforge.build.units import units_of
 from reinforge.config.schema import Config
 from reinforge.core.backend import Backend, Stateful
 from reinforge.core.engine import Engine
+from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data import units as kinds
-from reinforge.data.bad_rows import BadRows
+from reinforge.data.bad_rows import SHOWN, BadRows
+from reinforge.data.disk_rows import DiskRows, select
 from reinforge.data.units import Unit
 from reinforge.evals.heldout import HeldOutEvaluation, heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
@@ -55,8 +59,10 @@ class UnitRows:
     of the data that it is of. Made for training and for held-out rows.
     """
 
-    units: list[Unit]
-    rows: list[Row]
+    units: Sequence[Unit]
+    rows: Sequence[Row]
+    tokens: Sequence[int]  # of each unit
+    longest: Sequence[int]  # tokens of the longest sample of each
 
 
 def build_supervised(
@@ -80,11 +86,18 @@ def build_supervised(
     view.doing(f"preparing to train ({cfg.train.backend})")
     backend = make_backend(inputs, models, policy, factories, steps, view)
     cursor = make_cursor(cfg, train.rows)
+    precomputes = cfg.teacher is not None and cfg.teacher.precompute
+    if isinstance(train.rows, DiskRows) and (cfg.train.precompute_reference or precomputes):
+        raise InputError(
+            "what is computed of all rows beforehand is kept in memory, and the rows are on disk.",
+            where="train.precompute_reference" if not precomputes else "teacher.precompute",
+            fix="Switch it off, or set data.on_disk: never.",
+        )
     units = (train.units, held_out.units)
     if cfg.train.precompute_reference:
         view.doing("computing the reference's log-probs of all rows")
         units = precompute_reference(inputs, backend, units)
-    if cfg.teacher is not None and cfg.teacher.precompute:
+    if precomputes:
         units = precompute_teacher(inputs, policy, backend, units)
     train_units, eval_units = units
 
@@ -93,7 +106,6 @@ def build_supervised(
     )
     # it has a running mean
     parts: dict[str, Stateful] = {"loss": loss} if isinstance(loss, UnpairedLoss) else {}
-    tokens = [sum(len(s.tokens) for s in unit) for unit in train.units]
     run = Run(
         cfg,
         cursor=cursor,
@@ -103,13 +115,13 @@ def build_supervised(
         checkpointer=Checkpointer(
             cfg, backend, {**backend.parts(), **parts}, memory=attempt.memory
         ),
-        prediction=predict_run(cfg, backend, tokens, needs_of(cfg)),
+        prediction=predict_run(cfg, backend, train.tokens, needs_of(cfg)),
         uncontained=inputs.uncontained,
         passing=attempt.passing,
         began=attempt.began,
     )
-    lengths = [max(len(s.tokens) for s in unit) for unit in train.units]
-    row_sampler = RowSampler(cursor, cfg.run.seed, row_weightings(cfg, train.rows, None, lengths))
+    weightings = row_weightings(cfg, train.rows, None, train.longest)
+    row_sampler = RowSampler(cursor, cfg.run.seed, weightings)
     return SupervisedTrainer(
         run=run,
         row_sampler=row_sampler,
@@ -146,26 +158,63 @@ def build_supervised_heldout(
 
 
 def make_units(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitRows:
-    """The units of all rows, after the length policy."""
+    """The units of all rows, after the length policy. Of rows on disk nothing but their lengths is
+    kept: a unit is made again when it is trained.
+    """
     if not rows:
-        return UnitRows([], [])
+        return UnitRows([], [], [], [])
     view.doing(f"tokenising {len(rows)} rows")
+    cfg = inputs.cfg.data
     make = units_of(inputs.algorithm)
-    limit = inputs.cfg.data.max_length or inputs.context
-    made: list[tuple[Row, Unit]] = []
-    bad = BadRows(drop=inputs.cfg.data.bad_rows == "drop")
-    for row in rows:
+    limit = cfg.max_length or inputs.context
+    on_disk = isinstance(rows, DiskRows)
+    kept: list[Unit] = []
+    row_of = array("q")  # the row of each unit
+    part_of = array("h")  # and which of the row's units it is
+    tokens = array("q")
+    longest = array("q")
+    lost = array("q")  # rows
+    counts = {"rows": 0, "dropped": 0, "truncated": 0}
+    bad = BadRows(drop=cfg.bad_rows == "drop")
+    for i, row in enumerate(rows):
+        made: list[Unit] = []
         with bad.looking_at(row.id):
-            made += [(row, unit) for unit in make(inputs.renderer, row)]
+            made = make(inputs.renderer, row)
+        for part, unit in enumerate(made):
+            fitting = kinds.fit(cfg, unit, limit)
+            counts["rows"] += 1
+            if fitting is None:
+                counts["dropped"] += 1
+                lost.append(i)
+                continue
+            counts["truncated"] += fitting is not unit
+            lengths = [len(sample.tokens) for sample in fitting]
+            row_of.append(i)
+            part_of.append(part)
+            tokens.append(sum(lengths))
+            longest.append(max(lengths))
+            if not on_disk:
+                kept.append(fitting)
     bad.refuse()
     for line in bad.lines():
         view.message(f"data: {line}")
-    kept, counts = kinds.fit(inputs.cfg.data, [unit for _, unit in made], limit)
-    by_uid = {unit[0].uid: row for row, unit in made}
-    left = {unit[0].uid for unit in kept}
-    dropped = [row for uid, row in by_uid.items() if uid not in left]
-    report_lengths(counts, limit, dropped, view)
-    return UnitRows(kept, [by_uid[unit[0].uid] for unit in kept])
+    if not row_of:
+        raise InputError(
+            f"all {counts['rows']} rows have more than {limit} tokens",
+            where="data.max_length",
+            fix="Raise it, or check the template.",
+        )
+    report_lengths(counts, limit, [rows[i] for i in lost[: SHOWN + 1]], view)
+
+    def again(row: Row) -> list[Unit]:
+        return [kinds.fit(cfg, unit, limit) or unit for unit in make(inputs.renderer, row)]
+
+    return UnitRows(
+        kinds.UnitsOnDemand(rows, row_of, part_of, again) if on_disk else kept,
+        select(rows, row_of),
+        tokens,
+        longest,
+    )
 
 
 def make_backend(
@@ -193,7 +242,7 @@ def make_backend(
             f"algorithm.kl.reference: it moves every {reference.every} steps, and the run has"
             f" {steps}: it will never move"
         )
-    teachers = make_teachers(inputs, policy, [*inputs.train_rows, *inputs.eval_rows])
+    teachers = make_teachers(inputs, policy, chain(inputs.train_rows, inputs.eval_rows))
     return factories.make_backend(
         models, policy, steps=steps, temperature=1.0, reference=reference, teachers=teachers
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from reinforge.models.packed import PackedModel
 
 
 def make_teachers(
-    inputs: RunInputs, policy: PackedModel, rows: Sequence[Row] = ()
+    inputs: RunInputs, policy: PackedModel, rows: Iterable[Row] = ()
 ) -> Teachers | None:
     """The teachers of a run, not yet loaded.
 
@@ -75,7 +75,7 @@ def _words(tokenizer: Any) -> dict[str, int]:
 
 
 def _in_teachers_tokens(
-    inputs: RunInputs, config: ModelConfig, rows: Sequence[Row]
+    inputs: RunInputs, config: ModelConfig, rows: Iterable[Row]
 ) -> dict[str, Sample]:
     """Every row in the teacher's own tokens, by row id."""
     renderer = Renderer(load_tokenizer(config, "teacher.path"), inputs.cfg.data)

@@ -126,6 +126,13 @@ class DataConfig(Section):
         True, description="Visit rows in a new order every epoch, a function of run.seed."
     )
     limit: Count | None = Field(None, description="Use only the first this many rows.")
+    on_disk: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description=(
+            "Keep rows in a temporary file instead of in memory, and tokenise them when they are"
+            " trained. auto: files of 1 GiB and more."
+        ),
+    )
     eval: EvalDataConfig = EvalDataConfig()
 
     @model_validator(mode="after")

@@ -13,20 +13,23 @@ import re
 import string
 import unicodedata
 import warnings
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.core.seeds import seed_of
+from reinforge.data.disk_rows import DiskRows, select
 from reinforge.data.formats import nearest, read_row
 from reinforge.data.formats.instructions import check_nothing_lost
 from reinforge.data.formats.recognise import AUTO
 from reinforge.data.objects import rows_of
 from reinforge.data.readers import GENERATED, Record, did_you_mean, kind_of, read, size_of
-from reinforge.data.reading import Reading, lines_of
+from reinforge.data.source_report import SourceReport, lines_of
 
 if TYPE_CHECKING:
     from reinforge.config.data import DataConfig
@@ -36,6 +39,7 @@ PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked
 MIXTURE = "mixture"
 PYTHON = "python"  # data.source of rows that came as Python objects
 DECIMALS = re.compile(r"\.\d+f")  # what may stand behind a column's name in a template
+LARGE = 1 << 30  # bytes of files whose rows are kept on disk
 # generated problems looked at per evaluation row that is wanted, besides one per training row
 TRIES = 20
 
@@ -58,26 +62,35 @@ class RowRules:
         return cls(cfg.columns, cfg.where, cfg.system, cfg.template, cfg.fixed, cfg.format)
 
 
-def load_rows(cfg: DataConfig, readings: list[Reading] | None = None) -> list[Row]:
-    """All rows of `data.source`, before any evaluation rows are split off.
+def load_rows(cfg: DataConfig, reports: list[SourceReport] | None = None) -> Sequence[Row]:
+    """All rows of `data.source`, before any evaluation rows are split off: a list, or `DiskRows`
+    where they are large.
 
-    `readings` gets what is to be told about each source; without it, rows that are dropped are
+    `reports` gets what is to be told about each source; without it, rows that are dropped are
     warned of.
     """
     if cfg.source == MIXTURE:
-        mixed = list(islice(_mixed(cfg, readings), cfg.limit))
+        mixed = _kept(islice(_mixed(cfg, reports), cfg.limit), cfg)
         return _not_empty(mixed, "data.mixture", cfg.where)
     records = read(cfg.source, split=cfg.split, options=cfg.options)
-    reading = Reading(
+    report = SourceReport(
         cfg.source, drop=cfg.bad_rows == "drop", told=kind_of(cfg.source) not in GENERATED
     )
-    rows = _rows(islice(records, size_of(cfg.source, cfg.options)), RowRules.of(cfg), reading)
-    found = list(islice(rows, cfg.limit))
-    _settle(reading, readings)
+    rows = _rows(islice(records, size_of(cfg.source, cfg.options)), RowRules.of(cfg), report)
+    found = _kept(islice(rows, cfg.limit), cfg)
+    _settle(report, reports)
     return _not_empty(found, f"data.source {cfg.source}", cfg.where)
 
 
-def _mixed(cfg: DataConfig, readings: list[Reading] | None) -> Iterator[Row]:
+def _kept(rows: Iterable[Row], cfg: DataConfig) -> Sequence[Row]:
+    """In memory or on disk: `data.on_disk`."""
+    sources = [cfg.source, *(item.source for item in cfg.mixture)]
+    size = sum(Path(source).stat().st_size for source in sources if Path(source).is_file())
+    large = cfg.on_disk == "always" or (cfg.on_disk == "auto" and size >= LARGE)
+    return DiskRows(rows) if large else list(rows)
+
+
+def _mixed(cfg: DataConfig, reports: list[SourceReport] | None) -> Iterator[Row]:
     """The rows of every source of a mixture, one after the other; their column `mixture` says which
     source they are of.
     """
@@ -89,17 +102,17 @@ def _mixed(cfg: DataConfig, readings: list[Reading] | None) -> Iterator[Row]:
             if value is not None
         }
         one = cfg.model_copy(update={"limit": None, **own, "mixture": []})
-        for row in load_rows(one, readings):
+        for row in load_rows(one, reports):
             yield Row(f"{name}:{row.id}", row.prompt, {**row.columns, MIXTURE: name}, row.place)
 
 
-def _settle(reading: Reading, readings: list[Reading] | None) -> None:
+def _settle(report: SourceReport, reports: list[SourceReport] | None) -> None:
     """Refuses a source with bad rows, or tells of those that are dropped."""
-    reading.bad.refuse()
-    if readings is not None:
-        readings.append(reading)
-    elif reading.bad.errors:
-        warnings.warn("\n".join(lines_of([reading])), stacklevel=3)
+    report.bad.refuse()
+    if reports is not None:
+        reports.append(report)
+    elif report.bad.errors:
+        warnings.warn("\n".join(lines_of([report])), stacklevel=3)
 
 
 def rows_from(
@@ -114,8 +127,8 @@ def rows_from(
     limit: int | None = None,
     drop: bool = False,
     name: str = "rows",
-    readings: list[Reading] | None = None,
-) -> list[Row]:
+    reports: list[SourceReport] | None = None,
+) -> Sequence[Row]:
     """Rows from what a Python caller has: dicts, texts that are prompts, or what `rows_of` makes
     dicts of. `drop`: rows that cannot be used are left out, and told as in `load_rows`.
     """
@@ -132,9 +145,9 @@ def rows_from(
             yield f"{name} row {i}", dict(record)
 
     rules = RowRules(columns or {}, where or {}, system, template, fixed or {}, format)
-    reading = Reading(name, drop=drop)
-    found = list(islice(_rows(records(), rules, reading), limit))
-    _settle(reading, readings)
+    report = SourceReport(name, drop=drop)
+    found = list(islice(_rows(records(), rules, report), limit))
+    _settle(report, reports)
     return _not_empty(found, name, where or {})
 
 
@@ -148,7 +161,7 @@ def fingerprint(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def _not_empty(rows: list[Row], where: str, condition: Mapping[str, Any]) -> list[Row]:
+def _not_empty(rows: Sequence[Row], where: str, condition: Mapping[str, Any]) -> Sequence[Row]:
     if not rows and condition:
         raise InputError(
             f"no row is left after data.where {dict(condition)}",
@@ -163,24 +176,24 @@ def _not_empty(rows: list[Row], where: str, condition: Mapping[str, Any]) -> lis
 # one row
 
 
-def _rows(records: Iterable[Record], rules: RowRules, reading: Reading) -> Iterator[Row]:
-    """Rows one by one; `reading` is told how they were understood, and what is wrong with single
+def _rows(records: Iterable[Record], rules: RowRules, report: SourceReport) -> Iterator[Row]:
+    """Rows one by one; `report` is told how they were understood, and what is wrong with single
     ones.
 
     Their ids: the id or uid column, which must be unique; otherwise a hash of the contents, and the
     how-many-eth it is of equal rows.
     """
     seen: dict[str, str] = {}  # id -> where it was
-    equal: dict[str, int] = {}  # contents -> how many so far
+    equal: dict[int, int] = {}  # contents -> how many so far
     moved = set(rules.columns.values()) - set(rules.columns)
     for place, raw in records:
         row = None
-        with reading.bad.looking_at(place):
+        with report.bad.looking_at(place):
             view = _mapped(raw, rules.columns, place)
             if not all(
                 _equal(_column(view, name, place), value) for name, value in rules.where.items()
             ):
-                reading.filtered += 1
+                report.filtered += 1
                 continue
             templated = rules.template is not None
             if not templated:
@@ -197,7 +210,7 @@ def _rows(records: Iterable[Record], rules: RowRules, reading: Reading) -> Itera
             )
             uid, rest = _identified(prompt, rest, seen, equal, place)
             row = Row(id=uid, prompt=prompt, columns=rest, place=place)
-            reading.formats[read_as] += 1
+            report.formats[read_as] += 1
         if row is not None:
             yield row
 
@@ -211,7 +224,7 @@ def _identified(
     prompt: str | list[dict[str, Any]],
     columns: dict[str, Any],
     seen: dict[str, str],
-    equal: dict[str, int],
+    equal: dict[int, int],
     place: str,
 ) -> tuple[str, dict[str, Any]]:
     """The id of a row, and its columns without it. `seen` and `equal` are told of it."""
@@ -220,11 +233,11 @@ def _identified(
     if key is None:
         text = json.dumps([prompt, rest], sort_keys=True, default=str, ensure_ascii=False)
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-        number = equal.get(digest, 0)
-        uid = f"{digest}-{number}"
-        equal[digest] = number + 1
-    else:
-        uid = str(rest.pop(key))
+        contents = int(digest, 16)
+        number = equal.get(contents, 0)
+        equal[contents] = number + 1
+        return f"{digest}-{number}", rest
+    uid = str(rest.pop(key))
     if uid in seen:
         raise InputError(
             f"has the id {uid!r} that {seen[uid]} has too",
@@ -428,20 +441,27 @@ def prompt_text(row: Row) -> str:
 
 def overlap(train: Sequence[Row], evaluation: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Pairs (training row, evaluation row) that ask the same. Must be empty."""
-    asked = {prompt_text(row): row for row in reversed(train)}
+    if not evaluation:
+        return []
+    wanted = {prompt_text(row) for row in evaluation}
+    asked: dict[str, Row] = {}
+    for row in train:
+        text = prompt_text(row)
+        if text in wanted:
+            asked.setdefault(text, row)
     return [(asked[text], row) for row in evaluation if (text := prompt_text(row)) in asked]
 
 
 def train_and_eval_rows(
-    cfg: DataConfig, readings: list[Reading] | None = None
-) -> tuple[list[Row], list[Row]]:
+    cfg: DataConfig, reports: list[SourceReport] | None = None
+) -> tuple[Sequence[Row], Sequence[Row]]:
     """Training rows, and held-out rows as `data.eval` asks."""
-    return hold_out(cfg, load_rows(cfg, readings), readings)
+    return hold_out(cfg, load_rows(cfg, reports), reports)
 
 
 def hold_out(
-    cfg: DataConfig, rows: list[Row], readings: list[Reading] | None = None
-) -> tuple[list[Row], list[Row]]:
+    cfg: DataConfig, rows: Sequence[Row], reports: list[SourceReport] | None = None
+) -> tuple[Sequence[Row], Sequence[Row]]:
     """`rows` without those that `data.eval` splits off, and the held-out rows.
 
     Generated and split-off evaluation rows never occur in training; for two separate files that is
@@ -473,7 +493,7 @@ def hold_out(
                 "fixed": {**cfg.fixed, **wanted.fixed},
             }
         ),
-        readings,
+        reports,
     )
     if len(rows_eval) < wanted.size:
         raise InputError(
@@ -488,7 +508,9 @@ def _kind(source: str) -> str:
     return source if source in (PYTHON, MIXTURE) else kind_of(source)
 
 
-def _split_off(rows: list[Row], size: int, where: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+def _split_off(
+    rows: Sequence[Row], size: int, where: Mapping[str, Any]
+) -> tuple[Sequence[Row], list[Row]]:
     """Exactly `size` rows to evaluation, or an error that says how many there can be."""
     if size >= len(rows):
         raise InputError(
@@ -504,19 +526,23 @@ def _split_off(rows: list[Row], size: int, where: Mapping[str, Any]) -> tuple[li
             where="data.eval.size",
             fix=f"Ask for {len(held)}, or give data.eval.source.",
         )
-    return [row for row in rows if row.id not in held], [row for row in rows if row.id in held]
+    inside = array("q", (i for i, row in enumerate(rows) if row.id in held))
+    apart = set(inside)
+    left = (i for i in range(len(rows)) if i not in apart)
+    return select(rows, left), list(select(rows, inside))
 
 
 def held_out(rows: Sequence[Row], most: int, where: Mapping[str, Any]) -> set[str]:
-    """The ids of at most `most` rows: prompts in the order of their hashes, all rows of a prompt
+    """Ids of at most `most` rows: whole prompts in the order of their hashes, all rows of a prompt
     together.
     """
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(prompt_text(row), []).append(row)
+    keys = array("q", (seed_of("held out", prompt_text(row)) for row in rows))
+    order = sorted(range(len(rows)), key=keys.__getitem__)
     held: set[str] = set()
-    for text in sorted(groups, key=lambda t: seed_of("held out", t)):
-        group = groups[text]
+    for _, places in groupby(order, key=keys.__getitem__):
+        if len(held) == most:
+            break
+        group = [rows[i] for i in places]
         if len(held) + len(group) <= most and all(
             _equal(_column(row.columns, name, f"row {row.id}"), value)
             for row in group
@@ -526,7 +552,7 @@ def held_out(rows: Sequence[Row], most: int, where: Mapping[str, Any]) -> set[st
     return held
 
 
-def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
+def _generated(cfg: DataConfig, train: Sequence[Row]) -> list[Row]:
     """Exactly as many fresh problems as asked for, none of which occurs in training or twice.
 
     From the training source, arithmetic takes the other split, and the others the seeds after those
@@ -558,14 +584,14 @@ def _generated(cfg: DataConfig, train: list[Row]) -> list[Row]:
     kept: list[Row] = []
     records = islice(read(source, options=options), len(train) + size * TRIES)
     fixed = {**cfg.fixed, **wanted.fixed}
-    reading = Reading(source, told=False)
-    for row in _rows(records, replace(RowRules.of(cfg), where=where, fixed=fixed), reading):
+    report = SourceReport(source, told=False)
+    for row in _rows(records, replace(RowRules.of(cfg), where=where, fixed=fixed), report):
         if len(kept) == size:
             break
         if (text := prompt_text(row)) not in asked:
             asked.add(text)
             kept.append(row)
-    reading.bad.refuse()
+    report.bad.refuse()
     if len(kept) < size:
         raise InputError(
             f"only {len(kept)} of {size} evaluation problems are not also training problems",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -180,36 +180,53 @@ def constant(sample: Sample, name: str, value: float) -> Sample:
     return sample.with_(streams={**sample.streams, name: torch.full((len(sample.tokens),), value)})
 
 
-def fit(cfg: DataConfig, units: Sequence[Unit], limit: int) -> tuple[list[Unit], dict[str, int]]:
-    """The units whose samples all have at most `limit` tokens, by the policy `data.length`; a unit
-    is kept or dropped as a whole.
+def fit(cfg: DataConfig, unit: Unit, limit: int) -> Unit | None:
+    """The unit with samples of at most `limit` tokens, by the policy `data.length`; None where it
+    is dropped, always as a whole.
     """
-    kept: list[Unit] = []
-    counts = {"rows": len(units), "dropped": 0, "truncated": 0}
-    for unit in units:
-        longest = max(unit, key=lambda s: len(s.tokens))
-        if len(longest.tokens) <= limit:
-            kept.append(unit)
-            continue
-        if cfg.length == "error":
-            raise InputError(
-                f"has {len(longest.tokens)} tokens, more than {limit}",
-                where=f"row {longest.uid}",
-                fix="Set data.length: drop or truncate, or raise data.max_length.",
-            )
-        short = (
-            [s if len(s.tokens) <= limit else truncate(s, limit) for s in unit]
-            if cfg.length == "truncate"
-            else []
-        )
-        whole = [s for s in short if s is not None]
-        counts["truncated" if len(whole) == len(unit) else "dropped"] += 1
-        if len(whole) == len(unit):
-            kept.append(whole)
-    if units and not kept:
+    longest = max(unit, key=lambda s: len(s.tokens))
+    if len(longest.tokens) <= limit:
+        return unit
+    if cfg.length == "error":
         raise InputError(
-            f"all {len(units)} rows have more than {limit} tokens",
-            where="data.max_length",
-            fix="Raise it, or check the template.",
+            f"has {len(longest.tokens)} tokens, more than {limit}",
+            where=f"row {longest.uid}",
+            fix="Set data.length: drop or truncate, or raise data.max_length.",
         )
-    return kept, counts
+    if cfg.length == "drop":
+        return None
+    short = [s if len(s.tokens) <= limit else truncate(s, limit) for s in unit]
+    whole = [s for s in short if s is not None]
+    return whole if len(whole) == len(unit) else None
+
+
+class UnitsOnDemand(Sequence[Unit]):
+    """The units of rows that are on disk, made again whenever one is asked for. Built from what was
+    found when all of them were made once: of each unit the number of its row, and which of the
+    row's units it is.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        row_of: Sequence[int],
+        part_of: Sequence[int],
+        make: Callable[[Row], list[Unit]],
+    ):
+        self._rows = rows
+        self._row_of = row_of
+        self._part_of = part_of
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    @overload
+    def __getitem__(self, index: int) -> Unit: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Unit]: ...
+
+    def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return self._make(self._rows[self._row_of[index]])[self._part_of[index]]

@@ -24,7 +24,7 @@ from reinforge.data.chat import UNUSUAL, Renderer
 from reinforge.data.formats import FORMATS
 from reinforge.data.formats import table as serving
 from reinforge.data.readers import GENERATED, kind_of, read
-from reinforge.data.reading import Reading
+from reinforge.data.source_report import SourceReport
 from reinforge.data.sources import MIXTURE, load_rows
 from reinforge.data.units import Unit, Units
 from reinforge.models.load import context_length, load_tokenizer
@@ -43,7 +43,7 @@ TRAINS = {
 
 
 @dataclass(frozen=True)
-class Column:
+class SourceColumn:
     """A column of the source, over its first rows."""
 
     name: str
@@ -53,7 +53,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MarkedText:
     """Neighbouring tokens as text: all of them trained, or none."""
 
     text: str
@@ -65,7 +65,7 @@ class ShownText:
     """One text that a row becomes."""
 
     title: str  # chosen, rejected, or nothing
-    pieces: list[Piece]
+    pieces: list[MarkedText]
     tokens: int
     trained: int
 
@@ -90,7 +90,7 @@ class DataView:
     rendered: str = ""  # by what
     rows: int = 0
     whole: bool = True  # all rows of the source were looked at
-    columns: list[Column] = field(default_factory=list)
+    columns: list[SourceColumn] = field(default_factory=list)
     shown: list[ShownRow] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # tokens of every text
     trained: int = 0  # tokens, of all
@@ -115,17 +115,17 @@ def view_data(
     tokens. `algorithm`: what is to be trained; default: what the format is for.
     """
     view = DataView(cfg.source, policy=cfg.length, dropped=cfg.bad_rows == "drop")
-    readings: list[Reading] = []
+    reports: list[SourceReport] = []
     asked = cfg.limit if most is None else min(most + 1, cfg.limit or most + 1)
-    found = load_rows(cfg.model_copy(update={"bad_rows": "drop", "limit": asked}), readings)
+    found = load_rows(cfg.model_copy(update={"bad_rows": "drop", "limit": asked}), reports)
     view.whole = most is None or len(found) <= most
     found = found[:most]
     view.rows = len(found)
-    for reading in readings:
-        view.read_as += reading.lines()[: None if not reading.bad.errors else -1]
-        view.bad += [(error.where or "", error.what) for error in reading.bad.errors]
+    for report in reports:
+        view.read_as += report.lines()[: None if not report.bad.errors else -1]
+        view.bad += [(error.where or "", error.what) for error in report.bad.errors]
     view.columns = _columns(cfg)
-    serves = _serves(readings)
+    serves = _serves(reports)
     view.serves = ", ".join(serves)
     make = _units(view, serves, found, algorithm)
     if model is None:
@@ -139,9 +139,9 @@ def view_data(
     return view
 
 
-def _serves(readings: Sequence[Reading]) -> list[str]:
+def _serves(reports: Sequence[SourceReport]) -> list[str]:
     """What the most frequent format is for."""
-    counts = [pair for reading in readings for pair in reading.formats.most_common(1)]
+    counts = [pair for report in reports for pair in report.formats.most_common(1)]
     read_as = max(counts, key=lambda pair: pair[1], default=(None, 0))[0]
     return [] if read_as is None else list(FORMATS[read_as.format].serves)
 
@@ -173,7 +173,7 @@ def _answered(row: Row) -> bool:
 # columns
 
 
-def _columns(cfg: DataConfig) -> list[Column]:
+def _columns(cfg: DataConfig) -> list[SourceColumn]:
     """Of the first rows as they are in the source."""
     if cfg.source == MIXTURE or kind_of(cfg.source) in GENERATED:
         return []
@@ -185,11 +185,13 @@ def _columns(cfg: DataConfig) -> list[Column]:
     return [_column(name, [record.get(name) for record in records]) for name in names]
 
 
-def _column(name: str, values: Sequence[Any]) -> Column:
+def _column(name: str, values: Sequence[Any]) -> SourceColumn:
     there = [value for value in values if value not in (None, "", [])]
     kinds_found = list(dict.fromkeys(map(_kind, there)))
     example = str(there[0]) if there else ""
-    return Column(name, " or ".join(kinds_found) or "empty", len(there) / len(values), example)
+    return SourceColumn(
+        name, " or ".join(kinds_found) or "empty", len(there) / len(values), example
+    )
 
 
 def _kind(value: Any) -> str:
@@ -252,13 +254,13 @@ def _shown(row: Row, samples: Sequence[Sample], renderer: Renderer, make: Units 
     return ShownRow(row.place or row.id, texts, _answer(row) if make is None else None)
 
 
-def _pieces(sample: Sample, decode: Callable[..., Any]) -> list[Piece]:
+def _pieces(sample: Sample, decode: Callable[..., Any]) -> list[MarkedText]:
     """The text of a sample, cut where training begins and ends."""
     ids = sample.tokens.tolist()
     trained = sample.trained.tolist()
     cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
     return [
-        Piece(str(decode(ids[a:b], clean_up_tokenization_spaces=False)), trained[a])
+        MarkedText(str(decode(ids[a:b], clean_up_tokenization_spaces=False)), trained[a])
         for a, b in pairwise(cuts)
     ]
 
@@ -287,17 +289,17 @@ def _unrendered(row: Row, make: Units | None) -> ShownRow:
     return ShownRow(row.place or row.id, texts, _answer(row) if make is None else None)
 
 
-def _said(value: Any, *, asks: bool = False) -> list[Piece]:
+def _said(value: Any, *, asks: bool = False) -> list[MarkedText]:
     if value is None:
         return []
     if isinstance(value, str):
-        return [Piece(f"{value}\n", not asks)]
+        return [MarkedText(f"{value}\n", not asks)]
     return [
         piece
         for turn in value
         for piece in (
-            Piece(f"{turn.get('role')}: ", False),
-            Piece(
+            MarkedText(f"{turn.get('role')}: ", False),
+            MarkedText(
                 f"{turn.get('content') or turn.get('tool_calls')}\n",
                 turn.get("role") == "assistant" and not asks and turn.get("weight", 1) != 0,
             ),

@@ -15,7 +15,7 @@ from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.core.row import Row
 from reinforge.data.bad_rows import BadRows
 from reinforge.data.chat import UNUSUAL, Renderer
-from reinforge.data.reading import Reading, lines_of
+from reinforge.data.source_report import SourceReport, lines_of
 from reinforge.data.sources import overlap, train_and_eval_rows
 from reinforge.data.units import BOTH_LABELS, Units, judged, one_sided, texts
 from reinforge.models.load import context_length, load_tokenizer
@@ -64,7 +64,9 @@ def check_data(config: Config, report: PlanReport, *, models: bool) -> None:
     check_rewards(config, train, report)
 
 
-def _check_model(config: Config, train: list[Row], held_out: list[Row], report: PlanReport) -> None:
+def _check_model(
+    config: Config, train: Sequence[Row], held_out: Sequence[Row], report: PlanReport
+) -> None:
     """What the tokenizer and the model's configuration tell."""
     tell_stage("rendering prompts")
     _check_prompts(config, sample(train, SAMPLE_ABOVE), sample(held_out, SAMPLE_ABOVE), report)
@@ -79,10 +81,10 @@ def _check_model(config: Config, train: list[Row], held_out: list[Row], report: 
     predict_plan(config, report)
 
 
-def _rows(config: Config, report: PlanReport) -> tuple[list[Row], list[Row]]:
-    readings: list[Reading] = []
-    train, held_out = train_and_eval_rows(config.data, readings)
-    told = [line.removeprefix("data: ") for line in lines_of(readings)]
+def _rows(config: Config, report: PlanReport) -> tuple[Sequence[Row], Sequence[Row]]:
+    reports: list[SourceReport] = []
+    train, held_out = train_and_eval_rows(config.data, reports)
+    told = [line.removeprefix("data: ") for line in lines_of(reports)]
     if told:
         report.summary["data"] = told
     report.summary["rows"] = {"train": len(train), "eval": len(held_out)}

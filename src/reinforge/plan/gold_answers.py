@@ -36,7 +36,7 @@ def named(row: Row) -> str:
     return f"row {row.id!r} ({text[:60]!r}{'...' if len(text) > 60 else ''})"
 
 
-def check_rewards(config: Config, rows: list[Row], report: PlanReport) -> None:
+def check_rewards(config: Config, rows: Sequence[Row], report: PlanReport) -> None:
     """Scores the gold answers of a few rows with every reward, and empty completions.
 
     The rows' `answer` column is the gold.

@@ -16,7 +16,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.chat import Renderer
 from reinforge.data.formats import FORMATS, read_row
-from reinforge.data.reading import Reading, lines_of
+from reinforge.data.source_report import SourceReport, lines_of
 from reinforge.data.sources import load_rows, rows_from
 
 
@@ -211,11 +211,11 @@ ORIGINALS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "record", "ours"), ORIGINALS, ids=[o[0] for o in ORIGINALS])
 def test_a_row_as_the_original_is(name: str, record: dict[str, Any], ours: dict[str, Any]) -> None:
-    readings: list[Reading] = []
-    (row,) = rows_from([record], readings=readings)
+    reports: list[SourceReport] = []
+    (row,) = rows_from([record], reports=reports)
     found = {"prompt": row.prompt, **row.columns}
     assert {column: found.get(column) for column in ours} == ours
-    (line,) = lines_of(readings)
+    (line,) = lines_of(reports)
     assert line.startswith(f"data: recognised as {name} (")
     assert rows_from([record], format=name)[0] == row, "named, it is read in the same way"
     kept = {k: v for k, v in record.items() if k not in ("id", "prompt", "question", *ours)}
@@ -238,24 +238,24 @@ def test_what_is_said(tmp_path: Path) -> None:
         {"instruction": "Greet.", "output": "Hello."},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    readings: list[Reading] = []
-    load_rows(DataConfig(source=str(path)), readings)
-    load_rows(DataConfig(source=str(path), template="{instruction}!", limit=1), readings)
-    load_rows(DataConfig(source="arithmetic:chain"), readings)
-    assert [line for reading in readings for line in reading.lines()] == [
+    reports: list[SourceReport] = []
+    load_rows(DataConfig(source=str(path)), reports)
+    load_rows(DataConfig(source=str(path), template="{instruction}!", limit=1), reports)
+    load_rows(DataConfig(source="arithmetic:chain"), reports)
+    assert [line for report in reports for line in report.lines()] == [
         "recognised as alpaca (instruction, input, output); prompt = instruction + input,"
         " completion = output",
         "recognised as alpaca (instruction, input, output); prompt = data.template,"
         " completion = output",
     ]
-    (found,) = readings[1].formats
+    (found,) = reports[1].formats
     assert found is not None and found.templated
 
 
 def test_rows_of_several_formats_are_counted() -> None:
-    readings: list[Reading] = []
-    rows_from([{"prompt": "a"}, {"prompt": "b"}, {"text": "c"}], readings=readings)
-    assert readings[0].lines() == [
+    reports: list[SourceReport] = []
+    rows_from([{"prompt": "a"}, {"prompt": "b"}, {"text": "c"}], reports=reports)
+    assert reports[0].lines() == [
         "2 rows recognised as prompt (prompt)",
         "1 rows recognised as text (text)",
     ]
@@ -313,10 +313,10 @@ def test_bad_rows_are_dropped_and_told(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "" if i in (1, 4) else f"question {i}", "level": i % 3} for i in range(8)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    readings: list[Reading] = []
+    reports: list[SourceReport] = []
     cfg = DataConfig(source=str(path), bad_rows="drop", where={"level": 1})
-    assert [row.prompt for row in load_rows(cfg, readings)] == ["question 7"]
-    assert lines_of(readings)[1:] == [
+    assert [row.prompt for row in load_rows(cfg, reports)] == ["question 7"]
+    assert lines_of(reports)[1:] == [
         "data: data.where leaves out 5 of 8 rows",
         f"data: 2 of 8 rows dropped (data.bad_rows: drop):\n  - {path}:2: prompt is empty\n"
         f"  - {path}:5: prompt is empty",
@@ -325,7 +325,7 @@ def test_bad_rows_are_dropped_and_told(tmp_path: Path) -> None:
         assert len(load_rows(DataConfig(source=str(path), bad_rows="drop"))) == 6
     path.write_text('{"prompt": ""}\n' * 3)
     with pytest.raises(InputError, match="3 of 3 rows cannot be used"):
-        load_rows(DataConfig(source=str(path), bad_rows="drop"), readings)
+        load_rows(DataConfig(source=str(path), bad_rows="drop"), reports)
 
 
 # OpenAI's messages

@@ -9,7 +9,7 @@ from reinforge.data.bad_rows import BadRows
 from reinforge.data.formats import ReadAs
 
 
-class Reading:
+class SourceReport:
     """How the rows of one source were understood, and which were left out. `load_rows` makes one
     for every source and appends it to the list that it is given; whoever starts a run, plans it or
     shows data tells its lines.
@@ -21,10 +21,6 @@ class Reading:
         self.formats: Counter[ReadAs | None] = Counter()
         self.filtered = 0  # by data.where
         self.bad = BadRows(drop=drop)
-
-    @property
-    def rows(self) -> int:
-        return sum(self.formats.values())
 
     def lines(self) -> list[str]:
         """Sentences for people; the first says how the rows were recognised."""
@@ -46,11 +42,11 @@ class Reading:
         ]
 
 
-def lines_of(readings: Iterable[Reading]) -> list[str]:
+def lines_of(reports: Iterable[SourceReport]) -> list[str]:
     """What all of them tell, each line with its source where there are several."""
-    readings = list(readings)
+    reports = list(reports)
     return [
-        f"data: {line}" if len(readings) == 1 else f"data: {reading.source}: {line}"
-        for reading in readings
-        for line in reading.lines()
+        f"data: {line}" if len(reports) == 1 else f"data: {report.source}: {line}"
+        for report in reports
+        for line in report.lines()
     ]
