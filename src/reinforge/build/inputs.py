@@ -184,9 +184,9 @@ def eval_new_tokens(cfg: Config) -> int:
     return cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens
 
 
-def report_few_rows(inputs: RunInputs, view: ViewLike) -> None:
+def report_few_rows(cfg: Config, rows: int, view: ViewLike) -> None:
     """Says that a step has the same row more than once, where it must."""
-    doubt = few_rows(inputs.cfg, len(inputs.train_rows))
+    doubt = few_rows(cfg, rows)
     if doubt is not None:
         view.message(f"warning: {doubt}")
 

@@ -4,9 +4,8 @@ row becomes and how held-out rows are judged.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from reinforge.algorithms.losses.reward_model import RewardLoss
@@ -25,21 +24,19 @@ from reinforge.build.inputs import (
     model_inputs,
     read_inputs,
     report_few_rows,
-    report_lengths,
 )
 from reinforge.build.precompute import precompute_reference, precompute_teacher
 from reinforge.build.predict import needs_of, predict_run
 from reinforge.build.source import row_weightings
 from reinforge.build.teachers import make_teachers
+from reinforge.build.unit_rows import make_units
 from reinforge.build.units import units_of
 from reinforge.config.schema import Config
 from reinforge.core.backend import Backend, Stateful
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Row
 from reinforge.data import units as kinds
-from reinforge.data.bad_rows import SHOWN, BadRows
-from reinforge.data.disk_rows import DiskRows, select
+from reinforge.data.disk_rows import DiskRows
 from reinforge.data.units import Unit
 from reinforge.evals.heldout import HeldOutEvaluation, heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
@@ -53,18 +50,6 @@ from reinforge.models.packed import PackedModel
 from reinforge.rollout.rows.sampler import RowSampler
 
 
-@dataclass(frozen=True)
-class UnitRows:
-    """What rows became: the units that fit (a text, a pair, a judged answer), and for each the row
-    of the data that it is of. Made for training and for held-out rows.
-    """
-
-    units: Sequence[Unit]
-    rows: Sequence[Row]
-    tokens: Sequence[int]  # of each unit
-    longest: Sequence[int]  # tokens of the longest sample of each
-
-
 def build_supervised(
     cfg: Config, view: ViewLike, given: CallerObjects, attempt: Attempt, factories: Factories
 ) -> SupervisedTrainer:
@@ -72,8 +57,8 @@ def build_supervised(
     inputs = read_inputs(cfg, given, view, factories.make_rewards)
     cfg = inputs.cfg
     loss = inputs.algorithm.loss
-    report_few_rows(inputs, view)
     train = make_units(inputs, inputs.train_rows, view)
+    report_few_rows(cfg, len(train.units) if cfg.data.blocks else len(inputs.train_rows), view)
     held_out = make_units(inputs, inputs.eval_rows, view)
     if units_of(inputs.algorithm) is kinds.judged and (what := kinds.one_sided(inputs.train_rows)):
         view.message(f"warning: data: {what} {kinds.BOTH_LABELS}")
@@ -154,66 +139,6 @@ def build_supervised_heldout(
         load(policy)
     return make_evaluate(
         inputs, models, policy, factories, backend, held_out.units, eval_prompts, view
-    )
-
-
-def make_units(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitRows:
-    """The units of all rows, after the length policy. Of rows on disk nothing but their lengths is
-    kept: a unit is made again when it is trained.
-    """
-    if not rows:
-        return UnitRows([], [], [], [])
-    view.doing(f"tokenising {len(rows)} rows")
-    cfg = inputs.cfg.data
-    make = units_of(inputs.algorithm)
-    limit = cfg.max_length or inputs.context
-    on_disk = isinstance(rows, DiskRows)
-    kept: list[Unit] = []
-    row_of = array("q")  # the row of each unit
-    part_of = array("h")  # and which of the row's units it is
-    tokens = array("q")
-    longest = array("q")
-    lost = array("q")  # rows
-    counts = {"rows": 0, "dropped": 0, "truncated": 0}
-    bad = BadRows(drop=cfg.bad_rows == "drop")
-    for i, row in enumerate(rows):
-        made: list[Unit] = []
-        with bad.looking_at(row.id):
-            made = make(inputs.renderer, row)
-        for part, unit in enumerate(made):
-            fitting = kinds.fit(cfg, unit, limit)
-            counts["rows"] += 1
-            if fitting is None:
-                counts["dropped"] += 1
-                lost.append(i)
-                continue
-            counts["truncated"] += fitting is not unit
-            lengths = [len(sample.tokens) for sample in fitting]
-            row_of.append(i)
-            part_of.append(part)
-            tokens.append(sum(lengths))
-            longest.append(max(lengths))
-            if not on_disk:
-                kept.append(fitting)
-    bad.refuse()
-    for line in bad.lines():
-        view.message(f"data: {line}")
-    if not row_of:
-        raise InputError(
-            f"all {counts['rows']} rows have more than {limit} tokens",
-            where="data.max_length",
-            fix="Raise it, or check the template.",
-        )
-    report_lengths(counts, limit, [rows[i] for i in lost[: SHOWN + 1]], view)
-
-    def again(row: Row) -> list[Unit]:
-        return [kinds.fit(cfg, unit, limit) or unit for unit in make(inputs.renderer, row)]
-
-    return UnitRows(
-        kinds.UnitsOnDemand(rows, row_of, part_of, again) if on_disk else kept,
-        select(rows, row_of),
-        tokens,
-        longest,
     )
 
 

@@ -66,7 +66,7 @@ def build_rl(
     """The trainer of a run that learns from what its model generates."""
     inputs = read_inputs(cfg, given, view, factories.make_rewards)
     cfg = inputs.cfg
-    report_few_rows(inputs, view)
+    report_few_rows(inputs.cfg, len(inputs.train_rows), view)
     prompts = encode_train_prompts(inputs, view)
     eval_prompts = encode_eval_prompts(inputs, view)
     models = model_inputs(inputs, prompts, eval_prompts)

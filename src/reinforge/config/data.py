@@ -61,7 +61,8 @@ class EvalDataConfig(Section):
 class DataConfig(Section):
     source: str = Field(
         description=(
-            "A .jsonl/.json/.parquet/.csv file, a hub data set id, `reasoning_gym:<task>`,"
+            "A .jsonl/.json/.parquet/.csv/.txt/.md file, a directory of .txt and .md files, a hub"
+            " data set id, `reasoning_gym:<task>`,"
             " `arithmetic:<kind>`, `games:<name>`, or `mixture`."
         )
     )
@@ -104,6 +105,13 @@ class DataConfig(Section):
     )
     loss_on: Literal["assistant", "completion", "all"] = Field(
         "assistant", description="SFT: which tokens are trained."
+    )
+    blocks: bool = Field(
+        False,
+        description=(
+            "SFT on whole texts (continued pre-training): join them with EOS between them, and cut"
+            " them into blocks of max_length tokens, all of which are trained."
+        ),
     )
     bad_rows: Literal["error", "drop"] = Field(
         "error",

@@ -96,14 +96,13 @@ class Renderer:
             self._count(row, [row.prompt, columns.get("tools")])
             ids, trained = self._conversation(row, self._messages(row))
         elif everything:
-            self._count(row, row.prompt)
-            ids = self.bos + self.template.plain(self._text(row)) + self._eos()
+            ids = self.document(row)
             trained = []
         elif columns.get("text") is not None:
             raise InputError(
                 "is one whole text, and nothing says which part the assistant wrote",
                 where=_where(row),
-                fix="Set data.loss_on: all.",
+                fix="Set data.loss_on: all, or data.blocks: true to train on blocks of it.",
             )
         elif "completion" in columns:
             raise InputError(
@@ -121,6 +120,11 @@ class Renderer:
         if not any(mask[1:]):
             raise InputError("has no token to train on", where=_where(row), fix="Remove the row.")
         return Sample.from_tokens(row.id, ids, mask)
+
+    def document(self, row: Row) -> list[int]:
+        """A whole text, with EOS behind it."""
+        self._count(row, row.prompt)
+        return self.bos + self.template.plain(self._text(row)) + self._eos()
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a completion, without control tokens."""

@@ -32,6 +32,8 @@ UNPACKED = 256 << 20
 FIRST_ROWS = 16
 MOST_ROWS = 256
 BATCH_BYTES = 4 << 20
+TEXTS = (".txt", ".md")
+FOLDER = "folder"  # of such files
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
@@ -45,19 +47,21 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def kind_of(source: str) -> str:
-    """arithmetic, games, reasoning_gym, a file suffix such as .jsonl, or hub."""
+    """arithmetic, games, reasoning_gym, a file suffix such as .jsonl, folder, or hub."""
     scheme, colon, _ = source.partition(":")
     if colon and scheme in GENERATED:
         return scheme
     suffix = Path(source).suffix.lower()
     if suffix in FILES:
         return suffix
+    if _texts_below(Path(source).expanduser()):
+        return FOLDER
     if Path(source).exists():
         raise InputError(
             "cannot read"
             f" {'a directory' if Path(source).is_dir() else f'a {suffix or source} file'}",
             where=f"data.source {source}",
-            fix=f"Give a file that ends in {', '.join(FILES)}.",
+            fix=f"Give a file that ends in {', '.join(FILES)}, or a directory of text files.",
         )
     if HUB_ID.match(source):
         return "hub"
@@ -97,6 +101,8 @@ def read(
             fix="Remove them.",
         )
     path = Path(source).expanduser()
+    if kind == FOLDER:
+        return (record for file in _texts_below(path) for record in _text_file(file))
     if not path.is_file():
         raise InputError(
             "there is no such file",
@@ -301,11 +307,25 @@ def _parquet(path: Path) -> Iterator[Record]:
             count += 1
 
 
+def _text_file(path: Path) -> Iterator[Record]:
+    """A text of any length is one document."""
+    yield str(path), {"text": _text(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))}
+
+
+def _texts_below(folder: Path) -> list[Path]:
+    """The text files of a directory and of those in it, in the order of their names."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.rglob("*") if path.suffix in TEXTS and path.is_file())
+
+
 FILES: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".jsonl": _jsonl,
     ".json": _json,
     ".parquet": _parquet,
     ".csv": _csv,
+    ".txt": _text_file,
+    ".md": _text_file,
 }
 
 

@@ -131,11 +131,15 @@ def view_data(
     if model is None:
         view.shown = [_unrendered(row, make) for row in found[:rows]]
         return view
-    whole_text = algorithm is None and serves[:1] == [serving.TEXT]
+    whole_text = cfg.blocks or (algorithm is None and serves[:1] == [serving.TEXT])
     data = cfg.model_copy(update={"loss_on": "all"}) if whole_text else cfg
     _render(view, Renderer(load_tokenizer(model), data), found, make, rows)
     view.limit = cfg.max_length or context_length(model) - (new_tokens if make is None else 0)
-    view.long = [(where, n) for where, n in view.long if n > view.limit]
+    view.long = [(where, n) for where, n in view.long if n > view.limit and not cfg.blocks]
+    if cfg.blocks:
+        joined = sum(view.lengths)
+        count = -(-(joined - 1) // max(1, view.limit - 1))
+        view.trains = f"whole texts, which become {count:,} blocks of {view.limit:,} tokens"
     return view
 
 

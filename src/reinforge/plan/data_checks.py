@@ -163,6 +163,8 @@ def _check_prompts(
     renderer = Renderer(tokenizer, config.data)
     given = not config.algorithm.rl  # rows are trained as they are
     make = units_of(algorithm_of(config.algorithm, config.rollout.max_new_tokens))
+    if config.data.blocks:
+        renderer = Renderer(tokenizer, config.data.model_copy(update={"loss_on": "all"}))
     limit = config.data.max_length or context - (0 if given else config.rollout.max_new_tokens)
     if limit < 1:
         report.refuse(
@@ -182,7 +184,8 @@ def _check_prompts(
                 "limit": limit,
                 "checked": len(rows),
             }
-        check_lengths(config, kind, rows, lengths, limit, report)
+        if not config.data.blocks:  # which cut texts, and drop none
+            check_lengths(config, kind, rows, lengths, limit, report)
     if config.algorithm.kind.wants_answers:
         _lengths(renderer, train, texts, report, drop=config.data.bad_rows == "drop")
     for name, count in renderer.counts.items():

@@ -19,8 +19,8 @@ from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.inputs import read_inputs
 from reinforge.build.local import LocalFactories
 from reinforge.build.run import train_config
-from reinforge.build.supervised import make_units
 from reinforge.build.trainer import build
+from reinforge.build.unit_rows import make_units
 from reinforge.core.errors import InputError
 from reinforge.evals.rows import calibration_error
 from reinforge.offline.export import export

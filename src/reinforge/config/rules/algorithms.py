@@ -61,6 +61,7 @@ NO_NOISE = No("noise is for supervised fine-tuning, not for {algorithm}", "remov
 WHICH_TOKENS = No(
     "{algorithm} needs to know which tokens are the answer", "use assistant or completion"
 )
+NO_BLOCKS = No("{algorithm} does not train whole texts", "remove it, or use sft")
 FRESH_ADAPTER = No(
     "a reward model is trained with a fresh lora, rslora or dora, or whole",
     "use one of them, or leave the adapter out",
@@ -129,6 +130,19 @@ FEATURES = (
         "data.loss_on",
         lambda c: c.data.loss_on == "all",
         _cells(preference=WHICH_TOKENS, online=WHICH_TOKENS, reward=WHICH_TOKENS),
+    ),
+    Feature(
+        "Whole texts in blocks",
+        "data.blocks",
+        lambda c: c.data.blocks,
+        _cells(
+            policy=NO_BLOCKS,
+            preference=NO_BLOCKS,
+            online=NO_BLOCKS,
+            reward=NO_BLOCKS,
+            distillation=NO_BLOCKS,
+            on_policy=NO_BLOCKS,
+        ),
     ),
     Feature(
         "QLoRA (base in 4 bits)",
