@@ -27,6 +27,7 @@ from reinforge.build.inputs import (
 )
 from reinforge.build.precompute import precompute_reference, precompute_teacher
 from reinforge.build.predict import needs_of, predict_run
+from reinforge.build.ptx import make_ptx, read_ptx
 from reinforge.build.source import row_weightings
 from reinforge.build.teachers import make_teachers
 from reinforge.build.unit_rows import make_units
@@ -63,6 +64,7 @@ def build_supervised(
     if units_of(inputs.algorithm) is kinds.judged and (what := kinds.one_sided(inputs.train_rows)):
         view.message(f"warning: data: {what} {kinds.BOTH_LABELS}")
     eval_prompts = encode_eval_prompts(inputs, view) if inputs.rewards else None
+    text = read_ptx(inputs, view)
     models = model_inputs(inputs, eval_prompts)
     steps = total_steps(cfg, len(train.units))
 
@@ -91,6 +93,9 @@ def build_supervised(
     )
     # it has a running mean
     parts: dict[str, Stateful] = {"loss": loss} if isinstance(loss, UnpairedLoss) else {}
+    ptx = make_ptx(inputs, text, backend)
+    if ptx is not None:
+        parts["ptx"] = ptx
     run = Run(
         cfg,
         cursor=cursor,
@@ -114,6 +119,7 @@ def build_supervised(
         loss=loss,
         row=train_units.__getitem__,
         rows_per_step=cfg.train.prompts_per_step,
+        ptx=ptx,
     )
 
 

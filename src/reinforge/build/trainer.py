@@ -26,6 +26,7 @@ from reinforge.build.limits import response_tokens
 from reinforge.build.local import LocalFactories
 from reinforge.build.opponent import add_demonstrations, add_opponent
 from reinforge.build.predict import predict_run
+from reinforge.build.ptx import make_ptx, read_ptx
 from reinforge.build.rollouts import training_rollout
 from reinforge.build.source import make_buffer, make_source, resumable_requests
 from reinforge.build.supervised import build_supervised
@@ -69,6 +70,7 @@ def build_rl(
     report_few_rows(inputs.cfg, len(inputs.train_rows), view)
     prompts = encode_train_prompts(inputs, view)
     eval_prompts = encode_eval_prompts(inputs, view)
+    text = read_ptx(inputs, view)
     models = model_inputs(inputs, prompts, eval_prompts)
     rows = prompts.rows
     steps = total_steps(cfg, len(rows))
@@ -117,6 +119,9 @@ def build_rl(
         parts["rewards"] = running
     if critic is not None:
         parts["critic"] = critic
+    ptx = make_ptx(inputs, text, backend)
+    if ptx is not None:
+        parts["ptx"] = ptx
 
     played: list[Group] = []
     evaluate = None
@@ -158,6 +163,7 @@ def build_rl(
         minibatches=cfg.algorithm.minibatches,
         critic=critic,
         running=running,
+        ptx=ptx,
         skip_idle=cfg.train.skip_idle,
         tracer=Tracer(
             inputs.algorithm,

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from reinforge.build.inputs import NO_LIMIT, RunInputs, report_lengths
 from reinforge.build.units import units_of
+from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data import units as kinds
 from reinforge.data.bad_rows import SHOWN, BadRows
 from reinforge.data.blocks import cut_into_blocks
+from reinforge.data.chat import Renderer
 from reinforge.data.disk_rows import DiskRows, select
 from reinforge.data.sources import MIXTURE
 from reinforge.data.units import Unit
@@ -38,7 +40,7 @@ def make_units(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitRo
     if not rows:
         return UnitRows([], [], [], [])
     if inputs.cfg.data.blocks:
-        return make_blocks(inputs, rows, view)
+        return make_blocks(inputs.cfg.data, inputs.renderer, inputs.context, rows, view)
     view.doing(f"tokenising {len(rows)} rows")
     cfg = inputs.cfg.data
     make = units_of(inputs.algorithm)
@@ -93,14 +95,21 @@ def make_units(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitRo
     )
 
 
-def make_blocks(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitRows:
+def make_blocks(
+    cfg: DataConfig,
+    renderer: Renderer,
+    context: int,
+    rows: Sequence[Row],
+    view: ViewLike,
+    *,
+    name: str = "data",
+) -> UnitRows:
     """The blocks of whole texts; of a mixture, those of every source by themselves."""
     view.doing(f"tokenising {len(rows)} texts")
-    cfg = inputs.cfg.data
-    size = cfg.max_length or inputs.context
+    size = cfg.max_length or context
     if size < 2 or size == NO_LIMIT:
         raise InputError(
-            f"a block cannot have {size} tokens.", where="data.max_length", fix="Set it to 1024."
+            f"a block cannot have {size} tokens.", where=f"{name}.max_length", fix="Set it to 1024."
         )
     bad = BadRows(drop=cfg.bad_rows == "drop")
 
@@ -108,16 +117,16 @@ def make_blocks(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitR
         for row in rows:
             ids: list[int] = []
             with bad.looking_at(row.id):
-                ids = inputs.renderer.document(row)
+                ids = renderer.document(row)
             yield row.columns.get(MIXTURE, ""), ids
 
     blocks = cut_into_blocks(documents(), size, on_disk=isinstance(rows, DiskRows))
     bad.refuse()
     for line in bad.lines():
-        view.message(f"data: {line}")
+        view.message(f"{name}: {line}")
     tokens = blocks.lengths
     view.message(
-        f"data: {len(rows)} texts become {len(blocks)} blocks of at most {size} tokens,"
+        f"{name}: {len(rows)} texts become {len(blocks)} blocks of at most {size} tokens,"
         f" {blocks.tokens} in all"
     )
     return UnitRows(blocks, blocks.rows(), tokens, tokens)

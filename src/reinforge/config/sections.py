@@ -16,6 +16,7 @@ from reinforge.config.engine import EngineConfig
 from reinforge.config.env import EnvConfig
 from reinforge.config.eval import EvalConfig
 from reinforge.config.model import ModelConfig
+from reinforge.config.ptx import PTXConfig
 from reinforge.config.rewards import RewardConfig
 from reinforge.config.rollout import RolloutConfig
 from reinforge.config.run import RunConfig
@@ -38,6 +39,7 @@ class Sections(Section):
     train: TrainConfig
     critic: CriticConfig | None = None
     teacher: TeacherConfig | None = None
+    ptx: PTXConfig | None = None
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
     run: RunConfig

@@ -29,6 +29,7 @@ from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import signal_share, why_masked, with_signal
 from reinforge.core.threads import in_thread
 from reinforge.loops.critic import Critic
+from reinforge.loops.ptx import PretrainingMix
 from reinforge.loops.run import Run
 from reinforge.loops.step import TrainingStep
 from reinforge.loops.trace import StepTrace, Tracer
@@ -60,6 +61,7 @@ class RLTrainer:
     running: RewardNormalization = field(
         default_factory=lambda: RewardNormalization({})
     )  # statistics of rewards
+    ptx: PretrainingMix | None = None  # pre-training text in every optimizer step of the policy
     skip_idle: bool = True  # rows without gradient are not computed
     tracer: Tracer | None = None  # records for people what steps did
 
@@ -228,6 +230,8 @@ class RLTrainer:
         metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)
         if trace is not None:
             trace.add_loss_metrics(metrics, totals)
+        if self.ptx is not None:
+            metrics |= self.ptx.add()
         self.run.counters["updates"] = self.run.counters.get("updates", 0) + 1
         report = self.backend.step()
         updates.policy.append(report)

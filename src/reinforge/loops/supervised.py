@@ -13,6 +13,7 @@ from reinforge.core.batch import Totals
 from reinforge.core.metrics import average
 from reinforge.core.prepare import prepared
 from reinforge.core.sample import Sample
+from reinforge.loops.ptx import PretrainingMix
 from reinforge.loops.run import Run
 from reinforge.loops.step import TrainingStep
 from reinforge.rollout.rows.sampler import RowSampler
@@ -33,6 +34,7 @@ class SupervisedTrainer:
     loss: Loss
     row: Callable[[int], Sequence[Sample]]
     rows_per_step: int
+    ptx: PretrainingMix | None = None  # pre-training text beside the rows
 
     async def train(self) -> None:
         run = self.run
@@ -48,6 +50,8 @@ class SupervisedTrainer:
                 batches = prepared(self.backend, self.loss, samples)
             with run.phase("train"):
                 found = self.backend.forward_backward(batches, self.loss, Totals.of(batches))
+                if self.ptx is not None:
+                    found |= self.ptx.add()
                 report = self.backend.step()
                 metrics = average([found | report.metrics()])
             trained = sum(b.n_trained for b in batches)

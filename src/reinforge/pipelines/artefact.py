@@ -275,7 +275,7 @@ def local_files(config: Config) -> dict[str, Path]:
     for key, value in named.items():
         text = value.rpartition(":")[0] if ".py:" in value else value
         reads = (
-            key in ("data.source", "data.eval.source")
+            key in ("data.source", "data.eval.source", "ptx.source")
             or key.endswith((".path", ".tokenizer", ".chat_template"))
             or ".py:" in value
         )

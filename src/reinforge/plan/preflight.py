@@ -94,6 +94,8 @@ def preflight(config: Config) -> PlanReport:
         _check_source("data.source", config.data.source, config.data.options, report)
     if config.data.eval.source is not None:
         _check_source("data.eval.source", config.data.eval.source, config.data.eval.options, report)
+    if config.ptx is not None:
+        _check_source("ptx.source", config.ptx.source, config.ptx.options, report)
     _check_rewards(config, report)
     _check_env(config, report)
     _check_agent(config, report)

@@ -31,6 +31,19 @@ class NLLLoss(Loss):
         }
 
 
+class PretrainingLoss(Loss):
+    """The ptx term of InstructGPT (2203.02155, equation 2): γ E[-log π(x)] over the tokens of
+    pre-training text, where γ is the coefficient; added to whatever else is trained.
+    """
+
+    def __init__(self, coefficient: float):
+        self.coefficient = coefficient
+
+    def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
+        nll = -tokens.logprobs.sum() / max(totals.tokens, 1)
+        return self.coefficient * nll, {"ptx/nll": nll.detach()}
+
+
 def dft(logprobs: Tensor) -> Tensor:
     """[M] -sg(p) log p: the likelihood's gradient without the 1/p that blows it up on unlikely
     tokens (2508.05629).

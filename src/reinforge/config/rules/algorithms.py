@@ -94,6 +94,12 @@ FEATURES = (
         ),
     ),
     Feature(
+        "Pre-training text beside it (PTX)",
+        "ptx",
+        lambda c: c.ptx is not None,
+        _cells(reward=No("a reward model predicts no tokens", "remove the section")),
+    ),
+    Feature(
         "Log-probs of the reference computed once",
         "train.precompute_reference",
         lambda c: c.train.precompute_reference,
@@ -266,6 +272,12 @@ RULES = (
         lambda c: c.train.precompute_reference and c.algorithm.family == "preference" and moving(c),
         "{algorithm} has no frozen reference",
         "remove it",
+    ),
+    Rule(
+        "ptx",
+        lambda c: c.ptx is not None and samples(c) and c.rollout.temperature != 1,
+        "the trainer computes log-probs at rollout.temperature, and text is predicted at 1",
+        "set rollout.temperature to 1, or remove the section",
     ),
     Rule(
         "teacher",
