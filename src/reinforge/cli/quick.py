@@ -50,7 +50,7 @@ def sft_config(
     if lora:
         tree["adapter"] = {"rank": lora}
     cfg = config_from_dict(tree, overrides=list(overrides)).data
-    rows = load_rows(cfg)
+    rows = load_rows(cfg, [])  # what is to be told of them the run tells
     size = min(MOST_HELD_OUT, len(rows) // SHARE) if len(rows) >= FEWEST else 0
     if kind_of(data) not in GENERATED:
         wanted = size

@@ -16,6 +16,7 @@ import torch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample
 from reinforge.data.chat import Renderer, truncate
+from reinforge.data.formats.recognise import with_column
 from reinforge.data.preference import number, verdict
 
 if TYPE_CHECKING:
@@ -157,7 +158,10 @@ def _answer(renderer: Renderer, row: Row, column: str) -> Sample:
         raise InputError(
             f"has no column {column!r}, only {', '.join(['prompt', *row.columns])}",
             where=row.where,
-            fix=f"Name it with data.columns: {{{column}: <their name>}}.",
+            fix=(
+                f"Name it with data.columns: {{{column}: <their name>}}. Formats that have it:"
+                f" {', '.join(with_column(column))}."
+            ),
         )
     rest: dict[str, Any] = {
         k: v for k, v in row.columns.items() if k not in ("chosen", "rejected", "messages", "text")

@@ -18,6 +18,7 @@ from reinforge.data.chat import Renderer
 from reinforge.data.formats import FORMATS, read_row
 from reinforge.data.source_report import SourceReport, lines_of
 from reinforge.data.sources import load_rows, rows_from
+from reinforge.data.units import pairs
 
 
 def user(text: str) -> dict[str, Any]:
@@ -281,6 +282,15 @@ def test_nothing_fits_names_the_columns_and_the_nearest_formats() -> None:
     assert "data.columns: {prompt: <their name>" in said
     with pytest.raises(InputError, match=r"The nearest: .*query has query, response; "):
         rows_from([{"response": "a"}])
+
+
+def test_an_answer_that_is_missing_names_the_formats_that_have_it() -> None:
+    (row,) = rows_from([{"instruction": "Add.", "output": "3"}])
+    renderer = Renderer(toy(), DataConfig(source="x.jsonl"))
+    with pytest.raises(
+        InputError, match=r"no column 'chosen', .* have it: openai_pairs, hh, ultra"
+    ):
+        pairs(renderer, row)
 
 
 def test_a_template_leaves_compared_texts_as_they_are() -> None:

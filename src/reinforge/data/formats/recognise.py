@@ -93,6 +93,11 @@ def recognised(record: Record) -> str | None:
     )
 
 
+def with_column(ours: str) -> list[str]:
+    """The formats whose rows have this column of ours."""
+    return [name for name, format in FORMATS.items() if ours in format.becomes]
+
+
 def nearest(record: Record) -> list[str]:
     """Sentences about the formats that a row comes closest to, by the names of its columns."""
     ranked = sorted(
