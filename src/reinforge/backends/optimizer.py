@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from reinforge.config.train import OptimizerConfig, ScheduleConfig
+
+# of a group of parameters: its learning rate divided by that of the run
+RATIO = "ratio"
 
 
 def learning_rate(step: int, base: float, schedule: ScheduleConfig, total: int) -> float:
@@ -31,9 +35,34 @@ def learning_rate(step: int, base: float, schedule: ScheduleConfig, total: int) 
     return base * (schedule.floor + (1 - schedule.floor) * left)
 
 
+def parameter_groups(weights: Mapping[str, Tensor], cfg: OptimizerConfig) -> list[dict[str, Any]]:
+    """What AdamW is given of the weights by name. Only matrices decay. With LoRA+ the matrices B of
+    an adapter learn `lora_plus` times as fast as everything else (2402.12354): they begin at 0, A
+    does not.
+    """
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    for name, weight in weights.items():
+        matrix = weight.ndim > 1
+        faster = cfg.lora_plus is not None and ("lora_B" in name or "lora_embedding_B" in name)
+        ratio = cfg.lora_plus if faster and cfg.lora_plus is not None else 1.0
+        group = {
+            "params": [],
+            "weight_decay": cfg.weight_decay if matrix else 0.0,
+            RATIO: ratio,
+        }
+        groups.setdefault((not matrix, ratio), group)["params"].append(weight)
+    return [groups[key] for key in sorted(groups)]
+
+
+def set_rate(adam: torch.optim.Optimizer, rate: float) -> None:
+    """The rate of the next update: of each of the `parameter_groups`, times its ratio."""
+    for group in adam.param_groups:
+        group["lr"] = rate * group[RATIO]
+
+
 class MasterAdamW:
     """AdamW with float32 master weights, for a model in any precision. The local backend makes it
-    and steps it. Only matrices decay.
+    and steps it.
 
     Gradients of low-precision weights are added up in float32 as soon as they appear.
 
@@ -61,14 +90,8 @@ class MasterAdamW:
         self._start(cfg)
 
     def _start(self, cfg: OptimizerConfig) -> None:
-        matrices = [m for m in self.masters.values() if m.ndim > 1]
-        vectors = [m for m in self.masters.values() if m.ndim <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": cfg.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
         self.adam = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=0.0, betas=cfg.betas, eps=cfg.eps, fused=True
+            parameter_groups(self.masters, cfg), lr=0.0, betas=cfg.betas, eps=cfg.eps, fused=True
         )
 
     @staticmethod
@@ -115,8 +138,7 @@ class MasterAdamW:
             torch._foreach_mul_(self.gradients(), scale)
         if self.offload:
             self._fetch_gradients()
-        for group in self.adam.param_groups:
-            group["lr"] = rate
+        set_rate(self.adam, rate)
         self.adam.step()
         with torch.no_grad():
             for name, p in self.parameters.items():

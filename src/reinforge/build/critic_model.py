@@ -37,6 +37,7 @@ def load_critic(cfg: Config, policy: CausalModel) -> ScalarModel:
         on_device = section.model_copy(update={"device": str(policy.device)})
         return load_scalar(on_device, where=where, fresh=True)
     model = ScalarModel.from_causal(policy, where=where)
+    model.module.requires_grad_(True)  # what is frozen is frozen in the policy (train.freeze)
     if section.gradient_checkpointing:
         model.plain.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}

@@ -21,6 +21,7 @@ from reinforge.core.backend import Backend
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
+from reinforge.models.freezing import freeze
 from reinforge.models.load import load_scalar
 from reinforge.models.packed import PackedModel
 from reinforge.rewards.build import build_rewards
@@ -51,6 +52,7 @@ class LocalFactories:
                 where="train.backend",
                 fix="Give its path.",
             )
+        freeze(self.model.module, inputs.cfg.train)
         return self.model
 
     def make_critic_backend(

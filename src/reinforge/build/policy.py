@@ -9,17 +9,24 @@ from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
 from reinforge.core.seeds import seed_of
 from reinforge.models.causal import CausalModel
+from reinforge.models.freezing import freeze
 from reinforge.models.load import load_model, load_scalar, pick_device, pick_dtype
 from reinforge.models.packed import PackedModel
 
 
 def load_policy(cfg: Config, *, scores: bool, in_host_memory: bool = False) -> PackedModel:
-    """The model with its adapter: a causal LM, or with `scores` what becomes a reward model."""
+    """The model with its adapter, or with the weights that are to stay without a gradient: a causal
+    LM, or with `scores` what becomes a reward model.
+    """
     seed = seed_of(cfg.run.seed, "adapter") % 2**31
     model = host_memory(cfg.model) if in_host_memory else cfg.model
+    loaded: PackedModel
     if scores:
-        return load_scalar(model, cfg.adapter, fresh=True, seed=seed)
-    return load_model(model, cfg.adapter, seed=seed)
+        loaded = load_scalar(model, cfg.adapter, fresh=True, seed=seed)
+    else:
+        loaded = load_model(model, cfg.adapter, seed=seed)
+    freeze(loaded.module, cfg.train)
+    return loaded
 
 
 def load_for_rank(cfg: Config, *, scores: bool, value_head: bool) -> PackedModel:

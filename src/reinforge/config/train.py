@@ -43,6 +43,13 @@ class OptimizerConfig(Section):
     weight_decay: NonNegative = Field(
         0.0, description="Decoupled: times learning_rate, not in the gradient."
     )
+    lora_plus: Positive | None = Field(
+        None,
+        description=(
+            "LoRA+: the matrices B of an adapter learn so many times as fast as everything else; 16"
+            " is usual (2402.12354). Off by default."
+        ),
+    )
     offload: bool = Field(
         False,
         description=(
@@ -111,6 +118,20 @@ class TrainConfig(Section):
         64, description="Data rows per step. In RL each is sampled group_size times."
     )
     learning_rate: NonNegative = Field(1e-5, description="Of AdamW, at the top of the schedule.")
+    freeze: list[str] = Field(
+        [],
+        description=(
+            "Weights of the policy that stay as they are: names or patterns of modules and weights,"
+            " e.g. `model.embed_tokens`, `model.layers.[0-7]`, `*norm*`. Not with an adapter."
+        ),
+    )
+    only: list[str] = Field(
+        [],
+        description=(
+            "Train only the weights of these names or patterns, less those of `freeze`. Empty: all."
+            " The new head of a reward model or critic is always trained."
+        ),
+    )
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     max_grad_norm: NonNegative = Field(1.0, description="0 = no clipping.")

@@ -6,6 +6,7 @@ from reinforge.backends.memory_model import GIB
 from reinforge.build.predict import USABLE, machine_at, predict
 from reinforge.config.schema import Config
 from reinforge.core.model_facts import ModelFacts
+from reinforge.models.freezing import count_trained
 from reinforge.models.load import load_config
 from reinforge.plan.preflight import PlanReport
 
@@ -25,8 +26,10 @@ def predict_plan(cfg: Config, report: PlanReport) -> None:
             "there is no GPU here that torch can use; memory and time are predicted for this CPU.",
             "Set model.device=auto or cpu if the run is to be on this machine.",
         )
+    shape = load_config(cfg.model)
     facts = ModelFacts.of(
-        load_config(cfg.model).get_text_config(),
+        shape.get_text_config(),
+        trained=count_trained(shape, cfg.train) if cfg.train.freeze or cfg.train.only else None,
         itemsize=4 if "float32" in (cfg.model.dtype, {"cpu": "float32"}.get(machine.kind)) else 2,
         rank=adapter.rank if adapter else None,
         targets=(

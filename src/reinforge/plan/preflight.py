@@ -224,7 +224,7 @@ def _step_summary(config: Config) -> dict[str, Any]:
         "trained": (
             f"{KINDS[adapter.kind]} of rank {adapter.rank} on {targets}"
             if adapter
-            else "all weights"
+            else _trained_weights(config)
         ),
         "algorithm": config.algorithm.name,
         "backend": _backend(config),
@@ -239,6 +239,12 @@ def _step_summary(config: Config) -> dict[str, Any]:
         summary["new_tokens_per_step_at_most"] = samples * config.rollout.max_new_tokens
         summary |= _rollout_summary(config.rollout)
     return summary
+
+
+def _trained_weights(config: Config) -> str:
+    train = config.train
+    found = f"weights of {', '.join(train.only)}" if train.only else "all weights"
+    return f"{found} without {', '.join(train.freeze)}" if train.freeze else found
 
 
 def _rollout_summary(rollout: RolloutConfig) -> dict[str, str]:

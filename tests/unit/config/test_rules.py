@@ -66,6 +66,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Compiled layers": ("model.compile=true",),
         "LoRA, rsLoRA, DoRA": ("adapter={kind: lora}",),
         "QLoRA (base in 4 bits)": ("adapter={kind: qlora}",),
+        "Weights that stay as they are": ("train.freeze=[model.embed_tokens]",),
         "Reward models": ("algorithm.name=bradley_terry", NO_REWARDS),
         "A critic": ("algorithm.name=ppo", "critic={}"),
         "A teacher": ("algorithm.name=forward_kl", NO_REWARDS, TEACHER),
@@ -151,6 +152,12 @@ BROKEN: dict[str, list[Overrides]] = {
         ),
         ("train.precision=fp8", "model.exact=true"),
         ("train.precision=fp8", "adapter={kind: qlora}"),
+        ("train.freeze=[lm_head]", "adapter={kind: lora}"),
+        ("train.optimizer.lora_plus=16.0",),
+        (
+            "algorithm.name=ppo",
+            "critic={optimizer: {lora_plus: 16.0}}",
+        ),
     ],
     "Engines": [
         ("rollout.precision=fp8", "model.exact=true"),

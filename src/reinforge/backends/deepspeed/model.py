@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from reinforge.backends.deepspeed.library import library, start_engine
 from reinforge.backends.distributed.ranks import RankMember
+from reinforge.backends.optimizer import parameter_groups, set_rate
 from reinforge.config.deepspeed import DeepSpeedConfig
 from reinforge.config.train import OptimizerConfig
 from reinforge.models.packed import PackedModel
@@ -38,8 +39,8 @@ class ClippedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         norm = float(self.norm())
         if norm > 0 and not self.discards:
+            set_rate(self, self.rate)
             for group in self.param_groups:
-                group["lr"] = self.rate
                 for p in group["params"] if self.limit and norm > self.limit else ():
                     p.grad.mul_(self.limit / norm)
             super().step()
@@ -75,15 +76,8 @@ class ZeroModel:
             name: p for name, p in model.module.named_parameters() if p.requires_grad
         }
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
-        groups = [
-            {
-                "params": [p for p in self.parameters.values() if p.ndim > 1],
-                "weight_decay": optimizer.weight_decay,
-            },
-            {"params": [p for p in self.parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
-        ]
         self.adam = ClippedAdamW(
-            [g for g in groups if g["params"]],
+            parameter_groups(self.parameters, optimizer),
             lr=0.0,
             betas=optimizer.betas,
             eps=optimizer.eps,

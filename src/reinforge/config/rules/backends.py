@@ -25,6 +25,11 @@ def _offloads_optimizer(config: Sections) -> bool:
     return config.train.optimizer.offload or (critic is not None and critic.offload)
 
 
+def _critic_lora_plus(config: Sections) -> bool:
+    critic = config.critic.optimizer if config.critic is not None else None
+    return critic is not None and critic.lora_plus is not None
+
+
 CAUSAL_ONLY = "the backend megatron trains causal LMs only"
 ONE_PROCESS = No("it is proved for one process", "set train.backend=local, or leave it out")
 FOUR_BITS = No("a base in 4 bits is for one process", "set train.backend=local, or use lora")
@@ -138,6 +143,12 @@ FEATURES = (
         "adapter.kind",
         lambda c: c.adapter is not None and c.adapter.kind == "qlora",
         _cells(local=YES, fsdp=FOUR_BITS, deepspeed=FOUR_BITS, megatron=WHOLE_WEIGHTS),
+    ),
+    Feature(
+        "Weights that stay as they are",
+        "train.freeze",
+        lambda c: bool(c.train.freeze or c.train.only),
+        _cells(local=YES, fsdp=YES, deepspeed=YES, megatron=UNKNOWN_TO_MEGATRON),
     ),
     Feature(
         "Reward models",
@@ -287,6 +298,24 @@ RULES = (
         ),
         "a base in 4 bits is not multiplied in FP8",
         "leave it out, or set adapter.kind=lora",
+    ),
+    Rule(
+        "train.freeze",
+        lambda c: bool(c.train.freeze or c.train.only) and c.adapter is not None,
+        "an adapter leaves all weights of the model as they are",
+        "choose its layers with adapter.targets, or train without an adapter",
+    ),
+    Rule(
+        "train.optimizer.lora_plus",
+        lambda c: c.train.optimizer.lora_plus is not None and c.adapter is None,
+        "it is the rate of an adapter's matrices B, and there is no adapter",
+        "remove it, or set adapter.rank=16",
+    ),
+    Rule(
+        "critic.optimizer.lora_plus",
+        _critic_lora_plus,
+        "a critic has no adapter",
+        "remove it",
     ),
 )
 
