@@ -78,8 +78,7 @@ def _some(names: Iterable[str]) -> str:
 
 def _tied(module: Any, pattern: str) -> str:
     """What to say where the pattern means the head, which is the embedding."""
-    config = getattr(module, "config", None)
-    if "head" not in pattern or not getattr(config, "tie_word_embeddings", False):
+    if "head" not in pattern or not module.config.tie_word_embeddings:
         return ""
     return " Its output head is its input embedding, and goes by that name."
 
