@@ -64,16 +64,17 @@ class Fp8Rows:
     @classmethod
     def of(cls, x: Tensor) -> Fp8Rows:
         """x [N, K] quantised."""
-        if _by_kernel(x):
+        if x.is_cuda:
             return cls.empty(x.shape[0], x.shape[1], x.device).set(x)
         scale = x.abs().amax(-1).float().clamp(min=TINY) / LARGEST
-        return cls(_rounded(x, scale), scale)
+        within = (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST)
+        return cls(within.to(E4M3), scale)
 
     def set(self, x: Tensor) -> Fp8Rows:
         """Becomes x, in its own memory: a captured graph that reads it goes on with the new
         numbers.
         """
-        if _by_kernel(x):
+        if x.is_cuda:
             from reinforge.models.kernels import fp8 as kernels
 
             kernels.quantise_rows(x, self.values, self.scale)
@@ -92,15 +93,6 @@ class Fp8Rows:
         return Fp8Rows(self.values[first:last], self.scale[first:last])
 
 
-def _by_kernel(x: Tensor) -> bool:
-    """A compiler makes a kernel of the plain operations."""
-    return x.is_cuda and not torch.compiler.is_compiling()
-
-
-def _rounded(x: Tensor, scale: Tensor) -> Tensor:
-    return (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
-
-
 def product(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[M, O] in `dtype`: tokens x [M, K] times weight [O, K] transposed, plus bias [O]."""
     aligned = all(size % ALIGNED == 0 for size in weight.values.shape)
@@ -117,36 +109,86 @@ def product(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
     return (y if bias is None else y + bias).to(dtype)
 
 
-class _TrainedProduct(torch.autograd.Function):
-    """Forward: `product` of what is quantised on the way. Backward: that of the plain product of
-    the quantised numbers, as if they had not been rounded (straight through), in the precision of
-    the module. Scales are multiplied with the gradient, for e4m3 goes into bfloat16 as it is.
+# ---- what layers call: operators of their own, which a compiler takes as they are ----
+
+
+@torch.library.custom_op(
+    "reinforge::fp8_rows", mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"
+)
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows = Fp8Rows.of(x)
+    return rows.values, rows.scale
+
+
+@_quantised.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "reinforge::fp8_product",
+    mutates_args=(),
+    schema="(Tensor x, Tensor values, Tensor scale, Tensor? bias) -> Tensor",
+)
+def _quantised_product(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return product(Fp8Rows.of(x), Fp8Rows(values, scale), bias, x.dtype)
+
+
+@_quantised_product.register_fake
+def _(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], values.shape[0])
+
+
+@torch.library.custom_op(
+    "reinforge::fp8_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+)
+def _trained_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return product(Fp8Rows.of(x), Fp8Rows.of(weight), bias, x.dtype)
+
+
+@_trained_product.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    """x is what several layers read, so it is kept as it is rather than in FP8 for each of them."""
+    x, weight, _ = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """That of the plain product of the quantised numbers, as if they had not been rounded (straight
+    through), in the precision of the module. Scales are multiplied with the gradient, for e4m3 goes
+    into bfloat16 as it is.
     """
+    x, weight = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    back = of_weight = of_bias = None
+    if needs[0]:
+        values, scale = _quantised(weight)
+        back = (grad * scale).to(grad.dtype) @ values.to(grad.dtype)
+    if needs[1]:
+        values, scale = _quantised(x)
+        scaled = (grad * scale[:, None]).to(grad.dtype)
+        of_weight = (scaled.t() @ values.to(grad.dtype)).to(weight.dtype)
+    if needs[2]:
+        of_bias = grad.sum(0)
+    return back, of_weight, of_bias
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows = Fp8Rows.of(x)
-        of_x = (rows.values, rows.scale) if ctx.needs_input_grad[1] else (None, None)
-        ctx.save_for_backward(weight, *of_x)
-        return product(rows, Fp8Rows.of(weight), bias, x.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, values, scale = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        back = of_weight = of_bias = None
-        if needs[0]:
-            rows = Fp8Rows.of(weight)
-            back = (grad * rows.scale).to(grad.dtype) @ rows.values.to(grad.dtype)
-        if needs[1]:
-            scaled = (grad * scale[:, None]).to(grad.dtype)
-            of_weight = (scaled.t() @ values.to(grad.dtype)).to(weight.dtype)
-        if needs[2]:
-            of_bias = grad.sum(0)
-        return back, of_weight, of_bias
+_trained_product.register_autograd(_gradient, setup_context=_save)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As `F.linear`, with the quantised product, for training: x [.., K], weight [O, K]."""
-    y: Tensor = _TrainedProduct.apply(x.reshape(-1, x.shape[-1]), weight, bias)
-    return y.view(*x.shape[:-1], len(weight))
+    y = _trained_product(x.reshape(-1, x.shape[-1]), weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_by_copy(x: Tensor, weight: Fp8Rows, bias: Tensor | None) -> Tensor:
+    """The same with a weight [O, K] that is quantised already, where nothing is trained."""
+    y = _quantised_product(x.reshape(-1, x.shape[-1]), weight.values, weight.scale, bias)
+    return y.view(*x.shape[:-1], weight.values.shape[0])

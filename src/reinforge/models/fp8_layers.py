@@ -51,7 +51,6 @@ class Fp8Layers:
         self.source: Source = "plain"
         self._own: dict[int, Fp8Weight] = {}  # by place
         self._joint: dict[int, Fp8Weight] = {}  # of a family, by the place of its first
-        self._last: tuple[Tensor, Fp8Rows] | None = None  # an input that several layers read
         for place, linear in enumerate(self.linears):
             linear.forward = _Fp8Part(self, linear, place).forward  # type: ignore[method-assign]
 
@@ -77,7 +76,8 @@ class Fp8Layers:
         memo[id(self)] = made
         made.families = []
         made.source = "plain" if self.source == "copies" else self.source
-        made._own, made._joint, made._last = {}, {}, None
+        made._own = {}
+        made._joint = {}
         return made
 
     @property
@@ -139,21 +139,6 @@ class Fp8Layers:
             yield
         finally:
             self.source = before
-            self._last = None
-
-    # ---- a layer ----
-
-    def multiply(self, place: int, x: Tensor) -> Tensor:
-        """With an engine's copy of the weight in this place."""
-        weight = self._own[place]
-        y = fp8.product(self._quantised(x), weight.rows, weight.bias, x.dtype)
-        return y.view(*x.shape[:-1], len(weight.rows.scale))
-
-    def _quantised(self, x: Tensor) -> Fp8Rows:
-        """q, k and v read the same input, and so do gate and up."""
-        if self._last is None or self._last[0] is not x:
-            self._last = (x, Fp8Rows.of(x.reshape(-1, x.shape[-1])))
-        return self._last[1]
 
     def joint(self, first: int, count: int) -> Fp8Weight:
         """The copy of `count` layers that read the same input, from this place on."""
@@ -172,7 +157,8 @@ class _Fp8Part(OtherForward):
     def forward(self, input: Tensor) -> Tensor:
         linear = self.linear
         if self.layers.source == "copies":
-            return self.layers.multiply(self.place, input)
+            copy = self.layers.joint(self.place, 1)
+            return fp8.linear_by_copy(input, copy.rows, copy.bias)
         if self.layers.source == "fresh":
             return fp8.linear(input, linear.weight, linear.bias)
         if self.inner is not None:

@@ -109,6 +109,24 @@ def test_what_is_not_trained_has_no_gradient() -> None:
     assert weight.grad is None
 
 
+def test_a_compiler_takes_it_as_it_is() -> None:
+    """One graph, forward and backward, for any number of tokens."""
+
+    def twice(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return fp8.linear(fp8.linear(x, weight, None).relu(), weight, None)
+
+    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (3, 5):
+        found = []
+        for function in (twice, compiled):
+            x = normal(tokens, 32).requires_grad_()
+            weight = normal(32, 32, seed=1).requires_grad_()
+            function(x, weight).square().sum().backward()
+            found.append((x.grad, weight.grad))
+        for mine, plain in zip(*found, strict=True):
+            torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-5)
+
+
 # ---- the layers of a model ----
 
 
