@@ -1,5 +1,5 @@
-"""Writes docs/reference/config.md from the configuration schema, and compatibility.md beside it
-from the tables that refuse a configuration.
+"""Writes docs/reference/config.md from the configuration schema, compatibility.md beside it from
+the tables that refuse a configuration, and python.md from what the package exports.
 
 A test checks that the committed pages are these.
 """
@@ -12,10 +12,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from api_reference import api_markdown  # noqa: E402
+
 from reinforge.config.reference import reference_markdown  # noqa: E402
 from reinforge.config.rules.page import compatibility_markdown  # noqa: E402
 
-PAGES = {"config.md": reference_markdown, "compatibility.md": compatibility_markdown}
+PAGES = {
+    "config.md": reference_markdown,
+    "compatibility.md": compatibility_markdown,
+    "python.md": api_markdown,
+}
 
 if __name__ == "__main__":
     folder = ROOT / "docs" / "reference"

@@ -11,16 +11,28 @@ from typing import TYPE_CHECKING, Any
 from reinforge.version import __version__
 
 if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` brings the same
-    from reinforge.api import evaluate, train
+    from reinforge.api import Trainer, chat, evaluate, generate, score, train
+    from reinforge.build.result import RunResult
     from reinforge.config.load import load_config
     from reinforge.config.schema import Config
     from reinforge.core.engine import Sampling
     from reinforge.core.errors import InputError
     from reinforge.core.sample import Group, Row, Sample
+    from reinforge.loops.callbacks import Callback
+    from reinforge.loops.control import RunControl
+    from reinforge.loops.open_step import RunStep
 
 _PUBLIC = {
     "train": "reinforge.api:train",
+    "Trainer": "reinforge.api:Trainer",
+    "RunResult": "reinforge.build.result:RunResult",
+    "RunStep": "reinforge.loops.open_step:RunStep",
+    "Callback": "reinforge.loops.callbacks:Callback",
+    "RunControl": "reinforge.loops.control:RunControl",
     "evaluate": "reinforge.api:evaluate",
+    "generate": "reinforge.api:generate",
+    "score": "reinforge.api:score",
+    "chat": "reinforge.api:chat",
     "load_config": "reinforge.config.load:load_config",
     "Config": "reinforge.config.schema:Config",
     "Row": "reinforge.core.sample:Row",
@@ -32,7 +44,15 @@ _PUBLIC = {
 
 __all__ = [
     "train",
+    "Trainer",
+    "RunResult",
+    "RunStep",
+    "Callback",
+    "RunControl",
     "evaluate",
+    "generate",
+    "score",
+    "chat",
     "load_config",
     "Config",
     "Row",

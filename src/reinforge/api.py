@@ -24,14 +24,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from itertools import count
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
 from reinforge.build.caller_objects import CallerObjects
-from reinforge.build.run import RunResult, train_config
-from reinforge.config.load import config_from_dict
-from reinforge.config.pipeline import Pipeline, load_any
+from reinforge.build.result import RunResult
+from reinforge.build.run import ConfigTrainer
+from reinforge.config.load import config_from_dict, load_config
+from reinforge.config.pipeline import Pipeline, is_pipeline, load_any
 from reinforge.config.rewards import RewardConfig
 from reinforge.config.schema import Config
 from reinforge.config.strict import parse
@@ -40,24 +42,22 @@ from reinforge.core.errors import InputError
 from reinforge.data.objects import rows_of
 from reinforge.pipelines.run import run_pipeline
 from reinforge.rewards.build import GivenRewards, describe_rewards
+from reinforge.rewards.load import name_of_given
+from reinforge.watch.logs import read_lines
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from reinforge.core.row import Row
+    from reinforge.loops.callbacks import GivenCallbacks
+    from reinforge.offline.conversation import Conversation
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 UNKNOWN = {  # what other libraries' trainers take, and what to do here
-    "tokenizer": (
-        "The tokenizer in the model's directory is used; another one's directory or hub id:"
-        ' overrides=["model.tokenizer=PATH"].'
-    ),
-    "processing_class": (
-        "The tokenizer in the model's directory is used; another one's directory or hub id: "
-        'overrides=["model.tokenizer=PATH"].'
-    ),
-    "callbacks": (
-        "There are none. Metrics go to metrics.jsonl in the run's directory and to run.log.sinks; "
-        "to act between steps, write the loop yourself: recipes/loop.py."
-    ),
+    "processing_class": "It is called tokenizer here.",
     "args": "Settings are arguments of their own, or overrides; docs/migrate.md has the names.",
     "train_dataset": "It is called data here.",
     "eval_dataset": "It is called eval_data here.",
@@ -70,6 +70,7 @@ UNKNOWN = {  # what other libraries' trainers take, and what to do here
     "max_steps": "It is called steps here.",
     "num_generations": "It is called group_size here.",
 }
+WHERE = "reinforge.train"  # of what is wrong with the arguments
 
 
 def _known_names(function: Callable[P, T]) -> Callable[P, T]:
@@ -77,7 +78,7 @@ def _known_names(function: Callable[P, T]) -> Callable[P, T]:
 
     Its signature stays what it is.
     """
-    known = inspect.signature(function).parameters
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -86,59 +87,93 @@ def _known_names(function: Callable[P, T]) -> Callable[P, T]:
                 near = difflib.get_close_matches(name, known, 1)
                 listed = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}."
                 fix = UNKNOWN.get(name, listed)
-                raise InputError(f"has no argument {name}.", where="reinforge.train", fix=fix)
+                raise InputError(f"has no argument {name}.", where=WHERE, fix=fix)
         return function(*args, **kwargs)
 
     return call
 
 
-@_known_names
-def train(
-    config: str | Path | Mapping[str, Any] | Config | None = None,
-    *,
-    model: str | Path | None = None,
-    data: str | Path | Iterable[Any] | None = None,
-    eval_data: str | Path | Iterable[Any] | None = None,
-    rewards: GivenRewards | None = None,
-    algorithm: str = "grpo",
-    dir: str | Path | None = None,
-    steps: int | None = None,
-    learning_rate: float = 1e-5,
-    max_new_tokens: int = 256,
-    group_size: int = 8,
-    prompts_per_step: int = 64,
-    seed: int = 0,
-    adapter: Mapping[str, Any] | None = None,
-    overrides: Sequence[str] = (),
-) -> RunResult:
-    """Trains a model.
+class Trainer(ConfigTrainer):
+    """A run that can be stepped, stopped, saved and evaluated: `for step in trainer`.
+    `reinforge.train` and `reinforge train` go through the same loop.
 
-    Give a config (file, dict or object), or the usual few things by name; `overrides` reach
-    everything else (`"train.schedule.kind=cosine"`).
+    A step comes with its rollouts and rewards, before its update: its rewards and advantages can be
+    changed, or the step skipped. It is trained when the next one is asked for, or by
+    `step.update()`. Use it as a context manager, or close it: a run that is left open holds the
+    lock of its directory, and what it has done since its newest checkpoint is lost.
 
-    `model` is the path of a directory or a hub id. A model that is in memory is saved first, with
-    its tokenizer. `data` is a path, a source name, or rows: an iterable of dicts with a `prompt`
-    (and whatever columns the rewards want), a pandas or polars data frame, a pyarrow table, a
-    `datasets.Dataset`, or a dict of columns; `eval_data` the same, or hold rows out with
-    `overrides=["data.eval.size=100"]`.
-    `rewards` are names, functions `(prompts, completions, **columns) -> list[float | None]`, plain
-    or async, or pairs (function, weight), in any mixture; one alone needs no list. Beside a config
-    they take the place of its rewards, and one whose name the config has keeps the weight and
-    options that it has there.
-    `dir` is where the run is written: by default a new `runs/<algorithm>-<date>-<time>`. To
-    continue a run, give its `dir`.
+    While it is open, Ctrl-C ends the run after the step in hand, with a checkpoint.
     """
-    _check_named(model, adapter)
-    paths = {
-        name: str(value)
-        for name, value in (("data", data), ("eval_data", eval_data))
-        if isinstance(value, str | Path)
-    }
-    given = CallerObjects(data=_rows("data", data), eval_data=_rows("eval_data", eval_data))
-    if config is not None:
-        usual = inspect.signature(train).parameters
-        named_too = {
-            "model": model,
+
+    @_known_names
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any] | Config | None = None,
+        *,
+        model: str | Path | nn.Module | None = None,
+        tokenizer: Any = None,
+        data: str | Path | Iterable[Any] | None = None,
+        eval_data: str | Path | Iterable[Any] | None = None,
+        rewards: GivenRewards | None = None,
+        algorithm: str = "grpo",
+        dir: str | Path | None = None,
+        steps: int | None = None,
+        learning_rate: float = 1e-5,
+        max_new_tokens: int = 256,
+        group_size: int = 8,
+        prompts_per_step: int = 64,
+        seed: int = 0,
+        adapter: Mapping[str, Any] | None = None,
+        advantage: Callable[..., Any] | None = None,
+        loss: Callable[..., Any] | None = None,
+        sampler: Callable[[Row, int], float] | None = None,
+        callbacks: GivenCallbacks = (),
+        overrides: Sequence[str] = (),
+    ):
+        """Give a config (file, dict or object), or the usual few things by name; `overrides` reach
+        everything else (`"train.schedule.kind=cosine"`).
+
+        `model` is the path of a directory, a hub id, or a causal LM of transformers or peft that is
+        in memory, with its `tokenizer`: it is trained in place, and what it begins with is written
+        to `initial` in the run's directory. `tokenizer` beside a path takes the place of the
+        model's own: another path, or an object.
+        `data` is a path, a source name, or rows: an iterable of dicts with a `prompt` (and whatever
+        columns the rewards want), a pandas or polars data frame, a pyarrow table, a
+        `datasets.Dataset`, a torch `Dataset`, or a dict of columns; `eval_data` the same, or hold
+        rows out with `overrides=["data.eval.size=100"]`.
+        `rewards` are names, functions `(prompts, completions, **columns) -> list[float | None]`,
+        plain or async, or pairs (function, weight), in any mixture; one alone needs no list. Beside
+        a config they take the place of its rewards, and one whose name the config has keeps the
+        weight and options that it has there.
+        `advantage` and `loss` are functions in place of the algorithm's own, of a policy gradient:
+        `(rollouts, options) -> advantages` and `(logprobs, old, advantages, sequence) -> (losses,
+        metrics)`, one number per trained token. `sampler(row, step)` gives the probability that a
+        row is taken when the run comes to it. A run that is continued must be given them again,
+        unless they can be imported.
+        `callbacks` are objects of classes that derive from `reinforge.Callback`, functions
+        `(run, step)` that are called after every step, and callbacks of transformers.
+        `dir` is where the run is written: by default a new `runs/<algorithm>-<date>-<time>`. To
+        continue a run, give its `dir`.
+        """
+        _check_objects(model, tokenizer, adapter)
+        module = None if model is None or isinstance(model, str | Path) else model
+        paths = {
+            name: str(value)
+            for name, value in (("data", data), ("eval_data", eval_data))
+            if isinstance(value, str | Path)
+        }
+        given = CallerObjects(
+            data=_rows("data", data),
+            eval_data=_rows("eval_data", eval_data),
+            module=module,
+            tokenizer=None if isinstance(tokenizer, str | Path) else tokenizer,
+            parts={name_of_given(part): part for part in (advantage, loss) if part is not None},
+            sampler=sampler,
+            callbacks=callbacks,
+        )
+        named: dict[str, Any] = {
+            "model": model if module is None else None,
+            "tokenizer": tokenizer if given.tokenizer is None else None,
             "algorithm": algorithm,
             "dir": dir,
             "steps": steps,
@@ -149,60 +184,112 @@ def train(
             "seed": seed,
             "adapter": adapter,
         }
-        ignored = [
-            name for name, value in named_too.items() if value != usual[name].default
-        ] + list(paths)
-        if ignored:
+        if config is not None:
+            _check_not_ignored(named, paths)
+        elif model is None or data is None:
             raise InputError(
-                f"{', '.join(ignored)} would be ignored beside a config.",
-                where="reinforge.train",
-                fix='Set it in the config, or with overrides=["train.learning_rate=1e-4"].',
+                "model and data are needed.",
+                where=WHERE,
+                fix="Give them by name, or give a config file.",
             )
-    elif model is None or data is None:
+        else:
+            config = _config_of(named, paths)
+        if isinstance(config, Config):
+            config = config.model_dump(mode="json")
+        if rewards is not None:
+            described, given.functions = describe_rewards(rewards, _declared(config))
+            overrides = [
+                f"rewards={json.dumps([r.model_dump(mode='json') for r in described])}",
+                *overrides,
+            ]
+        overrides = [*_part_overrides(advantage, loss), *overrides]
+        super().__init__(given.named(_loaded(config, overrides)), given)
+
+
+def _check_not_ignored(named: Mapping[str, Any], paths: Mapping[str, str]) -> None:
+    """What would say nothing beside a config is refused."""
+    usual = inspect.signature(Trainer).parameters
+    ignored = [name for name, value in named.items() if value != usual[name].default]
+    ignored += list(paths)
+    if ignored:
         raise InputError(
-            "model and data are needed.",
-            where="reinforge.train",
-            fix="Give them by name, or give a config file.",
+            f"{', '.join(ignored)} would be ignored beside a config.",
+            where=WHERE,
+            fix='Set it in the config, or with overrides=["train.learning_rate=1e-4"].',
         )
-    else:
-        config = {
-            "model": {"path": str(model)},
-            "algorithm": {"name": algorithm, "group_size": group_size},
-            "data": {
-                "source": paths.get("data", "python"),
-                "eval": {"source": paths.get("eval_data")},
-            },
-            "rollout": {"max_new_tokens": max_new_tokens},
-            "run": {"dir": str(dir or new_dir(algorithm)), "seed": seed},
-            "train": {
-                "steps": steps or 100,
-                "learning_rate": learning_rate,
-                "prompts_per_step": prompts_per_step,
-            },
-            **({"adapter": dict(adapter)} if adapter is not None else {}),
-        }
-    if isinstance(config, Config):
-        config = config.model_dump(mode="json")
-    if rewards is not None:
-        described, given.functions = describe_rewards(rewards, _declared(config))
-        overrides = [
-            f"rewards={json.dumps([r.model_dump(mode='json') for r in described])}",
-            *overrides,
-        ]
-    if isinstance(config, (str, Path)):
-        loaded = load_any(Path(config), overrides)
-        return (
-            _train_pipeline(loaded, given)
-            if isinstance(loaded, Pipeline)
-            else train_config(loaded, given)
-        )
-    return train_config(
-        config_from_dict(dict(config), where="reinforge.train", overrides=overrides), given
-    )
 
 
-def _check_named(model: Any, adapter: Any) -> None:
-    """Objects where a path is wanted: other libraries take them."""
+def _config_of(named: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
+    """The config of what was given by name."""
+    algorithm = named["algorithm"]
+    adapter = named["adapter"]
+    return {
+        # of one that is in memory, `CallerObjects.named` says where it is written
+        "model": {"path": str(named["model"] or "python"), **_tokenizer_path(named)},
+        "algorithm": {"name": algorithm, "group_size": named["group_size"]},
+        "data": {
+            "source": paths.get("data", "python"),
+            "eval": {"source": paths.get("eval_data")},
+        },
+        "rollout": {"max_new_tokens": named["max_new_tokens"]},
+        "run": {"dir": str(named["dir"] or new_dir(algorithm)), "seed": named["seed"]},
+        "train": {
+            "steps": named["steps"] or 100,
+            "learning_rate": named["learning_rate"],
+            "prompts_per_step": named["prompts_per_step"],
+        },
+        **({"adapter": dict(adapter)} if adapter is not None else {}),
+    }
+
+
+def _part_overrides(advantage: Any, loss: Any) -> list[str]:
+    """The algorithm's keys for functions that were given."""
+    parts = (("advantage", advantage), ("surrogate", loss))
+    return [
+        f"algorithm.{key}={json.dumps(name_of_given(part))}"
+        for key, part in parts
+        if part is not None
+    ]
+
+
+def _tokenizer_path(named: Mapping[str, Any]) -> dict[str, str]:
+    return {} if named["tokenizer"] is None else {"tokenizer": str(named["tokenizer"])}
+
+
+def _loaded(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    if not isinstance(config, str | Path):
+        return config_from_dict(dict(config), where=WHERE, overrides=overrides)
+    return load_config(Path(config), overrides)
+
+
+def _as_trainer_takes(
+    kind: Callable[P, Any],
+) -> Callable[[Callable[..., RunResult]], Callable[P, RunResult]]:
+    """Gives a function the arguments of `Trainer`."""
+
+    def dressed(function: Callable[..., RunResult]) -> Callable[P, RunResult]:
+        signature = inspect.signature(kind)
+        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            return_annotation="RunResult"
+        )
+        function.__doc__ = f"{inspect.getdoc(function)}\n\n{inspect.getdoc(Trainer.__init__)}"
+        return function
+
+    return dressed
+
+
+@_as_trainer_takes(Trainer)
+def train(config: Any = None, **arguments: Any) -> RunResult:
+    """Trains a model: all steps of a `reinforge.Trainer` with the same arguments, or all stages of
+    a pipeline.
+    """
+    if isinstance(config, str | Path) and is_pipeline(Path(config)):
+        return _train_pipeline(Path(config), **arguments)
+    return Trainer(config, **arguments).run()
+
+
+def _check_objects(model: Any, tokenizer: Any, adapter: Any) -> None:
+    """What is given as an object is what it should be."""
     if adapter is not None and not isinstance(adapter, Mapping):
         raise InputError(
             f"adapter is a {type(adapter).__name__}, not a dict.",
@@ -212,36 +299,47 @@ def _check_named(model: Any, adapter: Any) -> None:
                 ' "v_proj"]}.'
             ),
         )
+    if not isinstance(tokenizer, str | Path | None) and not hasattr(tokenizer, "save_pretrained"):
+        raise InputError(
+            f"tokenizer is a {type(tokenizer).__name__} object.",
+            where="tokenizer",
+            fix="Give a tokenizer of transformers, or the path of one.",
+        )
     if model is None or isinstance(model, str | Path):
         return
-    kind = type(model).__name__
-    if hasattr(model, "peft_config") and hasattr(model, "merge_and_unload"):
-        fix = (
-            'Save it with model.save_pretrained("my-adapter") and give the base model\'s path, with'
-            ' adapter={"path": "my-adapter"}; or save model.merge_and_unload() and give that'
-            " directory."
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "get_output_embeddings"):
+        raise InputError(
+            f"model is a {type(model).__name__} object, and no causal LM.",
+            where="model",
+            fix=(
+                "Give the path of a directory with config.json and weights, a hub id such as"
+                " org/name, or a causal LM of transformers or peft."
+            ),
         )
-    elif hasattr(model, "save_pretrained"):
-        fix = (
-            'Save it with model.save_pretrained("my-model") and'
-            ' tokenizer.save_pretrained("my-model"), and give model="my-model".'
+    if tokenizer is None:
+        raise InputError(
+            "a model that is in memory needs its tokenizer.",
+            where="tokenizer",
+            fix="Give it too: tokenizer=AutoTokenizer.from_pretrained(...).",
         )
-    else:
-        fix = (
-            "Give the path of a directory with config.json and weights, or a hub id such as"
-            " org/name."
+    if adapter is not None and hasattr(model, "peft_config"):
+        raise InputError(
+            "the model has an adapter already.",
+            where="adapter",
+            fix="Leave the argument out, or give the model without its adapter.",
         )
-    raise InputError(f"model is a {kind} object, and a path is needed.", where="model", fix=fix)
 
 
-def _train_pipeline(pipeline: Pipeline, given: CallerObjects) -> RunResult:
+def _train_pipeline(config: Path, overrides: Sequence[str] = (), **arguments: Any) -> RunResult:
     """Metrics are named by stage: `grpo/eval/accuracy`."""
-    if given.data is not None or given.eval_data is not None or given.functions:
+    if arguments:
         raise InputError(
             "objects cannot be given beside a pipeline: its stages could not be made again.",
-            where="reinforge.train",
+            where=WHERE,
             fix="Write data to files, and name rewards as `file.py:function`.",
         )
+    pipeline = load_any(config, overrides)
+    assert isinstance(pipeline, Pipeline)
     result = run_pipeline(pipeline)
     return RunResult(result.run_dir, result.metrics, 0, None, result.report)
 
@@ -297,9 +395,9 @@ def evaluate(
 
 
 def generate(
-    model: str,
-    prompts: str | Path | None,
-    out: str | Path,
+    model: str | Path,
+    prompts: str | Path | Iterable[Any] | None,
+    out: str | Path | None = None,
     *,
     n: int = 1,
     temperature: float = 1.0,
@@ -308,26 +406,83 @@ def generate(
     seed: int = 0,
     adapter: str | None = None,
     **more: Any,
-) -> int:
-    """Completions for every row of a prompts file, as JSONL: the row's columns, completion, tokens,
-    logprobs, stop. Returns rows written. `max_new_tokens` is by default that of the run or
+) -> list[dict[str, Any]]:
+    """Completions: for every prompt `n` dicts with the row's columns, completion, tokens, logprobs
+    and stop.
+
+    `model` is a run directory (its newest checkpoint), a directory, a hub id or a GGUF file.
+    `prompts` are texts, rows as `reinforge.train` takes them, or the path of a file; None: those of
+    the run or configuration. With `out` they are written there too, as JSONL; what was answered
+    before a kill is then not asked again. `max_new_tokens` is by default that of the run or
     configuration, else 256. `more`: config, server, labelling, raw, logprobs, token_ids and
     constraint (`reinforge.core.constraint.Constraint`) of
     `reinforge.offline.generate.generate_file`.
     """
     from reinforge.offline.generate import generate_file
 
-    return run_sync(
-        generate_file(
-            model,
-            prompts,
-            Path(out),
-            n=n,
-            temperature=temperature,
-            top_p=top_p,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            adapter=adapter,
-            **more,
+    with TemporaryDirectory() as folder:
+        file = Path(out) if out is not None else Path(folder) / "completions.jsonl"
+        run_sync(
+            generate_file(
+                str(model),
+                _prompts_file(prompts, Path(folder)),
+                file,
+                n=n,
+                temperature=temperature,
+                top_p=top_p,
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                adapter=adapter,
+                **more,
+            )
         )
+        return list(read_lines(file))
+
+
+def _prompts_file(prompts: str | Path | Iterable[Any] | None, folder: Path) -> Path | str | None:
+    """Prompts that are given as objects, as a file."""
+    if prompts is None or isinstance(prompts, str | Path):
+        return prompts
+    rows = [{"prompt": row} if isinstance(row, str) else row for row in rows_of(prompts, "prompts")]
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+    return file
+
+
+def score(
+    rewards: GivenRewards, data: Iterable[Any], completions: Sequence[str] | None = None
+) -> list[dict[str, float | None]]:
+    """What rewards say of completions: for each a dict with every component and their weighted
+    total, `reward`.
+
+    `rewards` and `data` are as `reinforge.train` takes them. The completions are given beside the
+    rows, or stand in their column `completion`.
+    """
+    from reinforge.offline.score import score_rows
+
+    return score_rows(rewards, data, completions)
+
+
+def chat(
+    model: str | Path,
+    *,
+    system: str | None = None,
+    temperature: float = 0.7,
+    top_p: float = 0.95,
+    max_new_tokens: int = 512,
+    seed: int = 0,
+) -> Conversation:
+    """A conversation with a model: `say` gives its answer, `reset` forgets what was said.
+
+    `model` is a run directory (its newest checkpoint), a directory, a hub id or a GGUF file.
+    """
+    from reinforge.offline.conversation import Conversation
+
+    return Conversation(
+        str(model),
+        system=system,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
     )

@@ -379,6 +379,7 @@ def test_dependencies_are_honest() -> None:
         "wandb",
         "mlflow",
         "trackio",
+        "plots",
         "gguf",
         "qlora",
         "tasks",

@@ -13,7 +13,11 @@ SEEN = (
     "reinforge",
     "reinforge.version",
     "reinforge.api",
+    "reinforge.build.result",
     "reinforge.build.run",
+    "reinforge.loops.callbacks",
+    "reinforge.loops.control",
+    "reinforge.loops.open_step",
     "reinforge.config.*",
     "reinforge.core.*",
 )
@@ -34,6 +38,7 @@ reveal_type(reinforge.Sampling)
 reveal_type(reinforge.InputError)
 result = reinforge.train(model="m", data=[{"prompt": "a"}])
 reveal_type(result.steps)
+for step in reinforge.Trainer("run.yaml"): reveal_type(step.rewards)
 reinforge.train(model="m", stepz=3)
 reinforge.tarin
 """
@@ -62,14 +67,14 @@ def test_a_type_checker_knows_the_public_names(tmp_path: Path) -> None:
         for line in lines
         if "Revealed type" in line
     }
-    assert sorted(seen) == [*range(3, 12), 13], result.stdout + result.stderr
+    assert sorted(seen) == [*range(3, 12), 13, 14], result.stdout + result.stderr
     assert not [n for n, text in seen.items() if text.startswith("Any")]
-    assert "reinforge.build.run.RunResult" in seen[3] and "learning_rate" in seen[3]
+    assert "reinforge.build.result.RunResult" in seen[3] and "learning_rate" in seen[3]
     assert "reinforge.config.schema.Config" in seen[5]
     assert seen[13].startswith("int") or seen[13].startswith("builtins.int")
-    assert any(line.startswith("use.py:14: error: Unexpected keyword") for line in lines), (
+    assert any(line.startswith("use.py:15: error: Unexpected keyword") for line in lines), (
         result.stdout
     )
-    assert any(line.startswith("use.py:15: error: Module has no attribute") for line in lines), (
+    assert any(line.startswith("use.py:16: error: Module has no attribute") for line in lines), (
         result.stdout
     )

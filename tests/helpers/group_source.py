@@ -13,4 +13,5 @@ async def take_batch(source: GroupSource, step: int = 0, version: int = 0) -> Ro
     except BaseException:
         source.cursor.load(before)
         raise
-    return source.commit(result, step, version)
+    source.commit(result, step, version)
+    return result

@@ -14,7 +14,8 @@ import torch
 from helpers.toy_rewards import odd
 from helpers.toys import SilentView
 from reinforge.build.caller_objects import CallerObjects
-from reinforge.build.run import RunResult, train_config
+from reinforge.build.result import RunResult
+from reinforge.build.run import train_config
 from reinforge.checkpoint import store
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config

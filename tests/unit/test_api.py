@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +110,13 @@ def test_what_is_missing_is_said(arguments: dict[str, Any], says: str, tmp_path:
     ("given", "says"),
     [
         (
-            {"tokenizer": object()},
-            r"reinforge\.train: has no argument tokenizer\..*model\.tokenizer=PATH",
-        ),
-        (
             {"processing_class": object()},
-            r"has no argument processing_class\..*model\.tokenizer=PATH",
+            r"has no argument processing_class\. It is called tokenizer",
         ),
-        ({"callbacks": []}, r"has no argument callbacks\..*run\.log\.sinks"),
         ({"train_dataset": ROWS}, r"has no argument train_dataset\. It is called data"),
         ({"peft_config": object()}, r"has no argument peft_config\. It is called adapter"),
         ({"learning_rat": 1e-4}, r"has no argument learning_rat\. Did you mean learning_rate"),
-        ({"zzz": 1}, r"has no argument zzz\. There are: config, model, data"),
+        ({"zzz": 1}, r"has no argument zzz\. There are: config, model, tokenizer, data"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -129,16 +125,12 @@ def test_an_argument_that_there_is_not_is_an_input_error(given: dict[str, Any], 
         reinforge.train(model="m", data=ROWS, rewards=[share_of_a], **given)
 
 
-def test_models_and_adapters_as_objects_are_refused_with_the_way_to_go(
-    tiny_dir: str, tmp_path: Path
-) -> None:
-    """They were taken for the names of files: `File name too long: 'LlamaForCausalLM(…'`."""
+def test_objects_that_are_no_model_are_refused(tiny_dir: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     module = AutoModelForCausalLM.from_pretrained(tiny_dir)
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
-    name = type(module).__name__
 
     def refused(model: Any, says: str, **more: Any) -> None:
         with pytest.raises(InputError, match=says):
@@ -146,18 +138,14 @@ def test_models_and_adapters_as_objects_are_refused_with_the_way_to_go(
                 model=model, data=ROWS, rewards=[share_of_a], dir=tmp_path / "run", **more
             )
 
-    refused(
-        module,
-        rf"^model: model is a {name} object, and a path is needed\. .*model\.save_pretrained",
-    )
-    refused(tokenizer, r"model is a \w+ object.*save_pretrained")
+    refused(module, r"^tokenizer: a model that is in memory needs its tokenizer")
+    refused(tokenizer, r"model is a \w+ object, and no causal LM", tokenizer=tokenizer)
     refused(object(), r"model is a object object.*hub id")
+    refused(tiny_dir, r"tokenizer is a object object", tokenizer=object())
     settings = LoraConfig(r=2, target_modules=["q_proj"])
     refused(tiny_dir, r"^adapter: adapter is a LoraConfig, not a dict\..*rank", adapter=settings)
-    refused(
-        get_peft_model(module, settings),
-        r'model is a Peft\w+ object.*adapter=\{"path": "my-adapter"\}.*merge_and_unload',
-    )
+    adapted = get_peft_model(module, settings)
+    refused(adapted, "has an adapter already", tokenizer=tokenizer, adapter={"rank": 2})
     assert not (tmp_path / "run").exists()
 
 
@@ -547,14 +535,13 @@ def test_evaluate_scores_the_checkpoint_not_the_start(tiny_dir: str, tmp_path: P
 
 
 def test_generate_writes_what_was_sampled(tiny_dir: str, tmp_path: Path) -> None:
-    from reinforge.api import generate
-
+    generate = reinforge.generate
     prompts = tmp_path / "p.jsonl"
     out = tmp_path / "deep" / "o.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{i}: ", "tag": i}) + "\n" for i in range(3)))
-    assert generate(tiny_dir, prompts, out, n=2, max_new_tokens=5, seed=1) == 6
+    made = generate(tiny_dir, prompts, out, n=2, max_new_tokens=5, seed=1)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["tag"] for line in lines] == [0, 0, 1, 1, 2, 2]
+    assert made == lines and [line["tag"] for line in lines] == [0, 0, 1, 1, 2, 2]
     model = load_model(ModelConfig(path=tiny_dir))
     for line in lines:
         prompt = model.tokenizer(line["prompt"], add_special_tokens=False).input_ids
@@ -573,3 +560,81 @@ def test_generate_writes_what_was_sampled(tiny_dir: str, tmp_path: Path) -> None
     first = out.read_text()
     generate(tiny_dir, prompts, out, n=2, max_new_tokens=5, seed=1)
     assert out.read_text() == first
+
+
+def test_generate_for_prompts_in_memory(tiny_dir: str) -> None:
+    texts = [f"{i}: " for i in range(3)]
+    plain = reinforge.generate(tiny_dir, texts, max_new_tokens=5, seed=1)
+    rows = reinforge.generate(
+        Path(tiny_dir), [{"prompt": text} for text in texts], max_new_tokens=5, seed=1
+    )
+    assert [line["prompt"] for line in plain] == texts
+    assert [line["tokens"] for line in plain] == [line["tokens"] for line in rows]
+    assert all(1 <= len(line["tokens"]) <= 5 for line in plain)
+
+
+def test_score() -> None:
+    rows = [{"prompt": "1+1=", "answer": 2, "completion": c} for c in ("2", "3", "it is 2")]
+    found = reinforge.score([("exact_match", 0.5), ones], rows)
+    assert found == [
+        {"exact_match": 1.0, "ones": 1.0, "reward": 1.5},
+        {"exact_match": 0.0, "ones": 1.0, "reward": 1.0},
+        {"exact_match": 0.0, "ones": 1.0, "reward": 1.0},
+    ]
+    assert reinforge.score("exact_number", rows, ["2", "2", "5"]) == [
+        {"exact_number": 1.0, "reward": 1.0},
+        {"exact_number": 1.0, "reward": 1.0},
+        {"exact_number": 0.0, "reward": 0.0},
+    ]
+    with pytest.raises(InputError, match=r"completions: 3 rows"):
+        reinforge.score(ones, rows, ["2"])
+
+
+def test_chat(tiny_dir: str) -> None:
+    """The model's context fills up with what was said."""
+    talk = reinforge.chat(tiny_dir, temperature=0.0, max_new_tokens=4)
+    first = talk.say("1+1=")
+    assert [m["role"] for m in talk.messages] == ["user", "assistant"]
+    assert talk.messages[1]["content"] == first
+    talk.reset()
+    assert talk.say("1+1=") == first and len(talk.messages) == 2
+    with pytest.raises(InputError, match=r"chat: the conversation has \d+ tokens"):
+        talk.say("x" * 5000)
+
+
+# results
+
+
+def test_what_a_result_has(tiny_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = reinforge.train(
+        model=tiny_dir,
+        data=ROWS,
+        eval_data=[{"prompt": "x"}],
+        rewards=halves,
+        dir=tmp_path / "run",
+        **{**SMALL, "steps": 2},
+    )
+    assert repr(result) == (
+        f"<run {tmp_path / 'run'}: 2 steps, reward/mean 0.5, train/loss 0, eval/reward 0.5,"
+        " eval/accuracy 0>"
+    )
+    history = result.history
+    assert history.index.tolist() == [0, 1, 2] and history["reward/mean"].tolist()[1:] == [0.5, 0.5]
+    assert history["eval/reward"].notna().tolist() == [True, False, True]
+    prompt = result.tokenizer("1+1=", return_tensors="pt").input_ids
+    assert result.model(prompt).logits.shape[:2] == prompt.shape
+    assert result.model is result.model
+    figure = result.plot("reward/mean", "train/grad_norm")
+    drawn = [axis.get_title() for axis in figure.axes]
+    assert drawn == ["reward/mean", "train/grad_norm"]
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [0.5, 0.5]
+    assert [axis.get_title() for axis in result.plot().axes][:2] == ["reward/mean", "train/loss"]
+    with pytest.raises(InputError, match=r"no metric 'reward/men'\. Did you mean reward/mean"):
+        result.plot("reward/men")
+    for package, use in (
+        ("pandas", lambda r: r.history),
+        ("matplotlib.figure", lambda r: r.plot()),
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(InputError, match=f"needs {package.partition('.')[0]}"):
+            use(replace(result))

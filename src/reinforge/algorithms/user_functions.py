@@ -18,7 +18,8 @@ from reinforge.core.errors import InputError
 
 def is_ours(function: Any) -> bool:
     own = getattr(function, "func", function)  # settings may be bound to it
-    return getattr(own, "__module__", "").startswith("reinforge.")
+    module = getattr(own, "__module__", None) or ""  # of text that was executed: None
+    return module.startswith("reinforge.")
 
 
 def error_of(

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from reinforge.backends.distributed.ranks import launched
 from reinforge.build.attempt import Attempt
@@ -22,6 +22,8 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.loops.run import Run
 from reinforge.loops.view import ViewLike
+
+T = TypeVar("T")
 
 
 class RayAttempt(Attempt):
@@ -58,8 +60,10 @@ def run_on_ray(
     config: Config,
     given: CallerObjects,
     view: ViewLike,
-    execute: Callable[[Config, CallerObjects, ViewLike, Attempt, Factories], Run],
-) -> Run:
+    execute: Callable[
+        [Config, CallerObjects, ViewLike, Attempt, Factories], Generator[T, None, None]
+    ],
+) -> Generator[T, None, None]:
     """The run, attempted as often as `cluster.restarts` allows: a step that was cut is done again
     on the same draws, so the run comes out as if nothing had happened.
     """
@@ -83,7 +87,8 @@ def run_on_ray(
             attempt = RayAttempt(cluster, memory, lost_at)
             try:
                 cluster.begin()
-                return execute(config, given, view, attempt, RayFactories(cluster))
+                yield from execute(config, given, view, attempt, RayFactories(cluster))
+                return
             except ActorLost as lost:
                 lost_at = time.monotonic()
                 run = attempt.run
@@ -117,7 +122,7 @@ def _check(given: CallerObjects) -> None:
             where="cluster.kind",
             fix="Start it without torchrun, or set cluster.kind=local.",
         )
-    if given.model is not None:
+    if given.model is not None or given.module is not None:
         raise InputError(
             "an actor cannot load a model that was given as an object.",
             where="cluster.kind",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from reinforge.build.policy import load_policy
 from reinforge.checkpoint import store
 from reinforge.checkpoint.tensors import within
 from reinforge.config.adapter import AdapterConfig
@@ -16,7 +18,8 @@ from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.models.causal import VALUE_HEAD, CausalModel
-from reinforge.models.load import load_model
+from reinforge.models.lent import attend_as_transformers
+from reinforge.models.load import load_model, load_tokenizer
 from reinforge.models.packed import PackedModel
 
 
@@ -112,6 +115,21 @@ def open_model(
         ),
         None,
     )
+
+
+def open_module(run_dir: Path, module: Any = None) -> tuple[Any, Any]:
+    """The module and the tokenizer of a run, as transformers has them. `module`: the caller's own,
+    which the run has trained; else its newest checkpoint is loaded.
+    """
+    config, _ = config_of(run_dir)
+    if module is not None:
+        return module, load_tokenizer(config.model)
+    plain = config.model.model_copy(update={"exact": False, "compile": False})
+    policy = config.model_copy(update={"model": plain})
+    model = load_policy(policy, scores=config.algorithm.family == "reward")
+    load_weights(model, run_dir)
+    attend_as_transformers(model)
+    return model.module, model.tokenizer
 
 
 def base_of(source: str) -> tuple[str, str | None]:

@@ -4,7 +4,7 @@ that uses both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
@@ -27,7 +27,12 @@ from reinforge.rollout.rows.curriculum import (
 )
 from reinforge.rollout.rows.pass_rates import PassRateBands, PassRates
 from reinforge.rollout.rows.replay import ReplayBuffer
-from reinforge.rollout.rows.sampler import RowSampler, RowWeighting, TeachableWeighting
+from reinforge.rollout.rows.sampler import (
+    GivenWeighting,
+    RowSampler,
+    RowWeighting,
+    TeachableWeighting,
+)
 from reinforge.rollout.source import GroupSource
 
 
@@ -41,11 +46,13 @@ def make_source(
     best: float,
     lengths: Sequence[int] = (),
     requests: ResumableRequests | None = None,
+    sampler: Callable[[Row, int], float] | None = None,
 ) -> tuple[GroupSource, dict[str, Stateful]]:
     """The source, and those of its parts that belong in a checkpoint.
 
     `best` is the largest possible total reward, `lengths` are of the rows. With `requests`
     a source of partial rollouts: what a step does not wait for goes on in the next one.
+    `sampler`: a function of the caller's that says how likely a row is taken.
     """
     sampling = cfg.sampling
     parts = dict[str, Stateful]()
@@ -66,8 +73,9 @@ def make_source(
             rows, size=r.size, share=r.share, max_staleness=r.max_staleness, max_uses=r.max_uses
         )
         parts["replay"] = replay
+    weightings = row_weightings(cfg, rows, rates, lengths, sampler)
     shared: dict[str, Any] = {
-        "row_sampler": RowSampler(cursor, cfg.run.seed, row_weightings(cfg, rows, rates, lengths)),
+        "row_sampler": RowSampler(cursor, cfg.run.seed, weightings),
         "over_provision": sampling.over_provision,
         "journal": journal,
         "passrates": rates,
@@ -132,10 +140,18 @@ def make_buffer(
 
 
 def row_weightings(
-    cfg: Config, rows: Sequence[Row], rates: PassRates | None, lengths: Sequence[int] = ()
+    cfg: Config,
+    rows: Sequence[Row],
+    rates: PassRates | None,
+    lengths: Sequence[int] = (),
+    sampler: Callable[[Row, int], float] | None = None,
 ) -> list[RowWeighting]:
-    """What decides, besides the cursor, which rows a step takes. `lengths`: tokens of each."""
+    """What decides, besides the cursor, which rows a step takes. `lengths`: tokens of each.
+    `sampler`: a function of the caller's.
+    """
     found: list[RowWeighting] = []
+    if sampler is not None:
+        found.append(GivenWeighting(rows, sampler))
     curriculum = cfg.sampling.curriculum
     if curriculum is not None:
         ramp = QuantileRamp(

@@ -43,6 +43,7 @@ from reinforge.evals.heldout import HeldOutEvaluation, heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.evaluator import Evaluator
+from reinforge.loops.given_callbacks import Callbacks
 from reinforge.loops.run import Run
 from reinforge.loops.supervised import SupervisedTrainer
 from reinforge.loops.view import ViewLike
@@ -109,8 +110,9 @@ def build_supervised(
         uncontained=inputs.uncontained,
         passing=attempt.passing,
         began=attempt.began,
+        callbacks=Callbacks(given.callbacks),
     )
-    weightings = row_weightings(cfg, train.rows, None, train.longest)
+    weightings = row_weightings(cfg, train.rows, None, train.longest, given.sampler)
     row_sampler = RowSampler(cursor, cfg.run.seed, weightings)
     return SupervisedTrainer(
         run=run,

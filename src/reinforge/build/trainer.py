@@ -35,6 +35,7 @@ from reinforge.config.schema import Config
 from reinforge.core.sample import Group
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.evaluator import Evaluator
+from reinforge.loops.given_callbacks import Callbacks
 from reinforge.loops.rl import RLTrainer
 from reinforge.loops.run import Run
 from reinforge.loops.supervised import SupervisedTrainer
@@ -112,6 +113,7 @@ def build_rl(
         best=inputs.best,
         lengths=[len(prompts.ids[row.id]) for row in rows],
         requests=resumable_requests(cfg, engine),
+        sampler=given.sampler,
     )
     buffer, buffer_parts = make_buffer(cfg, source, steps)
     parts |= buffer_parts
@@ -149,6 +151,7 @@ def build_rl(
         uncontained=inputs.uncontained,
         passing=attempt.passing,
         began=attempt.began,
+        callbacks=Callbacks(given.callbacks),
     )
     return RLTrainer(
         run=run,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.algorithms.catalogue import spec_of
-from reinforge.build.run import RunResult, train_config
+from reinforge.build.result import RunResult
+from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 from reinforge.core.errors import InputError
 from reinforge.evals.statistics import wilson

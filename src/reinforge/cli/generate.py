@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reinforge.api import generate as generate_file
 from reinforge.cli.arguments import Temperature, TopP
 from reinforge.cli.structured import Grammar, JsonObject, JsonSchema, Regex, constraint_of
 from reinforge.config.load import load_config
 from reinforge.config.schema import Config
+from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
 from reinforge.data.readers import kind_of
 from reinforge.models.constraint_library import check as check_constraint
@@ -241,17 +241,21 @@ def generate(
             margin,
             n,
         )
-    rows = generate_file(
-        model,
-        source,
-        out,
-        n=n,
-        temperature=temperature,
-        top_p=top_p,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        adapter=adapter,
-        **more,
+    from reinforge.offline.generate import generate_file
+
+    rows = run_sync(
+        generate_file(
+            model,
+            source,
+            out,
+            n=n,
+            temperature=temperature,
+            top_p=top_p,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            adapter=adapter,
+            **more,
+        )
     )
     print(f"{rows} rows in {out}")
     if form is not None:

@@ -178,10 +178,19 @@ class Pipeline:
         return next(stage for stage in self.stages if stage.name == name)
 
 
+def is_pipeline(path: Path) -> bool:
+    """Whether a configuration file is that of a pipeline."""
+    return _has_stages(parse(read_text(path), str(path))[0])
+
+
+def _has_stages(data: Any) -> bool:
+    return isinstance(data, dict) and "stages" in data
+
+
 def load_any(path: Path, overrides: Sequence[str] = ()) -> Config | Pipeline:
     """A configuration file, of one run or of a pipeline."""
     data, lines = parse(read_text(Path(path)), str(path))
-    if not isinstance(data, dict) or "stages" not in data:
+    if not _has_stages(data):
         return load_config(Path(path), overrides)
     return pipeline_from_dict(
         data,

@@ -1,4 +1,4 @@
-"""Several coroutines at once, and from plain code into a coroutine, wherever it is called from."""
+"""Several coroutines at once, and from plain code into coroutines, wherever it is called from."""
 
 from __future__ import annotations
 
@@ -35,40 +35,83 @@ def run_sync(work: Coroutine[Any, Any, T], interrupt: Callable[[], None] | None 
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    box: dict[str, Any] = {}
-    # an interrupted Thread.join takes the thread for ended and does not wait a second time
-    done = threading.Event()
+    with EventLoop(interrupt) as loop:
+        return loop.run(work)
 
-    async def main() -> T:
-        loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        assert task is not None
-        box["cancel"] = lambda: loop.call_soon_threadsafe(task.cancel)
-        return await work
 
-    def target() -> None:
+class EventLoop:
+    """An event loop for work that plain code asks for piece by piece: what is under way in it rests
+    between two calls of `run`. `build/execute.py` steps a run with one.
+
+    Inside a running event loop (a notebook) it has a thread of its own; for Ctrl-C there see
+    `run_sync`. Elsewhere it is in the thread that calls, and leaves signals as they are.
+    """
+
+    def __init__(self, interrupt: Callable[[], None] | None = None):
+        self.interrupt = interrupt
+        self._runner = asyncio.Runner()
+        self._thread: threading.Thread | None = None
         try:
-            box["value"] = asyncio.run(main())
-        except BaseException as error:
-            box["error"] = error
-        finally:
-            done.set()
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        self._thread = threading.Thread(target=self._serve, name="reinforge", daemon=True)
+        self._ready = threading.Event()
 
-    thread = threading.Thread(target=target, name="reinforge")
-    with _ctrl_c_raises():
-        try:
-            thread.start()
-            done.wait()
-        except KeyboardInterrupt as ctrl_c:
-            (interrupt or box.get("cancel", lambda: None))()
-            done.wait()
-            raise ctrl_c from box.get("error")
-        finally:
-            if done.is_set():
-                thread.join()
-    if "error" in box:
-        raise box["error"]
-    return box["value"]
+    def __enter__(self) -> EventLoop:
+        if self._thread is not None:
+            self._thread.start()
+            self._ready.wait()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """What is still under way is cancelled."""
+        if self._thread is None:
+            self._runner.close()
+            return
+        loop = self._runner.get_loop()
+        with _ctrl_c_raises():
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; what it raises is raised here."""
+        if self._thread is None:
+            return self._runner.get_loop().run_until_complete(work)
+        box: dict[str, Any] = {}
+        # an interrupted wait for a thread is not taken up again: this one can be
+        done = threading.Event()
+
+        async def main() -> None:
+            box["task"] = asyncio.current_task()
+            try:
+                box["value"] = await work
+            except BaseException as error:
+                box["error"] = error
+            finally:
+                done.set()
+
+        loop = self._runner.get_loop()
+        with _ctrl_c_raises():
+            try:
+                asyncio.run_coroutine_threadsafe(main(), loop)
+                done.wait()
+            except KeyboardInterrupt as ctrl_c:
+                if self.interrupt is not None:
+                    self.interrupt()
+                elif "task" in box:
+                    loop.call_soon_threadsafe(box["task"].cancel)
+                done.wait()
+                raise ctrl_c from box.get("error")
+        if "error" in box:
+            raise box["error"]
+        return box["value"]
+
+    def _serve(self) -> None:
+        with self._runner as runner:
+            loop = runner.get_loop()
+            self._ready.set()
+            loop.run_forever()
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class Sampling:
 
     @property
     def filtered(self) -> bool:
+        """Whether a filter changes the distribution."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 

@@ -67,10 +67,12 @@ class Sample:
             )
 
     def with_(self, **changes: Any) -> Sample:
+        """The same with other values of some fields."""
         return replace(self, **changes)
 
     @property
     def n_trained(self) -> int:
+        """How many tokens are trained."""
         return int(np.count_nonzero(self.trained.numpy()))  # in a tenth of the time of a torch call
 
     @classmethod

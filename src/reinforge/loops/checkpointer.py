@@ -104,12 +104,14 @@ class Checkpointer:
 
     # ---- when ----
 
-    def due(self, step: int, *, ending: bool, improved: bool) -> bool:
-        """Whether a checkpoint is to be saved. `improved`: by the metric to keep the best by."""
+    def due(self, step: int, *, ending: bool, asked: bool) -> bool:
+        """Whether a checkpoint is to be saved. `asked`: by a callback, or by the metric to keep the
+        best by.
+        """
         if step == 0 or not self.unsaved(step):
             return False
         every = self.cfg.run.checkpoint.every
-        return ending or improved or (bool(every) and step % every == 0)
+        return ending or asked or (bool(every) and step % every == 0)
 
     def unsaved(self, step: int) -> bool:
         """Whether there is something of this boundary that no checkpoint holds."""
@@ -153,6 +155,10 @@ class Checkpointer:
         if self._on_saved is not None:
             self._on_saved()
         return path
+
+    def newest(self) -> Path:
+        """Where the newest checkpoint is."""
+        return store.steps(self.dir)[0]
 
     def snapshot(self, step: int, extra: Mapping[str, Any]) -> None:
         """Keeps this boundary in memory."""

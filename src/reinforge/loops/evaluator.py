@@ -43,6 +43,7 @@ class Evaluator:
         self.evaluated = -1  # the last boundary whose evaluation is done
         self.best: dict[str, dict[str, Any]] = {}  # value and step of the best one, by purpose
         self.waiting = 0  # evaluations since the early-stop metric improved
+        self.newest: Metrics = {}  # what the last evaluation found
 
     def due(self, step: int, *, ending: bool) -> bool:
         if self.evaluate is None or self.evaluated == step:
@@ -53,9 +54,19 @@ class Evaluator:
             return self.at_start
         return bool(self.every) and step % self.every == 0
 
+    def check_possible(self) -> None:
+        """An error where there is nothing to evaluate on."""
+        if self.evaluate is None:
+            raise InputError(
+                "there is nothing to evaluate: no held-out rows, or no reward to score them.",
+                where="data.eval",
+                fix="Set data.eval.size, or give eval_data; and rewards.",
+            )
+
     def judge(self, step: int, result: Metrics) -> EvalVerdict:
         """The boundary is evaluated: compares it with the ones before."""
         self.evaluated = step
+        self.newest = dict(result)
         improved = False
         if self.keep_best is not None:
             mode, _, metric = self.keep_best.rpartition(":")

@@ -10,8 +10,9 @@ cut; publish the new weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import signal_share, why_masked, with_signal
 from reinforge.core.threads import in_thread
 from reinforge.loops.critic import Critic
+from reinforge.loops.open_step import PreparedStep, RunStep
 from reinforge.loops.ptx import PretrainingMix
 from reinforge.loops.run import Run
 from reinforge.loops.step import TrainingStep
@@ -43,8 +45,8 @@ PATIENCE = 20.0  # seconds that a run which is asked to end waits for rewards un
 
 @dataclass
 class RLTrainer:
-    """An RL run with all its parts. `build_rl` makes it; whoever starts it enters `run` and awaits
-    `train`.
+    """An RL run with all its parts. `build_rl` makes it; whoever starts it enters `run` and goes
+    through `steps`.
     """
 
     run: Run
@@ -65,77 +67,106 @@ class RLTrainer:
     skip_idle: bool = True  # rows without gradient are not computed
     tracer: Tracer | None = None  # records for people what steps did
 
-    async def train(self) -> None:
+    async def steps(self) -> AsyncGenerator[RunStep, None]:
+        """The run. Every step comes twice: open, when it has rollouts and rewards, and done."""
+        run = self.run
         try:
-            await self._train()
+            self._settle_engine()
+            await self.engine.update(self.backend.weights(), self._version())
+            await run.begin()
+            while run.going():
+                before = self._engine_stats()
+                rollouts = await self._collect()
+                generated = self._engine_stats().since(before)
+                step = run.open_step(
+                    prepare=self._prepare, rollouts=rollouts, measure=partial(self._seen, rollouts)
+                )
+                run.callbacks.rollouts(run.control, step)
+                yield step
+                await self._train(step, rollouts, generated)
+                yield step
+            await run.finish()
         except Terminated:
-            await self.run.settle(PATIENCE)
+            await run.settle(PATIENCE)
             raise
         finally:
             await self.buffer.close()
 
-    async def _train(self) -> None:
+    async def _collect(self) -> RolloutBatch:
+        """The rollouts of a step, with their rewards."""
         run = self.run
-        self._settle_engine()
+        with run.phase("generate"):
+            await run.interruptible(self.buffer.advance(run.step, self._version()))
+            if self.buffer.drain:
+                self._record_engine()
+                await self.engine.sleep()
+        # everything is generated, and the device has nothing to do
+        with run.phase("reward_wait"):
+            return await run.interruptible(self.buffer.take(run.step))
+
+    def _prepare(self, step: RunStep) -> PreparedStep:
+        """Packs, annotates and computes advantages."""
+        run = self.run
+        with run.phase("prepare"):
+            minibatches = self._pack(step.groups)
+            batches = [batch for minibatch in minibatches for batch in minibatch]
+        with run.phase("annotate"):
+            needs = self.algorithm.needs
+            if self.critic is not None:
+                self.critic.annotate(batches)
+                needs -= {"values"}
+            self.backend.annotate(batches, needs)
+            return PreparedStep(minibatches, self.algorithm.advantages(batches))
+
+    async def _train(
+        self, step: RunStep, rollouts: RolloutBatch, generated: GenerationStats
+    ) -> None:
+        """Updates the weights with a step, publishes them, and ends the step."""
+        run = self.run
+        prepared = PreparedStep([])
+        if not step.skipped:
+            prepared = await self._aside(lambda: step.prepared)
+        self.source.commit(rollouts, run.step, self._version())
+        trace = None
+        if self.tracer is not None:
+            trace = self.tracer.begin(run.step, rollouts, prepared.minibatches, step.changed)
+        with run.phase("train"):
+            updates = Updates()
+            if not step.skipped:
+                updates = await self._aside(self._update, prepared.minibatches, trace)
+            metrics = updates.metrics() | prepared.measured
+            if not self._waits() and not step.skipped:
+                metrics |= self.algorithm.adapt(metrics)
         await self.engine.update(self.backend.weights(), self._version())
-        await run.begin()
-        while run.going():
-            before = self._engine_stats()
-            with run.phase("generate"):
-                await run.interruptible(self.buffer.advance(run.step, self._version()))
-                if self.buffer.drain:
-                    self._record_engine()
-                    await self.engine.sleep()
-            # everything is generated, and the device has nothing to do
-            with run.phase("reward_wait"):
-                rollout_batch = await run.interruptible(self.buffer.take(run.step, self._version()))
-            generated = self._engine_stats().since(before)
-            with run.phase("prepare"):
-                minibatches = self._pack(rollout_batch.trained)
-                batches = [batch for minibatch in minibatches for batch in minibatch]
-            with run.phase("annotate"):
-                needs = self.algorithm.needs
-                if self.critic is not None:
-                    self.critic.annotate(batches)
-                    needs -= {"values"}
-                await self._aside(self.backend.annotate, batches, needs)
-                measured = self.algorithm.advantages(batches)
-                trace = None
-                if self.tracer is not None:
-                    trace = self.tracer.begin(run.step, rollout_batch, minibatches)
-            with run.phase("train"):
-                updates: Updates = await self._aside(self._update, minibatches, trace)
-                metrics = updates.metrics() | measured
-                if not self._waits():
-                    metrics |= self.algorithm.adapt(metrics)
-            await self.engine.update(self.backend.weights(), self._version())
-            metrics |= rollout_metrics(rollout_batch, self.reward_weights, self.source.components)
-            metrics |= self.engine.measured
-            metrics |= self._count(batches, rollout_batch)
-            processed = sum(updates.processed) / self.epochs
-            metrics["tokens/processed"] = processed
-            if generated.seconds:
-                metrics["efficiency/engine_seconds"] = generated.seconds
-            if generated.preemptions:
-                metrics["efficiency/preemptions"] = generated.preemptions
-            if generated.draft_steps:
-                length = generated.draft_tokens / generated.draft_steps
-                metrics["efficiency/accepted_length"] = length
-            self.running.observe(
-                s for g in [*rollout_batch.groups, *rollout_batch.discarded] for s in g.episodes
-            )
-            step = TrainingStep(
-                metrics=metrics,
-                policy=updates.policy,
-                critic=updates.critic,
-                processed=processed,
-                unscored=rollout_batch.unscored,
-                faults=rollout_batch.faults,
-            )
-            record = None
-            if trace is not None:
-                record = trace.record(step.skipped, metrics.get("train/loss"))
-            await run.end_step(step, rollout_batch.groups, record)
+        metrics |= self._seen(rollouts)
+        metrics |= self.engine.measured
+        metrics |= self._count([] if step.skipped else step.batches, rollouts)
+        processed = sum(updates.processed) / self.epochs
+        metrics["tokens/processed"] = processed
+        if generated.seconds:
+            metrics["efficiency/engine_seconds"] = generated.seconds
+        if generated.preemptions:
+            metrics["efficiency/preemptions"] = generated.preemptions
+        if generated.draft_steps:
+            length = generated.draft_tokens / generated.draft_steps
+            metrics["efficiency/accepted_length"] = length
+        self.running.observe(s for g in [*rollouts.groups, *rollouts.discarded] for s in g.episodes)
+        done = TrainingStep(
+            metrics=metrics,
+            policy=updates.policy,
+            critic=updates.critic,
+            processed=processed,
+            unscored=rollouts.unscored and not step.skipped,
+            faults=rollouts.faults,
+        )
+        record = None
+        if trace is not None:
+            record = trace.record(done.skipped, metrics.get("train/loss"))
+        await run.end_step(step, done, rollouts.groups, record)
+
+    def _seen(self, rollouts: RolloutBatch) -> Metrics:
+        """What the rollouts of a step looked like."""
+        return rollout_metrics(rollouts, self.reward_weights, self.source.components)
 
     async def _aside(self, work: Callable[..., Any], *given: Any) -> Any:
         """Where an engine elsewhere generates meanwhile, in a thread: its answers are heard, and

@@ -21,14 +21,17 @@ from typing import Any, TypeVar
 from reinforge.checkpoint.crash_points import crash_point
 from reinforge.checkpoint.lock import RunLock
 from reinforge.config.schema import Config
-from reinforge.core.errors import InputError, Terminated
+from reinforge.core.errors import InputError, ReinforgeError, Terminated
 from reinforge.core.metrics import Metrics
 from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.config_changes import Changes
+from reinforge.loops.control import RunControl
 from reinforge.loops.evaluator import Evaluator
+from reinforge.loops.given_callbacks import Callbacks
+from reinforge.loops.open_step import RunStep
 from reinforge.loops.signals import Signals
 from reinforge.loops.step import TrainingStep
 from reinforge.loops.troubles import BadSteps, ending_of, error_line, report_faults, report_troubles
@@ -54,6 +57,7 @@ DOING = {
 }
 IN_A_STEP = ("generate", "reward_wait", "prepare", "annotate", "train")
 OUT_OF_TIME = "run.max_seconds:"  # how the reason begins
+BY_CALLER = "stopped by the caller"  # ... and that of a run which may go on
 UNCONTAINED = "uncontained"  # the kind of event
 
 
@@ -79,11 +83,13 @@ class Run:
         uncontained: Sequence[str] = (),
         passing: tuple[type[BaseException], ...] = (),
         began: float | None = None,
+        callbacks: Callbacks | None = None,
     ):
         """`prediction`: what the run is expected to take, for its record. `uncontained`: rewards
         that run the model's programs without containment. `passing`: errors after which somebody
         begins the run again at once, so that there is no end to tell of. `began`: when whoever
-        built the run began, on the monotonic clock; now, if it is not given.
+        built the run began, on the monotonic clock; now, if it is not given. `callbacks`: what a
+        Python caller wants to be told.
         """
         self.cfg = cfg
         self.cursor = cursor
@@ -113,6 +119,11 @@ class Run:
         # kinds of trouble that are in the log already; that of a tracker is an event of its own
         self._told = {"tracker"}
         self._doing = {**DOING, "generate": _generating(cfg)}
+        self.callbacks = callbacks or Callbacks()
+        self.control = RunControl(self)
+        self._save_asked = False
+        self._evaluation_asked = False
+        self._end_told = False
 
     # ---- begin ----
 
@@ -194,10 +205,61 @@ class Run:
         elif not self.going():
             why = f", {self.stopped}" if self.stopped else ""
             self.view.message(f"this run is finished (step {self.step}{why}); nothing to do")
+        self.callbacks.begin(self.control)
         await self._boundary()
 
     def going(self) -> bool:
         return self.step < self.total and self.stopped is None
+
+    async def finish(self) -> None:
+        """No step follows: what is due at the end, if it was not known to be the end before."""
+        await self._boundary()
+        self._end_told = True
+        self.callbacks.end(self.control)
+
+    # ---- what a caller asks for ----
+
+    def open_step(self, **facts: Any) -> RunStep:
+        """The step that begins now; `facts`: of its loop, see `RunStep`."""
+        return RunStep(
+            self.step + 1,
+            self.total,
+            announce=lambda step: self.callbacks.advantages(self.control, step),
+            **facts,
+        )
+
+    def stop(self, reason: str = "") -> None:
+        """Ends the run after the step that is under way. The same call continues it."""
+        if self.going():
+            self.stopped = f"{BY_CALLER}: {reason}" if reason else BY_CALLER
+            self.recorder.event("stopped_by_caller", step=self.step, reason=self.stopped)
+
+    def ask_save(self) -> None:
+        """A checkpoint at the next boundary."""
+        self._save_asked = True
+
+    def ask_evaluation(self) -> None:
+        """An evaluation at the next boundary."""
+        self.evaluator.check_possible()
+        self._evaluation_asked = True
+
+    async def save(self) -> Path:
+        """A checkpoint of the boundary that the run is at: where it is."""
+        if self.step == 0:
+            raise InputError(
+                "nothing is trained yet.", where="save", fix="Save after the first step."
+            )
+        if self.checkpointer.unsaved(self.step):
+            await self.checkpointer.settle()
+            self._save()
+        return self.checkpointer.newest()
+
+    async def evaluate(self) -> Metrics:
+        """Evaluates at the boundary that the run is at."""
+        self.evaluator.check_possible()
+        self._evaluation_asked = True
+        await self._boundary()
+        return self.evaluator.newest
 
     # ---- what a checkpoint holds of the run itself ----
 
@@ -242,6 +304,8 @@ class Run:
         was_out_of_time = self.stopped is not None and self.stopped.startswith(OUT_OF_TIME)
         if was_out_of_time and not self._out_of_time():
             self.stopped = None  # it has more time now
+        if self.stopped is not None and self.stopped.startswith(BY_CALLER):
+            self.stopped = None  # and this one was started again
 
     # ---- the step ----
 
@@ -265,6 +329,7 @@ class Run:
 
     async def end_step(
         self,
+        opened: RunStep,
         step: TrainingStep,
         groups: Sequence[Group] = (),
         trace: Mapping[str, Any] | None = None,
@@ -289,6 +354,10 @@ class Run:
         if self._out_of_time() and self.going():
             self.stopped = f"{OUT_OF_TIME} {self.cfg.run.max_seconds:g} s of training are used up"
             self.recorder.event("out_of_time", step=self.step, seconds=self.seconds)
+        if opened.skipped:
+            self.recorder.event("step_skipped_by_caller", step=self.step)
+        opened.close(metrics)
+        self.callbacks.step(self.control, opened)
         await self._boundary()
         await asyncio.sleep(0)
         if self.signals.received and self.going():
@@ -367,9 +436,12 @@ class Run:
 
     async def _boundary(self) -> None:
         improved = False
-        if self.evaluator.due(self.step, ending=not self.going()):
+        if self._evaluation_asked or self.evaluator.due(self.step, ending=not self.going()):
+            self._evaluation_asked = False
             improved = await self._evaluate()
-        if self.checkpointer.due(self.step, ending=not self.going(), improved=improved):
+        asked = self._save_asked or improved
+        self._save_asked = False
+        if self.checkpointer.due(self.step, ending=not self.going(), asked=asked):
             await self.checkpointer.settle()
             self._save()
         if self.checkpointer.snapshot_due(self.step):
@@ -400,6 +472,7 @@ class Run:
         if verdict.stop is not None:
             self.stopped = verdict.stop
             self.recorder.event("early_stop", step=self.step, reason=self.stopped)
+        self.callbacks.evaluation(self.control, result)
         return verdict.improved
 
     def _save(self) -> None:
@@ -408,6 +481,7 @@ class Run:
         with self.phase("checkpoint"):
             path = self.checkpointer.save(self.step, self._extra(), self.evaluator.best_step())
         self.recorder.event("checkpoint", step=self.step, path=path.name)
+        self.callbacks.save(self.control, path)
 
     # ---- signals ----
 
@@ -454,6 +528,7 @@ class Run:
                 self.recorder.event("signal", signal=self.terminating.name, step=self.step)
             if isinstance(error, Terminated) and self.checkpointer.unsaved(self.step):
                 self._save()
+            self._tell_end(error)
             self.recorder.event(
                 ending_of(error),
                 step=self.step,
@@ -472,6 +547,15 @@ class Run:
                 self.lock.check_place()
             except InputError as gone:
                 raise gone from error
+
+    def _tell_end(self, error: BaseException | None) -> None:
+        """Callbacks hear of every ending; what they raise takes nothing from the error."""
+        self.control.error = error
+        if error is not None and not self._end_told and not isinstance(error, self.passing):
+            try:
+                self.callbacks.end(self.control)
+            except ReinforgeError as problem:
+                self.view.message(str(problem))
 
     def _close_books(self, error: BaseException | None) -> None:
         """Every ending has a summary and a report.

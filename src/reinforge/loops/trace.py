@@ -8,7 +8,7 @@ with, the rest is what the loss itself said (core/trace.py) in the first update 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,12 +52,18 @@ class Tracer:
     tokens: Literal["summary", "all"] = "summary"
 
     def begin(
-        self, step: int, rollout_batch: RolloutBatch, minibatches: Sequence[Sequence[Batch]]
+        self,
+        step: int,
+        rollout_batch: RolloutBatch,
+        minibatches: Sequence[Sequence[Batch]],
+        changed: Collection[str] = (),
     ) -> StepTrace | None:
-        """After the advantages of step number `step` (from 0) are there, before it is trained."""
+        """After the advantages of step number `step` (from 0) are there, before it is trained.
+        `changed`: of rewards and advantages, what the caller has set.
+        """
         if not self.every or step % self.every or not self.groups:
             return None
-        return StepTrace(self, rollout_batch, minibatches)
+        return StepTrace(self, rollout_batch, minibatches, sorted(changed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class StepTrace:
     tracer: Tracer
     rollout_batch: RolloutBatch
     minibatches: Sequence[Sequence[Batch]]
+    changed: list[str] = field(default_factory=list)  # what the caller has set
     slots: int = 0
     totals: list[Totals] = field(default_factory=list)
 
@@ -190,6 +197,7 @@ class StepTrace:
             "algorithm": self._algorithm,
             "computed_by": {"reward": REWARD, **self._computed_by},
             "weights": self.tracer.weights,
+            "changed": self.changed,
             "groups_of_step": len(everything),
             "idle_groups": dict(idle),
             "batch": self._batch(),

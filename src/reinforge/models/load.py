@@ -22,7 +22,13 @@ from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.core.hub import unavailable
 from reinforge.models import rope
-from reinforge.models.adapters import add_adapter, keep_unpacked, quantization
+from reinforge.models.adapters import (
+    add_adapter,
+    is_adapted,
+    keep_unpacked,
+    make_lean,
+    quantization,
+)
 from reinforge.models.causal import CausalModel
 from reinforge.models.exact import checkpoint_contexts
 from reinforge.models.exact_proof import prove
@@ -298,6 +304,27 @@ def load_model(
     module = _load_module(
         cfg, AutoModelForCausalLM, quantize=adapter is not None and adapter.kind == "qlora"
     )
+    return _made_ready(module, tokenizer, cfg, adapter, seed)
+
+
+def model_of(
+    module: Any, cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: int = 0
+) -> CausalModel:
+    """A transformers or peft module that is in memory as a model of ours, on the device of `cfg`
+    and with its tokenizer.
+    """
+    check_architecture(module.config, type(module).__name__, "model")
+    if cfg.device != "auto" or module.device.type == "cpu":
+        module.to(pick_device(cfg.device))
+    if is_adapted(module):
+        make_lean(module)
+    return _made_ready(module, load_tokenizer(cfg), cfg, adapter, seed)
+
+
+def _made_ready(
+    module: Any, tokenizer: Any, cfg: ModelConfig, adapter: AdapterConfig | None, seed: int
+) -> CausalModel:
+    """The model of a module, proved, with a new adapter if one is asked for."""
     with refusing(module):
         CausalModel(module, tokenizer).verify()
     if adapter is not None:
@@ -312,7 +339,7 @@ def load_model(
         module.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, **again}
         )
-        if adapter is not None:
+        if is_adapted(module):
             module.enable_input_require_grads()
     return model
 

@@ -7,17 +7,50 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.user_files import load_file
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+PYTHON = "python"  # the source of a function that is in the program's memory only
+_given: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("_given", default=NOTHING)
+
+
+@contextmanager
+def functions_given(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, `load_function` finds these under the names that `name_of_given` gave them."""
+    token = _given.set(functions)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def name_of_given(function: Callable[..., Any]) -> str:
+    """The name of a function that a Python caller gave: by which any process finds it, or
+    `python:<its name>`.
+    """
+    own = getattr(function, "__name__", type(function).__name__)
+    return importable(function) or f"{PYTHON}:{own}"
+
 
 def load_function(name: str, where: str) -> Callable[..., Any]:
     """`path/to/file.py:function` or `package.module:function`."""
+    if name in _given.get():
+        return _given.get()[name]
     source, _, attribute = name.rpartition(":")
+    if source == PYTHON:
+        raise InputError(
+            f"{attribute} was given as a Python object, which is not kept.",
+            where=where,
+            fix="Pass it again, or put it into a file and name it file.py:function.",
+        )
     if not source:
         raise InputError(
             f"{name!r} names no function.",

@@ -81,8 +81,8 @@ class RolloutBuffer:
             await self._begin(ahead, step, version)
             ahead += 1
 
-    async def take(self, step: int, version: int) -> RolloutBatch:
-        """The rollouts of this step, complete.
+    async def take(self, step: int) -> RolloutBatch:
+        """The rollouts of this step, complete. Whoever trains them commits them to the source.
 
         One that is cut here is begun again (bound 0), or stays.
         """
@@ -97,8 +97,7 @@ class RolloutBuffer:
                     await self._cut(entry)
                 raise
         self.in_flight.popleft()
-        rollout_batch = self._fresh(entry)
-        return self.source.commit(rollout_batch, step, version)
+        return self._fresh(entry)
 
     async def settle(self) -> None:
         """Waits until everything that was begun is complete."""

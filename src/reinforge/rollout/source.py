@@ -169,7 +169,7 @@ class GroupSource:
         result.cancelled = submitted - len(result.groups) - len(result.discarded)
         return result
 
-    def commit(self, result: RolloutBatch, step: int, version: int) -> RolloutBatch:
+    def commit(self, result: RolloutBatch, step: int, version: int) -> None:
         """The step is about to be trained: what later steps choose by may know of it."""
         if self.passrates is not None:
             self.passrates.observe([*result.groups, *result.discarded], step)
@@ -177,7 +177,6 @@ class GroupSource:
         if self.replay is not None:
             result.report |= self.replay.report(result.used, version)
             self.replay.commit(result.used, result.groups, version)
-        return result
 
     def _counts(self, group: Group) -> bool:
         return not self.dynamic or has_signal(group, self.components)

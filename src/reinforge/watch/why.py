@@ -119,6 +119,8 @@ def expected(record: Record, group: Record) -> dict[str, float] | None:
     """The advantage of every episode by the formula, from the recorded rewards; None where they do
     not decide it.
     """
+    if "advantages" in record.get("changed", []):
+        return None
     settings = _settings(record)
     totals = totals_of(group)
     part = record["algorithm"]["parts"].get("advantage")
@@ -259,6 +261,8 @@ def wrong_rewards(record: Record, group: Record) -> list[int]:
     """Samples whose total is not the weighted sum of their components. Components that are
     normalised by what earlier steps scored do not add up, and are left to the words.
     """
+    if "rewards" in record.get("changed", []):
+        return []
     weights = {"overlong": 1.0, **record["weights"]}
     found = []
     for i, sample in enumerate(group["samples"]):
@@ -283,6 +287,8 @@ def findings(record: Record, group: Record) -> list[str]:
     samples = group["samples"]
     found = []
     name = record["algorithm"]["name"]
+    if changed := record.get("changed"):
+        found.append(f"the program that ran this step has set its {' and '.join(changed)}")
     if wrong := wrong_advantages(record, group):
         first = wrong[0]
         found.append(

@@ -210,11 +210,11 @@ def test_generate(
 ) -> None:
     calls: list[Any] = []
 
-    def generate(*args: Any, **kw: Any) -> int:
+    async def generate(*args: Any, **kw: Any) -> int:
         calls.append((args, kw))
         return 12
 
-    monkeypatch.setattr("reinforge.cli.generate.generate_file", generate)
+    monkeypatch.setattr("reinforge.offline.generate.generate_file", generate)
     prompts = tmp_path / "p.jsonl"
     out = tmp_path / "o.jsonl"
     prompts.write_text("{}\n")
@@ -251,12 +251,12 @@ def test_generate(
 def test_generate_tells_of_answers_that_were_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def generate(model: str, prompts: Path, out: Path, **_: Any) -> int:
+    async def generate(model: str, prompts: Path, out: Path, **_: Any) -> int:
         stops = ("length", "eos", "length")
         out.write_text("".join(json.dumps({"stop": stop}) + "\n" for stop in stops))
         return 3
 
-    monkeypatch.setattr("reinforge.cli.generate.generate_file", generate)
+    monkeypatch.setattr("reinforge.offline.generate.generate_file", generate)
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("{}\n")
     line = ["generate", "m", "--prompts", str(prompts), "--out", str(tmp_path / "o.jsonl")]

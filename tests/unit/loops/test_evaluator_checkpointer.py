@@ -125,11 +125,11 @@ def test_a_checkpoint_holds_the_backend_the_parts_and_the_run(make: Callable[...
 def test_when_a_checkpoint_is_due(make: Callable[..., Config]) -> None:
     saving = checkpointer(make("run.checkpoint.every=3"), 1)
 
-    def due(step: int, ending: bool = False, improved: bool = False) -> bool:
-        return saving.due(step, ending=ending, improved=improved)
+    def due(step: int, ending: bool = False, asked: bool = False) -> bool:
+        return saving.due(step, ending=ending, asked=asked)
 
     assert [due(step) for step in range(5)] == [False, False, False, True, False]
-    assert due(4, ending=True) and due(4, improved=True)
+    assert due(4, ending=True) and due(4, asked=True)
     assert not due(0, ending=True)
     saving.save(3, {"step": 3}, None)
     assert not due(3) and not due(3, ending=True)

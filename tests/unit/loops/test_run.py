@@ -295,7 +295,8 @@ def test_terminate_from_another_thread(make: Callable[..., Config]) -> None:
 
     async def go() -> None:
         with trainer.run:
-            await trainer.train()
+            async for _ in trainer.steps():
+                pass
 
     with pytest.raises(Terminated, match="SIGINT at step 2 of 4"):
         asyncio.run(go())

@@ -483,7 +483,8 @@ def test_a_run_that_is_stopped_while_it_generates_goes_on_exactly(
 
     async def go() -> None:
         with run:
-            await trainer.train()
+            async for _ in trainer.steps():
+                pass
 
     with monkeypatch.context() as patch:
         patch.setattr(NativeEngine, "_round", counting)

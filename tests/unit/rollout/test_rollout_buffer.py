@@ -73,7 +73,7 @@ async def trained(
         rollouts.version = step
         await buffer.advance(step, step)
         rollouts.scores.set()
-        batch = await buffer.take(step, step)
+        batch = await buffer.take(step)
         out.append([(g.samples[0].group, int(g.samples[0].versions[-1])) for g in batch.groups])
     return out
 
@@ -106,11 +106,11 @@ def test_training_goes_on_while_scores_are_missing() -> None:
         await asyncio.wait_for(buffer.advance(0, 0), 5)
         assert len(rollouts.generated) == 4 and rollouts.scored == []
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(buffer.take(0, 0), 0.05)
+            await asyncio.wait_for(buffer.take(0), 0.05)
         # a batch ahead stays where it is when the wait for it is cut
         assert len(buffer.in_flight) == 2
         rollouts.scores.set()
-        assert [g.row.id for g in (await buffer.take(0, 0)).groups] == ["r0", "r1"]
+        assert [g.row.id for g in (await buffer.take(0)).groups] == ["r0", "r1"]
         rollouts.scores.clear()
         await asyncio.wait_for(buffer.advance(1, 1), 5)
         assert rollouts.generated[4:] == ["4:r4", "5:r5"] and len(rollouts.scored) == 4
@@ -163,9 +163,7 @@ def test_the_average_is_evaluated_when_nothing_is_under_way() -> None:
         assert seen == [average] and rollouts.version == 0 and len(rollouts.generated) == 4
         for step in (0, 1):
             assert {
-                int(v)
-                for g in (await buffer.take(step, 0)).groups
-                for v in g.samples[0].versions[1:]
+                int(v) for g in (await buffer.take(step)).groups for v in g.samples[0].versions[1:]
             } == {0}
 
     asyncio.run(go())
@@ -209,16 +207,16 @@ def test_an_engine_elsewhere_is_not_waited_for_and_old_samples_are_dropped() -> 
         )
         await buffer.advance(0, 0)
         assert rollouts.generated == []  # only begun
-        await buffer.take(0, 0)
+        await buffer.take(0)
         rollouts.version = 1
         rollouts.lag = 1
         await buffer.advance(1, 1)  # begins step 2, with an engine that still has version 0
-        assert len((await buffer.take(1, 1)).groups) == 2
+        assert len((await buffer.take(1)).groups) == 2
         await buffer.settle()
         rollouts.version = 2
         rollouts.lag = 0
         await buffer.advance(2, 2)
-        batch = await buffer.take(2, 2)
+        batch = await buffer.take(2)
         # sampled by version 0, and at least 1 was promised
         assert batch.groups == [] and len(batch.stale) == 2
         assert rollout_metrics(batch, {})["tokens/stale"] == 8 == batch.sampled_tokens
@@ -279,7 +277,7 @@ def test_the_buffer_survives_and_a_smaller_bound_drops_it() -> None:
         smaller.load(State(dict(state.tensors), state.meta))
         rollouts.version = 3
         await smaller.advance(3, 3)
-        batch = await smaller.take(3, 3)
+        batch = await smaller.take(3)
         assert [g.row.id for g in batch.groups] == ["r10", "r11"] and len(batch.stale) == 4
 
     asyncio.run(go())

@@ -83,11 +83,10 @@ class PolicyLoss(Loss):
         """Whether a token with advantage 0 has no gradient, so that rows of such tokens need not be
         computed. A surrogate of a user's may do anything, so it is not asked.
         """
-        own = getattr(getattr(self.surrogate, "func", self.surrogate), "__module__", "").startswith(
-            "reinforge."
-        )
+        function = getattr(self.surrogate, "func", self.surrogate)
+        module = getattr(function, "__module__", None) or ""  # of text that was executed: None
         return (
-            own
+            module.startswith("reinforge.")
             and not self.kl_in_loss
             and not self.entropy_gradient
             and not self.terms.nll

@@ -8,10 +8,12 @@ rows again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from reinforge.core.errors import InputError
+from reinforge.core.row import Row
 from reinforge.core.seeds import seed_of
 from reinforge.data.cursor import Cursor
 from reinforge.rollout.rows.pass_rates import PassRates
@@ -89,6 +91,37 @@ class RowSampler:
 def coin(seed: int, position: int) -> float:
     """Uniform in [0, 1), one for each position of the walk."""
     return (seed_of(seed, "choose", position) >> 10) / 2**53
+
+
+class GivenWeighting:
+    """Takes rows as a function of a Python caller's says: `(row, step)` gives the probability, with
+    steps counted from 0. Builders make it.
+    """
+
+    def __init__(self, rows: Sequence[Row], function: Callable[[Row, int], float]):
+        self.rows = rows
+        self.function = function
+
+    def weigh(self, row: int, step: int) -> float:
+        name = getattr(self.function, "__name__", "the function")
+        try:
+            found = float(self.function(self.rows[row], step))
+        except Exception as error:
+            raise InputError(
+                f"{name} raised {type(error).__name__}: {error}.",
+                where="sampler",
+                fix="It is called with a row and the number of the step, from 0. Repair it.",
+            ) from error
+        if not 0.0 <= found <= 1.0:
+            raise InputError(
+                f"{name} returned {found:g} for row {self.rows[row].id}.",
+                where="sampler",
+                fix="Return the probability that the row is taken, from 0 to 1.",
+            )
+        return found
+
+    def report(self, step: int) -> dict[str, float]:
+        return {}
 
 
 class TeachableWeighting:
