@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from reinforge.config.base import Count, Positive, Section
 
@@ -24,4 +24,24 @@ class AdapterConfig(Section):
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear", description="Module names to adapt."
     )
+    init: Literal["default", "pissa"] = Field(
+        "default",
+        description=(
+            "How a new adapter begins. default: B is 0. pissa: A and B are the largest singular"
+            " values and vectors of the weight, which keeps the rest (2404.02948): learns faster."
+        ),
+    )
     path: str | None = Field(None, description="Continue from this saved adapter.")
+
+    @model_validator(mode="after")
+    def _pissa(self) -> AdapterConfig:
+        if self.init == "default":
+            return self
+        if self.kind not in ("lora", "rslora"):
+            raise ValueError(
+                f"init: pissa splits plain weights into two products, and cannot with {self.kind};"
+                " use lora or rslora, or leave init out"
+            )
+        if self.path is not None:
+            raise ValueError("init: a saved adapter has begun already; leave init or path out")
+        return self

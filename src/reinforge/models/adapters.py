@@ -1,18 +1,22 @@
 """LoRA and its kin through peft. Nothing is merged or copied.
 
 The policy that a run starts from is its reference. With a new adapter, which begins as nothing,
-that is the module with its adapter off; with one that was trained before (adapter.path), it is the
-module with the adapter as it was loaded.
+that is the module with its adapter off; with one that was trained before (adapter.path) or that
+took a part of the weights (PiSSA), it is the module with the adapter as it was at the beginning.
 
 lora: W + s B A with s = alpha / rank (2106.09685). rslora: s = alpha / sqrt(rank) (2312.03732).
 dora: direction and length of each output are trained apart (2402.09353). qlora: lora on a base in 4
-bits, NF4 with double quantisation (2305.14314); the base is quantised as it is loaded.
+bits, NF4 with double quantisation (2305.14314); the base is quantised as it is loaded. PiSSA: B A
+begins as the largest singular values and vectors of W, and the base keeps W - s B A (2404.02948).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -45,6 +49,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
             use_dora=cfg.kind == "dora",
             use_rslora=cfg.kind == "rslora",
             exclude_modules=[head] if head else None,
+            init_lora_weights="pissa" if cfg.init == "pissa" else True,
             target_modules=cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets),
         )
         with torch.random.fork_rng(devices=[]):
@@ -60,8 +65,26 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     if head:
         getattr(wrapped.get_base_model(), head).requires_grad_(True)
     make_lean(wrapped)
-    setattr(wrapped, _NEW, not cfg.path)
+    setattr(wrapped, _NEW, not cfg.path and cfg.init == "default")
     return wrapped
+
+
+@contextmanager
+def as_it_begins(module: Any, cfg: AdapterConfig) -> Iterator[dict[str, str]]:
+    """Within it, `module.save_pretrained(folder, **given)` writes an adapter of the model as it was
+    loaded, also where the adapter took a part of its weights (PiSSA): then one of twice the rank,
+    the trained product less the first one. The module has its new adapter, and no trained weights
+    yet.
+    """
+    if cfg.init != "pissa":
+        yield {}
+        return
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        # the first adapter lies beside the trained one for as long as the difference is taken
+        warnings.filterwarnings("ignore", message="PiSSA changes the base weights")
+        first = Path(folder) / "first"
+        module.save_pretrained(first)
+        yield {"path_initial_model_for_weight_conversion": str(first)}
 
 
 def quantization(dtype: torch.dtype) -> Any:
@@ -189,6 +212,7 @@ def is_adapted(module: Any) -> bool:
 
 def begins_as_base(module: Any) -> bool:
     """Whether the module with its adapter off is the policy that the run starts from: the adapter
-    is new. One that was trained before, here or elsewhere, is a part of that policy.
+    is new. One that was trained before, here or elsewhere, is a part of that policy, and so is one
+    that took a part of the weights (PiSSA).
     """
     return is_adapted(module) and getattr(module, _NEW, False)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.build.saved_model import checkpoint_of, is_run, load_weights
+from reinforge.config.adapter import AdapterConfig
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.files import readable_as_usual
 from reinforge.data.chat import Renderer
-from reinforge.models.adapters import merged
+from reinforge.models.adapters import as_it_begins, merged
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import (
     load_model,
@@ -75,24 +76,43 @@ def _write_model(config: Config, run: Path, out: Path, checkpoint: str, merge: b
     model = load_model(
         config.model.model_copy(update={"exact": False, "compile": False}), config.adapter
     )
+    if config.adapter is not None and not merge:
+        _write_adapter(model, config.adapter, config, run, out, checkpoint)
+        return "adapter"
     load_weights(model, run, checkpoint)
     module: Any = model.module
-    if merge and config.adapter is not None:
+    if config.adapter is not None:
         module = merged(module)
-    adapter = config.adapter is not None and not merge
     model.causal.set_attn_implementation("sdpa")
     _end_of_turn(model, config)
-    if adapter:
-        _known_base(module, config.model.path)
-    elif config.adapter is not None and config.adapter.kind == "qlora":
+    if config.adapter is not None and config.adapter.kind == "qlora":
         module = without_quantization(module, model.dtype)
     with writing():
         module.save_pretrained(out)
-    if adapter:  # peft writes the adapter alone
-        model.causal.generation_config.save_pretrained(out)
     model.tokenizer.save_pretrained(out)
     readable_as_usual(*out.glob("*.safetensors"))
-    return "adapter" if adapter else "model"
+    return "model"
+
+
+def _write_adapter(
+    model: CausalModel,
+    adapter: AdapterConfig,
+    config: Config,
+    run: Path,
+    out: Path,
+    checkpoint: str,
+) -> None:
+    """The adapter alone, as peft writes it, for the base that `model.path` names."""
+    module: Any = model.module
+    with as_it_begins(module, adapter) as begun:
+        load_weights(model, run, checkpoint)
+        _known_base(module, config.model.path)
+        with writing():
+            module.save_pretrained(out, **begun)
+    _end_of_turn(model, config)
+    model.causal.generation_config.save_pretrained(out)
+    model.tokenizer.save_pretrained(out)
+    readable_as_usual(*out.glob("*.safetensors"))
 
 
 def _write_scores(config: Config, run: Path, out: Path, checkpoint: str, merge: bool) -> Form:

@@ -20,6 +20,7 @@ from typing import Any
 from reinforge.algorithms import catalogue
 from reinforge.algorithms.settings import closest
 from reinforge.config import megatron
+from reinforge.config.adapter import AdapterConfig
 from reinforge.config.chat_templates import CHAT_TEMPLATES
 from reinforge.config.recipes import how_to_make
 from reinforge.config.rollout import RolloutConfig
@@ -222,7 +223,7 @@ def _step_summary(config: Config) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "model": config.model.path,
         "trained": (
-            f"{KINDS[adapter.kind]} of rank {adapter.rank} on {targets}"
+            f"{KINDS[adapter.kind]} of rank {adapter.rank} on {targets}{_begins(adapter)}"
             if adapter
             else _trained_weights(config)
         ),
@@ -239,6 +240,10 @@ def _step_summary(config: Config) -> dict[str, Any]:
         summary["new_tokens_per_step_at_most"] = samples * config.rollout.max_new_tokens
         summary |= _rollout_summary(config.rollout)
     return summary
+
+
+def _begins(adapter: AdapterConfig) -> str:
+    return ", which begins as the principal part of the weights" if adapter.init == "pissa" else ""
 
 
 def _trained_weights(config: Config) -> str:
