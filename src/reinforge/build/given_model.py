@@ -20,7 +20,14 @@ from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
 from reinforge.loops.view import ViewLike
 from reinforge.models.adapters import is_adapted
-from reinforge.models.lent import check_given, lent, restore_initial, save_initial
+from reinforge.models.freezing import freeze
+from reinforge.models.lent import (
+    check_given,
+    lent,
+    restore_initial,
+    save_initial,
+    take_adapter_out,
+)
 from reinforge.models.load import model_of
 
 
@@ -46,7 +53,13 @@ def with_given_model(cfg: Config, given: CallerObjects, view: ViewLike) -> Itera
         adapter = None if is_adapted(module) else cfg.adapter
         seed = seed_of(cfg.run.seed, "adapter") % 2**31
         view.doing("checking the model that was given")
-        yield replace(given, model=model_of(module, cfg.model, adapter, seed=seed))
+        model = model_of(module, cfg.model, adapter, seed=seed)
+        freeze(model.module, cfg.train)
+        try:
+            yield replace(given, model=model)
+        finally:
+            if adapter is not None:
+                take_adapter_out(model.module)
 
 
 def _check_place(cfg: Config) -> None:

@@ -191,7 +191,10 @@ class ConfigTrainer:
     def result(self) -> RunResult:
         """What the run has come to; of one that is open, so far."""
         run = self._opened().run
-        return RunResult(run.dir, run.last, run.step, run.stopped, run.report, self._given.module)
+        module = self._given.module
+        if self.config.adapter is not None and not hasattr(module, "peft_config"):
+            module = None  # it was the base of what was trained
+        return RunResult(run.dir, run.last, run.step, run.stopped, run.report, module)
 
     def __repr__(self) -> str:
         where = f"run {self.config.run.dir}"

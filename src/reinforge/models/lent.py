@@ -27,7 +27,7 @@ ADAPTER = "adapter"  # the folder of an adapter, below that of its base
 @contextmanager
 def lent(module: Any) -> Iterator[None]:
     """Inside, the module may become a model of ours. Afterwards it attends, drops out and computes
-    as it did before.
+    as it did before, and asks for the same gradients.
     """
     plain = _plain(module)
     attention = plain.config._attn_implementation
@@ -38,6 +38,7 @@ def lent(module: Any) -> Iterator[None]:
         for name, value in vars(part).items()
         if isinstance(value, float) and ("drop" in name or isinstance(part, _DropoutNd))
     ]
+    learns = {name: p.requires_grad for name, p in module.named_parameters()}
     own_forward = {id(part) for part in module.modules() if "forward" in vars(part)}
     try:
         yield
@@ -49,7 +50,17 @@ def lent(module: Any) -> Iterator[None]:
             if "forward" in vars(part) and id(part) not in own_forward:
                 del part.forward
         module._modules.pop(VALUE_HEAD, None)
+        now = dict(module.named_parameters())
+        for name, wanted in learns.items():
+            now[name].requires_grad_(wanted)
         module.train(training)
+
+
+def take_adapter_out(adapted: Any) -> None:
+    """The base of a peft model is again what it was before it got the adapter."""
+    base = adapted.unload()
+    if hasattr(base, "peft_config"):
+        del base.peft_config
 
 
 def attend_as_transformers(model: PackedModel) -> None:

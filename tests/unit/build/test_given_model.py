@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reinforge
@@ -125,9 +125,40 @@ def test_a_peft_model(tiny_dir: str, tmp_path: Path) -> None:
 def test_a_new_adapter_on_a_module(tiny_dir: str, tmp_path: Path) -> None:
     module, tokenizer = loaded(tiny_dir)
     made = dict(adapter={"rank": 4}, steps=1, overrides=KL[:1], **SMALL)
-    reinforge.train(model=module, tokenizer=tokenizer, dir=tmp_path / "memory", **made)
+    result = reinforge.train(model=module, tokenizer=tokenizer, dir=tmp_path / "memory", **made)
     reinforge.train(model=tiny_dir, dir=tmp_path / "path", **made)
+    trained = saved(tmp_path / "memory")
+    assert same(trained, saved(tmp_path / "path"))
+    assert isinstance(result.model, PeftModel)
+    now = dict(result.model.named_parameters())
+    assert all(torch.equal(now[name], tensor) for name, tensor in trained.items())
+    # the module is as it was, and can be given again
+    plain = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    assert same(module.state_dict(), plain.state_dict())
+    assert all(p.requires_grad for p in module.parameters())
+    more = {**made, "steps": 2}
+    reinforge.train(model=module, tokenizer=tokenizer, dir=tmp_path / "memory", **more)
+    reinforge.train(model=tiny_dir, dir=tmp_path / "path", **more)
     assert same(saved(tmp_path / "memory"), saved(tmp_path / "path"))
+
+
+def test_frozen_weights_of_a_module(tiny_dir: str, tmp_path: Path) -> None:
+    """By a pattern and by the caller, who gets the module back as it asked for gradients."""
+    module, tokenizer = loaded(tiny_dir)
+    module.model.norm.weight.requires_grad_(False)
+    result = reinforge.train(
+        model=module,
+        tokenizer=tokenizer,
+        dir=tmp_path / "run",
+        steps=1,
+        overrides=[*KL[:1], 'train.freeze=["model.layers.0"]'],
+        **SMALL,
+    )
+    names = saved(tmp_path / "run").keys()
+    assert result.model is module and names
+    assert not [n for n in names if n.startswith("model.layers.0.") or n == "model.norm.weight"]
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    assert frozen == ["model.norm.weight"]
 
 
 def test_a_tokenizer_beside_a_path(tiny_dir: str, tmp_path: Path) -> None:
