@@ -23,7 +23,7 @@ from reinforge.build.reward_weights import reward_weights
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
-from reinforge.data.bad_rows import SHOWN
+from reinforge.data.bad_rows import SHOWN, BadRows
 from reinforge.data.chat import Renderer, apply_length
 from reinforge.loops.view import ViewLike
 from reinforge.models import rope
@@ -148,10 +148,17 @@ def encode_prompts(
             fix="Lower it.",
         )
     limit = cfg.data.max_length or context - max_new_tokens
-    encoded = [(row, inputs.renderer.prompt(row)) for row in rows]
+    bad = BadRows(drop=cfg.data.bad_rows == "drop")
+    encoded: list[tuple[Row, list[int]]] = []
+    for row in rows:
+        with bad.looking_at(row.id):
+            encoded.append((row, inputs.renderer.prompt(row)))
+    bad.refuse()
+    for line in bad.lines():
+        view.message(f"data: {line}")
     kept, counts = apply_length(cfg.data, encoded, limit)
     left = {row.id for row, _ in kept}
-    report_lengths(counts, limit, [row for row in rows if row.id not in left], view)
+    report_lengths(counts, limit, [row for row, _ in encoded if row.id not in left], view)
     if cfg.env is not None or cfg.agent is not None:
         longest = episode_tokens(cfg, context)
     else:

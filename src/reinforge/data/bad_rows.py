@@ -44,8 +44,10 @@ class BadRows:
         if len(self.errors) == 1:
             raise self.errors[0]
         lines = [f"{len(self.errors)} of {self.seen} rows cannot be used:", *self._named()]
-        if self.errors[0].fix:
-            lines.append(self.errors[0].fix)
+        left_out = "Or leave such rows out: data.bad_rows: drop."
+        hints = [self.errors[0].fix, left_out if len(self.errors) < self.seen else None]
+        if any(hints):
+            lines.append(" ".join(hint for hint in hints if hint))
         raise InputError("\n".join(lines), where="data")
 
     def lines(self) -> list[str]:

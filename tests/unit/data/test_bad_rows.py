@@ -29,6 +29,7 @@ def test_the_first_five_bad_rows_are_named_and_all_are_counted(tmp_path: Path) -
     places = [line.split(": ")[0] for line in told[1:6]]
     assert places == [f"  - {path}:{line}" for line in (2, 4, 6, 8, 10)]
     assert told[6] == "  - and 2 more" and "remove the row" in told[7]
+    assert told[7].endswith("Or leave such rows out: data.bad_rows: drop.") and len(told) == 8
     # a limit that is reached before them does not look at them
     assert len(load_rows(DataConfig(source=str(path), limit=1))) == 1
 
@@ -73,6 +74,21 @@ def test_supervised_rows_are_checked_before_weights_are_read(
     assert told[0] == "data: 8 of 8 rows cannot be used:"
     assert len(told) == 8 and "(data row 4)" in told[5] and what in told[5]
     assert told[6] == "  - and 3 more"
+
+
+def test_prompts_that_cannot_be_rendered_are_dropped_and_told(
+    make: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model without a chat template cannot render messages."""
+    talk = [{"role": "user", "content": "question"}]
+    rows = [{"prompt": talk if i in (1, 2) else f"question {i}", "answer": "1"} for i in range(6)]
+    with pytest.raises(InputError, match=r"^data: 2 of 6 rows cannot be used:"):
+        train_config(make("refused", "grpo", "train.steps=1"), CallerObjects(data=rows))
+    cfg = make("dropped", "grpo", "train.steps=1", "data.bad_rows=drop")
+    train_config(cfg, CallerObjects(data=rows))
+    said = capsys.readouterr().out
+    assert "data: 2 of 6 rows dropped (data.bad_rows: drop):" in said
+    assert "(data row 1): its prompt is chat messages" in said
 
 
 def test_a_run_says_that_a_step_repeats_rows(
