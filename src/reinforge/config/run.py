@@ -47,10 +47,27 @@ class LogConfig(Section):
             " with its advantage, log-probs and ratio."
         ),
     )
-    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
-        [], description="Besides metrics.jsonl, which is always written."
+    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]] = Field(
+        [],
+        description=(
+            "Trackers that get metrics, tables of samples and files, besides metrics.jsonl, which"
+            " is always written."
+        ),
     )
     project: str = Field("reinforge", description="Project name for wandb, mlflow and trackio.")
+    artifacts: Literal["none", "record", "checkpoints"] = Field(
+        "record",
+        description=(
+            "Files that wandb, mlflow and trackio keep. record: configuration, versions, summary"
+            " and report, at the end of the run. checkpoints: also every checkpoint, whole, once it"
+            " is saved."
+        ),
+    )
+    prometheus: str = Field(
+        "127.0.0.1:9464",
+        pattern=r"^.+:\d{1,5}$",
+        description="Where the sink prometheus answers GET /metrics, host:port.",
+    )
 
 
 class RunConfig(Section):

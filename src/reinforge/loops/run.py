@@ -42,8 +42,9 @@ from reinforge.watch.memory_usage import device_peak, process_peak
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import OF_ONE_STEP, steps_begun
-from reinforge.watch.sinks import HURRIED_SECONDS, TrackerRun, make_sinks
+from reinforge.watch.sinks import HURRIED_SECONDS, UPLOAD_SECONDS, TrackerRun
 from reinforge.watch.timing import PhaseTimer, efficiency
+from reinforge.watch.trackers import make_sinks
 from reinforge.watch.troubles import RunHealth
 
 T = TypeVar("T")
@@ -166,6 +167,7 @@ class Run:
             log.project,
             None if offsets is None else self.step,
             named=log.project != type(log).model_fields["project"].default,
+            address=log.prometheus,
         )
         self.recorder = Recorder(
             self.dir,
@@ -481,6 +483,8 @@ class Run:
         with self.phase("checkpoint"):
             path = self.checkpointer.save(self.step, self._extra(), self.evaluator.best_step())
         self.recorder.event("checkpoint", step=self.step, path=path.name)
+        if self.cfg.run.log.artifacts == "checkpoints":
+            self.recorder.keep_checkpoint(path)
         self.callbacks.save(self.control, path)
 
     # ---- signals ----
@@ -570,9 +574,9 @@ class Run:
             if self.recorder.sinks:
                 names = ", ".join(sink.sink.name for sink in self.recorder.sinks)
                 self.view.doing(f"handing over to {names}")
-            self.recorder.finish(values)
+            self.recorder.finish(values, keep=self.cfg.run.log.artifacts != "none")
         finally:
-            self.recorder.close(HURRIED_SECONDS if isinstance(error, Terminated) else None)
+            self.recorder.close(self._patience(error))
             self.view.stop()
         if len(self.health.trackers) > failed:
             problem = self._write_ending(values)
@@ -581,6 +585,12 @@ class Run:
         # the run is over: what becomes of it does not depend on whether this can be shown
         with suppress(OSError):
             self.view.message(self._describe_end(problem))
+
+    def _patience(self, error: BaseException | None) -> float | None:
+        """Seconds that the trackers have to take what is queued; None: as many as usual."""
+        if isinstance(error, Terminated):
+            return HURRIED_SECONDS
+        return UPLOAD_SECONDS if self.cfg.run.log.artifacts == "checkpoints" else None
 
     def _describe_end(self, problem: Exception | None) -> str:
         """`problem`: what kept the report from being written."""

@@ -13,10 +13,10 @@ import logging
 import math
 import os
 import platform
+import shutil
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -25,17 +25,18 @@ from typing import IO, TYPE_CHECKING, Any
 from reinforge.core.redact import redact, redact_settings
 from reinforge.version import __version__
 from reinforge.watch import sinks as trackers
-from reinforge.watch.logs import read_lines
-from reinforge.watch.sinks import Sink, SinkThread
+from reinforge.watch.sample_table import EVALUATION, TRAINING, SampleTable
+from reinforge.watch.sinks import HANDOVER, Sink, SinkThread
 from reinforge.watch.transcripts import turns_of
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Group, Sample
 
-SINK_SAMPLES = 64  # of the last ones that were logged
 # at INFO and DEBUG: nobody sees them who did not ask for them
 EVENTS = logging.getLogger("reinforge.events")
 METRICS = logging.getLogger("reinforge.metrics")
+# what trackers keep of the run at its end
+RECORD = ("config.json", "versions.json", "summary.json", "report.html")
 LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "groups.jsonl")
 PACKAGES = (
     "torch",
@@ -114,6 +115,7 @@ class Recorder:
         }
         begins = "started" if resume_offsets is None else "resumed"
         self.event(begins, argv=sys.argv, pid=os.getpid(), dropped_bytes=dropped, steps=steps)
+        shutil.rmtree(self.run_dir / HANDOVER, ignore_errors=True)  # of a run that was killed
         self._told_of_sinks = sink_failed
         self.sinks = [SinkThread(sink, self._sink_failed) for sink in sinks]
 
@@ -194,6 +196,7 @@ class Recorder:
 
         `training`: what the step did with a sample, by its uid.
         """
+        records = []
         for group, sample, text in pick(groups, limit):
             messages = group.transcripts.get(sample.episode)
             record = {
@@ -211,7 +214,13 @@ class Recorder:
             }
             if training and sample.uid in training:
                 record["training"] = training[sample.uid]
-            self._append("samples.jsonl", _finite(record))
+            records.append(_finite(record))
+        for record in records:
+            self._append("samples.jsonl", record)
+        if records:
+            table = SampleTable(EVALUATION if evaluation else TRAINING, step, records)
+            for sink in self.sinks:
+                sink.table(table)
 
     def offsets(self) -> dict[str, int]:
         """Byte offsets for a checkpoint (under extra["clock"]: they vary with timings).
@@ -227,15 +236,18 @@ class Recorder:
         self.event("sink_failed", sink=name, error=error)
         self._told_of_sinks(name, error)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Hands the trackers the summary of the run, and the samples that were logged last."""
-        rows = (
-            list(deque(read_lines(self.run_dir / "samples.jsonl"), SINK_SAMPLES))
-            if self.sinks
-            else []
-        )
+    def keep_checkpoint(self, folder: Path) -> None:
+        """Hands the trackers a checkpoint, which may be removed while they take it."""
         for sink in self.sinks:
-            sink.finish(summary, rows)
+            sink.keep_folder("checkpoint", folder, self.run_dir / HANDOVER)
+
+    def finish(self, summary: Mapping[str, Any], *, keep: bool = False) -> None:
+        """Hands the trackers the summary of the run, and, if they are to keep them, its files."""
+        files = [self.run_dir / name for name in RECORD if (self.run_dir / name).exists()]
+        for sink in self.sinks:
+            sink.finish(summary)
+            if keep:
+                sink.keep("record", files)
 
     def close(self, seconds: float | None = None) -> None:
         """`seconds`: how long the trackers have, all together, to take what is still queued."""
@@ -244,6 +256,7 @@ class Recorder:
             sink.end()
         for sink in self.sinks:
             sink.close(max(0.0, ends - time.monotonic()))
+        shutil.rmtree(self.run_dir / HANDOVER, ignore_errors=True)
         with self._lock:
             for file in self._files.values():
                 file.close()

@@ -28,37 +28,72 @@ from reinforge.build.run import train_config
 from reinforge.config.schema import Config
 from reinforge.core.errors import Terminated
 from reinforge.loops.run import Run
-from reinforge.watch import sinks
+from reinforge.watch import sinks, trackers
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import show_run
 
 pytestmark = pytest.mark.timeout(300)
 PROGRAM = """
+import shutil
 import sys
 from pathlib import Path
 from reinforge.core.sample import Group, Row, Sample
-from reinforge.watch import sinks
+from reinforge.watch import sinks, trackers
 from reinforge.watch.recorder import Recorder
 
 sinks.CLOSE_SECONDS = 240.0  # the machine may be busy
-folder, config = Path(sys.argv[2]), {"model": {"path": "org/name"}, "train": {"steps": 3}}
-target = sinks.TrackerRun(folder, config, sys.argv[3], named=sys.argv[3] != "reinforge")
-made = sinks.make_sinks([sys.argv[1]], target)
-recorder = Recorder(folder, config, made, steps=3)
-for step in (1, 2, 3):
+name, folder, project, resumed = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
+config = {"model": {"path": "org/name"}, "train": {"steps": 3}}
+kept = int(resumed[0]) if resumed else None
+target = sinks.TrackerRun(folder, config, project, kept, named=project != "reinforge")
+made = trackers.make_sinks([name], target)
+recorder = Recorder(folder, config, made, {} if resumed else None, steps=3)
+checkpoint = folder / "checkpoints" / "step-00000003"
+checkpoint.mkdir(parents=True)
+(checkpoint / "weights").write_text(f"weights {kept}")
+scores = {"exact": 1.0, "short": None}
+samples = [
+    Sample.from_tokens("u", [1, 2], [False, True], reward=0.5, rewards=scores),
+    Sample.from_tokens("v", [1, 2, 3], [False, True, True], reward=float("nan")),
+]
+group = Group(Row("r", "2|2=`"), samples, ["four\\nor 4", "5"])
+spread = {"mean": -0.25, "min": -0.5, "max": 0.0, "first": -0.5, "last": 0.0}
+training = {"u": {"advantage": 0.75}, "v": {"advantage": spread}}
+for step in (3, 4) if resumed else (1, 2, 3):
     recorder.log(step, {"reward/mean": step / 4, "eval/pass@4": 0.5})
-sample = Sample.from_tokens("u", [1, 2], [False, True], reward=0.5)
-recorder.samples(3, [Group(Row("r", "2|2=`"), [sample], ["four\\nor 4"])], 1)
-end = {"status": "finished", "steps": 3, "metrics": {"reward/mean": 0.75}, "troubles": []}
-recorder.finish(end)
+    if step in (1, 3):
+        recorder.samples(step, [group], 2, training=training)
+recorder.samples(step, [group], 1, evaluation=True)
+recorder.keep_checkpoint(checkpoint)
+shutil.rmtree(checkpoint)  # as if it had been pruned
+(folder / "report.html").write_text("<p>the report</p>")
+end = {"status": "finished", "steps": step, "metrics": {"reward/mean": 0.75}, "troubles": []}
+recorder.finish(end, keep=True)
 recorder.close()
+assert not (folder / ".handover").exists()
 """
+COLUMNS = ["step", "prompt", "completion", "reward", "reward/exact", "reward/short"]
+COLUMNS += ["advantage", "stop", "length"]
 
 
-def tracked(name: str, folder: Path, project: str = "reinforge", **environment: str) -> list[str]:
+def table_of(step: int) -> list[list[Any]]:
+    """The rows that a tracker has to hold of a step."""
+    return [
+        [step, "2|2=`", "four\nor 4", 0.5, 1.0, None, 0.75, "eos", 1],
+        [step, "2|2=`", "5", None, None, None, -0.25, "eos", 2],
+    ]
+
+
+def tracked(
+    name: str,
+    folder: Path,
+    project: str = "reinforge",
+    resumed: tuple[str, ...] = (),
+    **environment: str,
+) -> list[str]:
     """Logs a run of three steps to the tracker, in its own process; what it says of failed
-    trackers.
+    trackers. `resumed`: the step after which the same run goes on, to step 4.
     """
     outside = {
         key: value
@@ -73,7 +108,7 @@ def tracked(name: str, folder: Path, project: str = "reinforge", **environment: 
     }
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name, str(folder), project],
+        [sys.executable, "-c", PROGRAM, name, str(folder), project, *resumed],
         cwd=folder,
         env={**outside, **quiet, **environment},
         capture_output=True,
@@ -272,14 +307,16 @@ class Down:
         raise ConnectionError("no route to the tracker")
 
     def log(self, step: int, metrics: Any) -> None: ...
-    def finish(self, summary: Any, samples: Any) -> None: ...
+    def table(self, table: Any) -> None: ...
+    def keep(self, name: str, paths: Any) -> None: ...
+    def finish(self, summary: Any) -> None: ...
     def close(self) -> None: ...
 
 
 def test_a_tracker_that_fails_is_told_on_the_screen_and_in_the_summary_and_the_run_goes_on(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sinks.SINKS, "tensorboard", Down)
+    monkeypatch.setitem(trackers.SINKS, "tensorboard", Down)
     cfg = make("run", "grpo", "run.log.sinks=[tensorboard]")
     view = SilentView()
     result = train_config(cfg, CallerObjects(data=DATA, rewards=[odd]), view)
@@ -329,7 +366,7 @@ def test_a_tracker_that_hangs_holds_up_neither_the_summary_nor_a_run_that_was_as
             self.terminate(signal.SIGTERM)
         await end_step(self, *metrics)
 
-    monkeypatch.setitem(sinks.SINKS, "tensorboard", Hanging)
+    monkeypatch.setitem(trackers.SINKS, "tensorboard", Hanging)
     monkeypatch.setattr(Recorder, "close", closing)
     monkeypatch.setattr(Run, "end_step", asked)
     words = ["hanging takes no metrics any more: it did not close in time"]
@@ -363,7 +400,7 @@ def test_trackers_get_the_config_without_its_secrets(
         def finish(self, summary: Any, samples: Any) -> None:
             seen.append((summary, samples))
 
-    monkeypatch.setitem(sinks.SINKS, "tensorboard", Seeing)
+    monkeypatch.setitem(trackers.SINKS, "tensorboard", Seeing)
     reward = {"name": "helpers.toy_rewards:odd", "options": {"api_key": "sk-secret"}}
     cfg = make("run", "grpo", "run.log.sinks=[tensorboard]", rewards=[reward])
     train_config(

@@ -22,7 +22,7 @@ from helpers.paths import SRC
 from reinforge.core.errors import InputError
 from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group, Row, Sample, Stop
-from reinforge.watch import sinks
+from reinforge.watch import sinks, trackers
 from reinforge.watch.memory_usage import device_peak, process_peak
 from reinforge.watch.notebook import NotebookOutput, shortened
 from reinforge.watch.recorder import Recorder, note, pick
@@ -365,14 +365,14 @@ def test_missing_tracker_packages_name_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = sinks.TrackerRun(tmp_path, {}, "p")
-    for name in sinks.SINKS:
+    for name in ("tensorboard", "wandb", "mlflow", "trackio"):
         monkeypatch.setitem(
             sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None
         )
         with pytest.raises(InputError, match=rf"pip install 'reinforge\[{name}\]'"):
-            sinks.make_sinks([name], target)
-    with pytest.raises(InputError, match="tensorboard, wandb, mlflow, trackio"):
-        sinks.make_sinks(["excel"], target)
+            trackers.make_sinks([name], target)
+    with pytest.raises(InputError, match="tensorboard, wandb, mlflow, trackio, prometheus"):
+        trackers.make_sinks(["excel"], target)
 
 
 def test_tensorboard_holds_the_numbers_and_a_resume_purges_redone_steps(tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_tensorboard_holds_the_numbers_and_a_resume_purges_redone_steps(tmp_path
         recorder = Recorder(
             tmp_path,
             {},
-            sinks.make_sinks(["tensorboard"], sinks.TrackerRun(tmp_path, {}, "p", resume)),
+            trackers.make_sinks(["tensorboard"], sinks.TrackerRun(tmp_path, {}, "p", resume)),
             None if resume is None else {},
         )
         for step in steps:
@@ -419,7 +419,8 @@ def test_wandb_style_runs_keep_their_identity_over_a_resume(
 
     monkeypatch.setitem(sys.modules, "wandb", Module)  # type: ignore[arg-type]
     for resume in (None, 4, None):
-        sink = sinks.make_sinks(["wandb"], sinks.TrackerRun(tmp_path, {"a": 1}, "proj", resume))[0]
+        target = sinks.TrackerRun(tmp_path, {"a": 1}, "proj", resume)
+        [sink] = trackers.make_sinks(["wandb"], target)
         sink.open()
         sink.log(5, {"x": 1.0})
         sink.close()
