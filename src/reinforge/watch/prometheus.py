@@ -69,7 +69,10 @@ class Prometheus:
             def log_message(self, format: str, *args: Any) -> None:
                 """The terminal belongs to the view."""
 
-        self.server = ThreadingHTTPServer((host, int(port)), Page)
+        try:
+            self.server = ThreadingHTTPServer((host, int(port)), Page)
+        except OSError as error:
+            raise OSError(f"run.log.prometheus={self.target.address}: {error}") from error
         self.server.daemon_threads = True
         threading.Thread(
             target=self.server.serve_forever, name="prometheus-page", daemon=True

@@ -48,6 +48,15 @@ def fenced(value: Any) -> str:
     return f"```json\n{json.dumps(value, indent=1, default=str)}\n```"
 
 
+def artifact_name(run: str, name: str) -> str:
+    """What is kept of a run, by a name that W&B and trackio allow.
+
+    >>> artifact_name("my run (2)", "record")
+    'my-run--2--record'
+    """
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", f"{run}-{name}")
+
+
 class TensorBoard:
     """A `Sink`: event files in the run directory, where the files of the run are too."""
 
@@ -111,7 +120,7 @@ class Wandb:
         self.run.log({table.name: shown}, step=table.step)
 
     def keep(self, name: str, paths: Sequence[Path]) -> None:
-        artifact = self.module.Artifact(f"{self.run.id}-{name}", type=name)
+        artifact = self.module.Artifact(artifact_name(self.run.id, name), type=name)
         for path in paths:
             if path.is_dir():
                 artifact.add_dir(str(path), name=path.name)
@@ -232,7 +241,7 @@ class Trackio:
         self.run.log({table.name: self.module.Table(data=rows)}, step=table.step)
 
     def keep(self, name: str, paths: Sequence[Path]) -> None:
-        artifact = self.module.Artifact(f"{self.run.name}-{name}", type=name)
+        artifact = self.module.Artifact(artifact_name(self.run.name, name), type=name)
         for path in paths:
             if path.is_dir():
                 artifact.add_dir(path, name=path.name)

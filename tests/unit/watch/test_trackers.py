@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,11 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import Terminated
 from reinforge.loops.run import Run
 from reinforge.watch import sinks, trackers
+from reinforge.watch.prometheus import Prometheus
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import show_run
+from reinforge.watch.sample_table import SampleTable
 
 pytestmark = pytest.mark.timeout(300)
 PROGRAM = """
@@ -73,6 +78,7 @@ recorder.finish(end, keep=True)
 recorder.close()
 assert not (folder / ".handover").exists()
 """
+CURVE = [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
 COLUMNS = ["step", "prompt", "completion", "reward", "reward/exact", "reward/short"]
 COLUMNS += ["advantage", "stop", "length"]
 
@@ -105,6 +111,8 @@ def tracked(
         "DO_NOT_TRACK": "true",
         "WANDB_ERROR_REPORTING": "false",
         "PYTHONPATH": str(SRC),
+        "WANDB_DATA_DIR": str(folder / "staged"),
+        "WANDB_CACHE_DIR": str(folder / "cached"),
     }
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
@@ -121,69 +129,106 @@ def tracked(
 
 
 def test_tensorboard_holds_numbers_config_summary_and_samples(tmp_path: Path) -> None:
+    """Of a resumed run too: the numbers of a step that was done again are there once."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert tracked("tensorboard", tmp_path) == []
+    assert tracked("tensorboard", tmp_path, resumed=("2",)) == []
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
-    assert [(e.step, e.value) for e in read.Scalars("reward/mean")] == [
-        (1, 0.25),
-        (2, 0.5),
-        (3, 0.75),
+    assert [(e.step, e.value) for e in read.Scalars("reward/mean")] == CURVE
+
+    def texts(name: str) -> dict[int, str]:
+        found = read.Tensors(f"{name}/text_summary")
+        return {e.step: e.tensor_proto.string_val[0].decode() for e in found}
+
+    assert '"org/name"' in texts("config")[0] and '"finished"' in texts("summary")[4]
+    samples = texts("samples")
+    assert list(samples) == [1, 3] and list(texts("eval/samples")) == [3, 4]
+    assert samples[3].splitlines() == [
+        "| " + " | ".join(COLUMNS) + " |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 3 | `2\\|2='` | `four ⏎ or 4` | 0.5 | 1.0 |  | 0.75 | `eos` | 1 |",
+        "| 3 | `2\\|2='` | `5` |  |  |  | -0.25 | `eos` | 2 |",
     ]
 
-    def text(name: str) -> str:
-        return read.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode()
 
-    assert '"org/name"' in text("config") and '"finished"' in text("summary")
-    assert text("samples").splitlines() == [
-        "| step | prompt | completion | reward | stop | length |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| 3 | `2\\|2='` | `four ⏎ or 4` | 0.5 | `eos` | 1 |",
-    ]
-
-
-def wandb_records(folder: Path) -> list[Any]:
-    """What an offline run has written, record by record."""
+def wandb_records(folder: Path) -> list[list[Any]]:
+    """What offline runs have written, record by record, in the order of their starts."""
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
 
-    [file] = folder.glob("wandb/offline-run-*/run-*.wandb")
-    store = DataStore()
-    found = []
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        found.append(record)
-    return found
+    starts = []
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        store = DataStore()
+        found = []
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            found.append(record)
+        starts.append(found)
+    return starts
 
 
-def test_wandb_holds_numbers_config_summary_and_samples(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    assert tracked("wandb", tmp_path / "first", WANDB_MODE="offline") == []
-    records = wandb_records(tmp_path / "first")
-    [run] = [r.run for r in records if r.WhichOneof("record_type") == "run"]
-    assert (run.project, run.display_name) == ("reinforge", "first")
-    assert {item.key: json.loads(item.value_json) for item in run.config.update}["model"] == {
-        "path": "org/name"
-    }
-    history = [
+def wandb_history(records: list[Any]) -> list[dict[str, Any]]:
+    return [
         {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
         for r in records
         if r.HasField("history")
     ]
-    assert [(h["_step"], h["reward/mean"]) for h in history if "reward/mean" in h] == [
-        (1, 0.25),
-        (2, 0.5),
-        (3, 0.75),
-    ]
-    [table] = list(
-        (tmp_path / "first").glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
-    )
-    assert json.loads(table.read_text())["data"] == [[3, "2|2=`", "four\nor 4", 0.5, "eos", 1]]
+
+
+def wandb_run(records: list[Any]) -> Any:
+    [run] = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+    return run
+
+
+def test_wandb_holds_numbers_config_summary_samples_and_files(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    assert tracked("wandb", tmp_path / "first", WANDB_MODE="offline") == []
+    [records] = wandb_records(tmp_path / "first")
+    run = wandb_run(records)
+    assert (run.project, run.display_name) == ("reinforge", "first")
+    assert {item.key: json.loads(item.value_json) for item in run.config.update}["model"] == {
+        "path": "org/name"
+    }
+    history = wandb_history(records)
+    numbers = [(h["_step"], h["reward/mean"]) for h in history if "reward/mean" in h]
+    assert numbers == CURVE[:3]
+    [files] = (tmp_path / "first").glob("wandb/offline-run-*/files")
+    shown = {h["_step"]: h["samples"] for h in history if "samples" in h}
+    assert list(shown) == [1, 3]
+    for step, media in shown.items():
+        assert media["_type"] == "table-file" and media["nrows"] == 2
+        table = json.loads((files / media["path"]).read_text())
+        assert (table["columns"], table["data"]) == (COLUMNS, table_of(step))
+    [media] = [h["eval/samples"] for h in history if "eval/samples" in h]
+    [row] = json.loads((files / media["path"]).read_text())["data"]
+    assert row[:4] == [3, "2|2=`", "four\nor 4", 0.5]
+    kept = {
+        r.artifact.name: {entry.path: entry.local_path for entry in r.artifact.manifest.contents}
+        for r in records
+        if r.HasField("artifact")
+    }
+    record = kept[f"{run.run_id}-record"]
+    assert list(record) == ["config.json", "report.html", "versions.json"]
+    assert Path(record["report.html"]).read_text() == "<p>the report</p>"
+    weights = kept[f"{run.run_id}-checkpoint"]["step-00000003/weights"]
+    assert Path(weights).read_text() == "weights None"
     assert b"finished" in b"".join(r.SerializeToString() for r in records if r.HasField("summary"))
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    for resumed in ((), ("2",)):
+        assert tracked("wandb", tmp_path / "first", resumed=resumed, WANDB_MODE="offline") == []
+    first, second = wandb_records(tmp_path / "first")
+    assert wandb_run(first).run_id == wandb_run(second).run_id
+    assert wandb_run(second).run_id == (tmp_path / "first" / "wandb.id").read_text()
+    again = [(h["_step"], h["reward/mean"]) for h in wandb_history(second) if "reward/mean" in h]
+    assert again == CURVE[2:]
 
 
 def test_the_environment_of_wandb_wins_over_our_defaults_and_not_over_the_config(
@@ -203,18 +248,15 @@ def test_the_environment_of_wandb_wins_over_our_defaults_and_not_over_the_config
         not (tmp_path / "run" / "wandb").exists()
         and (tmp_path / "run" / "wandb.id").read_text() == "abc123"
     )
-    [run] = [
-        r.run for r in wandb_records(tmp_path / "there") if r.WhichOneof("record_type") == "run"
-    ]
+    [records] = wandb_records(tmp_path / "there")
+    run = wandb_run(records)
     assert (run.project, run.display_name, run.run_id) == ("theirs", "named", "abc123")
     assert (
         tracked("wandb", tmp_path / "chosen", "ours", WANDB_MODE="offline", WANDB_PROJECT="theirs")
         == []
     )
-    [run] = [
-        r.run for r in wandb_records(tmp_path / "chosen") if r.WhichOneof("record_type") == "run"
-    ]
-    assert run.project == "ours", "run.log.project was set: it is not a default"
+    [records] = wandb_records(tmp_path / "chosen")
+    assert wandb_run(records).project == "ours", "run.log.project was set: it is not a default"
 
 
 def mlflow_run(uri: str, project: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -228,33 +270,51 @@ def mlflow_run(uri: str, project: str, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 @pytest.mark.parametrize("store", [pytest.param("sqlite", marks=pytest.mark.long), "file"])
-def test_mlflow_holds_numbers_config_summary_and_samples(
+def test_mlflow_holds_numbers_config_summary_samples_and_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:
-    """With a database, MLflow's default, and with files, which it wants to be allowed."""
+    """With a database, MLflow's default, and with files, which it wants to be allowed. A resumed
+    run goes on in the same run of MLflow.
+    """
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     uri = f"sqlite:///{tmp_path / 'ml.db'}" if store == "sqlite" else (tmp_path / "mlruns").as_uri()
-    assert (
-        tracked(
-            "mlflow", tmp_path / "first", MLFLOW_TRACKING_URI=uri, MLFLOW_ALLOW_FILE_STORE="true"
-        )
-        == []
-    )
+    theirs = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_ALLOW_FILE_STORE": "true"}
+    for resumed in ((), ("2",)):
+        assert tracked("mlflow", tmp_path / "first", resumed=resumed, **theirs) == []
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     client, run = mlflow_run(uri, "reinforge", monkeypatch)
     assert run.info.run_name == "first" and run.info.status == "FINISHED"
     values = client.get_metric_history(run.info.run_id, "reward/mean")
-    assert [(m.step, m.value) for m in values] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [(m.step, m.value) for m in values] == [*CURVE[:3], *CURVE[2:]]
     assert run.data.metrics["eval/pass_4"] == 0.5, "MLflow allows no @ in a name"
     monkeypatch.chdir(tmp_path / "first")
-    assert sorted(file.path for file in client.list_artifacts(run.info.run_id)) == [
+
+    def files(folder: str | None = None) -> list[str]:
+        return sorted(f.path for f in client.list_artifacts(run.info.run_id, folder))
+
+    def content(file: str) -> str:
+        return Path(client.download_artifacts(run.info.run_id, file, str(tmp_path))).read_text()
+
+    assert [name for name in files() if "." in name] == [
         "config.json",
-        "samples.json",
+        "report.html",
         "summary.json",
+        "versions.json",
     ]
-    samples = Path(client.download_artifacts(run.info.run_id, "samples.json", str(tmp_path)))
-    assert json.loads(samples.read_text())["data"] == [[3, "2|2=`", "four\nor 4", 0.5, "eos", 1]]
+    assert content("report.html") == "<p>the report</p>"
+    assert content("checkpoint/step-00000003/weights") == "weights 2"
+    tables = ["samples/step_000001.json", "samples/step_000003.json"]
+    assert files("samples") == tables
+    for step, file in zip((1, 3), tables, strict=True):
+        table = json.loads(content(file))
+        assert (table["columns"], table["data"]) == (COLUMNS, table_of(step))
+    listed = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert [entry["path"] for entry in listed] == [
+        *tables,
+        "eval/samples/step_000003.json",
+        "eval/samples/step_000004.json",
+    ], "where MLflow itself looks for tables"
 
 
 def test_the_environment_of_mlflow_wins_over_our_defaults(
@@ -272,24 +332,87 @@ def test_the_environment_of_mlflow_wins_over_our_defaults(
     assert mlflow_run(uri, "theirs", monkeypatch)[1].info.run_name == "named"
 
 
-def test_trackio_holds_numbers_config_summary_and_samples(tmp_path: Path) -> None:
+def test_trackio_holds_numbers_config_summary_samples_and_files(tmp_path: Path) -> None:
+    """A resumed run goes on in the same run of trackio."""
     pytest.importorskip("trackio")
-    assert tracked("trackio", tmp_path / "first", TRACKIO_DIR=str(tmp_path / "there")) == []
-    database = sqlite3.connect(tmp_path / "there" / "reinforge.db")
+    there = tmp_path / "there"
+    for resumed in ((), ("2",)):
+        folder = tmp_path / "first (1)"
+        assert tracked("trackio", folder, resumed=resumed, TRACKIO_DIR=str(there)) == []
+    database = sqlite3.connect(there / "reinforge.db")
     logged = [
         (step, json.loads(text))
         for step, text in database.execute("select step, metrics from metrics order by id")
     ]
+    runs = database.execute("select distinct run_name, run_id from metrics").fetchall()
+    kept = {
+        name: {entry["path"]: entry["digest"] for entry in json.loads(manifest)}
+        for name, manifest in database.execute(
+            "select name, manifest from artifacts join artifact_versions"
+            " on artifact_id = artifacts.id order by version"
+        )
+    }
     database.close()
-    assert [(step, m["reward/mean"]) for step, m in logged if "reward/mean" in m] == [
-        (1, 0.25),
-        (2, 0.5),
-        (3, 0.75),
-    ]
-    others = {name for _, m in logged for name in m}
-    assert {"samples", "summary"} <= others and "four" in json.dumps(
-        [m for _, m in logged if "samples" in m]
+    [(name, _)] = runs
+    assert name == (tmp_path / "first (1)" / "trackio.id").read_text()
+    numbers = [(step, m["reward/mean"]) for step, m in logged if "reward/mean" in m]
+    assert numbers == [*CURVE[:3], *CURVE[2:]]
+    tables = {step: m["samples"] for step, m in logged if "samples" in m}
+    assert list(tables) == [1, 3]
+    for step, table in tables.items():
+        assert table["_type"] == "trackio.table"
+        assert [list(row) for row in table["_value"]] == [COLUMNS, COLUMNS]
+        assert [list(row.values()) for row in table["_value"]] == table_of(step)
+    assert [step for step, m in logged if "eval/samples" in m] == [3, 4]
+    assert all("finished" in m["summary"]["_value"] for _, m in logged if "summary" in m)
+
+    def content(digest: str) -> str:
+        [blob] = there.glob(f"artifacts/reinforge/blobs/sha256/*/{digest}")
+        return blob.read_text()
+
+    record, checkpoint = (
+        kept[trackers.artifact_name(name, what)] for what in ("record", "checkpoint")
     )
+    assert content(record["report.html"]) == "<p>the report</p>"
+    assert content(checkpoint["step-00000003/weights"]) == "weights 2", "the newest version"
+
+
+def test_prometheus_reads_the_newest_metrics_while_the_run_goes(tmp_path: Path) -> None:
+    sink = Prometheus(sinks.TrackerRun(tmp_path / "first", {}, "p"))
+    recorder = Recorder(tmp_path / "first", {}, [sink])
+    for step in (1, 2):
+        recorder.log(step, {"reward/mean": step / 4, "bad": float("nan")})
+    recorder.log(2, {"eval/pass@4": 0.5})
+    deadline = time.monotonic() + 60
+    while "eval" not in str(sink.metrics) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    port = sink.server.server_port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        values = [line for line in answer.read().decode().splitlines() if line[0] != "#"]
+    assert values == [
+        'reinforge_step{run="first"} 2.0',
+        'reinforge_reward_mean{run="first"} 0.5',
+        'reinforge_eval_pass_4{run="first"} 0.5',
+    ]
+    recorder.close()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        target = sinks.TrackerRun(tmp_path, {}, "p", address=address)
+        made = trackers.make_sinks(["prometheus"], target)
+        recorder = Recorder(tmp_path, {}, made, sink_failed=lambda *said: told.append(said))
+        recorder.close()
+    [(name, error)] = told
+    assert name == "prometheus" and f"run.log.prometheus={address}" in error
+    assert "Address already in use" in error
 
 
 # one that fails
@@ -388,28 +511,42 @@ def test_a_tracker_that_hangs_holds_up_neither_the_summary_nor_a_run_that_was_as
     release.set()
 
 
-def test_trackers_get_the_config_without_its_secrets(
+def test_trackers_get_the_config_without_its_secrets_tables_with_advantages_and_checkpoints(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
+    tables: list[SampleTable] = []
+    kept: list[tuple[str, list[str]]] = []
 
     class Seeing(Down):
         def open(self) -> None:
             seen.append(self.target.config)
 
-        def finish(self, summary: Any, samples: Any) -> None:
-            seen.append((summary, samples))
+        def table(self, table: Any) -> None:
+            tables.append(table)
+
+        def keep(self, name: str, paths: Any) -> None:
+            kept.append((name, [path.name for path in paths]))
+
+        def finish(self, summary: Any) -> None:
+            seen.append(summary)
 
     monkeypatch.setitem(trackers.SINKS, "tensorboard", Seeing)
     reward = {"name": "helpers.toy_rewards:odd", "options": {"api_key": "sk-secret"}}
-    cfg = make("run", "grpo", "run.log.sinks=[tensorboard]", rewards=[reward])
+    settings = ["run.log.sinks=[tensorboard]", "run.log.artifacts=checkpoints"]
+    settings += ["run.log.samples_every=2", "run.checkpoint.every=1", "run.checkpoint.keep=1"]
+    cfg = make("run", "grpo", *settings, rewards=[reward])
     train_config(
         cfg, CallerObjects(data=DATA, functions={"helpers.toy_rewards:odd": odd}), SilentView()
     )
     assert "sk-secret" not in json.dumps(seen[0]) and seen[0]["model"]["path"] == cfg.model.path
-    summary, samples = seen[1]
-    assert (
-        summary["status"] == "finished"
-        and summary["metrics"]["train/grad_norm"] > 0
-        and samples[0]["completion"] is not None
-    )
+    summary = seen[1]
+    assert summary["status"] == "finished" and summary["metrics"]["train/grad_norm"] > 0
+    assert [(table.name, table.step) for table in tables] == [("samples", 1), ("samples", 3)]
+    place = tables[0].columns.index("advantage")
+    shown = [row[place] for table in tables for row in table.rows]
+    recorded = [line["training"].get("advantage") for line in lines(cfg, "samples.jsonl")]
+    assert shown == recorded and any(shown)
+    steps = [f"step-{step:08d}" for step in (1, 2, 3)]
+    record = ["config.json", "versions.json", "summary.json", "report.html"]
+    assert kept == [*(("checkpoint", [step]) for step in steps), ("record", record)]
