@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from reinforge.config.base import Count, Natural, Positive, Section
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"got {text!r}, expected host:port, such as 127.0.0.1:9464.")
+    return text
+
+
+Address = Annotated[str, AfterValidator(_address)]
 
 
 class CheckpointConfig(Section):
@@ -63,9 +73,8 @@ class LogConfig(Section):
             " is saved."
         ),
     )
-    prometheus: str = Field(
+    prometheus: Address = Field(
         "127.0.0.1:9464",
-        pattern=r"^.+:\d{1,5}$",
         description="Where the sink prometheus answers GET /metrics, host:port.",
     )
 

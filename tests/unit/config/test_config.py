@@ -203,6 +203,9 @@ def test_bool_is_no_number_and_text_is_no_bool(tmp_path: Path) -> None:
     assert "run.seed" in refused(tmp_path, GOOD, "run.seed=true")
     assert "data.shuffle" in refused(tmp_path, GOOD, "data.shuffle=no")
     assert "got 3.5, expected a whole number" in refused(tmp_path, GOOD, "train.steps=3.5")
+    for address in ("9464", ":1", "host:99999"):
+        told = f"got '{address}', expected host:port, such as 127.0.0.1:9464."
+        assert told in refused(tmp_path, GOOD, f"run.log.prometheus='{address}'")
     assert (
         "got 'tail', expected a section with keys of its own (when, drafts, rows, memory)."
         in refused(tmp_path, GOOD, "rollout.speculation=tail")
