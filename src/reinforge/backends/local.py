@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from reinforge.core.metrics import LossMetrics, StepMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
+from reinforge.models.adapter_dropout import DroppedRows, drop_rows, dropouts
 from reinforge.models.causal import CausalModel
 from reinforge.models.divergence import log_collision
 from reinforge.models.fp8_layers import Fp8Layers
@@ -44,8 +45,8 @@ class LocalBackend:
     """Trains `model` in place: a policy, a critic or a reward model.
 
     `temperature` is that of the rollouts: log-probs are always of softmax(logits / T).
-    `seed` is the run's, for noise on embeddings (train.neftune). `paired`: another model of about
-    the same size is trained on the same device (a critic beside its policy).
+    `seed` is the run's, for noise (train.neftune, adapter.dropout). `paired`: another model of
+    about the same size is trained on the same device (a critic beside its policy).
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class LocalBackend:
         # optimizer steps done, skipped and empty ones included: the schedule's clock
         self.steps = 0
         # rows that share tokens cannot have noise of their own
-        self.share = cfg.share_prompts and cfg.neftune is None
+        noisy = cfg.neftune is not None or any(dropouts(model.module))
+        self.share = cfg.share_prompts and not noisy
         self.seed = seed
         self.teachers = teachers
         self.balance = LoadBalanceLoss.of(model, cfg.router_aux_loss)
@@ -180,14 +182,15 @@ class LocalBackend:
         fresh = not self.optimizer.gradients()
         while True:
             try:
-                return self._pass(fit_to_budget(batches, self.budget, loss.unit), loss, totals)
+                with self._update():
+                    return self._forward(
+                        fit_to_budget(batches, self.budget, loss.unit), loss, totals
+                    )
             except torch.OutOfMemoryError:
                 # what an earlier call of the same optimizer step added up cannot be told from what
                 # this one did
                 if not fresh:
                     raise
-            finally:
-                self.model.recompute(False)
             self.optimizer.zero()
             self.budget = self.recovery.smaller(self.budget, loss.unit)
 
@@ -201,9 +204,17 @@ class LocalBackend:
                 pass
             self.budget = self.recovery.smaller(self.budget, loss.unit)
 
-    def _pass(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
+    @contextmanager
+    def _update(self) -> Iterator[None]:
+        """Inside, layers may be computed again in the backward pass, and adapters drop what they
+        are to drop.
+        """
         self.model.recompute(True)
-        return self._forward(batches, loss, totals)
+        try:
+            yield
+        finally:
+            self.model.recompute(False)
+            drop_rows(self.model.module, None)
 
     def _forward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
         """Every micro-batch forward, and backward where gradients are on."""
@@ -234,6 +245,7 @@ class LocalBackend:
         }
 
     def _tokens(self, batch: Batch, loss: Loss, totals: Totals) -> TrainedTokens:
+        self._drop(batch)
         with self._noise(batch):
             return trained_tokens(
                 self.model,
@@ -250,14 +262,24 @@ class LocalBackend:
         """
         if self.cfg.neftune is None or not torch.is_grad_enabled():
             return nullcontext()
-        here = slice(None) if self.model.slices is None else self.model.slices.span(batch.n_tokens)
         return neftune(
             self.model.plain.get_input_embeddings(),
             batch,
             alpha=self.cfg.neftune,
             seed=(self.seed, self.steps),
-            here=here,
+            here=self._here(batch),
         )
+
+    def _drop(self, batch: Batch) -> None:
+        """What an adapter drops of this micro-batch, until its backward pass is done."""
+        if torch.is_grad_enabled():
+            rows = DroppedRows(batch, (self.seed, self.steps), self._here(batch))
+            drop_rows(self.model.module, rows)
+
+    def _here(self, batch: Batch) -> slice:
+        """Which tokens of a pack this process computes."""
+        slices = self.model.slices
+        return slice(None) if slices is None else slices.span(batch.n_tokens)
 
     def step(self) -> StepReport:
         rate = learning_rate(

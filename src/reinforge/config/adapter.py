@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from reinforge.config.base import Count, Positive, Section
+from reinforge.config.base import Count, Fraction, Positive, Section
 
 
 class AdapterConfig(Section):
@@ -31,6 +31,13 @@ class AdapterConfig(Section):
             " values and vectors of the weight, which keeps the rest (2404.02948): learns faster."
         ),
     )
+    dropout: Fraction = Field(
+        0.0,
+        description=(
+            "Dropout on what the adapter reads, in the forward of the update only: generation,"
+            " log-probs and references have none. Not for policy gradients, and not with dora."
+        ),
+    )
     path: str | None = Field(None, description="Continue from this saved adapter.")
 
     @model_validator(mode="after")
@@ -44,4 +51,12 @@ class AdapterConfig(Section):
             )
         if self.path is not None:
             raise ValueError("init: a saved adapter has begun already; leave init or path out")
+        return self
+
+    @model_validator(mode="after")
+    def _dropout(self) -> AdapterConfig:
+        if self.dropout == 1:
+            raise ValueError("dropout: 1 leaves nothing of the adapter; use a smaller share")
+        if self.dropout and self.kind == "dora":
+            raise ValueError("dropout: dora has none; use lora, rslora or qlora, or leave it out")
         return self

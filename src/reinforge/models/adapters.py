@@ -25,6 +25,7 @@ from torch import Tensor
 
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.errors import InputError
+from reinforge.models.adapter_dropout import add_dropout
 
 _NEW = "_begins_as_its_base"  # on a wrapped module: its adapter adds nothing before the first step
 
@@ -64,6 +65,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
                 ) from error
     if head:
         getattr(wrapped.get_base_model(), head).requires_grad_(True)
+    add_dropout(wrapped, cfg.dropout)
     make_lean(wrapped)
     setattr(wrapped, _NEW, not cfg.path and cfg.init == "default")
     return wrapped
@@ -179,8 +181,8 @@ def make_lean(module: Any) -> None:
 
 
 class _LeanLora:
-    """y = base(x) + s B A x, and peft's own way whenever there is anything else about it (several
-    adapters, merged, a mixed batch).
+    """y = base(x) + s B A dropout(x), and peft's own way whenever there is anything else about it
+    (several adapters, merged, a mixed batch).
     """
 
     def __init__(self, layer: Any, usual: Any):
@@ -196,7 +198,8 @@ class _LeanLora:
         name = layer.active_adapters[0]
         down = layer.lora_A[name].weight.to(x.dtype)
         up = layer.lora_B[name].weight.to(x.dtype)
-        return layer.base_layer(x, *args) + F.linear(F.linear(x, down), up) * layer.scaling[name]
+        narrow = F.linear(layer.lora_dropout[name](x), down)
+        return layer.base_layer(x, *args) + F.linear(narrow, up) * layer.scaling[name]
 
 
 @contextmanager

@@ -120,6 +120,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Load-balancing loss of a mixture of experts": ("train.router_aux_loss=0.01",),
         "Loss on all tokens of a row": ("data.loss_on=all",),
         "Whole texts in blocks": ("data.blocks=true",),
+        "Dropout in an adapter": ("adapter={dropout: 0.1}",),
         "QLoRA (base in 4 bits)": ("adapter={kind: qlora}",),
         "A saved adapter to continue from": ("adapter={path: saved}",),
         "Replay of old groups": ("sampling.replay={}",),
@@ -152,6 +153,8 @@ BROKEN: dict[str, list[Overrides]] = {
         ),
         ("train.precision=fp8", "model.exact=true"),
         ("train.precision=fp8", "adapter={kind: qlora}"),
+        ("algorithm.name=online_dpo", "adapter={dropout: 0.1}", "model.exact=true"),
+        ("algorithm.name=online_dpo", "adapter={dropout: 0.1}", "model.compile=true"),
         ("train.freeze=[lm_head]", "adapter={kind: lora}"),
         ("train.optimizer.lora_plus=16.0",),
         (

@@ -64,11 +64,8 @@ class RankWorker(LocalBackend, ABC):
         return self._run(dealt, loss, totals)
 
     def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics:
-        self.model.recompute(True)
-        try:
+        with self._update():
             return self._run(dealt, loss, totals)
-        finally:
-            self.model.recompute(False)
 
     def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics:
         found = [

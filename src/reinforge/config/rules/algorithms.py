@@ -62,6 +62,11 @@ WHICH_TOKENS = No(
     "{algorithm} needs to know which tokens are the answer", "use assistant or completion"
 )
 NO_BLOCKS = No("{algorithm} does not train whole texts", "remove it, or use sft")
+SAMPLED_WITHOUT = No(
+    "answers are sampled without dropout, and {algorithm} would take what dropout changes for what"
+    " it has learned",
+    "leave it out",
+)
 FRESH_ADAPTER = No(
     "a reward model is trained with a fresh lora, rslora or dora, or whole",
     "use one of them, or leave the adapter out",
@@ -149,6 +154,12 @@ FEATURES = (
             distillation=NO_BLOCKS,
             on_policy=NO_BLOCKS,
         ),
+    ),
+    Feature(
+        "Dropout in an adapter",
+        "adapter.dropout",
+        lambda c: c.adapter is not None and c.adapter.dropout > 0,
+        _cells(policy=SAMPLED_WITHOUT),
     ),
     Feature(
         "QLoRA (base in 4 bits)",

@@ -300,6 +300,18 @@ RULES = (
         "leave it out, or set adapter.kind=lora",
     ),
     Rule(
+        "adapter.dropout",
+        lambda c: c.adapter is not None and c.adapter.dropout > 0 and c.model.exact,
+        "exact log-probs are those of the engine, which has no dropout",
+        "leave it out, or set model.exact to false",
+    ),
+    Rule(
+        "adapter.dropout",
+        lambda c: c.adapter is not None and c.adapter.dropout > 0 and c.model.compile,
+        "it draws other numbers for every row, which compiled layers cannot",
+        "leave it out, or set model.compile to false",
+    ),
+    Rule(
         "train.freeze",
         lambda c: bool(c.train.freeze or c.train.only) and c.adapter is not None,
         "an adapter leaves all weights of the model as they are",
