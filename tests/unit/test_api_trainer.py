@@ -109,6 +109,8 @@ def test_a_reward_that_changes_half_way(make: Make) -> None:
     with trainer_of(cfg) as trainer:
         for step in trainer:
             if step.number > 2:
+                if step.number == 4:
+                    assert len(step.advantages) == 4  # they are there, and are computed again
                 step.set_rewards([[1.0, 0.0, 0.0, None]] * 3 + [[1.0, 0.0, 0.0, 0.0]])
                 first = [float(a[0]) for a in step.advantages[3]]
                 assert first == pytest.approx([1.4997, -0.4999, -0.4999, -0.4999], abs=1e-4)
