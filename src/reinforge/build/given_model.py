@@ -60,6 +60,8 @@ def with_given_model(cfg: Config, given: CallerObjects, view: ViewLike) -> Itera
         finally:
             if adapter is not None:
                 take_adapter_out(model.module)
+            if adapter is not None and adapter.init != "default":
+                restore_initial(module, Path(cfg.run.dir) / INITIAL)  # it had taken a part of them
 
 
 def _check_place(cfg: Config) -> None:

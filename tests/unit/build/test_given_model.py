@@ -122,9 +122,11 @@ def test_a_peft_model(tiny_dir: str, tmp_path: Path) -> None:
     assert same(saved(run), saved(tmp_path / "path"))
 
 
-def test_a_new_adapter_on_a_module(tiny_dir: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("init", ["default", "pissa"])
+def test_a_new_adapter_on_a_module(tiny_dir: str, tmp_path: Path, init: str) -> None:
+    """PiSSA takes what it begins with out of the weights; they get it back."""
     module, tokenizer = loaded(tiny_dir)
-    made = dict(adapter={"rank": 4}, steps=1, overrides=KL[:1], **SMALL)
+    made = dict(adapter={"rank": 4, "init": init}, steps=1, overrides=KL[:1], **SMALL)
     result = reinforge.train(model=module, tokenizer=tokenizer, dir=tmp_path / "memory", **made)
     reinforge.train(model=tiny_dir, dir=tmp_path / "path", **made)
     trained = saved(tmp_path / "memory")
