@@ -133,3 +133,16 @@ def table(results: Iterable[GenerationResult]) -> str:
             f" {told} |"
         )
     return "\n".join(lines)
+
+
+def exact_costs(results: Iterable[GenerationResult]) -> list[str]:
+    """For every exact result of ours: how many times as long it took as the one without."""
+    found = {result.place: result for result in results}
+    lines = []
+    for (engine, shape, variant, workload), exact in found.items():
+        plain = found.get((engine, shape, variant.removesuffix(" exact"), workload))
+        if plain is not None and plain is not exact:
+            times = exact.median("ms_per_token_of_the_longest")
+            times /= plain.median("ms_per_token_of_the_longest")
+            lines.append(f"{shape} {workload}: exact takes {times:.3f} times as long")
+    return lines

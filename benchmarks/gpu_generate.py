@@ -15,8 +15,8 @@ weights and cache once per step, or to do the products. The mismatch is the mean
 log-probs between the engine and the trainer's forward, in the precision of the model and with
 products in FP8 (`train.precision`). vLLM does the same in its own environment
 (benchmarks/peers/vllm_generate.py, with its knobs). --exact does every workload a second time with
-`model.exact`. --out adds what was measured to a file (generation_results.py says what is in it);
-plot_gpu.py draws it.
+`model.exact` and tells how many times as long it took. --out adds what was measured to a file
+(generation_results.py says what is in it); plot_gpu.py draws it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from generation_results import GenerationResult, Round, add_results, table
+from generation_results import GenerationResult, Round, add_results, exact_costs, table
 from gpu_step import BANDWIDTH, FIRST_STOP, FLOPS, SHAPES, random_model, run_peer, stop_tokens
 
 from reinforge.config.base import Precision
@@ -256,7 +256,7 @@ def main() -> None:
             tell(results[-1], args.out)
     if args.peer_python:
         results += peers_rounds(model, args)
-    print(table(results))
+    print("\n".join([table(results), *exact_costs(results)]))
     if args.out:
         add_results(args.out, results)
 

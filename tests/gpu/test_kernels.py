@@ -205,7 +205,7 @@ def test_advance() -> None:
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_add_norm(parts: int) -> None:
-    from reinforge.models import fused_decode
+    from reinforge.models import decode_ops
     from reinforge.models.kernels import layer
 
     torch.manual_seed(3)
@@ -216,7 +216,7 @@ def test_add_norm(parts: int) -> None:
         delta = delta[0]
     plain = x.double().cpu()
     wide = None if delta is None else delta.double().cpu()
-    want = fused_decode.add_norm(plain, wide, weight.double().cpu(), 1e-6)
+    want = decode_ops.add_norm(plain, wide, weight.double().cpu(), 1e-6)
     got = layer.add_norm(x, delta, weight, 1e-6)
     torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(x.double().cpu(), plain, atol=1e-6, rtol=1e-6)
@@ -237,7 +237,7 @@ def test_add_low_rank(rows: int, outer: int, rank: int) -> None:
 
 
 def test_head_norm_and_silu_mul() -> None:
-    from reinforge.models import fused_decode
+    from reinforge.models import decode_ops
     from reinforge.models.kernels import layer
 
     torch.manual_seed(4)
@@ -245,20 +245,20 @@ def test_head_norm_and_silu_mul() -> None:
     heads = joint.view(3, 8, 24)[:, 2:6]  # some of the heads that lie in one row
     weight = torch.randn(24, device=DEVICE)
     before = joint.clone()
-    want = fused_decode.head_norm(heads.double().cpu(), weight.double().cpu(), 1e-6)
+    want = decode_ops.head_norm(heads.double().cpu(), weight.double().cpu(), 1e-6)
     got = layer.head_norm(heads, weight, 1e-6)
     torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-5)
     assert torch.equal(before[:, :48], joint[:, :48]) and torch.equal(
         before[:, 144:], joint[:, 144:]
     )
     got = layer.silu_mul(joint)
-    want = fused_decode.silu_mul(joint.double().cpu())
+    want = decode_ops.silu_mul(joint.double().cpu())
     torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 64, 96), (5, 200, 130), (16, 1100, 40)])
 def test_products_of_few_rows(rows: int, inner: int, outer: int) -> None:
-    from reinforge.models import fused_decode
+    from reinforge.models import decode_ops
     from reinforge.models.kernels import layer
 
     torch.manual_seed(5)
@@ -273,7 +273,7 @@ def test_products_of_few_rows(rows: int, inner: int, outer: int) -> None:
     assert parts.dtype == torch.float32 and (inner < 200 or len(parts) > 1)
     torch.testing.assert_close(parts.sum(0).double().cpu(), wide, **close)
     gated = layer.few_rows(x, weight, gated=True)
-    torch.testing.assert_close(gated.double().cpu(), fused_decode.silu_mul(wide), **close)
+    torch.testing.assert_close(gated.double().cpu(), decode_ops.silu_mul(wide), **close)
 
 
 def assert_same_rows(got: Fp8Rows, want: Fp8Rows) -> None:
@@ -312,7 +312,7 @@ def test_rows_in_fp8(rows: int, size: int) -> None:
     ("rows", "inner", "outer"), [(1, 64, 96), (5, 208, 130), (16, 1104, 40), (40, 512, 64)]
 )
 def test_products_of_few_rows_in_fp8(rows: int, inner: int, outer: int) -> None:
-    from reinforge.models import fp8, fused_decode
+    from reinforge.models import decode_ops, fp8
     from reinforge.models.kernels import layer
 
     torch.manual_seed(8)
@@ -330,7 +330,7 @@ def test_products_of_few_rows_in_fp8(rows: int, inner: int, outer: int) -> None:
     assert parts.dtype == torch.float32 and (inner < 512 or len(parts) > 1)
     torch.testing.assert_close(parts.sum(0).double().cpu(), wide, **close)
     gated = layer.few_rows(*there, gated=True, dtype=torch.float32)
-    torch.testing.assert_close(gated.double().cpu(), fused_decode.silu_mul(wide), **close)
+    torch.testing.assert_close(gated.double().cpu(), decode_ops.silu_mul(wide), **close)
 
 
 def test_add_norm_in_fp8() -> None:
@@ -366,6 +366,29 @@ def test_draw() -> None:
     torch.testing.assert_close(
         logprobs.double(), z.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.5, softcap=4.0)])
+def test_exact_logprobs_are_those_that_draw_reports(rule: LogitRule) -> None:
+    from reinforge.models.kernels import draw as kernels
+
+    torch.manual_seed(0)
+    logits = torch.randn(12, 9001, device=DEVICE) * 3
+    heat = torch.tensor([0.7, 1.0, 1.5], device=DEVICE).repeat(4)
+    seeds = torch.arange(12, device=DEVICE)
+    given = {"scale": rule.scale, "softcap": rule.softcap}
+    tokens, drawn = kernels.draw(logits, heat, seeds, seeds, exact=True, **given)
+    logprobs, lse = kernels.exact_logprobs(logits, tokens, heat, **given)
+    assert torch.equal(drawn, logprobs)
+    for row in (0, 7):  # alone, and without a temperature where that is 1
+        part = slice(row, row + 1)
+        cold = heat[part] * (heat[part] != 1)
+        for some in (heat[part], cold):
+            alone = kernels.exact_logprobs(logits[part], tokens[part], some, **given)[0]
+            assert torch.equal(alone, drawn[part])
+    want = statistics(logits.double().cpu(), tokens.cpu(), heat.double().cpu(), rule, False)
+    torch.testing.assert_close(drawn.double().cpu(), want[0].double(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(lse.double().cpu(), want[1].double(), atol=1e-4, rtol=1e-5)
 
 
 def test_draw_frequencies() -> None:

@@ -1,6 +1,6 @@
 """Compiles Triton kernels for a GPU that is not there: a launch is recorded and compiled instead of
-run. `python -m helpers.kernel_compiler` does it for the kernels of decoding, with the shapes of
-models that people train.
+run. `python -m helpers.kernel_compiler` does it for the kernels of decoding and of exact mode, with
+the shapes of models that people train.
 
 The interpreter, which runs kernels on a CPU, accepts much that the compiler does not.
 """
@@ -133,9 +133,39 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
             draw.draw(logits, torch.zeros(rows), cached, cached, softcap=30.0)
 
 
+def compile_exact_kernels(compiler: KernelCompiler) -> None:
+    from reinforge.models import exact_tiles
+    from reinforge.models.kernels import exact, exact_layer, exact_product, layer, paged_attention
+
+    half = torch.bfloat16
+    for rows, heads, kv_heads, size, width in ((4, 28, 4, 128, 3584), (320, 14, 2, 64, 896)):
+        x = torch.zeros(rows, width, dtype=half)
+        weight = torch.zeros(width, width, dtype=half)
+        for tile in (exact_product.LARGE, *sum(exact_product.SMALLER.values(), ())):
+            exact_product._in_tiles(x, weight, x[0], tile)
+        exact_layer.add_norm(x, None, x[0], 1e-6)
+        layer.silu(x)
+        joint = torch.zeros(rows, heads + 2 * kv_heads, size, dtype=half)
+        q, k, v = joint.split([heads, kv_heads, kv_heads], 1)
+        exact_layer.add_norm(q, None, x[0, :size], 1e-6)
+        cache = torch.zeros(4, 16, kv_heads, size, dtype=half)
+        tables = torch.zeros(rows, 128, dtype=torch.int64)
+        cached = torch.zeros(rows, dtype=torch.int64)
+        turn = torch.zeros(rows, size, dtype=half)
+        paged_attention.rotate_and_store(q, k, v, cache, cache, tables, cached, (turn, turn))
+        plan = exact_tiles.plan_paged(cached)
+        keys = cache.view(-1, kv_heads, size)
+        exact.attend(q, keys, keys, plan, tables, 16, 0.1, 0, 0.0)
+        new = exact.NewKeys(k, v, turn, turn)
+        exact.attend(q, keys, keys, plan, tables, 16, 0.1, 0, 0.0, new)
+        exact.attend(q, keys, keys, plan, tables, 16, 0.1, 0, 0.0, new, parts=8)
+        exact.attend(q, k, v, plan, None, 1, 0.1, 64, 30.0)
+
+
 def main() -> None:
     compiler = KernelCompiler()
     compile_decode_kernels(compiler)
+    compile_exact_kernels(compiler)
     largest = max(compiler.compiled.values())
     print(f"{len(compiler.compiled)} kernels compiled, {largest} bytes of shared memory at most")
     assert largest <= SHARED_MEMORY

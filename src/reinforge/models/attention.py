@@ -674,7 +674,21 @@ class PagedLayout:
         """`rope`: cos and sin [positions, D] by which q and k are to be turned; None: they were."""
         kernel = q.is_cuda and HAS_TRITON
         size = self.cache.block_size
-        if self.shared or not kernel:
+        if self.shared and kernel and rope is not None and self.cache.scales is None:
+            from reinforge.models.kernels.paged_attention import rotate_and_store
+
+            q, k = rotate_and_store(
+                q,
+                k,
+                v,
+                self.cache.keys[layer],
+                self.cache.values[layer],
+                self.tables,
+                self.cached,
+                rope,
+            )
+            rope = None
+        elif self.shared or not kernel:
             if rope is not None:
                 cos, sin = (table.index_select(0, self.cached) for table in rope)
                 q = rotate(q, cos, sin)

@@ -77,10 +77,14 @@ class CausalModel(PackedModel):
 
     def project(self, hidden: Tensor) -> Tensor:
         """[B, V] raw logits in the model's precision."""
-        out: Tensor = (
-            linear(hidden, self.head.weight, self.head.bias) if self.exact else self.head(hidden)
-        )
-        return out
+        if not self.exact:
+            out: Tensor = self.head(hidden)
+            return out
+        if hidden.is_cuda and not torch.is_grad_enabled():
+            from reinforge.models.kernels.exact_product import step_product
+
+            return step_product(hidden, self.head.weight, self.head.bias)
+        return linear(hidden, self.head.weight, self.head.bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, V] float32, for sampling."""

@@ -9,11 +9,13 @@ that are not elementwise-safe are replaced by ones whose arithmetic for a row is
 that cannot be made so are refused.
 
 - matrix products: on a CPU tiles of `TILE` rows, the last one filled up, so that BLAS always sees
-  one shape; on a GPU a Triton kernel with one configuration per weight, whatever the number of rows
+  one shape; on a GPU `kernels.exact_product`: a Triton kernel in which every output is one chain
 - sums over the last dimension: never one lone row on a CPU (torch would split it among threads); a
   program per row on a GPU
 - exp, silu, gelu, ... on a CPU: `models.exact_functions`, which builds them from additions and
-  products; on a GPU every element runs the same instructions already
+  products; on a GPU every element runs the same instructions already, and silu is the one of our
+  kernels, because decoding has it inside of another kernel
+- RMS norms of the Llama kind on a GPU: `models.exact_norm`
 - attention: `models.exact_attention`
 
 Backward passes are ordinary: nothing samples from a gradient. `models.exact_proof.prove` checks the
@@ -29,12 +31,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from reinforge.core.errors import InputError
 from reinforge.models import exact_functions
 
 TILE = 32  # rows of a matrix product on a CPU; a tile begins on a cache line in either precision
+
+KERNELS = ("silu",)  # functions that are our own on a GPU (`kernels.layer`)
 
 # matrix shapes whose rows were seen to be independent of their place in a tile
 _places: dict[tuple[Any, ...], bool] = {}
@@ -51,9 +55,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         flat = x.reshape(-1, x.shape[-1])
         if x.is_cuda:
-            from reinforge.models.kernels import exact as kernels
+            from reinforge.models.kernels.exact_product import matmul
 
-            y = kernels.matmul(flat, weight, bias)
+            y = matmul(flat, weight, bias)
         else:
             y = _in_tiles(flat, weight.t())
             if bias is not None:
@@ -192,16 +196,22 @@ def rms_norm(
     return (x if weight is None else x * weight.float()).to(input.dtype)
 
 
-# ---- elementwise functions on a CPU ----
+# ---- elementwise functions ----
 
 
 class _Elementwise(torch.autograd.Function):
-    """The forward is `exact_functions`; the backward differentiates torch's own function f."""
+    """The forward is `exact_functions`, or `KERNELS` on a GPU; the backward differentiates torch's
+    own function f.
+    """
 
     @staticmethod
     def forward(ctx, x, name, f, args, kwargs):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x)
         ctx.f = f
+        if x.is_cuda:
+            from reinforge.models.kernels import layer as kernels
+
+            return getattr(kernels, name)(x)
         return exact_functions.evaluate(name, x, *args, **kwargs)
 
     @staticmethod
@@ -217,7 +227,7 @@ def elementwise(
     name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """func(x, ...), where func is torch's function of this name."""
-    if x.is_cuda:
+    if x.is_cuda and name not in KERNELS:
         return func(x, *args, **kwargs)
     kwargs.pop("inplace", None)
     out: Tensor = _Elementwise.apply(
@@ -322,6 +332,11 @@ _REFUSED_ON_CPU = {
 
 class RowWiseMode(TorchFunctionMode):
     """Inside, torch functions called by a model's own code compute each row alone."""
+
+    @classmethod
+    def active(cls) -> bool:
+        """Whether this is inside of one."""
+        return any(isinstance(mode, cls) for mode in _get_current_function_mode_stack())
 
     def __torch_function__(
         self,

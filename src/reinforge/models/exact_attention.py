@@ -2,8 +2,8 @@
 prefill, in a decode step.
 
 Queries are cut into tiles (`models.exact_tiles`), and each tile visits its tiles of keys in order
-from position 0 with an online softmax of fixed shape. `layout` turns the layouts of
-`models.attention` into exact ones.
+from position 0 with an online softmax of fixed shape (on a GPU one for every chunk of keys, and
+chunks are joined in order). `layout` turns the layouts of `models.attention` into exact ones.
 
 Legend: N tokens, T tiles, H query heads, K key/value heads, G = H / K, D head size.
 """
@@ -23,6 +23,7 @@ from reinforge.models.attention import (
     PagedLayout,
     PrefillLayout,
     Segments,
+    rotate,
 )
 from reinforge.models.exact_tiles import KEYS, TilePlan, plan_paged, plan_segments, tile_shape
 
@@ -39,14 +40,17 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    parts: int = 1,
 ) -> Tensor:
     """q [N, H, D]; k, v [rows, K, D], or [blocks * block, K, D] with `tables` [T, W] ->
-    [N, H, D].
+    [N, H, D]. `parts`: programs of a GPU that share the keys of a sequence in a decode step.
     """
     if q.is_cuda:
         from reinforge.models.kernels import exact as kernels
 
-        return kernels.attend(q, k, v, plan, tables, block, scale, window or 0, softcap or 0.0)
+        return kernels.attend(
+            q, k, v, plan, tables, block, scale, window or 0, softcap or 0.0, parts=parts
+        )
     groups = q.shape[1] // k.shape[1]
     kv_heads = k.shape[1]
     rows, _ = tile_shape(groups, False)
@@ -190,14 +194,12 @@ class ExactPaged:
     """
 
     paged: PagedLayout
-    slots: Tensor
     plan: TilePlan
+    slots: Tensor | None = None  # where new keys go, once that was asked for
 
     @classmethod
     def of(cls, paged: PagedLayout) -> ExactPaged:
-        size = paged.cache.block_size
-        block = paged.tables.gather(1, (paged.cached // size)[:, None])[:, 0]
-        return cls(paged, block * size + paged.cached % size, plan_paged(paged.cached))
+        return cls(paged, plan_paged(paged.cached))
 
     def attend(
         self,
@@ -208,10 +210,15 @@ class ExactPaged:
         scale: float,
         window: int | None,
         softcap: float | None,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
+        """`rope`: cos and sin [positions, D] by which q and k are to be turned; None: they were."""
         with torch._C.DisableTorchFunction():
             cache = self.paged.cache
-            cache.write(layer, self.slots, k, v)
+            if rope is not None and q.is_cuda and not self.paged.shared:
+                return self._attend_new(layer, q, k, v, (scale, window, softcap), rope)
+            q = self._store(layer, q, k, v, rope)
             keys, values = (x[layer].view(-1, *k.shape[1:]) for x in (cache.keys, cache.values))
             return attend(
                 q,
@@ -223,7 +230,67 @@ class ExactPaged:
                 scale,
                 window,
                 softcap,
+                self.paged.parts,
             )
+
+    def _attend_new(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: tuple[float, int | None, float | None],
+        rope: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """One kernel: no row needs the keys of another one."""
+        from reinforge.models.kernels import exact as kernels
+
+        cache = self.paged.cache
+        keys, values = (x[layer].view(-1, *k.shape[1:]) for x in (cache.keys, cache.values))
+        scale, window, softcap = options
+        return kernels.attend(
+            q,
+            keys,
+            values,
+            self.plan,
+            self.paged.tables,
+            cache.block_size,
+            scale,
+            window or 0,
+            softcap or 0.0,
+            kernels.NewKeys(k, v, *rope),
+            self.paged.parts,
+        )
+
+    def _store(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Writes k and v to the cache; q as it attends."""
+        paged = self.paged
+        cache = paged.cache
+        if rope is not None and q.is_cuda:
+            from reinforge.models.kernels.paged_attention import rotate_and_store
+
+            return rotate_and_store(
+                q,
+                k,
+                v,
+                cache.keys[layer],
+                cache.values[layer],
+                paged.tables,
+                paged.cached,
+                rope,
+            )[0]
+        if rope is not None:
+            cos, sin = (table.index_select(0, paged.cached) for table in rope)
+            q = rotate(q, cos, sin)
+            k = rotate(k, cos, sin)
+        if self.slots is None:
+            size = cache.block_size
+            block = paged.tables.gather(1, (paged.cached // size)[:, None])[:, 0]
+            self.slots = block * size + paged.cached % size
+        cache.write(layer, self.slots, k, v)
+        return q
 
 
 @dataclass(slots=True)

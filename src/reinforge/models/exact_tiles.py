@@ -20,6 +20,11 @@ from reinforge.models.attention import Segments
 QUERIES = 8
 KEYS = 64
 GPU_QUERIES = 64  # a tile on a GPU: what one warp group multiplies at once
+# keys of a chunk on a GPU: each has a softmax of its own, and chunks are joined in order
+CHUNK = 1024
+# a decode step of fewer programs leaves multiprocessors idle; one of more keys is waited for
+FEW_PROGRAMS = 264
+MANY_KEYS = 8192
 
 
 @dataclass(slots=True)
@@ -45,6 +50,16 @@ def tile_shape(groups: int, on_gpu: bool) -> tuple[int, int]:
     return rows, min(KEYS, 1 << ((rows // groups).bit_length() - 1))
 
 
+def chunk_programs(rows: int, kv_heads: int, longest: int) -> int:
+    """How many programs share the keys of a sequence in a decode step on a GPU, one for each chunk,
+    where no sequence has more than `longest`.
+    """
+    enough = rows * kv_heads >= FEW_PROGRAMS and longest <= MANY_KEYS
+    if enough or longest <= CHUNK:
+        return 1
+    return 1 << (-(-longest // CHUNK) - 1).bit_length()
+
+
 def plan_segments(segments: Segments, positions: int) -> TilePlan:
     tiles: list[tuple[int, int, int, int, int]] = []
     start = key_start = 0
@@ -68,6 +83,9 @@ def plan_segments(segments: Segments, positions: int) -> TilePlan:
 
 
 def plan_paged(cached: Tensor) -> TilePlan:
+    """One position for each sequence; on a GPU the kernel finds the rest of it by itself."""
+    if cached.is_cuda:
+        return TilePlan(cached, cached, cached, cached, cached, 1)
     now = cached.to(torch.int32)
     row = torch.arange(len(now), dtype=torch.int32, device=now.device)
     return TilePlan(now, row - now, now, now + 1, row, 1)

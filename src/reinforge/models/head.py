@@ -102,13 +102,31 @@ def exact_statistics(
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`statistics` with the same bits for a row whichever rows are beside it: sampling and training
-    both end here in exact mode. On a GPU a row is a program of its own; on a CPU functions and sums
-    are those of `models.exact`.
+    both end here in exact mode. On a GPU log-probs are those that the drawing kernel reports; on a
+    CPU functions and sums are those of `models.exact`.
     """
     if x.is_cuda:
-        return statistics(x, targets, temperatures, rule, entropy, allowed)
+        return _drawn_statistics(x, targets, temperatures, rule, entropy, allowed)
     with rowwise.RowWiseMode():
         return statistics(x, targets, temperatures, rule, entropy, allowed)
+
+
+def _drawn_statistics(
+    x: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    rule: LogitRule,
+    entropy: bool,
+    allowed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    from reinforge.models.kernels.draw import exact_logprobs
+
+    if allowed is not None:
+        x = permitted(x, rule, allowed)
+        rule = LogitRule()
+    logp, lse = exact_logprobs(x, targets, temperatures, scale=rule.scale, softcap=rule.softcap)
+    spread = statistics(x, targets, temperatures, rule, True)[2] if entropy else None
+    return logp, lse, spread
 
 
 def gradient(

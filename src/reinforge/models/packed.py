@@ -19,6 +19,7 @@ from reinforge.models import attention, rope
 from reinforge.models.attention import AttentionLayout, PackedLayout
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.exact_attention import layout as exact_layout
+from reinforge.models.exact_norm import replace_norms
 from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
 
 
@@ -59,6 +60,8 @@ class PackedModel:
                 where="model.exact",
                 fix="pip install triton",
             )
+        if exact:
+            replace_norms(module)
 
     @property
     def context(self) -> int | None:

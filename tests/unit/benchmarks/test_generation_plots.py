@@ -83,6 +83,14 @@ def test_the_table_has_the_peer_beside_ours(bench: dict[str, Any], measured: lis
     assert "| fp32 exact |" in shown[3]
 
 
+def test_what_exact_mode_costs(bench: dict[str, Any], measured: list[Any]) -> None:
+    plain, exact, _ = measured
+    slower = [replace(r, seconds=1.25 * r.seconds) for r in plain.rounds]
+    results = [plain, replace(exact, rounds=slower), replace(exact, workload="wide")]
+    told = bench["generation_results"].exact_costs(results)
+    assert told == ["tiny smoke: exact takes 1.250 times as long"]
+
+
 def labels(path: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
 

@@ -27,7 +27,14 @@ from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
-from reinforge.models import exact, exact_attention, exact_functions, exact_proof, exact_tiles
+from reinforge.models import (
+    exact,
+    exact_attention,
+    exact_functions,
+    exact_norm,
+    exact_proof,
+    exact_tiles,
+)
 from reinforge.models.attention import Segments, starts_of
 from reinforge.models.causal import CausalModel
 from reinforge.models.exact import RowWiseMode
@@ -336,6 +343,50 @@ def test_tiles_never_straddle_a_tile_of_keys() -> None:
             assert exact_tiles.KEYS % positions == 0 and groups * positions <= rows
             # at most half of a tile is empty
             assert on_gpu or rows < max(2 * groups * positions, 8) + 1
+
+
+# norms that have a kernel on a GPU
+
+
+class LateRounding(nn.Module):
+    """An RMS norm that rounds after its weight, as OLMo 2 does."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * wide).to(x.dtype)
+
+
+def test_norms_are_known_by_their_arithmetic() -> None:
+    module = make_module("qwen3")
+    assert exact_norm.replace_norms(module) == 2 * 4 + 1  # two of a layer, of queries and of keys
+    assert exact_norm.replace_norms(module) == 0
+    assert exact_norm.replace_norms(make_module("gemma2")) == 0  # 1 + weight
+    assert exact_norm.replace_norms(LateRounding(32)) == 0
+
+
+def test_a_copied_norm_has_its_own_weight() -> None:
+    module = make_module("llama")
+    exact_norm.replace_norms(module)
+    copied = copy.deepcopy(module)
+    x = torch.randn(3, 32)
+    before = module.model.norm(x)
+    with torch.no_grad():
+        copied.model.norm.weight.mul_(2)
+        assert torch.equal(copied.model.norm(x), 2 * before)
+    assert torch.equal(module.model.norm(x), before)
+
+
+def test_a_mode_knows_that_it_is_active() -> None:
+    assert not RowWiseMode.active()
+    with RowWiseMode(), torch.device("cpu"):
+        assert RowWiseMode.active()
+    assert not RowWiseMode.active()
 
 
 # what cannot be exact

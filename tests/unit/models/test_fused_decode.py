@@ -20,7 +20,7 @@ def hidden_of_both(model: CausalModel, fused: FusedDecode) -> tuple[Any, Any]:
     """(last hidden states, cached keys) of both forwards over the same trial."""
     found = []
     for own in (False, True):
-        layout = fused_decode.trial(fused.shapes, torch.float32, torch.device("cpu"))
+        layout = fused_decode.trial(fused.shapes, model.dtype, torch.device("cpu"))
         tokens = torch.tensor([7, 3, 11])
         with torch.no_grad():
             if own:
@@ -76,13 +76,13 @@ def test_one_strange_layer_is_enough() -> None:
     assert FusedDecode.of(model) is None
 
 
-def adapted(arch: str, **settings: Any) -> CausalModel:
+def adapted(arch: str, *, exact: bool = False, **settings: Any) -> CausalModel:
     module = add_adapter(make_module(arch), AdapterConfig(rank=2, **settings), seed=0)
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if "lora_B" in name:
                 weight.normal_(std=0.3)
-    return CausalModel(module)
+    return CausalModel(module, exact=exact)
 
 
 @pytest.mark.parametrize("settings", [{}, {"targets": ["q_proj", "down_proj"]}, {"kind": "rslora"}])
@@ -101,6 +101,58 @@ def test_adapters_are_part_of_it(settings: dict[str, Any]) -> None:
                     weight.mul_(1.5)
 
 
-def test_other_adapters_and_exact_models_keep_their_own_forward() -> None:
-    assert FusedDecode.of(CausalModel(make_module(), exact=True)) is None
+def test_other_adapters_keep_their_own_forward() -> None:
     assert FusedDecode.of(adapted("llama", kind="dora")) is None
+
+
+# exact mode: to the bit
+
+
+def assert_equal_bits(model: CausalModel) -> FusedDecode:
+    fused = FusedDecode.of(model)
+    assert fused is not None
+    (got, keys), (want, own_keys) = hidden_of_both(model, fused)
+    assert torch.equal(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(keys, own_keys, strict=True))
+    return fused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+def test_exact_hidden_states_have_the_bits_of_the_modules_own(
+    arch: str, dtype: torch.dtype
+) -> None:
+    model = CausalModel(make_module(arch).to(dtype), exact=True)
+    fused = assert_equal_bits(model)
+    layouts = [fused_decode.trial(fused.shapes, dtype, model.device, rows=40) for _ in range(2)]
+    tokens = torch.arange(40) % 60
+    with torch.no_grad():
+        got = fused.hidden(tokens, layouts[0])
+        assert torch.equal(got, model.hidden(tokens, layouts[1].cached, layouts[1]))
+        some = fused_decode.trial(fused.shapes, dtype, model.device, rows=40)
+        some.tables = some.tables[5:6]
+        some.cached = some.cached[5:6]
+        alone = fused.hidden(tokens[5:6], some)
+    assert torch.equal(alone, got[5:6])
+
+
+@pytest.mark.parametrize("settings", [{}, {"targets": ["q_proj", "down_proj"]}, {"kind": "rslora"}])
+def test_exact_adapters_have_the_bits_of_the_modules_own(settings: dict[str, Any]) -> None:
+    assert_equal_bits(adapted("qwen3", exact=True, **settings))
+
+
+def test_what_stands_around_the_layers_is_compared_to_the_bit_too() -> None:
+    for exact in (False, True):
+        model = CausalModel(make_module(), exact=exact)
+        own = model.trunk.norm.forward
+        model.trunk.norm.forward = lambda x, own=own: own(x) * (1 + 2e-7)
+        assert (FusedDecode.of(model) is None) == exact
+
+
+def test_a_difference_of_rounding_is_too_much_for_exact_mode() -> None:
+    for exact in (False, True):
+        model = CausalModel(make_module(), exact=exact)
+        layer = model.trunk.layers[1]
+        own = layer.forward
+        layer.forward = lambda x, own=own, **kwargs: own(x, **kwargs) * (1 + 2e-7)
+        assert (FusedDecode.of(model) is None) == exact

@@ -294,14 +294,15 @@ class DecodeBatch:
                 self.produced,
                 scale=rule.scale,
                 softcap=rule.softcap,
+                exact=model.exact,
             )
-        else:
-            picked, logprobs = draw(
-                rule.apply(logits.float()),
-                self.temperatures,
-                uniform(self.seeds, self.produced),
-                None if self.filters is None else self.filters.unbind(1),
-            )
+            return picked, logprobs
+        picked, logprobs = draw(
+            rule.apply(logits.float()),
+            self.temperatures,
+            uniform(self.seeds, self.produced),
+            None if self.filters is None else self.filters.unbind(1),
+        )
         if model.exact:  # the training forward's own arithmetic
             heat = torch.where(self.temperatures == 0, 1.0, self.temperatures)
             logprobs = exact_statistics(raw, picked, heat, model.rule, allowed=self.allowed)[0]

@@ -16,6 +16,7 @@ from torch import Tensor
 from reinforge.engines.native.decode_batch import DecodeBatch, GraphKey
 from reinforge.models.attention import HAS_TRITON, KVCache
 from reinforge.models.causal import CausalModel
+from reinforge.models.exact_tiles import chunk_programs
 from reinforge.models.fused_decode import FusedDecode
 
 WINDOW = 16  # at most this many steps between two looks
@@ -159,14 +160,13 @@ class Decoder:
 
     def parts(self, rows: DecodeBatch, steps: int) -> int:
         """How many programs share the keys of a sequence in the next steps."""
-        if self.model.exact:
-            return 1
         from reinforge.models.kernels.paged_attention import parts_of
 
         config = self.model.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = rows.drafts + 1
-        return parts_of(len(rows.newest) * width, heads, rows.longest + steps * width)
+        share = chunk_programs if self.model.exact else parts_of
+        return share(len(rows.newest) * width, heads, rows.longest + steps * width)
 
     def forget(self) -> None:
         """The cache that the graphs were captured with is gone."""

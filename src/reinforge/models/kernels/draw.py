@@ -7,6 +7,8 @@ Legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -123,6 +125,131 @@ def _draw_pick(
     tl.store(LOGPROBS + row, z - top - tl.log(total))
 
 
+@triton.jit
+def _chosen(
+    LOGITS,
+    TEMPERATURES,
+    TARGETS,
+    TOP,
+    SUM,
+    LOGPROBS,
+    LSE,
+    stride,
+    V,
+    scale,
+    softcap,
+    chunks,
+    CAP: tl.constexpr,
+    BC: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per row: the log-prob of a given token, from what `_draw_chunks` found."""
+    row = tl.program_id(0).to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    temperature = tl.load(TEMPERATURES + row)
+    inverse = 1.0 / tl.where(temperature == 0.0, 1.0, temperature)
+    c = tl.arange(0, BC)
+    tops = tl.load(TOP + row * chunks + c, mask=c < chunks, other=-float("inf"))
+    sums = tl.load(SUM + row * chunks + c, mask=c < chunks, other=0.0)
+    top = tl.max(tops, 0)
+    lse = top + tl.log(tl.sum(sums * tl.exp(tops - top), 0))
+    target = tl.load(TARGETS + row)
+    z = _scores(LOGITS, row, stride, target, V, scale, softcap, inverse, CAP)
+    tl.store(LOGPROBS + row, z - lse)
+    tl.store(LSE + row, lse)
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """What is known of each chunk of the vocabulary, [B, chunks] each, and how to read the logits
+    that it is known of.
+    """
+
+    logits: Tensor
+    temperatures: Tensor
+    rule: tuple[int, int, float, float]  # stride, V, scale, softcap
+    kind: dict[str, int | bool]
+    top: Tensor
+    total: Tensor
+    best: Tensor
+
+    @classmethod
+    def of(
+        cls, logits: Tensor, temperatures: Tensor, scale: float, softcap: float | None
+    ) -> _Chunks:
+        rows, vocabulary = logits.shape
+        size = min(4096, triton.next_power_of_2(vocabulary))
+        shape = (rows, triton.cdiv(vocabulary, size))
+        top, total = (torch.empty(shape, device=logits.device) for _ in range(2))
+        found = cls(
+            logits,
+            temperatures,
+            rule=(logits.stride(0), vocabulary, scale, softcap or 0.0),
+            kind={"CAP": softcap is not None, **early()},
+            top=top,
+            total=total,
+            best=torch.empty(shape, dtype=torch.int32, device=logits.device),
+        )
+        _draw_chunks[shape](
+            logits,
+            temperatures,
+            top,
+            total,
+            found.best,
+            *found.rule,
+            BV=size,
+            num_warps=8,
+            **found.kind,
+        )
+        return found
+
+    def pick(self, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B] int64 and their log-probs [B]."""
+        rows, chunks = self.top.shape
+        tokens = torch.empty(rows, dtype=torch.int64, device=self.top.device)
+        logprobs = torch.empty(rows, device=self.top.device)
+        _draw_pick[(rows,)](
+            self.logits,
+            self.temperatures,
+            seeds,
+            positions,
+            self.top,
+            self.total,
+            self.best,
+            tokens,
+            logprobs,
+            *self.rule,
+            chunks,
+            BV=min(4096, triton.next_power_of_2(self.logits.shape[1])),
+            BC=triton.next_power_of_2(chunks),
+            num_warps=8,
+            **self.kind,
+        )
+        return tokens, logprobs
+
+    def of_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs [B] of given tokens, and the log-sum-exps [B]."""
+        rows, chunks = self.top.shape
+        logprobs, lse = (torch.empty(rows, device=self.top.device) for _ in range(2))
+        _chosen[(rows,)](
+            self.logits,
+            self.temperatures,
+            tokens,
+            self.top,
+            self.total,
+            logprobs,
+            lse,
+            *self.rule,
+            chunks,
+            BC=triton.next_power_of_2(chunks),
+            num_warps=1,
+            **self.kind,
+        )
+        return logprobs, lse
+
+
 def draw(
     logits: Tensor,
     temperatures: Tensor,
@@ -131,38 +258,28 @@ def draw(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Tokens [B] int64 and log-probs [B] float32 from raw logits [B, V] in any precision;
-    temperature 0 is greedy.
+    temperature 0 is greedy. `exact`: log-probs are those of `exact_logprobs`.
     """
-    rows, vocabulary = logits.shape
-    device = logits.device
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
-    size = min(4096, triton.next_power_of_2(vocabulary))
-    chunks = triton.cdiv(vocabulary, size)
-    top, total = (torch.empty(rows, chunks, dtype=torch.float32, device=device) for _ in range(2))
-    best = torch.empty(rows, chunks, dtype=torch.int32, device=device)
-    rule = (logits.stride(0), vocabulary, scale, softcap or 0.0)
-    kind = {"CAP": softcap is not None, "BV": size, **early()}
-    _draw_chunks[(rows, chunks)](logits, temperatures, top, total, best, *rule, num_warps=8, **kind)
-    _draw_pick[(rows,)](
-        logits,
-        temperatures,
-        seeds,
-        positions,
-        top,
-        total,
-        best,
-        tokens,
-        logprobs,
-        *rule,
-        chunks,
-        BC=triton.next_power_of_2(chunks),
-        num_warps=8,
-        **kind,
-    )
-    return tokens, logprobs
+    chunks = _Chunks.of(logits, temperatures, scale, softcap)
+    tokens, logprobs = chunks.pick(seeds, positions)
+    return tokens, chunks.of_tokens(tokens)[0] if exact else logprobs
+
+
+def exact_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs [B] of given tokens, and the log-sum-exps [B], with the bits that `draw` reports:
+    the same kernels compute them.
+    """
+    return _Chunks.of(logits, temperatures, scale, softcap).of_tokens(targets)
 
 
 @triton.jit

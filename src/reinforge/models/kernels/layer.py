@@ -123,11 +123,36 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _silu(gate, up, DTYPE: tl.constexpr):
-    """silu(gate)·up of float32 numbers, rounded where transformers rounds."""
+def _silu_of(gate, DTYPE: tl.constexpr):
+    """silu of float32 numbers, rounded before and after."""
     gate = gate.to(DTYPE).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(DTYPE)
+
+
+@triton.jit
+def _gated(gate, up, DTYPE: tl.constexpr):
+    """silu(gate)·up of float32 numbers, rounded where transformers rounds."""
+    silu = _silu_of(gate, DTYPE).to(tl.float32)
     return (silu * up.to(DTYPE).to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def _silu(X, Y, N, EARLY: tl.constexpr, BN: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(X + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(Y + n, _silu_of(x, Y.dtype.element_ty), mask=n < N)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Every number of x, with the bits that `silu_mul` gives it."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        _silu[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BN=1024, num_warps=4, **early())
+    return y
 
 
 @triton.jit
@@ -139,7 +164,7 @@ def _silu_mul(X, Y, N, EARLY: tl.constexpr, BN: tl.constexpr):
         tl.extra.cuda.gdc_wait()
     gate = tl.load(X + row * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
     up = tl.load(X + row * 2 * N + N + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(Y + row * N + n, _silu(gate, up, Y.dtype.element_ty), mask=n < N)
+    tl.store(Y + row * N + n, _gated(gate, up, Y.dtype.element_ty), mask=n < N)
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -226,7 +251,7 @@ def _few_rows(
     there = (n < N)[:, None] & (m < M)[None, :]
     y_at = Y + (part.to(tl.int64) * M + m)[None, :] * N + n[:, None]
     if GATED:
-        tl.store(y_at, _silu(acc, acc_up, Y.dtype.element_ty), mask=there)
+        tl.store(y_at, _gated(acc, acc_up, Y.dtype.element_ty), mask=there)
     elif WIDE:
         tl.store(y_at, acc, mask=there)
     else:

@@ -24,7 +24,7 @@ NOTHING = tl.constexpr(-1e30)  # the largest score of no keys at all
 
 
 @triton.jit
-def _turned(X, at, d, cos, sin, there, D: tl.constexpr):
+def turned(X, at, d, cos, sin, there, D: tl.constexpr):
     """Numbers of a head after their rotation, x·cos + rotate_half(x)·sin, rounded where
     transformers rounds: each product, then the sum. `at` [.., 1] or scalar: where heads begin.
     """
@@ -173,7 +173,7 @@ def _paged_decode(
         cos = tl.load(COS + n.to(tl.int64) * cos_n + d, mask=real_d, other=0.0)
         sin = tl.load(SIN + n.to(tl.int64) * cos_n + d, mask=real_d, other=0.0)
         at = b * q_b + (h * G + g)[:, None] * q_h
-        q = _turned(Q, at, d[None, :], cos[None, :], sin[None, :], real, D)
+        q = turned(Q, at, d[None, :], cos[None, :], sin[None, :], real, D)
     else:
         q = tl.load(Q + b * q_b + (h * G + g)[:, None] * q_h + d[None, :], mask=real, other=0.0)
     m = tl.full([GP], NOTHING, tl.float32)
@@ -181,7 +181,7 @@ def _paged_decode(
     acc = tl.zeros([GP, DP], tl.float32)
     if part == 0:
         if ROPE:
-            k_new = _turned(KN, b * kn_b + h * kn_h, d, cos, sin, real_d, D)
+            k_new = turned(KN, b * kn_b + h * kn_h, d, cos, sin, real_d, D)
         else:
             k_new = tl.load(KN + b * kn_b + h * kn_h + d, mask=real_d, other=0.0)
         v_new = tl.load(VN + b * vn_b + h * vn_h + d, mask=real_d, other=0.0)
@@ -307,7 +307,7 @@ def paged_decode(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=device)
-    found = _partial(rows, parts, heads, size, device) if parts > 1 else (out, out, out)
+    found = room_for_parts(rows, parts, heads, size, device) if parts > 1 else (out, out, out)
     _paged_decode[(rows, kv_heads, parts)](
         q,
         k,
@@ -354,7 +354,7 @@ def paged_decode(
     return out
 
 
-def _partial(
+def room_for_parts(
     rows: int, parts: int, heads: int, size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the largest scores, the sums and the weighted values of parts of the keys."""
@@ -363,3 +363,113 @@ def _partial(
     )
     acc = torch.empty(rows, parts, heads, size, dtype=torch.float32, device=device)
     return top, total, acc
+
+
+# ---- rotation by itself, where rows are neighbours in one sequence ----
+
+
+@triton.jit
+def _rotate_and_store(
+    Q,
+    KN,
+    VN,
+    COS,
+    SIN,
+    KC,
+    VC,
+    QO,
+    KO,
+    TABLES,
+    CACHED,
+    q_b,
+    q_h,
+    kn_b,
+    kn_h,
+    vn_b,
+    vn_h,
+    cos_n,
+    W,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    HP: tl.constexpr,
+    KP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per row, all heads of it."""
+    b = tl.program_id(0).to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    n = tl.load(CACHED + b)
+    d = tl.arange(0, DP)[None, :]
+    h = tl.arange(0, HP)[:, None]
+    cos = tl.load(COS + n * cos_n + d, mask=d < D, other=0.0)
+    sin = tl.load(SIN + n * cos_n + d, mask=d < D, other=0.0)
+    there = (h < H) & (d < D)
+    q = turned(Q, b * q_b + h * q_h, d, cos, sin, there, D)
+    tl.store(QO + (b * H + h) * D + d, q, mask=there)
+    h = tl.arange(0, KP)[:, None]
+    there = (h < HK) & (d < D)
+    k = turned(KN, b * kn_b + h * kn_h, d, cos, sin, there, D)
+    v = tl.load(VN + b * vn_b + h * vn_h + d, mask=there, other=0.0)
+    slot = tl.load(TABLES + b * W + n // BLOCK) * BLOCK + n % BLOCK
+    tl.store(KO + (b * HK + h) * D + d, k, mask=there)
+    tl.store(KC + (slot * HK + h) * D + d, k, mask=there)
+    tl.store(VC + (slot * HK + h) * D + d, v, mask=there)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    cached: Tensor,
+    rope: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """q [B, H, D] and k [B, K, D] turned by their positions; k and v are written to the cache
+    [blocks, BLOCK, K, D]. `rope`: cos and sin [positions, D].
+
+    No fused multiply-adds: products are rounded before they are added, as torch does it.
+    """
+    rows, heads, size = q.shape
+    kv_heads = k.shape[1]
+    cos, sin = rope
+    q_out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(rows, kv_heads, size, dtype=k.dtype, device=k.device)
+    _rotate_and_store[(rows,)](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        keys,
+        values,
+        q_out,
+        k_out,
+        tables,
+        cached,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        cos.stride(0),
+        tables.stride(0),
+        H=heads,
+        HK=kv_heads,
+        HP=triton.next_power_of_2(heads),
+        KP=triton.next_power_of_2(kv_heads),
+        D=size,
+        DP=triton.next_power_of_2(size),
+        BLOCK=keys.shape[1],
+        num_warps=4,
+        enable_fp_fusion=False,
+        **early(),
+    )
+    return q_out, k_out

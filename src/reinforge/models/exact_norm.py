@@ -1,0 +1,101 @@
+"""RMS norms of `model.exact` on a GPU: one kernel for the module's own forward and for
+`models.fused_decode`, so that both have the same bits by construction.
+
+Legend: N tokens, H heads, E numbers that are normed together.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reinforge.models.decode_ops import rms_norm
+from reinforge.models.exact import RowWiseMode
+
+
+class _ScaledNorm(torch.autograd.Function):
+    """y = w·n with n = x·r, r = 1 / sqrt(mean(x²) + eps). With h = w·∂y:
+    ∂x = r·(h - n·mean(h·n)), ∂w = Σ ∂y·n over all rows.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
+        from reinforge.models.kernels import exact_layer as kernels
+
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return kernels.add_norm(x, None, weight, eps)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        wide = x.float()
+        g = g.float()
+        r = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + ctx.eps)
+        normed = wide * r
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            h = g * weight.float()
+            grad_x = (r * (h - normed * (h * normed).mean(-1, keepdim=True))).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_w = (g * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        return grad_x, grad_w, None
+
+
+def scaled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`decode_ops.rms_norm` of the last dimension of x [..., E], each row alone."""
+    if x.is_cuda:
+        out: Tensor = _ScaledNorm.apply(x, weight, eps)
+        return out
+    with RowWiseMode():
+        return rms_norm(x, weight, eps)
+
+
+class ExactNorm:
+    """The forward of an RMS norm inside `RowWiseMode` on a GPU; anywhere else it is the module's
+    own. `replace_norms` makes one per norm.
+    """
+
+    def __init__(self, module: Any):
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        module = self.module
+        if x.is_cuda and x.dtype == module.weight.dtype and RowWiseMode.active():
+            return scaled_norm(x, module.weight, module.variance_epsilon)
+        out: Tensor = type(module).forward(module, x)
+        return out
+
+
+def replace_norms(module: nn.Module) -> int:
+    """Lets the norms of a module whose arithmetic is that of `rms_norm` use one kernel; returns how
+    many. Others keep theirs.
+    """
+    known: dict[type, bool] = {}
+    count = 0
+    for part in module.modules():
+        if not hasattr(part, "variance_epsilon") or "forward" in vars(part):
+            continue
+        kind = type(part)
+        if kind not in known:
+            known[kind] = _is_known(part)
+        if known[kind]:
+            part.forward = ExactNorm(part).forward  # type: ignore[method-assign]
+            count += 1
+    return count
+
+
+@torch.no_grad()
+def _is_known(norm: Any) -> bool:
+    """Whether this module is `rms_norm`, tried on a copy in bfloat16, where roundings show."""
+    if [name for name, _ in norm.named_parameters()] != ["weight"] or norm.weight.ndim != 1:
+        return False
+    twin = copy.deepcopy(norm).to_empty(device="cpu").to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    size = twin.weight.shape[0]
+    twin.weight.copy_(torch.randn(size, generator=generator))
+    x = torch.randn(16, size, generator=generator).to(torch.bfloat16)
+    return torch.equal(twin(x), rms_norm(x, twin.weight, twin.variance_epsilon))
