@@ -25,9 +25,9 @@ from reinforge.engines.native.drafts import Speculation
 from reinforge.models import exact_tiles, fused_decode
 from reinforge.models.attention import KVCache, Segments, rotate, starts_of
 from reinforge.models.causal import CausalModel
-from reinforge.models.decode_ops import rms_norm
 from reinforge.models.exact_proof import prove
 from reinforge.models.fused_decode import FusedDecode
+from reinforge.models.norms import rms_norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = needs.unless(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,13 +18,19 @@ from reinforge.models.attention import HAS_TRITON
 from reinforge.models.fp8 import Fp8Rows
 from reinforge.models.fp8_layers import copy_of
 from reinforge.models.fused_linear import joint_weight
+from reinforge.models.norms import rms_norm
 
 
 class DecodeOps(Protocol):
     """What a `FusedLayer` is computed with: this module, or `exact_ops`."""
 
     def add_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, into: Fp8Rows | None
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        into: Fp8Rows | None = None,
     ) -> Tensor: ...
 
     def head_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -60,13 +65,6 @@ def _kernels(x: Tensor) -> Any:
     from reinforge.models.kernels import layer
 
     return layer
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As transformers computes it: in float32, rounded before the weight."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
 
 
 def add_norm(

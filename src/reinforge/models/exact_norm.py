@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reinforge.models.decode_ops import rms_norm
 from reinforge.models.exact import RowWiseMode
+from reinforge.models.norms import rms_norm
 
 
 class _ScaledNorm(torch.autograd.Function):
@@ -46,7 +46,7 @@ class _ScaledNorm(torch.autograd.Function):
 
 
 def scaled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`decode_ops.rms_norm` of the last dimension of x [..., E], each row alone."""
+    """`norms.rms_norm` of the last dimension of x [..., E], each row alone."""
     if x.is_cuda:
         out: Tensor = _ScaledNorm.apply(x, weight, eps)
         return out
